@@ -1,0 +1,48 @@
+# Defines the target ikattn::torch: LibTorch's headers and CPU libraries.
+#
+# Used by the build and, installed, by ikattnConfig.cmake. find_package(Torch) is not: for a torch with
+# CUDA (the usual one on Linux) it stops where no CUDA toolkit is installed, although nothing here
+# needs one. A program may call find_package(Torch) beside find_package(ikattn).
+
+# Sets in the caller: IKATTN_TORCH_PREFIX, IKATTN_TORCH_VERSION (major.minor.patch).
+#   HINTS  more directories that may hold torch, tried last
+function(ikattn_find_torch)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "HINTS")
+  file(TO_CMAKE_PATH "$ENV{CMAKE_PREFIX_PATH}" environment_prefixes)
+  find_path(
+    config_dir TorchConfig.cmake
+    HINTS ${Torch_DIR} $ENV{Torch_DIR} ${CMAKE_PREFIX_PATH} ${environment_prefixes} ${arg_HINTS}
+    PATH_SUFFIXES Torch share/cmake/Torch
+    NO_DEFAULT_PATH NO_CACHE)
+  if(NOT config_dir)
+    message(
+      FATAL_ERROR
+        "ikattn needs LibTorch and did not find TorchConfig.cmake: pass the directory that contains it, "
+        "-DTorch_DIR=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')/Torch")
+  endif()
+  cmake_path(SET prefix NORMALIZE "${config_dir}/../../..")
+
+  foreach(header include/torch/headeronly/version.h include/torch/csrc/api/include/torch/version.h)
+    if(EXISTS "${prefix}/${header}")
+      file(STRINGS "${prefix}/${header}" numbers REGEX "^#define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+      if(numbers)
+        break()
+      endif()
+    endif()
+  endforeach()
+  string(REGEX REPLACE "[^;]* ([0-9]+)" "\\1" numbers "${numbers}")
+  string(REPLACE ";" "." version "${numbers}")
+
+  if(NOT TARGET ikattn::torch)
+    add_library(ikattn::torch INTERFACE IMPORTED GLOBAL)
+    target_include_directories(
+      ikattn::torch INTERFACE "${prefix}/include" "${prefix}/include/torch/csrc/api/include")
+    target_link_libraries(
+      ikattn::torch INTERFACE "${prefix}/lib/libtorch.so" "${prefix}/lib/libtorch_cpu.so"
+                              "${prefix}/lib/libc10.so")
+    # Torch's libraries may need CUDA's, which are found when the program runs and not by the linker.
+    target_link_options(ikattn::torch INTERFACE -Wl,--allow-shlib-undefined)
+  endif()
+  set(IKATTN_TORCH_PREFIX "${prefix}" PARENT_SCOPE)
+  set(IKATTN_TORCH_VERSION "${version}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,123 @@
+// The arguments of the attention operators inside the library, and their checks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+#include "ikattn/attention.h"
+
+// Dispatcher functions take every argument by itself. These are the ones AttentionOptions bundles, in the
+// order of the schema.
+#define IKATTN_OPTION_PARAMETERS                                                                  \
+  std::optional<double> p, const std::optional<at::Tensor>&key_bias,                              \
+      const std::optional<at::Tensor>&attn_mask, double dropout_p, bool is_causal,                \
+      bool enable_gqa, double eps, std::optional<double> magnitude_scale,                         \
+      const std::optional<at::Tensor>&dropout_seed
+#define IKATTN_OPTION_VALUES \
+  p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps, magnitude_scale, dropout_seed
+#define IKATTN_OPTION_FIELDS(options)                                                              \
+  (options).p, (options).key_bias, (options).attn_mask, (options).dropout_p, (options).is_causal, \
+      (options).enable_gqa, (options).eps, (options).magnitude_scale, (options).dropout_seed
+
+namespace ikattn {
+
+// Gradients of attention: query, key, value, w1, w2, key_bias, attn_mask.
+constexpr int kAttentionGradients = 7;
+// Gradients of the weights: the same without value.
+constexpr int kWeightsGradients = 6;
+
+using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                                      at::Tensor, at::Tensor>;
+using WeightsGradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+using AttentionSignature = std::tuple<at::Tensor, at::Tensor>(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS);
+using AttentionBackwardSignature = AttentionGradients(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+    const at::Tensor& output, const at::Tensor& log_normalizer, IKATTN_OPTION_PARAMETERS,
+    std::array<bool, kAttentionGradients> wanted);
+using WeightsSignature = at::Tensor(const at::Tensor& query, const at::Tensor& key,
+                                    const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                    IKATTN_OPTION_PARAMETERS, bool average_heads);
+using WeightsBackwardSignature = WeightsGradients(
+    const at::Tensor& grad_weights, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& w1, const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
+    bool average_heads, std::array<bool, kWeightsGradients> wanted);
+using FeaturesSignature = at::Tensor(const at::Tensor& x, const at::Tensor& w1,
+                                     const std::optional<at::Tensor>& w2);
+using FeaturesBackwardSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
+using DropoutKeepMaskSignature = at::Tensor(const at::Tensor& dropout_seed, c10::SymInt B,
+                                            c10::SymInt H, c10::SymInt L, c10::SymInt S,
+                                            double dropout_p);
+
+// Typed access to the operators through the dispatcher.
+std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const at::Tensor& key,
+                                                  const at::Tensor& value, const at::Tensor& w1,
+                                                  const std::optional<at::Tensor>& w2,
+                                                  const AttentionOptions& options);
+AttentionGradients call_attention_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+    const at::Tensor& output, const at::Tensor& log_normalizer, const AttentionOptions& options,
+    std::array<bool, kAttentionGradients> wanted);
+at::Tensor call_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                        const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+                        bool average_heads);
+WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                       const at::Tensor& key, const at::Tensor& w1,
+                                       const std::optional<at::Tensor>& w2,
+                                       const AttentionOptions& options, bool average_heads,
+                                       std::array<bool, kWeightsGradients> wanted);
+at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
+                         const std::optional<at::Tensor>& w2);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
+    const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
+at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
+                                  const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
+                                  double dropout_p);
+
+// Sizes of a checked call, letters as in ikattn/attention.h.
+struct AttentionSizes {
+  int64_t B, H, G, L, S, d, d_v, M;
+  int64_t frequency_heads, frequency_batches;
+};
+
+// Throws, naming the argument, what was expected and what came. value is undefined for the weights.
+AttentionSizes check_attention(const char* function, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const at::Tensor& w1,
+                               const std::optional<at::Tensor>& w2,
+                               const AttentionOptions& options);
+
+struct FeatureSizes {
+  int64_t B, H, N, d, M, frequency_batches;
+};
+FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
+                            const std::optional<at::Tensor>& w2);
+
+void check_dropout(const char* function, double dropout_p,
+                   const std::optional<at::Tensor>& dropout_seed, at::Device device);
+
+// Arithmetic type for a storage type: float64 stays, everything else is computed in float32.
+inline at::ScalarType compute_type(at::ScalarType storage) {
+  return storage == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline double magnitude_scale_or_default(const std::optional<double>& scale, int64_t d) {
+  return scale.has_value() ? *scale : 0.5 / std::sqrt(static_cast<double>(d));
+}
+
+inline bool is_present(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+}  // namespace ikattn

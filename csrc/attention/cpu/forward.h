@@ -1,0 +1,195 @@
+// Forward pass: out_i = sum_j w_ij v_j / Z_i over blocks of queries and panels of 64 keys.
+//
+//   pack frequencies -> key logits g -> key panels, per unit -> query blocks
+//
+// Units are taken in groups whose prepared keys fit a fixed amount of memory. Every row is summed over its
+// keys in ascending order by one thread, so that the result does not depend on threads or tiling.
+#pragma once
+
+#include "attention/cpu/queries.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+constexpr int64_t kWorkspaceTarget = int64_t{8} << 20;  // bytes of prepared keys in flight, at least one unit
+constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
+constexpr int64_t kCausalRows = 64;    // less waste above the diagonal
+
+// Units whose prepared state is held at once: all threads busy, memory bounded.
+inline int64_t units_in_flight(int64_t units, int64_t bytes_per_unit, int threads) {
+  const int64_t fitting = kWorkspaceTarget / max_of(bytes_per_unit, 1);
+  return max_of(1, min_of(units, max_of(threads, fitting)));
+}
+
+// Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all threads.
+inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t largest) {
+  const int64_t wanted = ceil_div(2 * threads, max_of(heads, 1));
+  const int64_t blocks = max_of(ceil_div(L, largest), min_of(wanted, ceil_div(L, 48)));
+  return max_of(16, round_up(ceil_div(L, max_of(blocks, 1)), 16));
+}
+
+template <typename T>
+struct ForwardScratch {
+  KeyScratch<T> keys;
+  T* tokens = nullptr;       // [token panels][rows][64]
+  T* phi = nullptr;          // [feature panels][rows][64]
+  T* tile = nullptr;         // [rows][64]   s, then w
+  T* bias = nullptr;         // [rows][64]
+  T* keep = nullptr;         // [rows][64]
+  T* out = nullptr;          // [value panels][rows][64]
+  uint8_t* poisoned = nullptr;
+  RowState<T> state;
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
+    keys.take(workspace, layout);
+    tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
+    phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
+    tile = workspace.take<T>(rows * kPanel);
+    bias = workspace.take<T>(rows * kPanel);
+    keep = workspace.take<T>(rows * kPanel);
+    out = workspace.take<T>(layout.value_panels() * rows * kPanel);
+    poisoned = workspace.take<uint8_t>(rows);
+    state.take(workspace, rows);
+  }
+};
+
+// out += w v for one tile.
+template <typename T>
+void accumulate_values(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t rows,
+                       int64_t j0, int64_t count, const T* w, T* out) {
+  for (int64_t first = 0; first < layout.d_v; first += kPanel) {
+    panel_gemm<T, Left::kRows>(rows, min_of(kPanel, layout.d_v - first), count, w,
+                               keys.values + first * layout.padded_keys + j0 * kPanel,
+                               out + first * rows, true);
+  }
+}
+
+// out / Z and log Z to memory. Rows that see no key are zero; poisoned rows that see one are NaN.
+template <typename T>
+void finish_rows(const AttentionParams& params, const KeyForm& form, const QueryBlock& block,
+                 const ForwardScratch<T>& scratch) {
+  T* out = scratch.out;
+  for (int64_t r = 0; r < block.rows; ++r) {
+    T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
+    if (scratch.poisoned[r] && sum != 0) sum = not_a_number<T>();
+    const double row_reference =
+        form.reference + (form.folded ? 0.0 : static_cast<double>(scratch.state.maxima[r]));
+    const double log_normalizer =
+        sum == 0 ? -infinity<double>() : logarithm(static_cast<double>(sum)) + row_reference;
+    const T factor = sum == 0 ? T(0) : 1 / sum;
+    for (int64_t first = 0; first < params.d_v; first += kPanel) {
+      T* row = out + first * block.rows + r * kPanel;
+      for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
+    }
+    store_element(params.log_normalizer,
+                  block.b * params.log_normalizer.stride[0] +
+                      block.h * params.log_normalizer.stride[1] +
+                      (block.i0 + r) * params.log_normalizer.stride[2],
+                  log_normalizer);
+  }
+  const Array& output = params.output;
+  store_panels(output,
+               block.b * output.stride[0] + block.h * output.stride[1] + block.i0 * output.stride[2],
+               output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
+}
+
+template <typename T>
+void forward_block(const AttentionParams& params, const AttentionLayout<T>& layout,
+                   const QueryBlock& block, const T* packed, const PreparedKeys<T>& keys,
+                   ForwardScratch<T>& scratch) {
+  const int64_t rows = block.rows;
+  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
+                  scratch.poisoned);
+  scratch.state.reset(rows);
+  __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
+
+  const int64_t blocks = visible_key_blocks(params, layout, block);
+  for (int64_t key_block = 0; key_block < blocks; ++key_block) {
+    const int64_t j0 = key_block * kPanel;
+    const int64_t count = min_of(kPanel, params.S - j0);
+    const int64_t columns = round_up(count, kLanes<T>);
+    const TilePosition at{block.b, block.h, block.i0, rows, j0};
+    const Visibility visibility = fill_bias(params, at, scratch.bias);
+    if (visibility == Visibility::kNone) continue;
+    scores(layout, rows, scratch.phi, rows, keys.block_features(layout, key_block), count,
+           scratch.tile);
+    const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
+    if (tile_weights(params, keys, rows, j0, columns, bias, scratch.tile, scratch.state)) {
+      scale_rows(rows, params.d_v, scratch.state.rescale, scratch.out);
+    }
+    if (params.dropout_threshold) {
+      fill_keep(params, at, scratch.keep);
+      multiply_tile(rows, columns, scratch.keep, scratch.tile);
+    }
+    accumulate_values(layout, keys, rows, j0, count, scratch.tile, scratch.out);
+  }
+  finish_rows(params, keys.form, block, scratch);
+}
+
+template <typename T>
+void attention_forward(const AttentionParams& params, const Executor& executor) {
+  const AttentionLayout<T> layout(params);
+  const int64_t rows =
+      query_block_rows(params.L, params.B * params.H, executor.threads,
+                       params.is_causal ? kCausalRows : kForwardRows);
+  const int64_t blocks_per_head = ceil_div(params.L, rows);
+  const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
+
+  PreparedKeys<T> one;
+  Workspace measure;
+  one.take(measure, layout, false);
+  const int64_t in_flight = units_in_flight(layout.units, measure.bytes(), executor.threads);
+
+  PackedFrequencies<T> frequencies;
+  double* logits = nullptr;
+  KeyForm* forms = nullptr;
+  PreparedKeys<T>* prepared = nullptr;
+  ForwardScratch<T>* scratch = nullptr;
+  const auto plan = [&](void* base) {
+    Workspace workspace(base);
+    frequencies.take(workspace, params, layout.feature, false);
+    logits = workspace.take<double>(layout.units * params.S);
+    forms = workspace.take<KeyForm>(layout.units);
+    prepared = workspace.take<PreparedKeys<T>>(in_flight);
+    scratch = workspace.take<ForwardScratch<T>>(executor.threads);
+    for (int64_t slot = 0; slot < in_flight; ++slot) {
+      PreparedKeys<T> keys;
+      keys.take(workspace, layout, false);
+      if (base) prepared[slot] = keys;
+    }
+    for (int thread = 0; thread < executor.threads; ++thread) {
+      ForwardScratch<T> own;
+      own.take(workspace, layout, rows);
+      if (base) scratch[thread] = own;
+    }
+    return workspace.bytes();
+  };
+  plan(executor.allocate(executor.owner, plan(nullptr)));
+
+  pack_all_frequencies(params, layout.feature, frequencies, executor);
+  all_key_logits(params, layout, logits, forms, executor,
+                 [&](int thread) { return scratch[thread].keys.tokens; });
+  for (int64_t first = 0; first < layout.units; first += in_flight) {
+    const int64_t count = min_of(in_flight, layout.units - first);
+    for (int64_t slot = 0; slot < count; ++slot) prepared[slot].form = forms[first + slot];
+    parallel(executor, count * layout.key_blocks, [&](int64_t task, int thread) {
+      const int64_t slot = task / layout.key_blocks, block = task % layout.key_blocks;
+      const Unit unit = unit_at(params, layout, first + slot);
+      prepare_keys(params, layout, unit, block, logits + (first + slot) * params.S,
+                   frequencies.of(unit, layout.feature), scratch[thread].keys, prepared[slot]);
+    });
+    parallel(executor, count * blocks_per_unit, [&](int64_t task, int thread) {
+      const int64_t slot = task / blocks_per_unit, rest = task % blocks_per_unit;
+      const Unit unit = unit_at(params, layout, first + slot);
+      const int64_t i0 = rest % blocks_per_head * rows;
+      const QueryBlock block{unit.b, unit.first_query_head + rest / blocks_per_head, i0,
+                             min_of(rows, params.L - i0)};
+      forward_block(params, layout, block,
+                    frequencies.of(unit, layout.feature),
+                    prepared[slot], scratch[thread]);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

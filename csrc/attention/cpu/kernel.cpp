@@ -1,0 +1,22 @@
+// Compiled once per instruction set, with IKATTN_ISA naming it. Includes no torch header.
+#include "attention/cpu/kernel.h"
+
+#include "attention/cpu/backward.h"
+#include "attention/cpu/features_op.h"
+#include "attention/cpu/weights.h"
+
+#define IKATTN_STRING(x) #x
+#define IKATTN_NAME(x) IKATTN_STRING(x)
+
+namespace ikattn::IKATTN_ISA {
+
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {
+    IKATTN_NAME(IKATTN_ISA),
+    {attention_forward<float>, attention_forward<double>},
+    {attention_backward<float>, attention_backward<double>},
+    {attention_weights<float>, attention_weights<double>},
+    {spectral_features<float>, spectral_features<double>},
+};
+
+}  // namespace ikattn::IKATTN_ISA

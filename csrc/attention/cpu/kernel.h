@@ -1,0 +1,30 @@
+// The table through which glue.cpp reaches the kernels of one instruction set.
+#pragma once
+
+#include "attention/params.h"
+#include "support/executor.h"
+
+namespace ikattn {
+
+struct AttentionKernels {
+  const char* instruction_set;
+  // Index 0: compute in float32; 1: in float64.
+  void (*forward[2])(const AttentionParams&, const Executor&);
+  void (*backward[2])(const AttentionBackwardParams&, const Executor&);
+  void (*weights[2])(const WeightsParams&, const Executor&);
+  void (*features[2])(const FeaturesParams&, bool backward, const Executor&);
+};
+
+namespace baseline {
+extern const AttentionKernels attention_kernels;
+}
+#if defined(IKATTN_HAVE_X86_ISAS)
+namespace avx2 {
+extern const AttentionKernels attention_kernels;
+}
+namespace avx512 {
+extern const AttentionKernels attention_kernels;
+}
+#endif
+
+}  // namespace ikattn

@@ -1,0 +1,112 @@
+// The magnitude of a key, g = magnitude_scale |k|_p^2, and its gradient.
+#pragma once
+
+#include "attention/params.h"
+#include "support/cpu/elements.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+inline float power(float x, float y) { return __builtin_powf(x, y); }
+inline double power(double x, double y) { return __builtin_pow(x, y); }
+inline float square_root(float x) { return __builtin_sqrtf(x); }
+inline double square_root(double x) { return __builtin_sqrt(x); }
+inline float exponential(float x) { return __builtin_expf(x); }
+inline double exponential(double x) { return __builtin_exp(x); }
+inline float logarithm(float x) { return __builtin_logf(x); }
+inline double logarithm(double x) { return __builtin_log(x); }
+
+// x^p for x >= 0: products and a square root where p is a small multiple of 1/2, pow otherwise.
+template <typename T>
+inline T nonnegative_power(T x, double p) {
+  const double twice = 2 * p;
+  if (twice > 16 || twice != static_cast<int>(twice)) return power(x, static_cast<T>(p));
+  T result = (static_cast<int>(twice) & 1) ? square_root(x) : T(1);
+  for (int i = 0; i < static_cast<int>(p); ++i) result *= x;
+  return result;
+}
+
+template <typename T>
+inline T largest_magnitude(const T* x, int64_t d) {
+  T largest = 0;
+  for (int64_t c = 0; c < d; ++c) {
+    const T size = x[c] < 0 ? -x[c] : x[c];
+    largest = size > largest ? size : largest;
+  }
+  return largest;
+}
+
+// |x|_p of a contiguous row. Scaled by the largest element, so that powers neither overflow nor vanish.
+template <typename T>
+inline double p_norm(const T* x, int64_t d, double p) {
+  const T largest = largest_magnitude(x, d);
+  if (largest == 0) return 0;
+  double sum = 0;
+  for (int64_t c = 0; c < d; ++c) {
+    sum += static_cast<double>(nonnegative_power((x[c] < 0 ? -x[c] : x[c]) / largest, p));
+  }
+  return static_cast<double>(largest) * power(sum, 1 / p);
+}
+
+// In float64 whatever T is: g stands in an exponent, where float32 would cost |g| 6e-8 of every weight.
+template <typename T>
+inline double squared_norm(const T* x, int64_t d, double p) {
+  if (p == 2) {
+    constexpr int kParts = 8;
+    double sums[kParts] = {};
+    for (int64_t c = 0; c < d; ++c) {
+      sums[c % kParts] += static_cast<double>(x[c]) * static_cast<double>(x[c]);
+    }
+    double sum = 0;
+    for (const double part : sums) sum += part;
+    return sum;
+  }
+  const double norm = p_norm(x, d, p);
+  return norm * norm;
+}
+
+// grad[c] += factor * d|x|_p^2 / dx_c = factor * 2 |x|_p (|x_c| / |x|_p)^(p-1) sign(x_c); zero at x = 0.
+template <typename T>
+inline void add_squared_norm_gradient(const T* x, int64_t d, double p, T factor, T* grad) {
+  if (p == 2) {
+    for (int64_t c = 0; c < d; ++c) grad[c] += 2 * factor * x[c];
+    return;
+  }
+  const T norm = static_cast<T>(p_norm(x, d, p));
+  if (norm == 0) return;
+  for (int64_t c = 0; c < d; ++c) {
+    const T size = x[c] < 0 ? -x[c] : x[c];
+    if (size == 0) continue;
+    const T slope = 2 * factor * norm * nonnegative_power(size / norm, p - 1);
+    grad[c] += x[c] < 0 ? -slope : slope;
+  }
+}
+
+// g_j + key_bias_j of the keys [begin, end) of key head (b, head). -inf: the key is hidden; NaN: the key
+// holds a value that is not finite, and every row that sees it becomes NaN.
+template <typename T>
+void key_logits(const AttentionParams& params, int64_t b, int64_t head, int64_t begin, int64_t end,
+                T* row, double* out) {
+  const Array& key = params.key;
+  const Array& bias = params.key_bias;
+  const int64_t group = head * params.G / params.key_heads;
+  for (int64_t j = begin; j < end; ++j) {
+    double logit = bias ? load_element<double>(bias, b * bias.stride[0] + head * bias.stride[1] +
+                                                         j * bias.stride[2])
+                        : 0.0;
+    if (logit != -infinity<double>()) {
+      load_row(key, b * key.stride[0] + group * key.stride[1] + j * key.stride[2], key.stride[3],
+               params.d, row);
+      if (params.p > 0) {
+        logit += params.magnitude_scale * squared_norm(row, params.d, params.p);
+      }
+      if (!is_finite(logit) || !all_finite(row, params.d)) {
+        logit = not_a_number<double>();
+      }
+    }
+    out[j - begin] = logit;
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

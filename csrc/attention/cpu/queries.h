@@ -1,0 +1,163 @@
+// The query side and the step both passes share: a tile of unnormalised weights.
+#pragma once
+
+#include "attention/cpu/keys.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// A block of consecutive queries of one head.
+struct QueryBlock {
+  int64_t b, h, i0, rows;
+};
+
+// Keys a block of queries can see, as a count of 64-key blocks.
+template <typename T>
+inline int64_t visible_key_blocks(const AttentionParams& params, const AttentionLayout<T>& layout,
+                                  const QueryBlock& block) {
+  if (!params.is_causal) return layout.key_blocks;
+  return min_of(layout.key_blocks, ceil_div(block.i0 + block.rows, kPanel));
+}
+
+// Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite becomes
+// zero and is marked in poisoned[0 .. rows).
+template <typename T>
+void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
+                     const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
+                     uint8_t* poisoned) {
+  const Array& query = params.query;
+  load_panels(query,
+              block.b * query.stride[0] + block.h * query.stride[1] + block.i0 * query.stride[2],
+              query.stride[2], query.stride[3], block.rows, params.d, tokens, block.rows);
+  features<T>(layout.feature, block.rows, tokens, block.rows, packed, feature_scale<T>(params.M),
+              nullptr, phi, phi_rows);
+  for (int64_t r = 0; r < block.rows; ++r) {
+    poisoned[r] = !row_is_finite(phi, phi_rows, r, layout.feature.width());
+    if (poisoned[r]) fill_row(phi, phi_rows, r, layout.feature_panels() * kPanel, T(0));
+  }
+}
+
+// Running state of the rows of a block.
+template <typename T>
+struct RowState {
+  T* sums = nullptr;     // [rows][lanes]  sum of w so far, one part per lane
+  T* maxima = nullptr;   // [rows]         general form: m_i
+  T* rescale = nullptr;  // [rows]         general form: what the last tile changed earlier sums by
+
+  void take(Workspace& workspace, int64_t rows) {
+    sums = workspace.take<T>(rows * kLanes<T>);
+    maxima = workspace.take<T>(rows);
+    rescale = workspace.take<T>(rows);
+  }
+  void reset(int64_t rows) {
+    for (int64_t i = 0; i < rows * kLanes<T>; ++i) sums[i] = 0;
+    for (int64_t r = 0; r < rows; ++r) maxima[r] = -infinity<T>();
+  }
+};
+
+// s becomes w, hidden pairs become 0, row sums grow. Folded form: w = s^2 + eps e_j.
+//   s [rows][64], columns a multiple of the vector length, terms = eps e_j, bias [rows][64] or null
+template <typename T, bool kMasked>
+void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias, T* s, T* sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    Vec<T> sum = load(sums + r * kLanes<T>);
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      const Vec<T> score = load(s + r * kPanel + c);
+      Vec<T> w = score * score + load(terms + c);
+      if constexpr (kMasked) {
+        w = load(bias + r * kPanel + c) == -infinity<T>() ? Vec<T>{} : w;
+      }
+      sum += w;
+      store<T>(s + r * kPanel + c, w);
+    }
+    store<T>(sums + r * kLanes<T>, sum);
+  }
+}
+
+// General form: w = (s^2 + eps) exp(g_j + bias_ij - m_i). Returns whether any row's maximum rose, in which
+// case state.rescale holds the factors for what was summed before.
+template <typename T, bool kMasked>
+bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, const T* bias, T* s,
+                     RowState<T>& state) {
+  bool rose = false;
+  for (int64_t r = 0; r < rows; ++r) {
+    Vec<T> largest = broadcast(-infinity<T>());
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      Vec<T> z = load(logits + c);
+      if constexpr (kMasked) {
+        const Vec<T> term = load(bias + r * kPanel + c);
+        z = term == -infinity<T>() ? term : z + term;
+      }
+      largest = z > largest ? z : largest;  // a NaN never becomes the maximum
+    }
+    const T before = state.maxima[r];
+    const T tile_max = max_of_lanes<T>(largest);
+    const T after = tile_max > before ? tile_max : before;
+    const T reference = after == -infinity<T>() ? T(0) : after;
+    Vec<T> sum = load(state.sums + r * kLanes<T>);
+    state.rescale[r] = 1;
+    if (after > before) {
+      state.maxima[r] = after;
+      state.rescale[r] = before == -infinity<T>() ? T(0) : exponential(before - after);
+      // A NaN sum stems from a poisoned key met before any finite one: it must stay.
+      sum = before == -infinity<T>() ? sum : sum * state.rescale[r];
+      rose = true;
+    }
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      const Vec<T> score = load(s + r * kPanel + c);
+      Vec<T> z = load(logits + c);
+      if constexpr (kMasked) {
+        const Vec<T> term = load(bias + r * kPanel + c);
+        z = term == -infinity<T>() ? term : z + term;
+      }
+      const Vec<T> w = (score * score + eps) * exp_bounded<T>(z - reference);
+      sum += w;
+      store<T>(s + r * kPanel + c, z == -infinity<T>() ? Vec<T>{} : w);
+    }
+    store<T>(state.sums + r * kLanes<T>, sum);
+  }
+  return rose;
+}
+
+// Weights of one tile from its scores, in either form. bias is null where nothing is hidden or added.
+// Returns whether earlier sums must be rescaled by state.rescale.
+template <typename T>
+bool tile_weights(const AttentionParams& params, const PreparedKeys<T>& keys, int64_t rows,
+                  int64_t j0, int64_t columns, const T* bias, T* s, RowState<T>& state) {
+  if (keys.form.folded) {
+    const T* terms = keys.weight_terms + j0;
+    if (bias) {
+      folded_weights<T, true>(rows, columns, terms, bias, s, state.sums);
+    } else {
+      folded_weights<T, false>(rows, columns, terms, bias, s, state.sums);
+    }
+    return false;
+  }
+  const T* logits = keys.logits + j0;
+  const T eps = static_cast<T>(params.eps);
+  return bias ? general_weights<T, true>(rows, columns, eps, logits, bias, s, state)
+              : general_weights<T, false>(rows, columns, eps, logits, bias, s, state);
+}
+
+template <typename T>
+inline void multiply_tile(int64_t rows, int64_t columns, const T* factor, T* tile) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r * kPanel; c < r * kPanel + columns; c += kLanes<T>) {
+      store<T>(tile + c, load(tile + c) * load(factor + c));
+    }
+  }
+}
+
+// panels [panels][rows][64] *= factor[row]
+template <typename T>
+inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels) {
+  for (int64_t first = 0; first < columns; first += kPanel) {
+    for (int64_t r = 0; r < rows; ++r) {
+      T* row = panels + first * rows + r * kPanel;
+      for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor[r]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,90 @@
+// What masks and dropout make of one tile [rows][64] of the weight matrix.
+#pragma once
+
+#include "attention/params.h"
+#include "support/cpu/elements.h"
+#include "support/philox.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+enum class Visibility { kAll, kNone, kMixed };
+
+// Where a tile stands: query head (b, h), its first row i0 and first column j0.
+struct TilePosition {
+  int64_t b, h, i0, rows, j0;
+};
+
+// One row of the mask as additive terms: 0 or the float mask's value where visible, -inf where hidden.
+template <typename T>
+inline void load_mask_row(const Array& mask, int64_t offset, int64_t count, T* bias) {
+  if (mask.type != ElementType::kBool) {
+    load_row(mask, offset, mask.stride[3], count, bias);
+    return;
+  }
+  const uint8_t* visible = static_cast<const uint8_t*>(mask.data) + offset;
+  for (int64_t c = 0; c < count; ++c) {
+    bias[c] = visible[c * mask.stride[3]] ? T(0) : -infinity<T>();
+  }
+}
+
+// Fills bias [rows][64] with the additive terms of a tile, causal part included; columns past the last key
+// are hidden. Returns kAll, with bias untouched, where there is nothing to add.
+template <typename T>
+Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* bias) {
+  const int64_t columns = min_of(kPanel, params.S - at.j0);
+  const bool crosses_diagonal = params.is_causal && at.j0 + columns - 1 > at.i0;
+  if (!params.mask && !crosses_diagonal) return Visibility::kAll;
+  const Array& mask = params.mask;
+  bool any_visible = false, any_term = false;
+  for (int64_t r = 0; r < at.rows; ++r) {
+    T* row = bias + r * kPanel;
+    if (mask && (r == 0 || mask.stride[2] != 0)) {
+      load_mask_row(mask,
+                    at.b * mask.stride[0] + at.h * mask.stride[1] +
+                        (at.i0 + r) * mask.stride[2] + at.j0 * mask.stride[3],
+                    columns, row);
+    } else {
+      for (int64_t c = 0; c < columns; ++c) row[c] = mask ? bias[c] : T(0);
+    }
+    for (int64_t c = columns; c < kPanel; ++c) row[c] = -infinity<T>();
+  }
+  for (int64_t r = 0; r < at.rows; ++r) {
+    T* row = bias + r * kPanel;
+    if (crosses_diagonal) {
+      for (int64_t c = max_of(0, at.i0 + r - at.j0 + 1); c < columns; ++c) row[c] = -infinity<T>();
+    }
+    for (int64_t c = 0; c < columns; ++c) {
+      any_visible |= row[c] != -infinity<T>();
+      any_term |= row[c] != 0;
+    }
+  }
+  if (!any_visible) return Visibility::kNone;
+  return any_term ? Visibility::kMixed : Visibility::kAll;
+}
+
+// keep [rows][64]: 0 where a weight is dropped, otherwise the rescaling factor. i0 is a multiple of 16.
+template <typename T>
+void fill_keep(const AttentionParams& params, const TilePosition& at, T* keep) {
+  const T rescale = static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const int64_t batch_head = at.b * params.H + at.h;
+  for (int64_t r0 = 0; r0 < at.rows; r0 += 16) {
+    for (int64_t c0 = 0; c0 < kPanel; c0 += 16) {
+      for (int group = 0; group < 16; ++group) {
+        const int a = group / 4, b = group % 4;
+        const PhiloxBlock random =
+            dropout_group(params.dropout_seed, params.dropout_offset, batch_head,
+                          (at.i0 + r0) / 16 * 4 + a, (at.j0 + c0) / 16 * 4 + b);
+        for (int index = 0; index < 16; ++index) {
+          const int64_t r = r0 + dropout_group_member(a, index / 4);
+          const int64_t c = c0 + dropout_group_member(b, index % 4);
+          const uint32_t byte = (random.word[index / 4] >> (8 * (index % 4))) & 0xff;
+          if (r < at.rows) keep[r * kPanel + c] = byte < params.dropout_threshold ? T(0) : rescale;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

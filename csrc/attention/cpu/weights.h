@@ -1,0 +1,183 @@
+// The attention weights themselves, per head or averaged over heads.
+//
+// A thread takes a block of queries of one batch item through all heads in order, so that the average needs
+// one row buffer [rows, S] and never [H, rows, S].
+#pragma once
+
+#include "attention/cpu/forward.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+constexpr int64_t kWeightRows = 48;
+
+template <typename T>
+struct WeightsScratch {
+  KeyScratch<T> keys;
+  T* tokens = nullptr;   // [token panels][rows][64]
+  T* phi = nullptr;      // [feature panels][rows][64]
+  T* tiles = nullptr;    // [key_blocks][rows][64]  w of one head
+  T* average = nullptr;  // [key_blocks][rows][64]  mean over heads
+  T* bias = nullptr;     // [rows][64]
+  T* keep = nullptr;     // [rows][64]
+  uint8_t* poisoned = nullptr;
+  RowState<T> state;
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
+    keys.take(workspace, layout);
+    tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
+    phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
+    tiles = workspace.take<T>(layout.key_blocks * rows * kPanel);
+    average = workspace.take<T>(layout.key_blocks * rows * kPanel);
+    bias = workspace.take<T>(rows * kPanel);
+    keep = workspace.take<T>(rows * kPanel);
+    poisoned = workspace.take<uint8_t>(rows);
+    state.take(workspace, rows);
+  }
+};
+
+// Unnormalised weights of one head's rows into scratch.tiles; tiles nothing is visible in are zero.
+template <typename T>
+void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
+                  const QueryBlock& block, const T* packed, const PreparedKeys<T>& keys,
+                  WeightsScratch<T>& scratch) {
+  const int64_t rows = block.rows, tile_size = rows * kPanel;
+  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
+                  scratch.poisoned);
+  scratch.state.reset(rows);
+  __builtin_memset(scratch.tiles, 0, layout.key_blocks * tile_size * sizeof(T));
+  const int64_t blocks = visible_key_blocks(params, layout, block);
+  for (int64_t key_block = 0; key_block < blocks; ++key_block) {
+    const int64_t j0 = key_block * kPanel;
+    const int64_t count = min_of(kPanel, params.S - j0);
+    const TilePosition at{block.b, block.h, block.i0, rows, j0};
+    const Visibility visibility = fill_bias(params, at, scratch.bias);
+    if (visibility == Visibility::kNone) continue;
+    T* tile = scratch.tiles + key_block * tile_size;
+    scores(layout, rows, scratch.phi, rows, keys.block_features(layout, key_block), count, tile);
+    const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
+    if (tile_weights(params, keys, rows, j0, round_up(count, kLanes<T>), bias, tile,
+                     scratch.state)) {
+      scale_rows(rows, key_block * kPanel, scratch.state.rescale, scratch.tiles);
+    }
+  }
+}
+
+// w / Z, dropped where dropout says so: to memory, or added to the average.
+template <typename T>
+void finish_head(const WeightsParams& params, const AttentionLayout<T>& layout,
+                 const QueryBlock& block, WeightsScratch<T>& scratch) {
+  const int64_t rows = block.rows, tile_size = rows * kPanel;
+  const T share = params.average_heads ? T(1) / static_cast<T>(params.H) : T(1);
+  for (int64_t key_block = 0; key_block < layout.key_blocks; ++key_block) {
+    const int64_t j0 = key_block * kPanel;
+    const int64_t count = min_of(kPanel, params.S - j0);
+    T* tile = scratch.tiles + key_block * tile_size;
+    T* average = scratch.average + key_block * tile_size;
+    if (params.dropout_threshold) {
+      fill_keep(params, TilePosition{block.b, block.h, block.i0, rows, j0}, scratch.keep);
+      multiply_tile(rows, round_up(count, kLanes<T>), scratch.keep, tile);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
+      if (scratch.poisoned[r]) sum = not_a_number<T>();
+      const T factor = sum == 0 ? T(0) : share / sum;
+      for (int64_t c = r * kPanel; c < r * kPanel + count; c += kLanes<T>) {
+        const Vec<T> w = load(tile + c);
+        const Vec<T> normalised = w == Vec<T>{} ? w : w * factor;  // a hidden pair of a NaN row is 0
+        store<T>(tile + c, normalised);
+        if (params.average_heads) store<T>(average + c, load(average + c) + normalised);
+      }
+    }
+    if (!params.average_heads) {
+      const Array& out = params.weights;
+      store_panels(out,
+                   block.b * out.stride[0] + block.h * out.stride[1] + block.i0 * out.stride[2] +
+                       j0 * out.stride[3],
+                   out.stride[2], out.stride[3], rows, count, tile, rows);
+    }
+  }
+}
+
+template <typename T>
+void store_average(const WeightsParams& params, const QueryBlock& block,
+                   const WeightsScratch<T>& scratch) {
+  const Array& out = params.weights;
+  store_panels(out, block.b * out.stride[0] + block.i0 * out.stride[2], out.stride[2],
+               out.stride[3], block.rows, params.S, scratch.average, block.rows);
+}
+
+template <typename T>
+void attention_weights(const WeightsParams& params, const Executor& executor) {
+  const AttentionLayout<T> layout(params);
+  const int64_t rows = query_block_rows(params.L, params.B, executor.threads, kWeightRows);
+  const int64_t blocks = ceil_div(params.L, rows);
+  PreparedKeys<T> one;
+  Workspace measure;
+  one.take(measure, layout, false);
+  const int64_t batches_in_flight =
+      units_in_flight(params.B, measure.bytes() * params.key_heads, 1);
+  const int64_t slots = batches_in_flight * params.key_heads;
+
+  PackedFrequencies<T> frequencies;
+  double* logits = nullptr;
+  KeyForm* forms = nullptr;
+  PreparedKeys<T>* prepared = nullptr;
+  WeightsScratch<T>* scratch = nullptr;
+  const auto lay_out = [&](void* base) {
+    Workspace workspace(base);
+    frequencies.take(workspace, params, layout.feature, false);
+    logits = workspace.take<double>(layout.units * params.S);
+    forms = workspace.take<KeyForm>(layout.units);
+    prepared = workspace.take<PreparedKeys<T>>(slots);
+    scratch = workspace.take<WeightsScratch<T>>(executor.threads);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      PreparedKeys<T> keys;
+      keys.take(workspace, layout, false);
+      if (base) prepared[slot] = keys;
+    }
+    for (int thread = 0; thread < executor.threads; ++thread) {
+      WeightsScratch<T> own;
+      own.take(workspace, layout, rows);
+      if (base) scratch[thread] = own;
+    }
+    return workspace.bytes();
+  };
+  lay_out(executor.allocate(executor.owner, lay_out(nullptr)));
+
+  pack_all_frequencies(params, layout.feature, frequencies, executor);
+  all_key_logits(params, layout, logits, forms, executor,
+                 [&](int thread) { return scratch[thread].keys.tokens; });
+  for (int64_t first_b = 0; first_b < params.B; first_b += batches_in_flight) {
+    const int64_t batches = min_of(batches_in_flight, params.B - first_b);
+    const int64_t first = first_b * params.key_heads, units = batches * params.key_heads;
+    for (int64_t slot = 0; slot < units; ++slot) prepared[slot].form = forms[first + slot];
+    parallel(executor, units * layout.key_blocks, [&](int64_t task, int thread) {
+      const int64_t slot = task / layout.key_blocks;
+      const Unit unit = unit_at(params, layout, first + slot);
+      prepare_keys(params, layout, unit, task % layout.key_blocks,
+                   logits + (first + slot) * params.S, frequencies.of(unit, layout.feature),
+                   scratch[thread].keys, prepared[slot]);
+    });
+    parallel(executor, batches * blocks, [&](int64_t task, int thread) {
+      WeightsScratch<T>& own = scratch[thread];
+      const int64_t i0 = task % blocks * rows;
+      QueryBlock block{first_b + task / blocks, 0, i0, min_of(rows, params.L - i0)};
+      if (params.average_heads) {
+        __builtin_memset(own.average, 0, layout.key_blocks * block.rows * kPanel * sizeof(T));
+      }
+      for (; block.h < params.H; ++block.h) {
+        const int64_t slot = (block.b - first_b) * params.key_heads +
+                             block.h / layout.heads_per_unit;
+        const Unit unit = unit_at(params, layout, first + slot);
+        head_weights(params, layout, block, frequencies.of(unit, layout.feature), prepared[slot],
+                     own);
+        finish_head(params, layout, block, own);
+      }
+      if (params.average_heads) store_average(params, block, own);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

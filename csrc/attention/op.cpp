@@ -1,0 +1,240 @@
+// Schemas of the attention operators, typed access to them, the public C++ functions, autocast.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "attention/arguments.h"
+#include "attention/reference.h"
+
+namespace ikattn {
+namespace {
+
+#define IKATTN_OPTION_SCHEMA                                                                  \
+  "*, float? p=2.0, Tensor? key_bias=None, Tensor? attn_mask=None, float dropout_p=0.0, "     \
+  "bool is_causal=False, bool enable_gqa=False, float eps=1e-05, float? magnitude_scale=None, " \
+  "Tensor? dropout_seed=None"
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "implicit_kernel_attention(Tensor query, Tensor key, Tensor value, Tensor w1, "
+      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA ") -> (Tensor output, Tensor log_normalizer)",
+      tags);
+  m.def(
+      "implicit_kernel_attention_backward(Tensor grad_output, Tensor query, Tensor key, "
+      "Tensor value, Tensor w1, Tensor? w2, Tensor output, Tensor log_normalizer, "
+      IKATTN_OPTION_SCHEMA ", bool[7] wanted) -> (Tensor grad_query, Tensor grad_key, "
+      "Tensor grad_value, Tensor grad_w1, Tensor grad_w2, Tensor grad_key_bias, "
+      "Tensor grad_attn_mask)",
+      tags);
+  m.def(
+      "implicit_kernel_weights(Tensor query, Tensor key, Tensor w1, Tensor? w2=None, "
+      IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
+      tags);
+  m.def(
+      "implicit_kernel_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor w1, "
+      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads, bool[6] wanted) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_w1, Tensor grad_w2, Tensor grad_key_bias, "
+      "Tensor grad_attn_mask)",
+      tags);
+  m.def("spectral_features(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
+  m.def(
+      "spectral_features_backward(Tensor grad_features, Tensor x, Tensor w1, Tensor? w2, "
+      "bool[3] wanted) -> (Tensor grad_x, Tensor grad_w1, Tensor grad_w2)",
+      tags);
+  m.def(
+      "dropout_keep_mask(Tensor dropout_seed, SymInt B, SymInt H, SymInt L, SymInt S, "
+      "float dropout_p) -> Tensor",
+      tags);
+  m.def(
+      "implicit_kernel_attention_reference(Tensor query, Tensor key, Tensor value, Tensor w1, "
+      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA ", float norm_dropout_p=0.0) -> "
+      "(Tensor output, Tensor log_normalizer)",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def(
+      "implicit_kernel_weights_reference(Tensor query, Tensor key, Tensor w1, Tensor? w2=None, "
+      IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
+      tags);
+  m.def("spectral_features_reference(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// --- The reference as operators: no kernel of their own, so that every transformation sees through -------
+
+std::tuple<at::Tensor, at::Tensor> attention_reference_op(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS, double norm_dropout_p) {
+  return reference_attention(query, key, value, w1, w2, {IKATTN_OPTION_VALUES}, norm_dropout_p);
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_decomposition(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS) {
+  return reference_attention(query, key, value, w1, w2, {IKATTN_OPTION_VALUES});
+}
+
+at::Tensor weights_reference_op(const at::Tensor& query, const at::Tensor& key,
+                                const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                IKATTN_OPTION_PARAMETERS, bool average_heads) {
+  return reference_weights(query, key, w1, w2, {IKATTN_OPTION_VALUES}, average_heads);
+}
+
+at::Tensor features_reference_op(const at::Tensor& x, const at::Tensor& w1,
+                                 const std::optional<at::Tensor>& w2) {
+  return reference_features(x, w1, w2).to(x.scalar_type());
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  m.impl("implicit_kernel_attention_reference", attention_reference_op);
+  m.impl("implicit_kernel_weights_reference", weights_reference_op);
+  m.impl("spectral_features_reference", features_reference_op);
+}
+
+// vmap: the reference instead of a loop over the batch.
+TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
+  m.impl("implicit_kernel_attention", attention_decomposition);
+  m.impl("implicit_kernel_weights", weights_reference_op);
+  m.impl("spectral_features", features_reference_op);
+}
+
+// --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they are, for
+// angles and logits are formed in float32 whatever the storage type. ------------------------------------
+
+template <c10::DeviceType kDevice>
+struct Autocast {
+  static constexpr c10::DispatchKey key() {
+    return kDevice == c10::DeviceType::CUDA ? c10::DispatchKey::Autocast
+                                            : c10::DispatchKey::AutocastCPU;
+  }
+  static at::Tensor lower(const at::Tensor& tensor) {
+    return at::autocast::cached_cast(at::autocast::get_lower_precision_fp_from_device_type(kDevice),
+                                     tensor, kDevice);
+  }
+
+  static std::tuple<at::Tensor, at::Tensor> attention(
+      const at::Tensor& query, const at::Tensor& key_, const at::Tensor& value,
+      const at::Tensor& w1, const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS) {
+    c10::impl::ExcludeDispatchKeyGuard guard(key());
+    return call_attention(lower(query), lower(key_), lower(value), w1, w2, {IKATTN_OPTION_VALUES});
+  }
+  static at::Tensor weights(const at::Tensor& query, const at::Tensor& key_, const at::Tensor& w1,
+                            const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
+                            bool average_heads) {
+    c10::impl::ExcludeDispatchKeyGuard guard(key());
+    return call_weights(lower(query), lower(key_), w1, w2, {IKATTN_OPTION_VALUES}, average_heads);
+  }
+  static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
+                             const std::optional<at::Tensor>& w2) {
+    c10::impl::ExcludeDispatchKeyGuard guard(key());
+    return call_features(lower(x), w1, w2);
+  }
+  static void register_in(torch::Library& m) {
+    m.impl("implicit_kernel_attention", attention);
+    m.impl("implicit_kernel_weights", weights);
+    m.impl("spectral_features", features);
+  }
+};
+
+TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) { Autocast<c10::DeviceType::CPU>::register_in(m); }
+TORCH_LIBRARY_IMPL(ikattn, Autocast, m) { Autocast<c10::DeviceType::CUDA>::register_in(m); }
+
+// Options with a dropout seed where one is needed and none was given.
+AttentionOptions with_seed(const AttentionOptions& options, const at::Tensor& query) {
+  AttentionOptions complete = options;
+  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
+    complete.dropout_seed = draw_dropout_seed(query.device());
+  }
+  return complete;
+}
+
+}  // namespace
+
+// --- Typed access ---------------------------------------------------------------------------------------
+
+std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const at::Tensor& key,
+                                                  const at::Tensor& value, const at::Tensor& w1,
+                                                  const std::optional<at::Tensor>& w2,
+                                                  const AttentionOptions& options) {
+  static const auto op = find<AttentionSignature>("ikattn::implicit_kernel_attention");
+  return op.call(query, key, value, w1, w2, IKATTN_OPTION_FIELDS(options));
+}
+
+AttentionGradients call_attention_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+    const at::Tensor& output, const at::Tensor& log_normalizer, const AttentionOptions& options,
+    std::array<bool, kAttentionGradients> wanted) {
+  static const auto op =
+      find<AttentionBackwardSignature>("ikattn::implicit_kernel_attention_backward");
+  return op.call(grad_output, query, key, value, w1, w2, output, log_normalizer,
+                 IKATTN_OPTION_FIELDS(options), wanted);
+}
+
+at::Tensor call_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                        const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+                        bool average_heads) {
+  static const auto op = find<WeightsSignature>("ikattn::implicit_kernel_weights");
+  return op.call(query, key, w1, w2, IKATTN_OPTION_FIELDS(options), average_heads);
+}
+
+WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                       const at::Tensor& key, const at::Tensor& w1,
+                                       const std::optional<at::Tensor>& w2,
+                                       const AttentionOptions& options, bool average_heads,
+                                       std::array<bool, kWeightsGradients> wanted) {
+  static const auto op = find<WeightsBackwardSignature>("ikattn::implicit_kernel_weights_backward");
+  return op.call(grad_weights, query, key, w1, w2, IKATTN_OPTION_FIELDS(options), average_heads,
+                 wanted);
+}
+
+at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
+                         const std::optional<at::Tensor>& w2) {
+  static const auto op = find<FeaturesSignature>("ikattn::spectral_features");
+  return op.call(x, w1, w2);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
+    const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
+  static const auto op = find<FeaturesBackwardSignature>("ikattn::spectral_features_backward");
+  return op.call(grad_features, x, w1, w2, wanted);
+}
+
+at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
+                                  const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
+                                  double dropout_p) {
+  static const auto op = find<DropoutKeepMaskSignature>("ikattn::dropout_keep_mask");
+  return op.call(dropout_seed, B, H, L, S, dropout_p);
+}
+
+// --- Public functions -----------------------------------------------------------------------------------
+
+at::Tensor implicit_kernel_attention(const at::Tensor& query, const at::Tensor& key,
+                                     const at::Tensor& value, const at::Tensor& w1,
+                                     const std::optional<at::Tensor>& w2,
+                                     const AttentionOptions& options) {
+  return std::get<0>(call_attention(query, key, value, w1, w2, with_seed(options, query)));
+}
+
+at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& key,
+                                   const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                   const AttentionOptions& options, bool average_heads) {
+  return call_weights(query, key, w1, w2, with_seed(options, query), average_heads);
+}
+
+at::Tensor spectral_features(const at::Tensor& x, const at::Tensor& w1,
+                             const std::optional<at::Tensor>& w2) {
+  return call_features(x, w1, w2);
+}
+
+at::Tensor draw_dropout_seed(const at::Device& device) {
+  return at::randint(std::numeric_limits<int64_t>::max(), {2},
+                     at::TensorOptions().dtype(at::kLong).device(device));
+}
+
+}  // namespace ikattn

@@ -1,0 +1,81 @@
+// What a kernel sees of a call: pointers, sizes, strides. No tensor, no torch header.
+// Letters as in include/ikattn/attention.h.
+#pragma once
+
+#include <stdint.h>
+
+namespace ikattn {
+
+enum class ElementType : uint8_t { kNone, kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+
+// An array of up to four axes with strides in elements; a broadcast axis has stride 0.
+struct Array {
+  void* data = nullptr;
+  ElementType type = ElementType::kNone;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  explicit operator bool() const { return type != ElementType::kNone; }
+};
+
+struct AttentionParams {
+  int64_t B = 0, H = 0, G = 0, L = 0, S = 0, d = 0, d_v = 0, M = 0;
+  // Heads of the prepared key side: G where frequencies and key_bias are the same for all query heads of
+  // a group, otherwise H.
+  int64_t key_heads = 0;
+  int64_t frequency_heads = 0;    // heads of w1 and w2: G or H
+  int64_t frequency_batches = 1;  // B where w1 and w2 have a batch axis
+
+  Array query;     // [B, H, L, d]
+  Array key;       // [B, G, S, d]
+  Array value;     // [B, G, S, d_v]
+  Array w1, w2;    // [B, frequency_heads, d, M]; w2 none: stationary
+  Array key_bias;  // [B, key_heads, S]
+  Array mask;      // [B, H, L, S], bool (true = may attend) or floating point (added to the logit)
+
+  Array output;          // [B, H, L, d_v]
+  Array log_normalizer;  // [B, H, L]
+
+  double p = 2.0;  // 0: no magnitude
+  double magnitude_scale = 0.0;
+  double eps = 1e-5;
+  bool is_causal = false;
+
+  uint32_t dropout_threshold = 0;  // 0: no dropout
+  uint64_t dropout_seed = 0, dropout_offset = 0;
+
+  bool stationary() const { return !w2; }
+};
+
+// Backward reads output and log_normalizer of the forward call. An absent gradient is not computed.
+struct AttentionBackwardParams : AttentionParams {
+  Array grad_output;    // [B, H, L, d_v]
+  Array grad_query;     // [B, H, L, d]
+  Array grad_key;       // [B, key_heads, S, d]
+  Array grad_value;     // [B, key_heads, S, d_v]
+  Array grad_w1;        // [frequency_batches, frequency_heads, d, M], contiguous, compute type
+  Array grad_w2;        // likewise
+  Array grad_key_bias;  // [B, key_heads, S]
+  Array grad_mask;      // as mask, compute type, zero at the start; stride 0 where it is summed
+};
+
+// Weights in place of output: [B, H, L, S], or with average_heads [B, (none), L, S].
+struct WeightsParams : AttentionParams {
+  Array weights;
+  bool average_heads = false;
+};
+
+// phi(x), not scaled; x [B, H, N, d] is `query`, frequencies as above with G = H.
+struct FeaturesParams {
+  int64_t B = 0, H = 0, N = 0, d = 0, M = 0;
+  int64_t frequency_batches = 1;
+  Array x;         // [B, H, N, d]
+  Array w1, w2;    // [B, H, d, M]
+  Array features;  // [B, H, N, 2 M], cosines first
+  // Backward: `features` holds the incoming gradient.
+  Array grad_x;            // [B, H, N, d]
+  Array grad_w1, grad_w2;  // [frequency_batches, H, d, M], contiguous, compute type
+
+  bool stationary() const { return !w2; }
+};
+
+}  // namespace ikattn

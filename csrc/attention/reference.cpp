@@ -1,0 +1,235 @@
+#include "attention/reference.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "support/philox.h"
+
+namespace ikattn {
+namespace {
+
+constexpr double kTwoPi = 6.283185307179586476925;
+
+int64_t static_size(const at::Tensor& tensor, int64_t axis) {
+  return tensor.sym_size(axis).guard_int(__FILE__, __LINE__);
+}
+
+// Repeats each of an axis' heads so that there are H; axis counted from the end.
+at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t H) {
+  const int64_t heads = static_size(tensor, axis);
+  return heads == H || heads == 1 ? tensor : tensor.repeat_interleave(H / heads, axis);
+}
+
+// |x|_p^2 over the last axis, with gradient 0 at x = 0.
+at::Tensor squared_norm(const at::Tensor& x, double p) {
+  if (p == 2) return (x * x).sum(-1);
+  if (p == 1) return x.abs().sum(-1).square();
+  return at::linalg_vector_norm(x, p, {-1}).square();
+}
+
+struct Logits {
+  at::Tensor weights;         // [B, H, L, S], normalised, before dropout
+  at::Tensor log_normalizer;  // [B, H, L]
+  at::Tensor seen;            // [B|1, H|1, S] or undefined: keys some row sees
+};
+
+// true where a pair may count, [B|1, H|1, L|1, S|1]; undefined where everything may.
+at::Tensor visible_pairs(const at::Tensor& query, const at::Tensor& key, int64_t H,
+                         const AttentionOptions& options) {
+  at::Tensor visible;
+  const auto add = [&](const at::Tensor& more) {
+    visible = visible.defined() ? at::logical_and(visible, more) : more;
+  };
+  if (is_present(options.attn_mask)) {
+    const at::Tensor& mask = *options.attn_mask;
+    at::Tensor shown = mask.scalar_type() == at::kBool ? mask : mask != -INFINITY;
+    while (shown.dim() < 4) shown = shown.unsqueeze(0);
+    add(shown);
+  }
+  if (is_present(options.key_bias)) {
+    at::Tensor shown = *options.key_bias != -INFINITY;
+    while (shown.dim() < 3) shown = shown.unsqueeze(0);
+    add(to_heads(shown, -2, H).unsqueeze(-2));
+  }
+  if (options.is_causal) {
+    const auto index = at::TensorOptions().device(query.device()).dtype(at::kLong);
+    const at::Tensor i = at::arange(query.sym_size(2), index).unsqueeze(-1);
+    const at::Tensor j = at::arange(key.sym_size(2), index).unsqueeze(0);
+    add((j <= i).unsqueeze(0).unsqueeze(0));
+  }
+  return visible;
+}
+
+// log(s^2 + eps) + g_j + key_bias_j + mask_ij of all pairs, not yet masked.
+at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                       const std::optional<at::Tensor>& w2, int64_t H,
+                       const AttentionOptions& options, double norm_dropout_p) {
+  const at::ScalarType type = query.scalar_type();
+  const int64_t M = static_size(w1, -1);
+  const at::Tensor phi_q = reference_features(query, w1, w2);
+  const at::Tensor phi_k = reference_features(key, w1, w2);
+  const at::Tensor s = at::matmul(phi_q, phi_k.transpose(-2, -1)) / (4.0 * static_cast<double>(M));
+  at::Tensor logits = at::log(s * s + options.eps);
+  if (options.p) {
+    const double scale = magnitude_scale_or_default(options.magnitude_scale, static_size(key, -1));
+    at::Tensor magnitude = (scale * squared_norm(key, *options.p)).unsqueeze(-2);
+    if (norm_dropout_p > 0) {
+      magnitude = magnitude + (scale * squared_norm(query, *options.p)).unsqueeze(-1);
+      magnitude = at::dropout(magnitude, norm_dropout_p, true);
+    }
+    logits = logits + magnitude;
+  }
+  if (is_present(options.key_bias)) {
+    at::Tensor bias = options.key_bias->to(type);
+    while (bias.dim() < 3) bias = bias.unsqueeze(0);
+    logits = logits + to_heads(bias, -2, H).unsqueeze(-2);
+  }
+  if (is_present(options.attn_mask) && options.attn_mask->scalar_type() != at::kBool) {
+    logits = logits + options.attn_mask->to(type);
+  }
+  return logits;
+}
+
+// All tensors in the arithmetic type, key already with H heads.
+Logits normalised_weights(const at::Tensor& query, at::Tensor key, const at::Tensor& w1,
+                          const std::optional<at::Tensor>& w2, int64_t H,
+                          const AttentionOptions& options, double norm_dropout_p) {
+  Logits result;
+  const at::Tensor visible = visible_pairs(query, key, H, options);
+  if (visible.defined()) {
+    // A key that no row sees must not reach the arithmetic: 0 * NaN in the gradient would be NaN.
+    result.seen = visible.any(-2);
+    key = at::where(result.seen.unsqueeze(-1), key, at::zeros({}, key.options()));
+  }
+  at::Tensor logits = pair_logits(query, key, w1, w2, H, options, norm_dropout_p);
+  if (visible.defined()) {
+    logits = at::where(visible, logits, at::scalar_tensor(-INFINITY, logits.options()));
+  }
+  // A column that weighs nothing gives the maximum something to stand on where S = 0.
+  const at::Tensor largest =
+      at::amax(at::constant_pad_nd(logits.detach(), {0, 1}, -INFINITY), {-1}, true);
+  const at::Tensor reference =
+      at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
+  const at::Tensor w = at::exp(logits - reference);
+  const at::Tensor sum = w.sum(-1, true);
+  result.weights = w / at::where(sum == 0, at::ones({}, sum.options()), sum);
+  result.log_normalizer = (at::log(sum) + reference).squeeze(-1);
+  return result;
+}
+
+at::Tensor keep_mask(const at::Tensor& weights, const AttentionOptions& options) {
+  return call_dropout_keep_mask(*options.dropout_seed, weights.sym_size(0), weights.sym_size(1),
+                                weights.sym_size(2), weights.sym_size(3), options.dropout_p);
+}
+
+at::Tensor apply_dropout(const at::Tensor& weights, const AttentionOptions& options,
+                         const at::Tensor& given_keep = {}) {
+  if (options.dropout_p == 0) return weights;
+  const at::Tensor keep = given_keep.defined() ? given_keep : keep_mask(weights, options);
+  const double rescale = dropout_rescale(dropout_threshold(options.dropout_p));
+  return at::where(keep, weights * rescale, at::zeros({}, weights.options()));
+}
+
+}  // namespace
+
+at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
+                              const std::optional<at::Tensor>& w2) {
+  const at::ScalarType type = compute_type(x.scalar_type());
+  const at::Tensor tokens = x.to(type);
+  const at::Tensor t1 = kTwoPi * at::matmul(tokens, w1.to(type));
+  if (!is_present(w2)) return 2 * at::cat({at::cos(t1), at::sin(t1)}, -1);
+  const at::Tensor t2 = kTwoPi * at::matmul(tokens, w2->to(type));
+  return at::cat({at::cos(t1) + at::cos(t2), at::sin(t1) + at::sin(t2)}, -1);
+}
+
+std::tuple<at::Tensor, at::Tensor> reference_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, const AttentionOptions& options, double norm_dropout_p) {
+  const at::ScalarType type = compute_type(query.scalar_type());
+  const int64_t H = static_size(query, 1);
+  std::optional<at::Tensor> w2_heads;
+  if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
+  const Logits logits =
+      normalised_weights(query.to(type), to_heads(key.to(type), 1, H), to_heads(w1, -3, H), w2_heads,
+                         H, options, norm_dropout_p);
+  at::Tensor values = to_heads(value.to(type), 1, H);
+  if (logits.seen.defined()) {
+    values = at::where(logits.seen.unsqueeze(-1), values, at::zeros({}, values.options()));
+  }
+  const at::Tensor output = at::matmul(apply_dropout(logits.weights, options), values);
+  return {output.to(query.scalar_type()), logits.log_normalizer.detach().to(at::kDouble)};
+}
+
+at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                             const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+                             bool average_heads, const at::Tensor& keep) {
+  const at::ScalarType type = compute_type(query.scalar_type());
+  const int64_t H = static_size(query, 1);
+  std::optional<at::Tensor> w2_heads;
+  if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
+  const Logits logits = normalised_weights(query.to(type), to_heads(key.to(type), 1, H),
+                                           to_heads(w1, -3, H), w2_heads, H, options, 0.0);
+  const at::Tensor weights = apply_dropout(logits.weights, options, keep);
+  return (average_heads ? weights.mean(1) : weights).to(query.scalar_type());
+}
+
+namespace {
+
+// The part of a tensor that serves query head h of H, head axis kept; axis counted from the end.
+at::Tensor head_slice(const at::Tensor& tensor, int64_t axis, int64_t h, int64_t H) {
+  if (tensor.dim() < -axis || tensor.size(axis) == 1) return tensor;
+  return tensor.narrow(axis, h * tensor.size(axis) / H, 1);
+}
+
+}  // namespace
+
+WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const at::Tensor& query,
+                                           const at::Tensor& key, const at::Tensor& w1,
+                                           const std::optional<at::Tensor>& w2,
+                                           const AttentionOptions& options, bool average_heads,
+                                           std::array<bool, kWeightsGradients> wanted) {
+  const int64_t H = query.size(1);
+  const std::array<at::Tensor, kWeightsGradients> inputs = {
+      query, key, w1, w2.value_or(at::Tensor()), options.key_bias.value_or(at::Tensor()),
+      options.attn_mask.value_or(at::Tensor())};
+  constexpr std::array<int64_t, kWeightsGradients> kHeadAxis = {-3, -3, -3, -3, -2, -3};
+  std::array<at::Tensor, kWeightsGradients> gradients;
+  for (int i = 0; i < kWeightsGradients; ++i) {
+    gradients[i] = wanted[i] ? at::zeros_like(inputs[i], at::MemoryFormat::Contiguous)
+                             : at::empty({0}, query.options());
+  }
+  at::Tensor keep;
+  if (options.dropout_p > 0) {
+    keep = call_dropout_keep_mask(*options.dropout_seed, query.size(0), H, query.size(2),
+                                  key.size(2), options.dropout_p);
+  }
+  const double share = average_heads ? 1.0 / static_cast<double>(H) : 1.0;
+  for (int64_t h = 0; h < H; ++h) {
+    at::AutoGradMode with_gradients(true);
+    std::array<at::Tensor, kWeightsGradients> head;
+    std::vector<at::Tensor> sources;
+    for (int i = 0; i < kWeightsGradients; ++i) {
+      if (!inputs[i].defined()) continue;
+      head[i] = head_slice(inputs[i].detach(), kHeadAxis[i], h, H);
+      if (wanted[i]) sources.push_back(head[i] = head[i].clone().requires_grad_());
+    }
+    AttentionOptions head_options = options;
+    if (head[4].defined()) head_options.key_bias = head[4];
+    if (head[5].defined()) head_options.attn_mask = head[5];
+    const std::optional<at::Tensor> head_w2 =
+        head[3].defined() ? std::optional<at::Tensor>(head[3]) : std::nullopt;
+    const at::Tensor weights =
+        reference_weights(head[0], head[1], head[2], head_w2, head_options, false,
+                          keep.defined() ? keep.narrow(1, h, 1) : keep);
+    const at::Tensor grad_head =
+        average_heads ? (grad_weights * share).unsqueeze(1) : grad_weights.narrow(1, h, 1);
+    const auto found = torch::autograd::grad({weights}, sources, {grad_head});
+    size_t next = 0;
+    for (int i = 0; i < kWeightsGradients; ++i) {
+      if (wanted[i]) head_slice(gradients[i], kHeadAxis[i], h, H).add_(found[next++].detach());
+    }
+  }
+  return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]};
+}
+
+}  // namespace ikattn

@@ -1,0 +1,33 @@
+// The same mathematics in differentiable ATen: the oracle of the tests, double backward, torch.func,
+// forward-mode duals. Time and memory O(B H L S).
+#pragma once
+
+#include "attention/arguments.h"
+
+namespace ikattn {
+
+// [B, H, L, 2M], cosines first, in the arithmetic type of x.
+at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
+                              const std::optional<at::Tensor>& w2);
+
+// (output [B, H, L, d_v], log_normalizer [B, H, L]). norm_dropout_p: the authors' variant, which drops
+// entries of the matrix (|q_i|_p^2 + |k_j|_p^2) magnitude_scale, query norm included, before the softmax.
+std::tuple<at::Tensor, at::Tensor> reference_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+    double norm_dropout_p = 0.0);
+
+// keep: what dropout keeps, computed from options.dropout_seed where undefined.
+at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                             const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+                             bool average_heads, const at::Tensor& keep = {});
+
+// Gradients of the weights through the reference, one head at a time: O(B L S) memory, and under dropout a
+// byte per weight.
+WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const at::Tensor& query,
+                                           const at::Tensor& key, const at::Tensor& w1,
+                                           const std::optional<at::Tensor>& w2,
+                                           const AttentionOptions& options, bool average_heads,
+                                           std::array<bool, kWeightsGradients> wanted);
+
+}  // namespace ikattn

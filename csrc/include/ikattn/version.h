@@ -1,0 +1,6 @@
+#pragma once
+
+#define IKATTN_VERSION_MAJOR 0
+#define IKATTN_VERSION_MINOR 1
+#define IKATTN_VERSION_PATCH 0
+#define IKATTN_VERSION "0.1.0"

@@ -1,0 +1,55 @@
+// Small pieces every CPU driver needs: tasks from lambdas, one workspace cut into arrays.
+#pragma once
+
+#include "support/cpu/vector.h"
+#include "support/executor.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// function(index, thread) for every index in [0, count).
+template <typename Function>
+inline void parallel(const Executor& executor, int64_t count, const Function& function) {
+  if (count <= 0) return;
+  if (executor.threads == 1 || count == 1) {
+    for (int64_t index = 0; index < count; ++index) function(index, 0);
+    return;
+  }
+  executor.run(
+      executor.threads, count,
+      [](void* context, int64_t index, int thread) {
+        (*static_cast<const Function*>(context))(index, thread);
+      },
+      const_cast<Function*>(&function));
+}
+
+// Cuts arrays from one allocation. The same code runs twice: with a null base to add up the size, then
+// to hand out the pointers.
+class Workspace {
+ public:
+  explicit Workspace(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    // Bases a power of two apart fall into the same cache sets; an odd number of lines keeps them apart.
+    constexpr int64_t kLine = 64;
+    int64_t lines = ceil_div(count * static_cast<int64_t>(sizeof(T)), kLine);
+    if (lines > 64) lines += 5 + (lines & 1);
+    T* result = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+    used_ += lines * kLine;
+    return result;
+  }
+  int64_t bytes() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,143 @@
+// The vector type of the CPU kernels: one source on GCC/Clang vector extensions, whose width is decided
+// by the instruction set a file is compiled for.
+//
+// Everything here lives in an anonymous namespace inside namespace IKATTN_ISA: a function emitted from
+// an AVX-512 file must never be the copy the linker keeps for a machine without AVX-512.
+#pragma once
+
+#include <stdint.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kStripVectors = 4;  // 6 x 4 accumulators, 4 operands, 1 broadcast: 29 of 32 registers
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kStripVectors = 2;  // 6 x 2 accumulators, 2 operands, 1 broadcast: 15 of 16 registers
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kStripVectors = 2;
+#endif
+
+template <typename T>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t bits __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VectorOf<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t bits __attribute__((vector_size(kVectorBytes)));
+};
+
+template <typename T>
+using Vec = typename VectorOf<T>::type;
+template <typename T>
+using Bits = typename VectorOf<T>::bits;
+template <typename T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <typename T>
+inline Vec<T> load(const T* source) {
+  Vec<T> result;
+  __builtin_memcpy(&result, source, sizeof(result));
+  return result;
+}
+
+template <typename T>
+inline void store(T* target, Vec<T> value) {
+  __builtin_memcpy(target, &value, sizeof(value));
+}
+
+template <typename T>
+inline Vec<T> broadcast(T value) {
+  return value - Vec<T>{};
+}
+
+template <typename T>
+inline T sum_of_lanes(Vec<T> value) {
+  T total = 0;
+  for (int lane = 0; lane < kLanes<T>; ++lane) total += value[lane];
+  return total;
+}
+
+template <typename T>
+inline T max_of_lanes(Vec<T> value) {
+  T largest = value[0];
+  for (int lane = 1; lane < kLanes<T>; ++lane) {
+    largest = value[lane] > largest ? value[lane] : largest;
+  }
+  return largest;
+}
+
+#if defined(__AVX__)
+constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#endif
+
+// Nearest integer, ties to even, exact for every finite input.
+inline Vec<float> round_nearest(Vec<float> x) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_maskz_roundscale_ps(static_cast<__mmask16>(-1), (__m512)x, kNearest);
+#elif defined(__AVX__)
+  return (Vec<float>)_mm256_round_ps((__m256)x, kNearest);
+#else
+  Vec<float> rounded = x;
+  for (int lane = 0; lane < kLanes<float>; ++lane) rounded[lane] = __builtin_rintf(x[lane]);
+  return rounded;
+#endif
+}
+
+inline Vec<double> round_nearest(Vec<double> x) {
+#if defined(__AVX512F__)
+  return (Vec<double>)_mm512_maskz_roundscale_pd(static_cast<__mmask8>(-1), (__m512d)x, kNearest);
+#elif defined(__AVX__)
+  return (Vec<double>)_mm256_round_pd((__m256d)x, kNearest);
+#else
+  Vec<double> rounded = x;
+  for (int lane = 0; lane < kLanes<double>; ++lane) rounded[lane] = __builtin_rint(x[lane]);
+  return rounded;
+#endif
+}
+
+// One stage of the transposition of a kLanes x kLanes block: rows i and i + kHalf exchange halves.
+template <typename T, int kHalf>
+inline void exchange_halves(Vec<T> (&rows)[kLanes<T>]) {
+  Bits<T> low{}, high{};
+  for (int lane = 0; lane < kLanes<T>; ++lane) {
+    low[lane] = (lane & kHalf) ? kLanes<T> + lane - kHalf : lane;
+    high[lane] = (lane & kHalf) ? kLanes<T> + lane : lane + kHalf;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; ++i) {
+    if (i & kHalf) continue;
+    const Vec<T> a = rows[i];
+    const Vec<T> b = rows[i + kHalf];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + kHalf] = __builtin_shuffle(a, b, high);
+  }
+}
+
+// target[c][r] = source[r][c] for a kLanes x kLanes block.
+template <typename T>
+inline void transpose_block(const T* source, int64_t source_stride, T* target,
+                            int64_t target_stride) {
+  Vec<T> rows[kLanes<T>];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; ++i) rows[i] = load(source + i * source_stride);
+  if constexpr (kLanes<T> > 1) exchange_halves<T, 1>(rows);
+  if constexpr (kLanes<T> > 2) exchange_halves<T, 2>(rows);
+  if constexpr (kLanes<T> > 4) exchange_halves<T, 4>(rows);
+  if constexpr (kLanes<T> > 8) exchange_halves<T, 8>(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; ++i) store(target + i * target_stride, rows[i]);
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

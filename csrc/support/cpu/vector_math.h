@@ -1,0 +1,104 @@
+// Sine, cosine and exponential of whole vectors. Coefficients: fit_polynomials.py, lowest power first.
+#pragma once
+
+#include "support/cpu/vector.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+template <typename T>
+struct Polynomials;
+
+template <>
+struct Polynomials<float> {
+  // sin(2 pi r) / r and cos(2 pi r) in r^2, |r| <= 1/8: errors 1.2e-9 (relative), 2.7e-8
+  static constexpr float kSin[] = {6.283185e+00f, -4.134163e+01f, 8.158814e+01f, -7.5240685e+01f};
+  static constexpr float kCos[] = {1.0f, -1.9739153e+01f, 6.4921234e+01f, -8.359255e+01f};
+  // e^r, |r| <= ln 2 / 2: error 1.9e-9
+  static constexpr float kExp[] = {1.0f,           1.0f,           5.0e-01f,     1.6666417e-01f,
+                                   4.166611e-02f,  8.375051e-03f,  1.3954758e-03f};
+  static constexpr float kRoundingShift = 12582912.0f;  // 1.5 * 2^23: low mantissa bits = integer
+  static constexpr int kMantissaBits = 23;
+  static constexpr float kLn2High = 6.93145752e-01f;
+  static constexpr float kLn2Low = 1.42860677e-06f;
+  static constexpr float kExpUnderflow = -87.0f;
+};
+
+template <>
+struct Polynomials<double> {
+  static constexpr double kSin[] = {6.283185307179586e+00,   -4.134170224039976e+01,
+                                    8.160524927607479e+01,   -7.670585975295583e+01,
+                                    4.2058693922374026e+01,  -1.5094639849746901e+01,
+                                    3.819764477470273e+00,   -7.112323192691278e-01};
+  static constexpr double kCos[] = {1.0,
+                                    -1.9739208802178716e+01,
+                                    6.493939402266795e+01,
+                                    -8.545681720652243e+01,
+                                    6.0244641328836465e+01,
+                                    -2.6426250907341746e+01,
+                                    7.903091690437811e+00,
+                                    -1.6968504838026126e+00};
+  static constexpr double kExp[] = {1.0,
+                                    1.0,
+                                    0.5,
+                                    1.6666666666666702e-01,
+                                    4.166666666666675e-02,
+                                    8.333333333309628e-03,
+                                    1.388888888885275e-03,
+                                    1.9841269909022497e-04,
+                                    2.4801587381063678e-05,
+                                    2.755722512209523e-06,
+                                    2.755722885865964e-07,
+                                    2.5114819550748957e-08,
+                                    2.0928008010885547e-09};
+  static constexpr double kRoundingShift = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr int kMantissaBits = 52;
+  static constexpr double kLn2High = 6.93147180369123816490e-01;
+  static constexpr double kLn2Low = 1.90821492927058770002e-10;
+  static constexpr double kExpUnderflow = -708.0;
+};
+
+template <typename T, int kTerms>
+inline Vec<T> horner(const T (&coefficients)[kTerms], Vec<T> x) {
+  Vec<T> result = broadcast(coefficients[kTerms - 1]);
+#pragma GCC unroll 16
+  for (int k = kTerms - 2; k >= 0; --k) result = result * x + coefficients[k];
+  return result;
+}
+
+// Sine and cosine of an angle given in turns. The reduction t - rint(t) is exact, so that the error is
+// that of t itself; forming 2 pi t first would cost a factor of 15.
+template <typename T>
+inline void sincos_turns(Vec<T> turns, Vec<T>& sine, Vec<T>& cosine) {
+  using P = Polynomials<T>;
+  const Vec<T> fraction = turns - round_nearest(turns);
+  const Vec<T> shifted = fraction * T(4) + P::kRoundingShift;  // low bits: the quarter, -2..2
+  const Vec<T> r = fraction - (shifted - P::kRoundingShift) * T(0.25);
+  const Bits<T> quarter = (Bits<T>)shifted;
+  const Vec<T> square = r * r;
+  const Vec<T> s = horner(P::kSin, square) * r;
+  const Vec<T> c = horner(P::kCos, square);
+  constexpr int kSignShift = 8 * sizeof(T) - 2;  // moves bit 1 of the quarter into the sign
+  const Bits<T> swap = -(quarter & 1);
+  const Bits<T> sign_bit = ((Bits<T>{} + 1) << (kSignShift + 1));
+  const Bits<T> sine_sign = (quarter << kSignShift) & sign_bit;
+  const Bits<T> cosine_sign = ((quarter + 1) << kSignShift) & sign_bit;
+  sine = (Vec<T>)((Bits<T>)(swap ? c : s) ^ sine_sign);
+  cosine = (Vec<T>)((Bits<T>)(swap ? s : c) ^ cosine_sign);
+}
+
+// e^x for x below the overflow threshold, zero below the smallest normal number, NaN for NaN.
+template <typename T>
+inline Vec<T> exp_bounded(Vec<T> x) {
+  using P = Polynomials<T>;
+  const Vec<T> shifted = x * T(1.44269504088896340736) + P::kRoundingShift;
+  const Vec<T> n = shifted - P::kRoundingShift;
+  const Vec<T> r = (x - n * P::kLn2High) - n * P::kLn2Low;
+  const Vec<T> mantissa = horner(P::kExp, r);
+  const Vec<T> scaled = (Vec<T>)((Bits<T>)mantissa + ((Bits<T>)shifted << P::kMantissaBits));
+  const Vec<T> finite = x < P::kExpUnderflow ? Vec<T>{} : scaled;
+  return x == x ? finite : x;
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

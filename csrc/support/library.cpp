@@ -1,0 +1,27 @@
+// What the library says of itself.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include "ikattn/version.h"
+#include "support/instruction_set.h"
+
+namespace ikattn {
+namespace {
+
+std::string build_info() {
+  std::string isas = "\"baseline\"";
+#if defined(IKATTN_HAVE_X86_ISAS)
+  isas += ", \"avx2\", \"avx512\"";
+#endif
+  return std::string("{\"version\": \"") + IKATTN_VERSION + "\", \"torch\": \"" + TORCH_VERSION +
+         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas + "], \"cuda\": false}";
+}
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  m.def("build_info() -> str", build_info);
+  m.def("instruction_set() -> str", [] { return std::string(name_of(instruction_set())); });
+}
+
+}  // namespace
+}  // namespace ikattn

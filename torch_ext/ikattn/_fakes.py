@@ -1,0 +1,119 @@
+"""Shapes, dtypes and strides of the operators' results without computing them (torch.compile, meta)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _check_heads(function: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    torch._check(
+        query.dim() == 4 and key.dim() == 4,
+        lambda: f"{function}: query and key must have four axes, got {query.dim()} and {key.dim()}",
+    )
+    torch._check(
+        enable_gqa or query.shape[1] == key.shape[1],
+        lambda: f"{function}: key must have the heads of query (enable_gqa=True allows fewer)",
+    )
+
+
+@torch.library.register_fake("ikattn::implicit_kernel_attention")
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    enable_gqa: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_heads("implicit_kernel_attention", query, key, enable_gqa)
+    batch, heads, length, _size = query.shape
+    output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+    return output, query.new_empty((batch, heads, length), dtype=torch.float64)
+
+
+def _wanted(tensors: Sequence[Tensor | None], like: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    """A gradient for each tensor, contiguous but for those shaped as strided inputs; empty if unwanted."""
+    return [
+        torch.empty_like(tensor) if want and tensor is not None else like.new_empty((0,))
+        for tensor, want in zip(tensors, wanted, strict=True)
+    ]
+
+
+@torch.library.register_fake("ikattn::implicit_kernel_attention_backward")
+def _attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    output: Tensor,
+    log_normalizer: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    wanted: Sequence[bool],
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    tensors = (query, key, value, w1, w2, key_bias, attn_mask)
+    return tuple(_wanted(tensors, query, wanted))
+
+
+@torch.library.register_fake("ikattn::implicit_kernel_weights")
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    enable_gqa: bool = False,
+    average_heads: bool = False,
+    **_: Any,
+) -> Tensor:
+    _check_heads("implicit_kernel_weights", query, key, enable_gqa)
+    batch, heads, length, _size = query.shape
+    shape = (batch, length, key.shape[2]) if average_heads else (batch, heads, length, key.shape[2])
+    return query.new_empty(shape)
+
+
+@torch.library.register_fake("ikattn::implicit_kernel_weights_backward")
+def _weights_backward(
+    grad_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    wanted: Sequence[bool],
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    tensors = (query, key, w1, w2, key_bias, attn_mask)
+    return tuple(_wanted(tensors, query, wanted))
+
+
+@torch.library.register_fake("ikattn::spectral_features")
+def _features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
+    torch._check(x.dim() == 4, lambda: f"spectral_features: x must have four axes, got {x.dim()}")
+    return x.new_empty((*x.shape[:3], 2 * w1.shape[-1]))
+
+
+@torch.library.register_fake("ikattn::spectral_features_backward")
+def _features_backward(
+    grad_features: Tensor, x: Tensor, w1: Tensor, w2: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    return tuple(_wanted((x, w1, w2), x, wanted))
+
+
+@torch.library.register_fake("ikattn::dropout_keep_mask")
+def _dropout_keep_mask(
+    dropout_seed: Tensor, B: int, H: int, L: int, S: int, dropout_p: float
+) -> Tensor:
+    return dropout_seed.new_empty((B, H, L, S), dtype=torch.bool)
