@@ -1,0 +1,152 @@
+// The public C++ functions from LibTorch alone: values and gradients against the differentiable reference.
+#include <gtest/gtest.h>
+#include <ikattn/attention.h>
+#include <torch/torch.h>
+
+namespace {
+
+using torch::Tensor;
+
+struct Inputs {
+  Tensor query, key, value, w1, w2;
+
+  explicit Inputs(int64_t L, int64_t S, int64_t d = 16, int64_t d_v = 24, int64_t M = 33,
+                  at::ScalarType type = at::kDouble) {
+    torch::manual_seed(L * 1000 + S);
+    const auto make = [&](at::IntArrayRef sizes, double scale) {
+      return (scale * torch::randn(sizes, at::kDouble)).to(type).requires_grad_();
+    };
+    query = make({2, 3, L, d}, 1);
+    key = make({2, 3, S, d}, 1);
+    value = make({2, 3, S, d_v}, 1);
+    w1 = make({3, d, M}, 0.1);
+    w2 = make({3, d, M}, 0.1);
+  }
+  std::vector<Tensor> all() const { return {query, key, value, w1, w2}; }
+};
+
+// The differentiable composition, reached as a C++ user can reach any operator.
+Tensor reference(const Inputs& in, const ikattn::AttentionOptions& options) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      "ikattn::implicit_kernel_attention_reference", "");
+  torch::jit::Stack stack;
+  torch::jit::push(stack, in.query, in.key, in.value, in.w1, std::optional<Tensor>(in.w2), options.p,
+                   options.key_bias, options.attn_mask, options.dropout_p, options.is_causal,
+                   options.enable_gqa, options.eps, options.magnitude_scale, options.dropout_seed,
+                   0.0);
+  op.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
+  ASSERT_EQ(got.sizes(), expected.sizes());
+  if (got.numel() == 0) return;
+  // A single key's weight is 1 whatever it is: the gradients of its logit are zero but for rounding.
+  const double scale = std::max(1e-2, expected.abs().max().item<double>());
+  EXPECT_LT((got - expected).abs().max().item<double>() / scale, tolerance);
+}
+
+class AttentionSizes : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+
+TEST_P(AttentionSizes, ValuesAndGradientsEqualTheReference) {
+  const auto [L, S] = GetParam();
+  const Inputs in(L, S);
+  ikattn::AttentionOptions options;
+  options.is_causal = L == S;
+  options.p = 3.0;
+  const Tensor got = ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+  const Tensor expected = reference(in, options);
+  expect_close(got, expected, 1e-12);
+  const Tensor direction = torch::randn_like(got);
+  const auto gradients = torch::autograd::grad({got}, in.all(), {direction});
+  const auto expected_gradients = torch::autograd::grad({expected}, in.all(), {direction});
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    expect_close(gradients[i], expected_gradients[i], 1e-11);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(TileEdges, AttentionSizes,
+                         ::testing::Values(std::pair{1, 1}, std::pair{2, 5}, std::pair{63, 63},
+                                           std::pair{64, 65}, std::pair{65, 64}, std::pair{127, 129},
+                                           std::pair{193, 193}, std::pair{0, 3}, std::pair{3, 0}));
+
+TEST(Attention, DropoutMaskIsAFunctionOfItsSeed) {
+  const Inputs in(40, 50);
+  ikattn::AttentionOptions options;
+  options.dropout_p = 0.3;
+  options.dropout_seed = torch::tensor({11, 4}, at::kLong);
+  const auto run = [&] {
+    return ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+  };
+  const Tensor first = run();
+  EXPECT_TRUE(torch::equal(first, run()));
+  expect_close(first, reference(in, options), 1e-12);
+  options.dropout_seed = torch::tensor({12, 4}, at::kLong);
+  EXPECT_FALSE(torch::equal(first, run()));
+}
+
+TEST(Attention, DrawsADropoutSeedFromTheDefaultGenerator) {
+  const Inputs in(20, 20);
+  ikattn::AttentionOptions options;
+  options.dropout_p = 0.5;
+  const auto run = [&] {
+    return ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+  };
+  torch::manual_seed(5);
+  const Tensor first = run();
+  EXPECT_FALSE(torch::equal(first, run()));
+  torch::manual_seed(5);
+  EXPECT_TRUE(torch::equal(first, run()));
+}
+
+TEST(Attention, SecondDerivativesEqualDifferencesOfTheFirst) {
+  const Inputs in(3, 4, 2, 2, 2);
+  const Tensor out = ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2);
+  const Tensor gradient =
+      torch::autograd::grad({out.square().sum()}, {in.query}, {}, true, /*create_graph=*/true)[0];
+  const Tensor second = torch::autograd::grad({gradient.square().sum()}, {in.w1})[0];
+  // The same by a central difference of the first derivative along one direction.
+  const Tensor direction = torch::randn_like(in.w1);
+  const double step = 1e-6;
+  const auto norm_of_gradient = [&](double t) {
+    const Tensor w1 = (in.w1 + t * direction).detach().requires_grad_();
+    const Tensor moved = ikattn::implicit_kernel_attention(in.query, in.key, in.value, w1, in.w2);
+    return torch::autograd::grad({moved.square().sum()}, {in.query})[0].square().sum().item<double>();
+  };
+  const double slope = (norm_of_gradient(step) - norm_of_gradient(-step)) / (2 * step);
+  EXPECT_NEAR((second * direction).sum().item<double>(), slope, 1e-6 * std::max(1.0, std::abs(slope)));
+}
+
+TEST(Weights, TimesValueIsTheOutput) {
+  const Inputs in(37, 70);
+  ikattn::AttentionOptions options;
+  options.attn_mask = torch::rand({2, 1, 37, 70}) > 0.4;
+  const Tensor weights = ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options);
+  const Tensor output =
+      ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+  expect_close(weights.matmul(in.value), output, 1e-12);
+  expect_close(ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options, true),
+               weights.mean(1), 1e-12);
+}
+
+TEST(Features, InnerProductsAreTheCovariance) {
+  const Inputs in(9, 7);
+  const Tensor phi = ikattn::spectral_features(in.query, in.w1);
+  EXPECT_EQ(phi.sizes(), at::IntArrayRef({2, 3, 9, 66}));
+  expect_close((phi * phi).sum(-1), torch::full({2, 3, 9}, 4.0 * 33, at::kDouble), 1e-13);
+}
+
+TEST(Errors, NameArgumentExpectedAndGot) {
+  const Inputs in(4, 5);
+  const Tensor wrong = torch::randn({3, 15, 33}, at::kDouble);
+  try {
+    ikattn::implicit_kernel_attention(in.query, in.key, in.value, wrong, in.w2);
+    FAIL() << "a head size of 15 beside 16 was accepted";
+  } catch (const c10::Error& error) {
+    const std::string message = error.what_without_backtrace();
+    EXPECT_NE(message.find("w1 must have shape [H, d, M] with d = 16"), std::string::npos) << message;
+    EXPECT_NE(message.find("[3, 15, 33]"), std::string::npos) << message;
+  }
+}
+
+}  // namespace

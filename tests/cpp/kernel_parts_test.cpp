@@ -1,0 +1,210 @@
+// The pieces the CPU kernels are made of, each by itself. The file compiles them for the baseline instruction
+// set; the same sources serve the others, which the Python tests force through ATEN_CPU_CAPABILITY.
+#define IKATTN_ISA baseline_test
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "attention/cpu/backward.h"
+#include "attention/cpu/features_op.h"
+#include "attention/cpu/weights.h"
+
+namespace ikattn::baseline_test {
+namespace {
+
+template <typename T>
+std::vector<T> random_values(int64_t count, double low = -1, double high = 1) {
+  static std::mt19937 generator(7);
+  std::uniform_real_distribution<double> uniform(low, high);
+  std::vector<T> values(count);
+  for (T& value : values) value = static_cast<T>(uniform(generator));
+  return values;
+}
+
+template <typename T>
+class Precision : public ::testing::Test {
+ protected:
+  static constexpr double kEpsilon = std::numeric_limits<T>::epsilon();
+};
+using Types = ::testing::Types<float, double>;
+TYPED_TEST_SUITE(Precision, Types);
+
+TYPED_TEST(Precision, SineAndCosineOfTurnsAreGoodToTheLastBits) {
+  using T = TypeParam;
+  for (const double range : {0.5, 8.0, 1e6}) {
+    std::vector<T> turns = random_values<T>(4096, -range, range);
+    for (int quarter = -8; quarter <= 8; ++quarter) turns.push_back(static_cast<T>(quarter * 0.25));
+    while (turns.size() % kLanes<T>) turns.push_back(0);
+    for (size_t i = 0; i < turns.size(); i += kLanes<T>) {
+      Vec<T> sine, cosine;
+      sincos_turns<T>(load(turns.data() + i), sine, cosine);
+      for (int lane = 0; lane < kLanes<T>; ++lane) {
+        // The fraction of a turn is exact in long double, whatever the range.
+        const long double t = turns[i + lane];
+        const long double angle = 2 * 3.14159265358979323846264338327950288L * (t - std::rint(t));
+        EXPECT_NEAR(sine[lane], std::sin(angle), 2 * this->kEpsilon) << turns[i + lane];
+        EXPECT_NEAR(cosine[lane], std::cos(angle), 2 * this->kEpsilon) << turns[i + lane];
+      }
+    }
+  }
+}
+
+TYPED_TEST(Precision, SineOfAnythingNotFiniteIsNaN) {
+  using T = TypeParam;
+  for (const T bad : {std::numeric_limits<T>::infinity(), std::numeric_limits<T>::quiet_NaN()}) {
+    Vec<T> sine, cosine;
+    sincos_turns<T>(broadcast(bad), sine, cosine);
+    EXPECT_TRUE(std::isnan(sine[0]) && std::isnan(cosine[0]));
+  }
+}
+
+TYPED_TEST(Precision, ExponentialIsGoodToTheLastBits) {
+  using T = TypeParam;
+  const double lowest = sizeof(T) == 4 ? -86 : -700;
+  std::vector<T> x = random_values<T>(4096, lowest, 30);
+  for (size_t i = 0; i < x.size(); i += kLanes<T>) {
+    const Vec<T> result = exp_bounded<T>(load(x.data() + i));
+    for (int lane = 0; lane < kLanes<T>; ++lane) {
+      const long double expected = std::exp(static_cast<long double>(x[i + lane]));
+      EXPECT_NEAR(result[lane] / expected, 1, 3 * this->kEpsilon) << x[i + lane];
+    }
+  }
+  EXPECT_EQ(exp_bounded<T>(broadcast(-std::numeric_limits<T>::infinity()))[0], 0);
+  EXPECT_EQ(exp_bounded<T>(broadcast(T(-1000)))[0], 0);
+  EXPECT_TRUE(std::isnan(exp_bounded<T>(broadcast(std::numeric_limits<T>::quiet_NaN()))[0]));
+}
+
+TYPED_TEST(Precision, TransposedPanelHasRowsForColumns) {
+  using T = TypeParam;
+  const std::vector<T> source = random_values<T>(kPanel * kPanel);
+  std::vector<T> target(kPanel * kPanel);
+  transpose_panel(source.data(), target.data());
+  for (int64_t r = 0; r < kPanel; ++r) {
+    for (int64_t c = 0; c < kPanel; ++c) {
+      ASSERT_EQ(target[c * kPanel + r], source[r * kPanel + c]);
+    }
+  }
+}
+
+template <typename T, Left kLeft>
+void check_panel_gemm(int64_t rows, int64_t columns, int64_t depth) {
+  const std::vector<T> a = random_values<T>(std::max(rows, depth) * kPanel);
+  const std::vector<T> b = random_values<T>(depth * kPanel);
+  for (const bool accumulate : {false, true}) {
+    const std::vector<T> before = random_values<T>(rows * kPanel);
+    std::vector<T> c = before;
+    panel_gemm<T, kLeft>(rows, columns, depth, a.data(), b.data(), c.data(), accumulate);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t j = 0; j < columns; ++j) {
+        double expected = accumulate ? before[r * kPanel + j] : T(0);
+        for (int64_t k = 0; k < depth; ++k) {
+          const T left = kLeft == Left::kRows ? a[r * kPanel + k] : a[k * kPanel + r];
+          expected += static_cast<double>(left) * b[k * kPanel + j];
+        }
+        ASSERT_NEAR(c[r * kPanel + j], expected, 64 * std::numeric_limits<T>::epsilon() * 4)
+            << rows << " x " << columns << " x " << depth;
+      }
+      for (int64_t j = round_up(columns, kLanes<T>); j < kPanel; ++j) {
+        ASSERT_EQ(c[r * kPanel + j], before[r * kPanel + j]) << "wrote beyond its columns";
+      }
+    }
+  }
+}
+
+TYPED_TEST(Precision, PanelProductsAreRightAtEveryEdge) {
+  for (const int64_t rows : {1, 5, 6, 7, 13, 64}) {
+    for (const int64_t columns : {1, 3, 8, 17, 33, 48, 63, 64}) {
+      for (const int64_t depth : {1, 2, 31, 64}) {
+        check_panel_gemm<TypeParam, Left::kRows>(rows, columns, depth);
+        check_panel_gemm<TypeParam, Left::kColumns>(rows, columns, depth);
+      }
+    }
+  }
+}
+
+TYPED_TEST(Precision, MagnitudeIsTheSquaredNormForAnyOrder) {
+  using T = TypeParam;
+  const std::vector<T> x = random_values<T>(19);
+  for (const double p : {1.0, 1.5, 1.8, 2.0, 3.0, 7.0, 40.0}) {
+    double sum = 0;
+    for (const T value : x) sum += std::pow(std::abs(static_cast<double>(value)), p);
+    const double expected = std::pow(sum, 2 / p);
+    EXPECT_NEAR(squared_norm(x.data(), 19, p) / expected, 1, 20 * this->kEpsilon) << p;
+    // Neither overflow nor loss where the powers alone would.
+    for (const double scale : {1e-15, 1e15}) {
+      std::vector<T> scaled = x;
+      for (T& value : scaled) value = static_cast<T>(value * scale);
+      EXPECT_NEAR(squared_norm(scaled.data(), 19, p) / (expected * scale * scale), 1,
+                  40 * this->kEpsilon);
+    }
+  }
+}
+
+TYPED_TEST(Precision, MagnitudeGradientIsZeroAtZero) {
+  using T = TypeParam;
+  const std::vector<T> zero(5, T(0));
+  for (const double p : {1.0, 1.5, 2.0, 3.0}) {
+    std::vector<T> gradient(5, T(0));
+    add_squared_norm_gradient(zero.data(), 5, p, T(1), gradient.data());
+    for (const T value : gradient) EXPECT_EQ(value, 0);
+  }
+}
+
+TEST(BFloat16, RoundsToNearestEven) {
+  EXPECT_EQ(to_bfloat16(1.0f), 0x3f80);
+  EXPECT_EQ(to_bfloat16(1.0f + 0x1p-8f), 0x3f80);            // a tie, to even
+  EXPECT_EQ(to_bfloat16(1.0f + 3 * 0x1p-8f), 0x3f82);        // a tie, to even
+  EXPECT_EQ(to_bfloat16(1.0f + 0x1p-8f + 0x1p-20f), 0x3f81);  // above a tie
+  EXPECT_EQ(to_bfloat16(std::numeric_limits<float>::infinity()), 0x7f80);
+  EXPECT_EQ(to_bfloat16(std::numeric_limits<float>::quiet_NaN()), 0x7fc0);
+  EXPECT_EQ(from_bfloat16(0xc040), -3.0f);
+}
+
+TEST(Philox, GivesThePublishedNumbers) {
+  // Random123's known answers for philox4x32 with 7 rounds.
+  const PhiloxBlock zero = philox4x32_7({{0, 0, 0, 0}}, 0);
+  EXPECT_EQ(zero.word[0], 0x5f6fb709u);
+  EXPECT_EQ(zero.word[1], 0x0d893f64u);
+  EXPECT_EQ(zero.word[2], 0x4f121f81u);
+  EXPECT_EQ(zero.word[3], 0x4f730a48u);
+  const uint32_t f = 0xffffffffu;
+  const PhiloxBlock ones = philox4x32_7({{f, f, f, f}}, 0xffffffffffffffffull);
+  EXPECT_EQ(ones.word[0], 0x5207ddc2u);
+  EXPECT_EQ(ones.word[1], 0x45165e59u);
+  EXPECT_EQ(ones.word[2], 0x4d8ee751u);
+  EXPECT_EQ(ones.word[3], 0x8c52f662u);
+}
+
+TEST(Dropout, GroupMembersCoverEachBlockOnce) {
+  std::vector<int> seen(16, 0);
+  for (int group = 0; group < 4; ++group) {
+    for (int index = 0; index < 4; ++index) ++seen[dropout_group_member(group, index)];
+  }
+  for (const int count : seen) EXPECT_EQ(count, 1);
+}
+
+TEST(Workspace, ArraysAreAlignedAndApart) {
+  alignas(64) static char memory[1 << 16];
+  const auto lay_out = [](void* base) {
+    Workspace workspace(base);
+    float* a = workspace.take<float>(3);
+    double* b = workspace.take<double>(1000);
+    uint8_t* c = workspace.take<uint8_t>(1);
+    return std::tuple(workspace.bytes(), a, b, c);
+  };
+  const auto [bytes, none, a, b] = lay_out(nullptr);
+  EXPECT_EQ(none, nullptr);
+  const auto [same_bytes, x, y, z] = lay_out(memory);
+  EXPECT_EQ(bytes, same_bytes);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(y) % 64, 0u);
+  EXPECT_GE(reinterpret_cast<char*>(y), reinterpret_cast<char*>(x + 3));
+  EXPECT_GE(reinterpret_cast<char*>(z), reinterpret_cast<char*>(y + 1000));
+  EXPECT_LE(z + 1, reinterpret_cast<uint8_t*>(memory) + bytes);
+}
+
+}  // namespace
+}  // namespace ikattn::baseline_test
