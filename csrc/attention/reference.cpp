@@ -195,8 +195,9 @@ WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const
   constexpr std::array<int64_t, kWeightsGradients> kHeadAxis = {-3, -3, -3, -3, -2, -3};
   std::array<at::Tensor, kWeightsGradients> gradients;
   for (int i = 0; i < kWeightsGradients; ++i) {
-    gradients[i] = wanted[i] ? at::zeros_like(inputs[i], at::MemoryFormat::Contiguous)
-                             : at::empty({0}, query.options());
+    // query and key keep their layout, the others are contiguous, as in the attention's backward
+    const auto layout = i < 2 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
+    gradients[i] = wanted[i] ? at::zeros_like(inputs[i], layout) : at::empty({0}, query.options());
   }
   at::Tensor keep;
   if (options.dropout_p > 0) {

@@ -82,7 +82,7 @@ TYPED_TEST(Precision, TransposedPanelHasRowsForColumns) {
   using T = TypeParam;
   const std::vector<T> source = random_values<T>(kPanel * kPanel);
   std::vector<T> target(kPanel * kPanel);
-  transpose_panel(source.data(), target.data());
+  transpose_panel(kPanel, kPanel, source.data(), target.data());
   for (int64_t r = 0; r < kPanel; ++r) {
     for (int64_t c = 0; c < kPanel; ++c) {
       ASSERT_EQ(target[c * kPanel + r], source[r * kPanel + c]);

@@ -37,12 +37,18 @@ def _attention(
     return output, query.new_empty((batch, heads, length), dtype=torch.float64)
 
 
-def _wanted(tensors: Sequence[Tensor | None], like: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    """A gradient for each tensor, contiguous but for those shaped as strided inputs; empty if unwanted."""
-    return [
-        torch.empty_like(tensor) if want and tensor is not None else like.new_empty((0,))
-        for tensor, want in zip(tensors, wanted, strict=True)
+def _gradients(
+    tokens: Sequence[Tensor], others: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients laid out as the tokens, contiguous for the others; an empty tensor where unwanted."""
+    results = [torch.empty_like(tensor) for tensor in tokens]
+    results += [
+        tokens[0] if tensor is None else tensor.new_empty(tensor.shape) for tensor in others
     ]
+    return tuple(
+        result if want else tokens[0].new_empty((0,))
+        for result, want in zip(results, wanted, strict=True)
+    )
 
 
 @torch.library.register_fake("ikattn::implicit_kernel_attention_backward")
@@ -61,8 +67,7 @@ def _attention_backward(
     wanted: Sequence[bool],
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    tensors = (query, key, value, w1, w2, key_bias, attn_mask)
-    return tuple(_wanted(tensors, query, wanted))
+    return _gradients((query, key, value), (w1, w2, key_bias, attn_mask), wanted)
 
 
 @torch.library.register_fake("ikattn::implicit_kernel_weights")
@@ -95,8 +100,7 @@ def _weights_backward(
     wanted: Sequence[bool],
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    tensors = (query, key, w1, w2, key_bias, attn_mask)
-    return tuple(_wanted(tensors, query, wanted))
+    return _gradients((query, key), (w1, w2, key_bias, attn_mask), wanted)
 
 
 @torch.library.register_fake("ikattn::spectral_features")
@@ -109,7 +113,7 @@ def _features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
 def _features_backward(
     grad_features: Tensor, x: Tensor, w1: Tensor, w2: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    return tuple(_wanted((x, w1, w2), x, wanted))
+    return _gradients((x,), (w1, w2), wanted)
 
 
 @torch.library.register_fake("ikattn::dropout_keep_mask")

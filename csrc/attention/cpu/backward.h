@@ -120,11 +120,24 @@ struct BackwardPlan {
   bool wants_frequencies() const { return params.grad_w1 || params.grad_w2; }
 };
 
+// dphi_q of one block of queries starts at zero, its turn at the first sweep of keys.
+template <typename T>
+void clear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
+                           BackwardUnit<T>& state) {
+  const int64_t L = plan.params.L, panels = plan.layout.feature_panels();
+  const int64_t i0 = index * kBackwardRows, rows = min_of(kBackwardRows, L - i0);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    __builtin_memset(state.grad_phi_q + ((head * panels + panel) * L + i0) * kPanel, 0,
+                     rows * kPanel * sizeof(T));
+  }
+  state.progress[head * plan.query_blocks + index] = 0;
+}
+
 // Features, scaled dO and delta of one block of queries.
 template <typename T>
 void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
-                             int64_t index, const T* packed, BackwardUnit<T>& state,
-                             const BackwardScratch<T>& scratch) {
+                             int64_t index, const PackedFrequencies<T>& frequencies,
+                             BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
   const QueryBlock block = plan.query_block(unit, head, index);
@@ -133,7 +146,9 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
   T* phi = state.phi + (head * layout.feature_panels() * L + block.i0) * kPanel;
   T* grad_out = state.grad_out + (head * layout.value_panels() * L + block.i0) * kPanel;
   uint8_t* poisoned = state.rows.poisoned + first_row;
-  prepare_queries(params, layout, block, packed, scratch.tokens, phi, L, poisoned);
+  prepare_queries(params, layout, block, frequencies.of(unit, layout.feature), scratch.tokens, phi, L,
+                  poisoned);
+  clear_query_gradients(plan, head, index, state);
 
   const auto offset = [&](const Array& array) {
     return block.b * array.stride[0] + block.h * array.stride[1] + block.i0 * array.stride[2];
@@ -178,19 +193,6 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
     state.rows.log_normalizer_rest[first_row + r] =
         left_out ? T(0) : static_cast<T>(relative - static_cast<double>(rounded));
   }
-}
-
-// dphi_q of one block of queries starts at zero, its turn at the first sweep of keys.
-template <typename T>
-void clear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
-                           BackwardUnit<T>& state) {
-  const int64_t L = plan.params.L, panels = plan.layout.feature_panels();
-  const int64_t i0 = index * kBackwardRows, rows = min_of(kBackwardRows, L - i0);
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    __builtin_memset(state.grad_phi_q + ((head * panels + panel) * L + i0) * kPanel, 0,
-                     rows * kPanel * sizeof(T));
-  }
-  state.progress[head * plan.query_blocks + index] = 0;
 }
 
 // What one tile's arithmetic reads: rows and columns of the unit, [columns] and [rows] long.
@@ -576,15 +578,13 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   PackedFrequencies<T> frequencies;
   double* logits = nullptr;
   T* totals = nullptr;
-  KeyForm* forms = nullptr;
   BackwardUnit<T>* states = nullptr;
   BackwardScratch<T>* scratch = nullptr;
   const auto lay_out = [&](void* base) {
     Workspace workspace(base);
     frequencies.take(workspace, params, layout.feature, true);
-    logits = workspace.take<double>(layout.units * params.S);
+    logits = workspace.take<double>(in_flight * params.S);
     totals = workspace.take<T>(sets * layout.feature.packed_size());
-    forms = workspace.take<KeyForm>(layout.units);
     states = workspace.take<BackwardUnit<T>>(in_flight);
     scratch = workspace.take<BackwardScratch<T>>(executor.threads);
     for (int64_t slot = 0; slot < in_flight; ++slot) {
@@ -603,47 +603,31 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
 
   __builtin_memset(totals, 0, sets * layout.feature.packed_size() * sizeof(T));
   pack_all_frequencies(params, layout.feature, frequencies, executor);
-  all_key_logits(params, layout, logits, forms, executor,
-                 [&](int thread) { return scratch[thread].keys.tokens; });
   for (int64_t first = 0; first < layout.units; first += in_flight) {
     const int64_t count = min_of(in_flight, layout.units - first);
-    for (int64_t slot = 0; slot < count; ++slot) states[slot].keys.form = forms[first + slot];
-    const int64_t key_tasks = layout.key_blocks;
-    const int64_t query_tasks = layout.heads_per_unit * plan.query_blocks;
-    // 1. keys and queries
-    parallel(executor, count * (key_tasks + query_tasks), [&](int64_t task, int thread) {
-      const int64_t slot = task / (key_tasks + query_tasks), index = task % (key_tasks + query_tasks);
-      const Unit unit = unit_at(params, layout, first + slot);
-      const T* packed = frequencies.of(unit, layout.feature);
-      BackwardUnit<T>& state = states[slot];
-      if (index < key_tasks) {
-        prepare_keys(params, layout, unit, index, logits + (first + slot) * params.S, packed,
-                     scratch[thread].keys, state.keys);
-      } else {
-        const int64_t rest = index - key_tasks;
-        prepare_query_gradients(plan, unit, rest / plan.query_blocks, rest % plan.query_blocks,
-                                packed, state, scratch[thread]);
-        clear_query_gradients(plan, rest / plan.query_blocks, rest % plan.query_blocks, state);
-      }
+    const auto unit_of = [&](int64_t slot) { return unit_at(params, layout, first + slot); };
+    const KeyStages keys{params, layout, frequencies, first, logits,
+                         [&](int64_t slot) -> PreparedKeys<T>& { return states[slot].keys; },
+                         [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
+    const Stage queries{layout.heads_per_unit * plan.query_blocks,
+                        [&](int64_t slot, int64_t index, int thread) {
+                          prepare_query_gradients(plan, unit_of(slot), index / plan.query_blocks,
+                                                  index % plan.query_blocks, frequencies,
+                                                  states[slot], scratch[thread]);
+                        }};
+    const Stage pairs{plan.key_sweeps, [&](int64_t slot, int64_t sweep, int thread) {
+                        sweep_keys(plan, unit_of(slot), sweep, states[slot], scratch[thread]);
+                      }};
+    const Stage tokens{plan.chunks(), [&](int64_t slot, int64_t chunk, int thread) {
+                         finish_chunk(plan, unit_of(slot), chunk, frequencies, states[slot],
+                                      scratch[thread]);
+                       }};
+    run_stages(executor, count, keys.logits(), keys.form(), keys.blocks(), queries, pairs, tokens);
+    if (!plan.wants_frequencies()) continue;
+    const int64_t size = layout.feature.packed_size();
+    parallel(for_elements(executor, count * plan.chunks() * size), sets, [&](int64_t set, int) {
+      reduce_partials(plan, set, first, count, states, totals + set * size);
     });
-    // 2. pairs; consecutive tasks belong to different units, so that turns rarely have to be waited for
-    parallel(executor, count * plan.key_sweeps, [&](int64_t task, int thread) {
-      const int64_t slot = task % count, sweep = task / count;
-      sweep_keys(plan, unit_at(params, layout, first + slot), sweep, states[slot], scratch[thread]);
-    });
-    // 3. tokens
-    parallel(executor, count * plan.chunks(), [&](int64_t task, int thread) {
-      const int64_t slot = task / plan.chunks(), chunk = task % plan.chunks();
-      finish_chunk(plan, unit_at(params, layout, first + slot), chunk, frequencies, states[slot],
-                   scratch[thread]);
-    });
-    // 4. frequencies
-    if (plan.wants_frequencies()) {
-      parallel(executor, sets, [&](int64_t set, int) {
-        reduce_partials(plan, set, first, count, states,
-                        totals + set * layout.feature.packed_size());
-      });
-    }
   }
   if (plan.wants_frequencies()) store_frequency_gradients(params, layout.feature, totals);
 }

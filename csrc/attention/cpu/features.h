@@ -28,23 +28,25 @@ struct FeatureLayout {
   int64_t half(int64_t panel) const { return round_up(frequencies(panel), kLanes<T>); }
   int64_t columns(int64_t panel) const { return 2 * half(panel); }
   int64_t width() const { return (panels() - 1) * kPanel + columns(panels() - 1); }
-  // Elements of one head's packed frequencies, either orientation.
-  int64_t packed_size() const { return panels() * round_up(d, kPanel) * kPanel; }
+  int64_t packed_rows() const { return round_up(d, kLanes<T>); }
+  // Elements of one head's packed frequencies, and of their transpose.
+  int64_t packed_size() const { return panels() * packed_rows() * kPanel; }
+  int64_t transposed_size() const { return panels() * token_panels() * kPanel * kPanel; }
 };
 
-// W+ = (w1 + w2)/2 and W- = (w1 - w2)/2 of one head as [panel][d][64], columns u then v: the right operand
-// of the angles. Also transposed, [panel][d / 64][64][64], the right operand of the gradient of x.
+// W+ = (w1 + w2)/2 and W- = (w1 - w2)/2 of one head as [panel][packed_rows][64], columns u then v: the right
+// operand of the angles. Also transposed, [panel][d / 64][64][64], the right operand of the gradient of x.
 template <typename T>
 void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Array& w2,
                       int64_t offset1, int64_t offset2, T* packed, T* transposed) {
-  const int64_t padded_d = round_up(layout.d, kPanel);
+  const int64_t packed_rows = layout.packed_rows();
   T row1[kPanelFrequencies], row2[kPanelFrequencies];
   for (int64_t panel = 0; panel < layout.panels(); ++panel) {
-    T* out = packed + panel * padded_d * kPanel;
+    T* out = packed + panel * packed_rows * kPanel;
     const int64_t count = layout.frequencies(panel);
     const int64_t half = layout.half(panel);
     const int64_t m0 = panel * kPanelFrequencies;
-    for (int64_t i = 0; i < padded_d * kPanel; ++i) out[i] = 0;
+    for (int64_t i = 0; i < packed_rows * kPanel; ++i) out[i] = 0;
     for (int64_t c = 0; c < layout.d; ++c) {
       load_row(w1, offset1 + c * w1.stride[2] + m0 * w1.stride[3], w1.stride[3], count, row1);
       T* u = out + c * kPanel;
@@ -59,9 +61,9 @@ void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Arr
       }
     }
     if (transposed == nullptr) continue;
-    for (int64_t block = 0; block < padded_d / kPanel; ++block) {
-      const int64_t at = block * kPanel * kPanel;
-      transpose_panel(out + at, transposed + panel * padded_d * kPanel + at);
+    for (int64_t first = 0; first < layout.d; first += kPanel) {
+      transpose_panel(min_of(kPanel, layout.d - first), layout.columns(panel), out + first * kPanel,
+                      transposed + (panel * layout.token_panels() * kPanel + first) * kPanel);
     }
   }
 }
@@ -70,7 +72,7 @@ void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Arr
 template <typename T>
 void angles(const FeatureLayout<T>& layout, int64_t panel, int64_t rows, const T* x, int64_t x_rows,
             const T* packed, T* out) {
-  const T* frequencies = packed + panel * round_up(layout.d, kPanel) * kPanel;
+  const T* frequencies = packed + panel * layout.packed_rows() * kPanel;
   const int64_t columns = layout.stationary ? layout.half(panel) : layout.columns(panel);
   for (int64_t first = 0; first < layout.d; first += kPanel) {
     panel_gemm<T, Left::kRows>(rows, columns, min_of(kPanel, layout.d - first), x + first * x_rows,
@@ -104,11 +106,7 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
         Vec<T> sine, cosine;
         sincos_turns<T>(load(cosines), sine, cosine);
         Vec<T> common = load(column_scale + c) * token_scale;
-        if (!layout.stationary) {
-          Vec<T> unused, cosine_v;
-          sincos_turns<T>(load(cosines + half), unused, cosine_v);
-          common *= cosine_v;
-        }
+        if (!layout.stationary) common *= cos_turns<T>(load(cosines + half));
         store<T>(cosines, cosine * common);
         store<T>(cosines + half, sine * common);
       }
@@ -119,7 +117,7 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
 // Gradients of x and of the packed frequencies of `rows` tokens from g, the gradient of the phi above.
 //   g            [panels][g_rows][64]
 //   grad_x       [token_panels][rows][64], overwritten (null: not wanted)
-//   grad_packed  [panels][d][64], added to (null: not wanted)
+//   grad_packed  [panels][packed_rows][64], added to (null: not wanted)
 //   angle_tile   [rows][64] scratch
 // du = phi_c g_s - phi_s g_c,  dv = -scale sin v (cos u g_c + sin u g_s), in radians.
 template <typename T>
@@ -127,7 +125,6 @@ void features_backward(const FeatureLayout<T>& layout, int64_t rows, const T* x,
                        const T* packed, const T* transposed, T scale, const T* row_scale,
                        T gradient_scale, const T* g, int64_t g_rows, T* grad_x, T* grad_packed,
                        T* angle_tile) {
-  const int64_t padded_d = round_up(layout.d, kPanel);
   const T turns_scale = gradient_scale * T(6.283185307179586476925);
   T column_scale[kPanelFrequencies];
   for (int64_t panel = 0; panel < layout.panels(); ++panel) {
@@ -158,14 +155,15 @@ void features_backward(const FeatureLayout<T>& layout, int64_t rows, const T* x,
     }
     for (int64_t first = 0; first < layout.d; first += kPanel) {
       const int64_t width = min_of(kPanel, layout.d - first);
-      const int64_t at = (panel * padded_d + first) * kPanel;
       if (grad_x) {
-        panel_gemm<T, Left::kRows>(rows, width, columns, angle_tile, transposed + at,
-                                   grad_x + first * rows, panel > 0);
+        const T* right = transposed + (panel * layout.token_panels() * kPanel + first) * kPanel;
+        panel_gemm<T, Left::kRows>(rows, width, columns, angle_tile, right, grad_x + first * rows,
+                                   panel > 0);
       }
       if (grad_packed) {
         panel_gemm<T, Left::kColumns>(width, columns, rows, x + first * x_rows, angle_tile,
-                                      grad_packed + at, true);
+                                      grad_packed + (panel * layout.packed_rows() + first) * kPanel,
+                                      true);
       }
     }
   }
@@ -175,11 +173,10 @@ void features_backward(const FeatureLayout<T>& layout, int64_t rows, const T* x,
 template <typename T>
 void unpack_frequency_gradients(const FeatureLayout<T>& layout, const T* grad_packed, T* grad_w1,
                                 T* grad_w2) {
-  const int64_t padded_d = round_up(layout.d, kPanel);
   for (int64_t panel = 0; panel < layout.panels(); ++panel) {
     const int64_t half = layout.half(panel);
     for (int64_t c = 0; c < layout.d; ++c) {
-      const T* u = grad_packed + (panel * padded_d + c) * kPanel;
+      const T* u = grad_packed + (panel * layout.packed_rows() + c) * kPanel;
       for (int64_t m = 0; m < layout.frequencies(panel); ++m) {
         const int64_t at = c * layout.M + panel * kPanelFrequencies + m;
         if (layout.stationary) {

@@ -92,7 +92,7 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
   const auto lay_out = [&](void* base) {
     Workspace workspace(base);
     packed = workspace.take<T>(sets * size);
-    if (backward) transposed = workspace.take<T>(sets * size);
+    if (backward) transposed = workspace.take<T>(sets * layout.transposed_size());
     if (wants_frequencies) {
       partials = workspace.take<T>(tasks * size);
       totals = workspace.take<T>(sets * size);
@@ -115,21 +115,21 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
     pack_frequencies(layout, params.w1, params.w2,
                      b * params.w1.stride[0] + h * params.w1.stride[1],
                      b * params.w2.stride[0] + h * params.w2.stride[1], packed + set * size,
-                     transposed ? transposed + set * size : nullptr);
+                     transposed ? transposed + set * layout.transposed_size() : nullptr);
   });
   parallel(executor, tasks, [&](int64_t task, int thread) {
     const int64_t b = task / chunks / params.H, h = task / chunks % params.H;
     const int64_t begin = task % chunks * kFeatureTokens;
     const int64_t end = min_of(params.N, begin + kFeatureTokens);
-    const int64_t at = set_of(b, h) * size;
+    const int64_t set = set_of(b, h);
     if (!backward) {
-      feature_tokens(params, layout, b, h, begin, end, packed + at, scratch[thread]);
+      feature_tokens(params, layout, b, h, begin, end, packed + set * size, scratch[thread]);
       return;
     }
     T* partial = wants_frequencies ? partials + task * size : nullptr;
     if (partial) __builtin_memset(partial, 0, size * sizeof(T));
-    feature_tokens_backward(params, layout, b, h, begin, end, packed + at, transposed + at, partial,
-                            scratch[thread]);
+    feature_tokens_backward(params, layout, b, h, begin, end, packed + set * size,
+                            transposed + set * layout.transposed_size(), partial, scratch[thread]);
   });
   if (!wants_frequencies) return;
   parallel(executor, sets, [&](int64_t set, int) {

@@ -142,14 +142,12 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
 
   PackedFrequencies<T> frequencies;
   double* logits = nullptr;
-  KeyForm* forms = nullptr;
   PreparedKeys<T>* prepared = nullptr;
   ForwardScratch<T>* scratch = nullptr;
   const auto plan = [&](void* base) {
     Workspace workspace(base);
     frequencies.take(workspace, params, layout.feature, false);
-    logits = workspace.take<double>(layout.units * params.S);
-    forms = workspace.take<KeyForm>(layout.units);
+    logits = workspace.take<double>(in_flight * params.S);
     prepared = workspace.take<PreparedKeys<T>>(in_flight);
     scratch = workspace.take<ForwardScratch<T>>(executor.threads);
     for (int64_t slot = 0; slot < in_flight; ++slot) {
@@ -167,27 +165,21 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
   plan(executor.allocate(executor.owner, plan(nullptr)));
 
   pack_all_frequencies(params, layout.feature, frequencies, executor);
-  all_key_logits(params, layout, logits, forms, executor,
-                 [&](int thread) { return scratch[thread].keys.tokens; });
   for (int64_t first = 0; first < layout.units; first += in_flight) {
-    const int64_t count = min_of(in_flight, layout.units - first);
-    for (int64_t slot = 0; slot < count; ++slot) prepared[slot].form = forms[first + slot];
-    parallel(executor, count * layout.key_blocks, [&](int64_t task, int thread) {
-      const int64_t slot = task / layout.key_blocks, block = task % layout.key_blocks;
-      const Unit unit = unit_at(params, layout, first + slot);
-      prepare_keys(params, layout, unit, block, logits + (first + slot) * params.S,
-                   frequencies.of(unit, layout.feature), scratch[thread].keys, prepared[slot]);
-    });
-    parallel(executor, count * blocks_per_unit, [&](int64_t task, int thread) {
-      const int64_t slot = task / blocks_per_unit, rest = task % blocks_per_unit;
-      const Unit unit = unit_at(params, layout, first + slot);
-      const int64_t i0 = rest % blocks_per_head * rows;
-      const QueryBlock block{unit.b, unit.first_query_head + rest / blocks_per_head, i0,
-                             min_of(rows, params.L - i0)};
-      forward_block(params, layout, block,
-                    frequencies.of(unit, layout.feature),
-                    prepared[slot], scratch[thread]);
-    });
+    const KeyStages keys{params, layout, frequencies, first, logits,
+                         [&](int64_t slot) -> PreparedKeys<T>& { return prepared[slot]; },
+                         [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
+    const Stage queries{blocks_per_unit, [&](int64_t slot, int64_t index, int thread) {
+                          const Unit unit = unit_at(params, layout, first + slot);
+                          const int64_t i0 = index % blocks_per_head * rows;
+                          const QueryBlock block{unit.b,
+                                                 unit.first_query_head + index / blocks_per_head, i0,
+                                                 min_of(rows, params.L - i0)};
+                          forward_block(params, layout, block, frequencies.of(unit, layout.feature),
+                                        prepared[slot], scratch[thread]);
+                        }};
+    run_stages(executor, min_of(in_flight, layout.units - first), keys.logits(), keys.form(),
+               keys.blocks(), queries);
   }
 }
 

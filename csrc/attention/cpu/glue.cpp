@@ -92,7 +92,7 @@ Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes) {
 Array array_of(const at::Tensor& tensor) { return array_of(tensor, tensor.sizes()); }
 
 Array frequencies(const at::Tensor& w, const AttentionSizes& sizes) {
-  return array_of(w, {sizes.B, w.size(-3), w.size(-2), w.size(-1)});
+  return array_of(w, {sizes.frequency_batches, w.size(-3), w.size(-2), w.size(-1)});
 }
 
 void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
@@ -198,7 +198,13 @@ at::Tensor key_side_gradient(const at::Tensor& tensor, int64_t key_heads) {
 }
 
 at::Tensor finish_key_side(const at::Tensor& gradient, const at::Tensor& like) {
-  return sum_groups(gradient, like.size(1)).to(like.scalar_type());
+  if (gradient.size(1) == like.size(1)) return gradient;
+  return at::empty_like(like).copy_(sum_groups(gradient, like.size(1)));
+}
+
+// Contiguous, in the shape and type of the argument that was broadcast.
+at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument) {
+  return at::sum_to(gradient, argument.sizes()).to(argument.scalar_type()).contiguous();
 }
 
 // The mask gradient is summed over broadcast axes by the kernel, except that one value per row also keeps its
@@ -264,7 +270,7 @@ AttentionGradients attention_backward_cpu(
   if (wanted[5]) {
     const int64_t heads = key_bias->dim() >= 2 ? key_bias->size(-2) : 1;
     if (heads != 1) grad_bias = sum_groups(grad_bias, heads);
-    grad_bias = at::sum_to(grad_bias, key_bias->sizes()).to(key_bias->scalar_type());
+    grad_bias = finish_broadcast(grad_bias, *key_bias);
   }
   return {wanted[0] ? grad_query : none,
           wanted[1] ? finish_key_side(grad_key, key) : none,
@@ -272,7 +278,7 @@ AttentionGradients attention_backward_cpu(
           wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none,
           wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none,
           wanted[5] ? grad_bias : none,
-          wanted[6] ? at::sum_to(grad_mask, attn_mask->sizes()).to(attn_mask->scalar_type()) : none};
+          wanted[6] ? finish_broadcast(grad_mask, *attn_mask) : none};
 }
 
 at::Tensor weights_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
@@ -313,8 +319,9 @@ FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x, c
   params.M = sizes.M;
   params.frequency_batches = sizes.frequency_batches;
   params.x = array_of(x);
-  params.w1 = array_of(w1, {sizes.B, sizes.H, sizes.d, sizes.M});
-  if (is_present(w2)) params.w2 = array_of(*w2, {sizes.B, sizes.H, sizes.d, sizes.M});
+  const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d, sizes.M};
+  params.w1 = array_of(w1, frequency_sizes);
+  if (is_present(w2)) params.w2 = array_of(*w2, frequency_sizes);
   params.features = array_of(features);
   return params;
 }

@@ -163,6 +163,7 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
                   const PreparedKeys<T>& keys) {
   const int64_t j0 = block * kPanel;
   const int64_t count = min_of(kPanel, params.S - j0);
+  const int64_t rows = round_up(count, kLanes<T>);  // what the tiles of this block read
   const int64_t panel_rows = layout.padded_keys;
   const FeatureLayout<T>& feature = layout.feature;
   prepare_weight_terms(params, logits, keys, j0, count);
@@ -170,19 +171,19 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
   const Array& key = params.key;
   load_panels(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
               key.stride[2], key.stride[3], count, params.d, scratch.tokens, kPanel);
-  for (int64_t r = count; r < kPanel; ++r) fill_row(scratch.tokens, kPanel, r, params.d, T(0));
-  features(feature, kPanel, scratch.tokens, kPanel, packed, feature_scale<T>(params.M),
+  for (int64_t r = count; r < rows; ++r) fill_row(scratch.tokens, kPanel, r, params.d, T(0));
+  features(feature, rows, scratch.tokens, kPanel, packed, feature_scale<T>(params.M),
            keys.feature_scales + j0, scratch.features, kPanel);
 
   if (params.value) {
     const Array& value = params.value;
     load_panels(value, unit.b * value.stride[0] + unit.group * value.stride[1] + j0 * value.stride[2],
                 value.stride[2], value.stride[3], count, params.d_v, scratch.values, kPanel);
-    for (int64_t r = count; r < kPanel; ++r) fill_row(scratch.values, kPanel, r, params.d_v, T(0));
+    for (int64_t r = count; r < rows; ++r) fill_row(scratch.values, kPanel, r, params.d_v, T(0));
   }
 
   const int64_t feature_columns = layout.feature_panels() * kPanel;
-  for (int64_t r = 0; r < kPanel; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     const int64_t j = j0 + r;
     const bool hidden = keys.logits[j] == -infinity<T>();
     const bool clean = row_is_finite(scratch.features, kPanel, r, feature.width()) &&
@@ -197,11 +198,12 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
 
   for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
     const T* tile = scratch.features + panel * kPanel * kPanel;
-    transpose_panel(tile, keys.features_by_column +
-                              (block * layout.feature_panels() + panel) * kPanel * kPanel);
+    transpose_panel(rows, feature.columns(panel), tile,
+                    keys.features_by_column +
+                        (block * layout.feature_panels() + panel) * kPanel * kPanel);
     if (keys.features_by_row) {
       __builtin_memcpy(keys.features_by_row + (panel * panel_rows + j0) * kPanel, tile,
-                       kPanel * kPanel * sizeof(T));
+                       rows * kPanel * sizeof(T));
     }
   }
   if (!params.value) return;
@@ -209,10 +211,11 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
     const T* tile = scratch.values + panel * kPanel * kPanel;
     if (keys.values) {
       __builtin_memcpy(keys.values + (panel * panel_rows + j0) * kPanel, tile,
-                       kPanel * kPanel * sizeof(T));
+                       rows * kPanel * sizeof(T));
     } else {
-      transpose_panel(tile, keys.values_by_column +
-                                (block * layout.value_panels() + panel) * kPanel * kPanel);
+      transpose_panel(rows, min_of(kPanel, params.d_v - panel * kPanel), tile,
+                      keys.values_by_column +
+                          (block * layout.value_panels() + panel) * kPanel * kPanel);
     }
   }
 }
@@ -238,13 +241,13 @@ struct PackedFrequencies {
             bool backward) {
     const int64_t sets = params.frequency_batches * params.frequency_heads;
     packed = workspace.take<T>(sets * layout.packed_size());
-    if (backward) transposed = workspace.take<T>(sets * layout.packed_size());
+    if (backward) transposed = workspace.take<T>(sets * layout.transposed_size());
   }
   const T* of(const Unit& unit, const FeatureLayout<T>& layout) const {
     return packed + unit.frequency_set * layout.packed_size();
   }
   const T* transposed_of(const Unit& unit, const FeatureLayout<T>& layout) const {
-    return transposed + unit.frequency_set * layout.packed_size();
+    return transposed + unit.frequency_set * layout.transposed_size();
   }
 };
 
@@ -252,34 +255,56 @@ template <typename T>
 void pack_all_frequencies(const AttentionParams& params, const FeatureLayout<T>& layout,
                           const PackedFrequencies<T>& out, const Executor& executor) {
   const int64_t sets = params.frequency_batches * params.frequency_heads;
-  parallel(executor, sets, [&](int64_t set, int) {
+  parallel(for_elements(executor, sets * layout.packed_size()), sets, [&](int64_t set, int) {
     const int64_t b = set / params.frequency_heads, head = set % params.frequency_heads;
-    const int64_t at = set * layout.packed_size();
     pack_frequencies(layout, params.w1, params.w2,
                      b * params.w1.stride[0] + head * params.w1.stride[1],
-                     b * params.w2.stride[0] + head * params.w2.stride[1], out.packed + at,
-                     out.transposed ? out.transposed + at : nullptr);
+                     b * params.w2.stride[0] + head * params.w2.stride[1],
+                     out.packed + set * layout.packed_size(),
+                     out.transposed ? out.transposed + set * layout.transposed_size() : nullptr);
   });
 }
 
-// Logits of all keys of all units, [units][S], and the form each unit's weights take.
-//   row_of(thread)   scratch of d elements
-template <typename T, typename RowOf>
-void all_key_logits(const AttentionParams& params, const AttentionLayout<T>& layout, double* logits,
-                    KeyForm* forms, const Executor& executor, const RowOf& row_of) {
-  constexpr int64_t kChunk = 512;
-  const int64_t chunks = ceil_div(params.S, kChunk);
-  parallel(executor, layout.units * chunks, [&](int64_t task, int thread) {
-    const int64_t index = task / chunks;
-    const int64_t begin = task % chunks * kChunk;
-    const Unit unit = unit_at(params, layout, index);
-    key_logits(params, unit.b, unit.head, begin, min_of(params.S, begin + kChunk), row_of(thread),
-               logits + index * params.S + begin);
-  });
-  for (int64_t index = 0; index < layout.units; ++index) {
-    forms[index] = choose_form<T>(params, logits + index * params.S);
+// The stages every pass begins with, for the units [first, first + slots): logits g, the form of the weights,
+// prepared keys. keys_of(slot) and scratch_of(thread) give the pass' own PreparedKeys and KeyScratch.
+template <typename T, typename KeysOf, typename ScratchOf>
+struct KeyStages {
+  const AttentionParams& params;
+  const AttentionLayout<T>& layout;
+  const PackedFrequencies<T>& frequencies;
+  int64_t first;
+  double* all_logits;  // [slots][S]
+  KeysOf keys_of;
+  ScratchOf scratch_of;
+
+  static constexpr int64_t kChunk = 512;
+  double* logits_of(int64_t slot) const { return all_logits + slot * params.S; }
+
+  auto logits() const {
+    return Stage{ceil_div(params.S, kChunk), [this](int64_t slot, int64_t chunk, int thread) {
+                   const Unit unit = unit_at(params, layout, first + slot);
+                   const int64_t begin = chunk * kChunk;
+                   key_logits(params, unit.b, unit.head, begin, min_of(params.S, begin + kChunk),
+                              scratch_of(thread).tokens, logits_of(slot) + begin);
+                 }};
   }
-}
+  auto form() const {
+    return Stage{int64_t{1}, [this](int64_t slot, int64_t, int) {
+                   keys_of(slot).form = choose_form<T>(params, logits_of(slot));
+                 }};
+  }
+  auto blocks() const {
+    return Stage{layout.key_blocks, [this](int64_t slot, int64_t block, int thread) {
+                   const Unit unit = unit_at(params, layout, first + slot);
+                   prepare_keys(params, layout, unit, block, logits_of(slot),
+                                frequencies.of(unit, layout.feature), scratch_of(thread),
+                                keys_of(slot));
+                 }};
+  }
+};
+template <typename T, typename KeysOf, typename ScratchOf>
+KeyStages(const AttentionParams&, const AttentionLayout<T>&, const PackedFrequencies<T>&, int64_t,
+          double*, KeysOf, ScratchOf) -> KeyStages<T, KeysOf, ScratchOf>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

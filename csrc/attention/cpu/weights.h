@@ -121,14 +121,12 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
 
   PackedFrequencies<T> frequencies;
   double* logits = nullptr;
-  KeyForm* forms = nullptr;
   PreparedKeys<T>* prepared = nullptr;
   WeightsScratch<T>* scratch = nullptr;
   const auto lay_out = [&](void* base) {
     Workspace workspace(base);
     frequencies.take(workspace, params, layout.feature, false);
-    logits = workspace.take<double>(layout.units * params.S);
-    forms = workspace.take<KeyForm>(layout.units);
+    logits = workspace.take<double>(slots * params.S);
     prepared = workspace.take<PreparedKeys<T>>(slots);
     scratch = workspace.take<WeightsScratch<T>>(executor.threads);
     for (int64_t slot = 0; slot < slots; ++slot) {
@@ -146,19 +144,13 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
   lay_out(executor.allocate(executor.owner, lay_out(nullptr)));
 
   pack_all_frequencies(params, layout.feature, frequencies, executor);
-  all_key_logits(params, layout, logits, forms, executor,
-                 [&](int thread) { return scratch[thread].keys.tokens; });
   for (int64_t first_b = 0; first_b < params.B; first_b += batches_in_flight) {
     const int64_t batches = min_of(batches_in_flight, params.B - first_b);
-    const int64_t first = first_b * params.key_heads, units = batches * params.key_heads;
-    for (int64_t slot = 0; slot < units; ++slot) prepared[slot].form = forms[first + slot];
-    parallel(executor, units * layout.key_blocks, [&](int64_t task, int thread) {
-      const int64_t slot = task / layout.key_blocks;
-      const Unit unit = unit_at(params, layout, first + slot);
-      prepare_keys(params, layout, unit, task % layout.key_blocks,
-                   logits + (first + slot) * params.S, frequencies.of(unit, layout.feature),
-                   scratch[thread].keys, prepared[slot]);
-    });
+    const int64_t first = first_b * params.key_heads;
+    const KeyStages keys{params, layout, frequencies, first, logits,
+                         [&](int64_t slot) -> PreparedKeys<T>& { return prepared[slot]; },
+                         [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
+    run_stages(executor, batches * params.key_heads, keys.logits(), keys.form(), keys.blocks());
     parallel(executor, batches * blocks, [&](int64_t task, int thread) {
       WeightsScratch<T>& own = scratch[thread];
       const int64_t i0 = task % blocks * rows;

@@ -85,11 +85,11 @@ inline void panel_gemm(int64_t rows, int64_t columns, int64_t depth, const T* a,
   if (vectors == 1) strip_gemm<T, 1, kLeft>(rows, depth, a, b, c, accumulate);
 }
 
-// target[c][r] = source[r][c]: one 64 x 64 block.
+// target[c][r] = source[r][c] for rows x columns of a 64 x 64 block, both rounded up to whole vectors.
 template <typename T>
-inline void transpose_panel(const T* source, T* target) {
-  for (int64_t r = 0; r < kPanel; r += kLanes<T>) {
-    for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
+inline void transpose_panel(int64_t rows, int64_t columns, const T* source, T* target) {
+  for (int64_t r = 0; r < rows; r += kLanes<T>) {
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
       transpose_block(source + r * kPanel + c, kPanel, target + c * kPanel + r, kPanel);
     }
   }

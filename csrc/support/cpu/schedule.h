@@ -28,6 +28,40 @@ inline void parallel(const Executor& executor, int64_t count, const Function& fu
       const_cast<Function*>(&function));
 }
 
+// One step of the work on a slot: function(slot, index, thread) for every index in [0, tasks).
+template <typename Function>
+struct Stage {
+  int64_t tasks;
+  Function function;
+
+  void run(int64_t slot, int thread) const {
+    for (int64_t index = 0; index < tasks; ++index) function(slot, index, thread);
+  }
+};
+template <typename Function>
+Stage(int64_t, Function) -> Stage<Function>;
+
+// All stages of all slots, each stage of a slot after the one before. With slots enough for all threads one
+// thread takes a slot through all its stages, near its caches and without waiting for others; else every
+// stage is spread over the threads by itself. Tasks of one stage start in ascending order of index.
+template <typename... Stages>
+inline void run_stages(const Executor& executor, int64_t slots, const Stages&... stages) {
+  if (slots >= 2 * executor.threads) {
+    parallel(executor, slots, [&](int64_t slot, int thread) { (stages.run(slot, thread), ...); });
+    return;
+  }
+  (parallel(executor, slots * stages.tasks,
+            [&](int64_t task, int thread) { stages.function(task % slots, task / slots, thread); }),
+   ...);
+}
+
+// The same executor, without threads where `elements` to touch are too few to wake them.
+inline Executor for_elements(const Executor& executor, int64_t elements) {
+  Executor result = executor;
+  if (elements < 65536) result.threads = 1;
+  return result;
+}
+
 // Cuts arrays from one allocation. The same code runs twice: with a null base to add up the size, then
 // to hand out the pointers.
 class Workspace {

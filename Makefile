@@ -1,0 +1,107 @@
+# make demo      train a vision transformer on digits, with stock and with implicit-kernel attention
+# make test      C++ and Python tests against the installed package
+# make lint      formatting, lint and types
+# make format    format C++ and Python
+# make bench     benchmarks of the operators
+# make develop   editable install; again after an edit of C++, which compiles only what changed
+# make clean     remove build/, keep the environment
+#
+# Everything happens in a virtual environment, .venv unless VENV names another, for example one that has
+# the torch you want: make test VENV=~/my-env. TORCH is what is installed where torch is missing.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.PHONY: demo test test-cpp lint format bench develop clean
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+
+python := $(VENV)/bin/python
+stamps := $(VENV)/.ikattn
+pip := $(python) -m pip install --constraint $(stamps)/constraints.txt
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+sources := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc -type f) \
+  $(shell find torch_ext -name '*.py')
+cpp_files := $(shell find csrc tests/cpp examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+demo: $(stamps)/extra-demo
+	$(python) examples/digits.py
+
+test: test-cpp
+	$(VENV)/bin/pytest -n 2 --dist worksteal --doctest-modules --pyargs tests/python ikattn
+
+# In the directory where setup.py has just built the library, so that only the tests are compiled.
+test-cpp: $(stamps)/extra-test $(stamps)/googletest
+	@build=build/torch-$$($(python) -c 'import torch; print(torch.__version__)')
+	cmake -S . -B "$$build" -DIKATTN_BUILD_TESTS=ON
+	cmake --build "$$build" --parallel $${MAX_JOBS:-$$(nproc)}
+	ctest --test-dir "$$build" --output-on-failure --parallel 2
+
+lint: $(stamps)/lint
+	$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy torch_ext
+
+format: $(stamps)/lint
+	$(VENV)/bin/clang-format -i $(cpp_files)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(stamps)/extra-test
+	$(python) benchmarks/attention.py
+
+develop: $(stamps)/tools
+	rm -f $(stamps)/package
+	$(pip) --verbose --no-build-isolation --no-deps --editable .
+	$(pip) --quiet 'ikattn[test]'
+
+clean:
+	rm -rf build $(stamps)/package
+
+# --- The environment: each step leaves a stamp and is not repeated ----------------------------------
+
+# torch first and alone. Its exact version then constrains every later installation, so that none
+# brings a second one.
+$(stamps)/constraints.txt:
+	@if [ ! -x $(python) ]; then
+	  $(PYTHON) -m venv $(VENV) || {
+	    echo "$(PYTHON) -m venv $(VENV) failed: install venv (Debian: apt-get install python3-venv)," \
+	      "or name an environment that exists: make VENV=DIRECTORY ..." >&2
+	    rm -rf $(VENV)
+	    exit 1
+	  }
+	fi
+	$(python) -c 'import torch' 2>/dev/null || $(python) -m pip install '$(TORCH)'
+	mkdir -p $(stamps)
+	$(python) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(stamps)/tools: $(stamps)/constraints.txt
+	$(pip) --quiet 'pip>=25.1' 'setuptools>=77' ninja
+	command -v cmake >/dev/null || $(pip) --quiet 'cmake>=3.22'
+	touch $@
+
+$(stamps)/lint: $(stamps)/tools pyproject.toml
+	$(pip) --quiet --group lint
+	touch $@
+
+$(stamps)/package: $(stamps)/tools $(sources)
+	@echo "Building ikattn: minutes the first time, later only what changed"
+	$(pip) --verbose --no-build-isolation --no-deps .
+	touch $@
+
+$(stamps)/extra-%: $(stamps)/package
+	$(pip) --quiet 'ikattn[$*]'
+	touch $@
+
+# Looked for first; installed where we may; otherwise tests/cpp/CMakeLists.txt fetches it.
+$(stamps)/googletest: $(stamps)/constraints.txt
+	@if ! $${CXX:-c++} -E -include gtest/gtest.h -x c++ /dev/null >/dev/null 2>&1 &&
+	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	  apt-get update -qq && apt-get install -y -qq libgtest-dev ||
+	    echo "apt-get could not install libgtest-dev: CMake will fetch GoogleTest"
+	fi
+	touch $@

@@ -1,0 +1,232 @@
+"""ikattn.convert: what it changes, and all that it must not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ikattn
+from attention_cases import KERNELS, E, H, L, N, make
+
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def model_of_three():
+    """Attention at "0", "1.inner" and "1.outer"."""
+    block = nn.ModuleDict({"inner": make("stock"), "outer": make("stock")})
+    return nn.ModuleList([make("stock"), block, nn.Linear(2, 2)])
+
+
+def kernels_of(model):
+    return [
+        getattr(module, "kernel", "stock")
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+    ]
+
+
+@each_kernel
+def test_every_attention_module_is_converted_in_place(kernel):
+    model = model_of_three()
+    before = dict(model.named_parameters())
+    assert ikattn.convert(model, kernel) is model
+    assert kernels_of(model) == [kernel] * 3
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    new = [name for name in after if name not in before]
+    assert len(new) == (6 if kernel == "implicit" else 0)
+    assert all(".spectral." in name for name in new)
+
+
+@each_kernel
+def test_a_module_converts_itself(kernel):
+    module = make("stock")
+    converted = ikattn.convert(module, kernel)
+    assert converted is module
+    assert isinstance(converted, ikattn.MultiheadAttention)
+    assert type(pickle.loads(pickle.dumps(converted))) is ikattn.MultiheadAttention
+
+
+def test_the_converted_module_computes_what_a_new_one_does():
+    x = torch.randn(L, N, E).double()
+    options = {"p": 3.0, "num_frequencies": 7, "seed": 0}
+    for kernel in KERNELS:
+        converted = ikattn.convert(make("stock"), kernel, **options)
+        assert torch.equal(converted(x, x, x)[0], make(kernel)(x, x, x)[0])
+
+
+def test_an_optimiser_made_before_keeps_training_the_weights():
+    model = make("stock")
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    ikattn.convert(model)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(L, N, E).double()
+    model(x, x, x)[0].square().sum().backward()
+    optimiser.step()
+    changed = {
+        name for name, tensor in model.state_dict().items() if (tensor != before[name]).any()
+    }
+    assert changed == {name for name in before if "spectral" not in name}
+    assert model.spectral.w1.grad.any()
+
+
+def test_state_of_the_module_is_kept():
+    module = make("stock", dropout=0.3, batch_first=True).to(torch.bfloat16).eval()
+    module.in_proj_weight.requires_grad_(False)
+    module.note = "kept"
+    called = []
+    handle = module.register_forward_hook(lambda *_: called.append("after"))
+    module.out_proj.register_forward_pre_hook(lambda *_: called.append("within"))
+    ikattn.convert(module)
+    assert not any(part.training for part in module.modules())
+    assert (module.dropout, module.batch_first, module.note) == (0.3, True, "kept")
+    assert not module.in_proj_weight.requires_grad
+    assert module.out_proj.weight.requires_grad
+    assert module.spectral.w1.requires_grad
+    assert {w.dtype for w in module.parameters()} == {torch.bfloat16}
+    x = torch.randn(N, L, E, dtype=torch.bfloat16)
+    module(x, x, x)
+    assert called == ["within", "after"]
+    handle.remove()
+    module(x, x, x)
+    assert called == ["within", "after", "within"]
+
+
+def test_models_on_the_meta_device_convert():
+    model = ikattn.convert(nn.TransformerEncoderLayer(E, H, 16, device="meta"))
+    assert model.self_attn.spectral.w1.is_meta
+
+
+def test_a_shared_module_stays_shared():
+    shared = make("stock")
+    model = nn.ModuleDict({"first": shared, "second": shared, "other": make("stock")})
+    ikattn.convert(model, select="second")
+    assert model["first"] is model["second"]
+    assert model["first"].kernel == "implicit"
+    assert type(model["other"]) is nn.MultiheadAttention
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        ("1.*", ["stock", "implicit", "implicit"]),
+        (["0", "*.outer"], ["implicit", "stock", "implicit"]),
+        (lambda name, module: name.endswith("inner"), ["stock", "implicit", "stock"]),
+        (lambda name, module: module.embed_dim == E, ["implicit"] * 3),
+    ],
+)
+def test_modules_are_selected_by_pattern_or_predicate(select, expected):
+    assert kernels_of(ikattn.convert(model_of_three(), select=select)) == expected
+
+
+def test_each_layer_draws_its_own_frequencies():
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, 16), 3, enable_nested_tensor=False
+    )
+    ikattn.convert(encoder)
+    first, second, third = (layer.self_attn.spectral.w1 for layer in encoder.layers)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
+def test_a_seed_fixes_all_frequencies_and_leaves_the_random_stream():
+    models = [model_of_three(), model_of_three()]
+    state = torch.get_rng_state()
+    for model in models:
+        ikattn.convert(model, seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    frequencies = [[w for n, w in m.named_parameters() if "spectral" in n] for m in models]
+    assert all(torch.equal(a, b) for a, b in zip(*frequencies, strict=True))
+    assert len({w.sum().item() for w in frequencies[0]}) == 6
+
+
+def test_converting_twice_changes_nothing_and_to_another_kernel_changes_it():
+    model = ikattn.convert(model_of_three())
+    frequencies = model[0].spectral.w1
+    assert ikattn.convert(model, num_frequencies=3)[0].spectral.w1 is frequencies
+    assert len(model[0]._forward_pre_hooks) == 1
+    ikattn.convert(model, "rbf", p=4.0)
+    assert kernels_of(model) == ["rbf"] * 3
+    assert model[0].p == 4.0
+    assert len(model[0]._forward_pre_hooks) == 1
+    ikattn.convert(model, "dot")
+    assert len(model[0]._forward_pre_hooks) == 0
+    assert model.state_dict().keys() == model_of_three().state_dict().keys()
+
+
+class SomebodysAttention(nn.MultiheadAttention):
+    pass
+
+
+def test_what_others_changed_is_left_and_reported(caplog):
+    model = model_of_three()
+    model.append(SomebodysAttention(E, H))
+    model[1]["inner"].forward = lambda *args, **kwargs: None
+    torch.nn.utils.parametrizations.weight_norm(model[1]["outer"], "in_proj_weight")
+    caplog.set_level(logging.INFO, logger="ikattn")
+    ikattn.convert(model)
+    assert kernels_of(model) == ["implicit", "stock", "stock", "stock"]
+    info, warning = caplog.messages
+    assert info == "kernel='implicit' now: 0"
+    assert "1.inner is a torch.nn.modules.activation.MultiheadAttention with a forward" in warning
+    assert "1.outer is a " in warning
+    assert "SomebodysAttention" in warning
+
+
+def test_nothing_to_convert_is_an_error_that_says_what_there_is():
+    with pytest.raises(ValueError, match="in this model of Linear, Sequential"):
+        ikattn.convert(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"select='2' matches none .*: 0, 1\.inner, 1\.outer"):
+        ikattn.convert(model_of_three(), select="2")
+    with pytest.raises(ValueError, match=r"nothing that can be converted.*SomebodysAttention"):
+        ikattn.convert(SomebodysAttention(E, H))
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernel": "x"}, {"p": 0.0}, {"spectral": "x"}, {"num_frequencies": 0}], ids=str
+)
+def test_bad_options_change_nothing(options):
+    model = model_of_three()
+    with pytest.raises(ValueError, match="must be"):
+        ikattn.convert(model, **options)
+    assert kernels_of(model) == ["stock"] * 3
+
+
+def test_encoders_stop_nesting_unless_the_kernel_is_dot():
+    def encoder():
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 1)
+
+    assert not ikattn.convert(encoder()).use_nested_tensor
+    assert ikattn.convert(encoder(), "dot").use_nested_tensor
+    both = nn.ModuleList([encoder(), encoder()])
+    ikattn.convert(both, select="0.*")
+    assert [part.use_nested_tensor for part in both] == [False, True]
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((H, E // H, 2), 0.5, dtype=torch.float64))
+
+    def forward(self, query, key, key_padding_mask):
+        return self.w, None
+
+
+def test_a_spectral_module_is_copied_for_each_layer():
+    model = ikattn.convert(model_of_three(), spectral=Halves())
+    x = torch.randn(L, N, E).double()
+    assert model[0](x, x, x)[0].shape == x.shape
+    assert model[0].spectral.w is not model[1]["inner"].spectral.w
+
+
+def test_the_examples_of_the_documentation_run(source_tree):
+    text = (source_tree / "docs" / "drop_in.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert examples
+    exec(compile("\n".join(examples), "docs/drop_in.md", "exec"), {})

@@ -1,0 +1,337 @@
+"""ikattn.MultiheadAttention against torch.nn.MultiheadAttention, and against the formulas."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ikattn
+from attention_cases import (
+    CASES,
+    KERNELS,
+    E,
+    H,
+    L,
+    N,
+    S,
+    batch,
+    case,
+    causal,
+    explicit,
+    ignore,
+    make,
+    run,
+)
+
+WEIGHTS = {
+    "no weights": {"need_weights": False},
+    "mean weights": {},
+    "weights per head": {"average_attn_weights": False},
+}
+
+each_case = pytest.mark.parametrize("name", CASES)
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+each_weights = pytest.mark.parametrize("wanted", WEIGHTS.values(), ids=WEIGHTS.keys())
+each_order = pytest.mark.parametrize("batch_first", [False, True], ids=["seq first", "batch first"])
+each_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+def assert_same_results(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=lambda text, n=name: f"{n}: {text}")
+
+
+# Values and gradients
+
+
+@each_mode
+@each_weights
+@each_order
+@each_case
+def test_dot_kernel_equals_upstream(name, batch_first, wanted, training):
+    options, arguments = case(name, batch_first)
+    ours, stock = make("dot", **options).train(training), make("stock", **options).train(training)
+    assert_same_results(run(ours, arguments | wanted), run(stock, arguments | wanted))
+
+
+@each_weights
+@each_order
+@each_kernel
+@each_case
+def test_every_kernel_equals_its_formula(name, kernel, batch_first, wanted):
+    options, arguments = case(name, batch_first)
+    module = make(kernel, **options)
+    expected = run(module, arguments | wanted, functools.partial(explicit, module))
+    assert_same_results(run(module, arguments | wanted), expected)
+
+
+@pytest.mark.parametrize("p", [None, 1.0, 1.5, 2.0, 4.0])
+@pytest.mark.parametrize("stationary", [False, True])
+@pytest.mark.parametrize("kernel", ["rbf", "implicit"])
+def test_every_norm_and_a_stationary_kernel_equal_the_formula(kernel, p, stationary):
+    _, arguments = case("two bool masks", False)
+    module = make(kernel, p=p, stationary=stationary)
+    expected = run(module, arguments, functools.partial(explicit, module))
+    assert_same_results(run(module, arguments), expected)
+
+
+def test_rbf_with_the_2_norm_is_dot_product_attention():
+    _, arguments = case("two float masks", False)
+    assert_same_results(run(make("rbf", p=2.0), arguments), run(make("dot"), arguments))
+
+
+@each_kernel
+def test_weights_do_not_change_the_output(kernel):
+    for name in CASES:
+        options, arguments = case(name, True)
+        module = make(kernel, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output, weights = module(**arguments, need_weights=False)
+            assert weights is None
+            torch.testing.assert_close(module(**arguments)[0], output, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_kernel
+def test_lower_precision_stays_near_float64(kernel, dtype):
+    x = batch(L, N, E)
+    module, padding = make(kernel), ignore(N, L)
+    expected = module(x, x, x, padding)
+    low = copy.deepcopy(module).to(dtype)
+    x = x.to(dtype)
+    for actual, wanted in zip(low(x, x, x, padding), expected, strict=True):
+        assert actual.dtype == dtype
+        tolerance = 10 * torch.finfo(dtype).eps * wanted.abs().max().item()
+        torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=tolerance)
+
+
+@each_kernel
+def test_autocast_computes_in_bfloat16(kernel):
+    x = 0.3 * batch(L, N, E, dtype=torch.float32)  # small angles, which bfloat16 resolves
+    masks = {"key_padding_mask": torch.zeros(N, L), "attn_mask": causal(L).float()}
+    module = make(kernel).float()
+    expected, expected_weights = module(x, x, x, **masks)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, weights = module(x, x, x, **masks)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.03)
+    torch.testing.assert_close(weights.float(), expected_weights, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("shape", [(0, L), (N, 0), (N, L)])
+@each_weights
+@each_kernel
+def test_empty_batches_and_sequences_give_empty_outputs(kernel, wanted, shape):
+    n, length = shape
+    x, memory = torch.zeros(length, n, E).double(), torch.zeros(S, n, E).double()
+    output, weights = make(kernel)(x, memory, memory, ignore(n, S), **wanted)
+    assert output.shape == (length, n, E)
+    if weights is not None:
+        heads = () if wanted == {} else (H,)
+        assert weights.shape == (n, *heads, length, S)
+
+
+@each_kernel
+def test_the_causal_hint_with_appended_keys(kernel):
+    """Upstream hides them from early queries when no weights are wanted; so does dot alone."""
+    x = batch(L, N, E)
+    arguments = {"query": x, "key": x, "value": x, "attn_mask": causal(L), "is_causal": True}
+    module, stock = make(kernel, add_bias_kv=True), make("stock", add_bias_kv=True)
+    without_weights, _ = module(**arguments, need_weights=False)
+    if kernel == "dot":
+        expected, _ = stock(**arguments, need_weights=False)
+    else:
+        expected, _ = explicit(module, **arguments)
+    torch.testing.assert_close(without_weights, expected)
+    torch.testing.assert_close(module(**arguments), explicit(module, **arguments))
+
+
+# Rows and keys that are masked
+
+
+@pytest.mark.parametrize("bool_mask", [True, False], ids=["bool", "float"])
+@pytest.mark.parametrize("place", ["key_padding_mask", "attn_mask"])
+@each_weights
+@each_kernel
+def test_a_query_that_sees_no_key_gets_zeros_and_clean_gradients(kernel, wanted, place, bool_mask):
+    module = make(kernel, batch_first=True)
+    x = batch(N, L, E).requires_grad_()
+    mask = torch.zeros(N if place == "key_padding_mask" else L, L, dtype=torch.bool)
+    mask[1] = True
+    if not bool_mask:
+        mask = torch.zeros(mask.shape).double().masked_fill(mask, -math.inf).requires_grad_()
+    results = run(module, {"query": x, "key": x, "value": x, place: mask, **wanted})
+    for name, tensor in results.items():
+        assert tensor.isfinite().all(), name
+    empty = (slice(None), 1) if place == "attn_mask" else 1
+    nothing = module.out_proj.bias.expand_as(results["output"][empty])
+    torch.testing.assert_close(results["output"][empty], nothing)
+    if not bool_mask:
+        assert not results[f"d{place}"][1].any()
+    if "weights" in results:
+        row = (..., 1, slice(None)) if place == "attn_mask" else 1
+        assert not results["weights"][row].any()
+
+
+@each_weights
+@each_kernel
+def test_nan_in_padding_never_leaks(kernel, wanted):
+    module, padding = make(kernel, batch_first=True), ignore(N, S)
+    padding[1, -1] = True
+    query, memory = batch(N, L, E), torch.randn(N, S, E).double()
+    expected = module(query, memory, memory, padding, **wanted)
+    memory = memory.masked_fill(padding[..., None], math.nan)
+    actual = module(query, memory, memory, padding, **wanted)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@each_kernel
+def test_nan_in_a_visible_key_shows(kernel):
+    x = batch(L, N, E)
+    x[0, 1, 0] = math.nan
+    output, weights = make(kernel)(x, x, x)
+    assert output[:, 1].isnan().all()
+    assert weights[1].isnan().all()
+    assert output[:, [0, 2]].isfinite().all()
+
+
+# Dropout
+
+
+@each_weights
+def test_dot_dropout_draws_what_upstream_draws(wanted):
+    _, arguments = case("two bool masks", False)
+    results = []
+    for kernel in ("dot", "stock"):
+        module = make(kernel, dropout=0.4)
+        torch.manual_seed(5)
+        output, weights = module(**arguments, **wanted)
+        results.append((output, weights, torch.rand(())))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@each_kernel
+def test_weights_returned_in_training_are_those_used(kernel):
+    x = batch(N, L, E)
+    module = make(kernel, dropout=0.4, batch_first=True)
+    torch.manual_seed(5)
+    output, weights = module(x, x, x, average_attn_weights=False)
+    torch.manual_seed(5)
+    assert torch.equal(weights.mean(1), module(x, x, x)[1])
+    assert (weights == 0).any()
+    w, b = module.in_proj_weight.chunk(3)[2], module.in_proj_bias.chunk(3)[2]
+    value = (x @ w.T + b).unflatten(-1, (H, -1)).transpose(1, 2)
+    torch.testing.assert_close(
+        module.out_proj((weights @ value).transpose(1, 2).flatten(2)), output
+    )
+
+
+@each_kernel
+def test_dropout_is_new_at_every_call_and_off_in_eval(kernel):
+    x = batch(L, N, E)
+    module = make(kernel, dropout=0.4)
+    assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    module.eval()
+    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    torch.testing.assert_close(module(x, x, x)[0], make(kernel)(x, x, x)[0])
+
+
+# Errors and warnings
+
+X, Y, Z = torch.zeros(L, N, E), torch.zeros(S, N, E), torch.zeros(N, L)
+BAD_CALLS = {
+    "4-D query": ({}, (X[None], X, X), {}),
+    "1-D query": ({}, (X[0, 0], X, X), {}),
+    "2-D key": ({}, (X, Y[0], Y), {}),
+    "3-D value, unbatched": ({}, (X[:, 0], Y[:, 0], Y), {}),
+    "1-D padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(S)}),
+    "2-D padding, unbatched": ({}, (X[:, 0], Y[:, 0], Y[:, 0]), {"key_padding_mask": Z}),
+    "1-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(S)}),
+    "4-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(N, H, L, S)}),
+    "1-D mask, unbatched": ({}, (X[:, 0],) * 3, {"attn_mask": torch.zeros(L)}),
+    "3-D mask, unbatched": ({}, (X[:, 0],) * 3, {"attn_mask": torch.zeros(1, L, L)}),
+    "size of query": ({}, (X[..., 1:], Y, Y), {}),
+    "size of key and value": ({}, (X, Y[..., 1:], Y[..., 1:]), {}),
+    "key unlike value": ({}, (X, Y, Y[1:]), {}),
+    "key unlike value, batch first": ({"batch_first": True}, (X, Y, Y[:, 1:]), {}),
+    "key unlike value, kdim": ({"kdim": E, "vdim": 5}, (X, Y, Y[1:, :, :5]), {}),
+    "size of key, kdim": ({"kdim": 5}, (X, Y[..., :4], Y), {}),
+    "size of value, vdim": ({"vdim": 5}, (X, Y, Y[..., :4]), {}),
+    "batches": ({}, (X, Y[:, :1], Y[:, :1]), {}),
+    "batches, batch first": ({"batch_first": True}, (X, Y[:1], Y[:1]), {}),
+    "sizes of 2-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, L)}),
+    "sizes of 3-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(N, L, S)}),
+    "batch of padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(1, S)}),
+    "length of padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(N, L)}),
+    "length of padding, zero_attn": (
+        {"add_zero_attn": True},
+        (X, Y, Y),
+        {"key_padding_mask": torch.zeros(N, L)},
+    ),
+    "int padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(N, S, dtype=torch.int)}),
+    "int mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, S, dtype=torch.int)}),
+    "causal hint without mask": ({}, (X, X, X), {"is_causal": True}),
+    "causal hint without mask, no weights": (
+        {},
+        (X, X, X),
+        {"is_causal": True, "need_weights": False},
+    ),
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_raise_what_upstream_raises(name, kernel):
+    options, inputs, masks = BAD_CALLS[name]
+    raised = []
+    for module in (make(kernel, **options).float(), make("stock", **options).float()):
+        with pytest.raises((AssertionError, RuntimeError)) as caught:
+            module(*inputs, **masks)
+        raised.append((caught.type, str(caught.value)))
+    assert raised[0] == raised[1]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (4, 0), (5, 2), (-4, 2)])
+def test_bad_sizes_raise_what_upstream_raises(sizes):
+    raised = []
+    for cls in (ikattn.MultiheadAttention, nn.MultiheadAttention):
+        with pytest.raises((ValueError, AssertionError)) as caught:
+            cls(*sizes)
+        raised.append((caught.type, str(caught.value)))
+    assert raised[0] == raised[1]
+
+
+@each_kernel
+def test_masks_of_different_types_warn_as_upstream(kernel):
+    _, arguments = case("bool padding, float mask", False)
+    with pytest.warns(UserWarning, match="mismatched key_padding_mask") as expected:
+        make("stock")(**arguments)
+    with pytest.warns(UserWarning, match="mismatched key_padding_mask") as actual:
+        make(kernel)(**arguments)
+    assert [str(w.message) for w in actual] == [str(w.message) for w in expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": "softmax"}, "'dot', 'rbf', 'implicit'"),
+        ({"p": 0.5}, "p must be a real number >= 1.*got 0.5"),
+        ({"p": math.nan}, "p must be a real number"),
+        ({"p": math.inf}, "p must be a real number"),
+        ({"num_frequencies": 0}, "num_frequencies must be at least 1, got 0"),
+        ({"spectral": "fourier"}, "spectral must be 'direct' or a torch.nn.Module, got 'fourier'"),
+    ],
+)
+def test_bad_options_say_what_was_expected_and_got(options, message):
+    with pytest.raises(ValueError, match=message):
+        ikattn.MultiheadAttention(E, H, **options)

@@ -1,0 +1,250 @@
+"""ikattn.MultiheadAttention as a module: parameters, state, copies, hooks, compilers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ikattn
+from attention_cases import KERNELS, E, H, L, N, batch, causal, ignore, make
+
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+# Parameters: initial values, random stream, state
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 7}, {"add_bias_kv": True}, {"bias": False}])
+@pytest.mark.parametrize("seed", [None, 7])
+@each_kernel
+def test_initial_values_and_random_stream_are_upstreams(kernel, seed, options):
+    torch.manual_seed(6)
+    stock = nn.MultiheadAttention(E, H, **options)
+    after_stock = torch.get_rng_state()
+    torch.manual_seed(6)
+    ours = ikattn.MultiheadAttention(E, H, kernel=kernel, seed=seed, **options)
+    after_ours = torch.get_rng_state()
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+    draws_more = kernel == "implicit" and seed is None
+    assert torch.equal(after_ours, after_stock) == (not draws_more)
+    torch.manual_seed(6)
+    ours.reset_parameters()
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+
+
+def test_signature_begins_with_upstreams():
+    for method in ("__init__", "forward", "merge_masks"):
+        ours = inspect.signature(getattr(ikattn.MultiheadAttention, method)).parameters
+        stock = inspect.signature(getattr(nn.MultiheadAttention, method)).parameters
+        assert list(ours)[: len(stock)] == list(stock)
+        for name, parameter in stock.items():
+            assert ours[name].default == parameter.default
+            assert ours[name].kind == parameter.kind
+        new = list(ours.values())[len(stock) :]
+        assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in new)
+
+
+def assert_uniform(frequencies, bound):
+    assert frequencies.abs().max() <= bound
+    assert frequencies.abs().max() > 0.98 * bound
+    assert abs(frequencies.mean()) < 0.05 * bound
+    assert abs(frequencies.std() / (bound / math.sqrt(3)) - 1) < 0.05
+
+
+def test_frequencies_are_uniform_and_reset():
+    module = ikattn.MultiheadAttention(64, 4)
+    first = [w.clone() for w in module.spectral.frequencies()]
+    assert first[0].shape == (4, 16, 64)
+    for w in first:
+        assert_uniform(w, 1 / math.sqrt(4 * 64))
+    module.reset_parameters()
+    for w, before in zip(module.spectral.frequencies(), first, strict=True):
+        assert_uniform(w, 1 / math.sqrt(4 * 64))
+        assert not torch.equal(w, before)
+
+
+def test_a_seed_fixes_frequencies_for_every_dtype():
+    one = ikattn.MultiheadAttention(E, H, seed=3)
+    two = ikattn.MultiheadAttention(E, H, seed=3, dtype=torch.float64)
+    other = ikattn.MultiheadAttention(E, H, seed=4)
+    for a, b, c in zip(*(m.spectral.frequencies() for m in (one, two, other)), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=0)
+        assert not torch.equal(a, c)
+    assert not torch.equal(one.spectral.w1, one.spectral.w2)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_softmax_kernels_have_upstreams_parameters_only(kernel):
+    assert make(kernel).state_dict().keys() == make("stock").state_dict().keys()
+
+
+@each_kernel
+def test_stock_checkpoint_loads_strictly_and_keeps_frequencies(kernel):
+    stock = make("stock")
+    ours = ikattn.MultiheadAttention(E, H, dtype=torch.float64, kernel=kernel)
+    model, checkpoint = nn.Sequential(nn.Identity(), ours), nn.Sequential(nn.Identity(), stock)
+    frequencies = [] if kernel != "implicit" else [w.clone() for w in ours.spectral.parameters()]
+    model.load_state_dict(checkpoint.state_dict(), strict=True)
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter)
+    for before, after in zip(
+        frequencies, [] if ours.spectral is None else ours.spectral.parameters(), strict=True
+    ):
+        assert torch.equal(before, after)
+
+
+def test_a_checkpoint_with_part_of_the_frequencies_is_an_error():
+    state = make("implicit").state_dict()
+    del state["spectral.w2"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*spectral\.w2"):
+        make("implicit").load_state_dict(state)
+
+
+def test_frequencies_of_another_size_are_an_error():
+    with pytest.raises(RuntimeError, match=r"size mismatch for spectral\.w1"):
+        make("implicit").load_state_dict(make("implicit", num_frequencies=8).state_dict())
+
+
+def test_our_checkpoint_loads_into_stock():
+    state = make("implicit").state_dict()
+    stock = nn.MultiheadAttention(E, H, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*spectral\.w1"):
+        stock.load_state_dict(state)
+    assert stock.load_state_dict(state, strict=False).unexpected_keys == [
+        "spectral.w1",
+        "spectral.w2",
+    ]
+    stock.load_state_dict(make("dot").state_dict())
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(parameter, state[name])
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+@each_kernel
+def test_copies_compute_the_same_with_parameters_of_their_own(kernel, clone):
+    x, module = batch(L, N, E), make(kernel)
+    twin = clone(module)
+    assert torch.equal(twin(x, x, x)[0], module(x, x, x)[0])
+    assert len(twin._forward_pre_hooks) == len(module._forward_pre_hooks)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert all(parameter.any() for parameter in module.parameters())
+
+
+@each_kernel
+def test_meta_device_materialises(kernel):
+    module = ikattn.MultiheadAttention(E, H, kernel=kernel, device="meta", seed=3)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    module.to_empty(device="cpu").reset_parameters()
+    x = batch(L, N, E, dtype=torch.float32)
+    assert module(x, x, x)[0].isfinite().all()
+    if kernel == "implicit":
+        assert torch.equal(module.spectral.w1, ikattn.MultiheadAttention(E, H, seed=3).spectral.w1)
+
+
+# Hooks and other people's code
+
+
+@each_kernel
+def test_out_proj_is_called_as_a_module_and_weights_are_read_at_call_time(kernel):
+    x, module = batch(L, N, E), make(kernel)
+    seen = []
+    module.out_proj.register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
+    before = module(x, x, x)[0]
+    assert seen == [(L, N, E)]
+    module.in_proj_weight = nn.Parameter(module.in_proj_weight * 2)
+    assert not torch.allclose(module(x, x, x)[0], before)
+
+
+@each_kernel
+def test_upstream_may_be_replaced_by_this_module(kernel, monkeypatch):
+    x, module = batch(L, N, E), make(kernel)
+    expected = module(x, x, x)[0]
+
+    def forbidden(*args, **kwargs):
+        raise RecursionError
+
+    monkeypatch.setattr(nn, "MultiheadAttention", ikattn.MultiheadAttention)
+    monkeypatch.setattr(nn.functional, "multi_head_attention_forward", forbidden)
+    assert torch.equal(module(x, x, x)[0], expected)
+    assert make(kernel).kernel == kernel
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "weight_norm", [torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm]
+)
+@each_kernel
+def test_weight_norm_old_and_new_applies(kernel, weight_norm):
+    x, module = batch(L, N, E), make(kernel)
+    expected = module(x, x, x)[0]
+    weight_norm(module, "in_proj_weight")
+    torch.testing.assert_close(module(x, x, x)[0], expected)
+    module(x, x, x)[0].sum().backward()
+    assert all(w.grad is not None for w in module.parameters())
+
+
+class Constant(nn.Module):
+    """A spectral source that makes frequencies of its input: shape [N, H, d, M]."""
+
+    def forward(self, query, key, key_padding_mask):
+        assert key_padding_mask.dtype == torch.bool
+        kept = key.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+        return 0.1 * query.mean(2).unsqueeze(-1), 0.1 * kept.mean(2).unsqueeze(-1)
+
+
+def test_frequencies_may_come_from_any_module():
+    x = batch(L, N, E)
+    module = make("implicit", spectral=Constant())
+    output, _ = module(x, x, x, ignore(N, L))
+    alone, _ = module(x[:, 1:2], x[:, 1:2], x[:, 1:2], torch.zeros(1, L, dtype=torch.bool))
+    assert output.shape == x.shape
+    assert alone.isfinite().all()
+    module.load_state_dict(make("stock").state_dict())
+
+
+def test_torchscript_is_refused_with_the_way_out():
+    with pytest.raises(RuntimeError, match=r"torch\.export\.export"):
+        torch.jit.script(make("implicit"))
+    with pytest.raises(RuntimeError, match=r"torch\.export\.export"):
+        torch.jit.script(nn.Sequential(make("implicit")))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "training"), [("dot", True), ("rbf", False), ("implicit", True), ("implicit", False)]
+)
+def test_torch_compile_takes_the_module_in_one_graph(kernel, training):
+    torch._dynamo.reset()
+    module = make(kernel, batch_first=True, dropout=0.2).train(training)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 7, 9):
+        x = batch(N, length, E).requires_grad_()
+        padding, mask = ignore(N, length), causal(length) < 0
+        for wanted in ({"need_weights": False}, {}):
+            arguments = {"key_padding_mask": padding, "attn_mask": mask, **wanted}
+            output, _ = compiled(x, x, x, **arguments)
+            if training:
+                output.sum().backward()
+            else:
+                torch.testing.assert_close(output, module(x, x, x, **arguments)[0])

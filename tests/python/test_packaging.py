@@ -1,0 +1,229 @@
+"""The package as its users meet it: sdist, wheel, C++ consumers, and builds that cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ikattn
+from ikattn import _library, cli
+
+PACKAGED_FOLDERS = ("csrc", "cmake", "torch_ext", "tests", "examples")
+BUILT = re.compile(r"__pycache__|\.egg-info|torch_ext/ikattn/(lib|include|share|build_info\.json)")
+ATTENTION = """
+import torch, ikattn
+query = torch.randn(1, 2, 5, 8)
+output = ikattn.implicit_kernel_attention(query, query, query, torch.randn(2, 8, 4))
+assert output.shape == query.shape, output.shape
+print(ikattn.__file__)
+"""
+
+
+def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def run_checked(*command: object, cwd: Path, **environment: str) -> str:
+    finished = run(*command, cwd=cwd, **environment)
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output[-8000:]
+    return output
+
+
+def files_in_tree(source_tree: Path) -> set[str]:
+    """Files that belong to the project, below the folders that an sdist must hold completely."""
+    if (source_tree / ".git").exists():
+        command = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+        listed = run_checked(*command, *PACKAGED_FOLDERS, cwd=source_tree).split()
+        return {name for name in listed if (source_tree / name).exists()}
+    return {
+        str(path.relative_to(source_tree))
+        for folder in PACKAGED_FOLDERS
+        for path in (source_tree / folder).rglob("*")
+        if path.is_file() and not BUILT.search(str(path))
+    }
+
+
+@pytest.fixture(scope="module")
+def sdist(source_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    run_checked(sys.executable, "-c", build, cwd=source_tree)
+    return next(folder.glob("ikattn-*.tar.gz"))
+
+
+def test_sdist_holds_every_file_of_the_tree(source_tree: Path, sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert not [
+        name for name in packed if name.startswith("torch_ext/ikattn/") and BUILT.search(name)
+    ]
+    assert files_in_tree(source_tree) <= packed
+    assert {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= packed
+
+
+@pytest.mark.compiles
+def test_package_installs_from_its_sdist(sdist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    run_checked(
+        *(sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"),
+        *("--target", site, sdist),
+        cwd=tmp_path,
+    )
+    imported = run_checked(sys.executable, "-c", ATTENTION, cwd=tmp_path, PYTHONPATH=str(site))
+    assert Path(imported.strip()).is_relative_to(site)
+    for name in (
+        "py.typed",
+        "lib/libikattn.so",
+        "include/ikattn/attention.h",
+        "share/cmake/ikattn/ikattnConfig.cmake",
+    ):
+        assert (site / "ikattn" / name).exists(), name
+
+
+def configure_example(source_tree: Path, build: Path, prefix: str) -> tuple[object, ...]:
+    return (
+        *("cmake", "-S", source_tree / "examples/cpp", "-B", build),
+        *("-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}"),
+    )
+
+
+def train_example(source_tree: Path, build: Path, prefix: Path | str) -> None:
+    prefixes = f"{prefix};{torch.utils.cmake_prefix_path}"
+    run_checked(*configure_example(source_tree, build, prefixes), cwd=source_tree)
+    run_checked("cmake", "--build", build, cwd=source_tree)
+    printed = run_checked(build / "train_regression", cwd=build)
+    assert "loss" in printed
+
+
+@pytest.mark.compiles
+def test_cpp_program_trains_with_the_pip_installed_package(
+    source_tree: Path, tmp_path: Path
+) -> None:
+    train_example(source_tree, tmp_path, ikattn.cmake_prefix_path())
+
+
+@pytest.mark.compiles
+def test_cpp_program_trains_after_cmake_install(source_tree: Path, tmp_path: Path) -> None:
+    build = source_tree / "build" / f"torch-{torch.__version__}"
+    if not (build / "libikattn.so").exists():
+        pytest.skip(f"no CMake build in {build}: the package was installed from elsewhere")
+    prefix = tmp_path / "prefix"
+    run_checked("cmake", "--install", build, "--prefix", prefix, cwd=source_tree)
+    assert not (prefix / "build_info.json").exists()
+    train_example(source_tree, tmp_path / "build", prefix)
+
+
+def test_find_package_names_both_versions_when_torch_differs(
+    source_tree: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "torch"
+    version = other / "include/torch/headeronly/version.h"
+    config = other / "share/cmake/Torch/TorchConfig.cmake"
+    for file in (version, config):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    numbers = {"MAJOR": 9, "MINOR": 8, "PATCH": 7}
+    version.write_text("".join(f"#define TORCH_VERSION_{k} {v}\n" for k, v in numbers.items()))
+    prefixes = f"{ikattn.cmake_prefix_path()};{other}"
+    finished = run(*configure_example(source_tree, tmp_path, prefixes), cwd=source_tree)
+    assert finished.returncode != 0
+    assert "got torch 9.8.7" in " ".join(finished.stderr.split())
+    assert "was built for torch " in " ".join(finished.stderr.split())
+
+
+def test_build_without_torch_says_how_to_get_it(source_tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+    finished = run(
+        *(sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path),
+        cwd=source_tree,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert finished.returncode != 0
+    assert "ikattn is compiled against PyTorch" in finished.stderr
+    assert "pip install torch==" in finished.stderr
+    assert "pip install --no-build-isolation ." in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("compiler", [("GNU", "11.4.0"), ("Clang", "15.0.7"), ("Intel", "2021.1")])
+def test_build_with_an_unsupported_compiler_names_it(
+    source_tree: Path, compiler: tuple[str, str]
+) -> None:
+    name, version = compiler
+    finished = run(
+        *("cmake", f"-DCMAKE_CXX_COMPILER_ID={name}", f"-DCMAKE_CXX_COMPILER_VERSION={version}"),
+        *("-P", "cmake/ikattnCompiler.cmake"),
+        cwd=source_tree,
+    )
+    assert finished.returncode != 0
+    message = " ".join(finished.stderr.split())
+    assert f"needs GCC >= 12 or Clang >= 16, got {name} {version}" in message
+
+
+def test_import_into_another_torch_says_built_for_and_got(tmp_path: Path) -> None:
+    shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
+    info = tmp_path / "ikattn/build_info.json"
+    info.write_text(json.dumps({**json.loads(info.read_text()), "torch": "1.13.1"}))
+    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert finished.returncode != 0
+    error = finished.stderr.strip().splitlines()[-1]
+    assert error.startswith("ImportError: ikattn was built for torch 1.13.1, but this is torch ")
+    assert "run: pip install --no-build-isolation" in error
+
+
+def test_another_patch_or_build_of_the_same_torch_is_accepted() -> None:
+    _library.check_torch_version("2.13.0", "2.13.1+cu130")
+    with pytest.raises(ImportError, match=r"built for torch 2\.1\.0, but this is torch 2\.13\.0"):
+        _library.check_torch_version("2.1.0", "2.13.0")
+
+
+def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
+    package = tmp_path / "ikattn"
+    package.mkdir()
+    for source in Path(ikattn.__file__).parent.glob("*.py"):
+        shutil.copy(source, package)
+    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    error = finished.stderr.strip().splitlines()[-1]
+    assert error.startswith("ImportError: ikattn's library has not been built")
+    assert "pip install --no-build-isolation ." in error
+
+
+def test_import_loads_torch_and_no_optional_library(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import ikattn; "
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(*sorted(new - {'ikattn'} - set(sys.stdlib_module_names)))"
+    )
+    loaded = run_checked(sys.executable, "-c", code, cwd=tmp_path).split()
+    assert not {"numpy", "matplotlib", "sklearn", "tqdm", "jinja2", "transformers"} & set(loaded)
+
+
+def test_info_names_versions_and_instruction_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert ikattn.__version__ in printed
+    assert f"{torch.__version__} (built for" in printed
+    assert torch.ops.ikattn.instruction_set() in printed
+
+
+def test_versions_of_library_headers_and_package_agree(source_tree: Path) -> None:
+    header = (source_tree / "csrc/include/ikattn/version.h").read_text()
+    assert f'#define IKATTN_VERSION "{ikattn.__version__}"' in header
+    numbers = [line.split()[-1] for line in header.splitlines() if "IKATTN_VERSION_" in line]
+    assert ".".join(numbers) == ikattn.__version__

@@ -1,0 +1,31 @@
+"""Implicit-kernel attention and norm-aware attention analysis for PyTorch."""
+
+from ikattn import _library
+
+# Before the other modules, which register fake kernels of the operators.
+__version__ = _library.load()
+
+from ikattn._library import cmake_prefix_path
+from ikattn.convert import convert
+from ikattn.multihead_attention import MultiheadAttention
+from ikattn.ops import (
+    decompose,
+    draw_dropout_seed,
+    dropout_keep_mask,
+    implicit_kernel_attention,
+    implicit_kernel_weights,
+    spectral_features,
+)
+
+__all__ = [
+    "MultiheadAttention",
+    "__version__",
+    "cmake_prefix_path",
+    "convert",
+    "decompose",
+    "draw_dropout_seed",
+    "dropout_keep_mask",
+    "implicit_kernel_attention",
+    "implicit_kernel_weights",
+    "spectral_features",
+]

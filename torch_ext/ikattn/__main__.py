@@ -1,0 +1,5 @@
+"""python -m ikattn"""
+
+from ikattn.cli import main
+
+raise SystemExit(main())

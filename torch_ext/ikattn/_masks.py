@@ -1,0 +1,101 @@
+"""The masks of nn.MultiheadAttention, checked as it does and put into one form.
+
+Bool masks mean *ignore* where they are True; float masks are added to the logits. Sizes: N batch,
+H heads, L queries, S keys.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Masks(NamedTuple):
+    """What hides which key from which query, each part bool or float as the caller gave it."""
+
+    padding: Tensor | None  # [N, S]
+    attention: Tensor | None  # [L, S] or [N * H, L, S]; after four_axes [1, 1, L, S], [N, H, L, S]
+    is_causal: bool = False  # query i sees keys 0..i, besides the above
+
+    def four_axes(self, queries: Tensor, keys: Tensor) -> Masks:
+        """Gives ``attention`` four axes, those of logits of queries and keys [N, H, ., d].
+
+        Raises:
+            RuntimeError: It has other sizes.
+        """
+        if self.attention is None:
+            return self
+        batch, heads, length, _ = queries.shape
+        axes = self.attention.dim()
+        tail = (length, keys.size(2))
+        expected = (batch * heads, *tail) if axes == 3 else tail
+        if self.attention.shape != expected:
+            raise RuntimeError(
+                f"The shape of the {axes}D attn_mask is {self.attention.shape}, "
+                f"but should be {expected}."
+            )
+        leading = (batch, heads) if axes == 3 else (1, 1)
+        return self._replace(attention=self.attention.view(*leading, *tail))
+
+    def with_visible_keys(self, count: int) -> Masks:
+        """Adds keys at the end, which every query sees."""
+        if count == 0:
+            return self
+        return self._replace(
+            padding=None if self.padding is None else pad(self.padding, (0, count)),
+            attention=None if self.attention is None else pad(self.attention, (0, count)),
+        )
+
+    def check_padding(self, keys: Tensor) -> None:
+        """Raises AssertionError unless ``padding`` is [N, S], those of keys [N, H, S, d]."""
+        if self.padding is None:
+            return
+        for axis, size in enumerate((keys.size(0), keys.size(2))):
+            if self.padding.size(axis) != size:
+                raise AssertionError(
+                    f"Expected key_padded_mask.shape[{axis}] to be {size}, "
+                    f"but got {self.padding.size(axis)}"
+                )
+
+
+def check_types(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
+    """Warns if the masks differ in type.
+
+    Raises:
+        AssertionError: A mask is neither bool nor floating point.
+    """
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise AssertionError(f"only bool and floating types of {name} are supported")
+    if (
+        key_padding_mask is not None
+        and attn_mask is not None
+        and key_padding_mask.dtype != attn_mask.dtype
+    ):
+        warnings.warn(
+            "Support for mismatched key_padding_mask and attn_mask is deprecated. "
+            "Use same type for both instead.",
+            stacklevel=2,
+        )
+
+
+def hidden(mask: Tensor) -> Tensor:
+    """Returns a bool mask, True where ``mask`` hides."""
+    return mask if mask.dtype == torch.bool else mask == -math.inf
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask to add to the logits; a bool one becomes 0 and -inf of type ``dtype``."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+
+
+def as_visible(mask: Tensor) -> Tensor:
+    """Returns a mask in the functional interface's polarity: bool, True = may attend, or float."""
+    return ~mask if mask.dtype == torch.bool else mask

@@ -1,0 +1,108 @@
+"""Softmax attention, for the dot and rbf kernels of ``MultiheadAttention``.
+
+Sizes: N batch, H heads, L queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+
+from ikattn._masks import Masks, as_bias, hidden
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Masks,
+    *,
+    key_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    mask_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes softmax(q.k / sqrt(d) + bias) v; a query that sees no key gets zeros.
+
+    With ``need_weights`` it forms the weights and draws dropout as nn.MultiheadAttention does;
+    without, it leaves both to F.scaled_dot_product_attention, as that does.
+
+    Args:
+        query: [N, H, L, d].
+        key: [N, H, S, d].
+        value: [N, H, S, d].
+        masks: ``is_causal`` must be False with any other mask, ``key_bias`` or ``need_weights``.
+        key_bias: [N, H, 1, S], added to the logits.
+        dropout_p: Probability on the normalised weights.
+        need_weights: Return the weights too.
+        mask_dtype: The type in which bool masks are added to the logits.
+
+    Returns:
+        Output [N, H, L, d], and the weights after dropout, [N, H, L, S], or None.
+    """
+    bias = _total_bias(masks, key_bias, mask_dtype)
+    empty = None
+    if bias is not None:
+        empty = hidden(bias).all(dim=-1, keepdim=True)  # rows without a visible key
+        bias = bias.masked_fill(empty, 0.0)
+    if need_weights:
+        weights = _weights(query, key, bias, empty)
+        if dropout_p > 0.0:
+            weights = dropout(weights, dropout_p)
+        return weights @ value, weights
+    output = scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
+    return output if empty is None else output.masked_fill(empty, 0.0), None
+
+
+def select_away(key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeroes padded keys and values: their weight is 0, but 0 * NaN would reach the output.
+
+    Args:
+        key: [N, H, S, d].
+        value: [N, H, S, d].
+        padding: [N, S], bool or float, or None.
+    """
+    if padding is None:
+        return key, value
+    away = hidden(padding)[:, None, :, None]
+    return key.masked_fill(away, 0.0), value.masked_fill(away, 0.0)
+
+
+def rbf_key_bias(key: Tensor, p: float | None) -> Tensor | None:
+    """Returns g_j - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product ones.
+
+    Args:
+        key: [N, H, S, d].
+        p: Order of the norm in g_j = |k_j|_p^2 / (2 sqrt d); None: g_j = 0.
+
+    Returns:
+        [N, H, 1, S] of key's type, computed in float32 at least; None where it is zero, at p = 2.
+    """
+    if p == 2:
+        return None
+    wide = key if key.dtype == torch.float64 else key.float()
+    bias = -wide.square().sum(dim=-1)
+    if p is not None:
+        bias = bias + torch.linalg.vector_norm(wide, p, dim=-1).square()
+    return (bias / (2 * math.sqrt(key.size(-1)))).to(key.dtype).unsqueeze(-2)
+
+
+def _total_bias(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the sum of all that is added to the logits, broadcastable to [N, H, L, S]."""
+    total = key_bias
+    if masks.padding is not None:
+        padding = as_bias(masks.padding, dtype)[:, None, None, :]
+        total = padding if total is None else total + padding
+    if masks.attention is not None:
+        attention = as_bias(masks.attention, dtype)
+        total = attention if total is None else total + attention
+    return total
+
+
+def _weights(query: Tensor, key: Tensor, bias: Tensor | None, empty: Tensor | None) -> Tensor:
+    logits = (query * math.sqrt(1.0 / query.size(-1))) @ key.transpose(-2, -1)
+    weights = softmax(logits if bias is None else logits + bias, dim=-1)
+    return weights if empty is None else weights.masked_fill(empty, 0.0)

@@ -1,0 +1,32 @@
+"""What is installed and what runs: the lines a bug report needs."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import torch
+
+import ikattn
+
+
+def report() -> str:
+    """Versions, instruction set, CUDA and threads, one per line.
+
+    Example:
+        >>> from ikattn.info import report
+        >>> print(report())  # doctest: +ELLIPSIS
+        ikattn           ...
+    """
+    build = json.loads(torch.ops.ikattn.build_info())
+    rows = {
+        "ikattn": ikattn.__version__,
+        "torch": f"{torch.__version__} (built for {build['torch']})",
+        "Python": platform.python_version(),
+        "compiler": build["compiler"],
+        "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
+        "CUDA kernels": "yes" if build["cuda"] else "no",
+        "threads": str(torch.get_num_threads()),
+        "C++ package": ikattn.cmake_prefix_path(),
+    }
+    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())

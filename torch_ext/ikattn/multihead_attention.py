@@ -1,0 +1,417 @@
+"""The drop-in module: nn.MultiheadAttention with a choice of kernel.
+
+A call's way: check and project as upstream -> append learned and zero keys -> attention of the
+chosen kernel on [N, H, L, d] -> ``self.out_proj``. Sizes: N batch, L queries, S keys, E model size,
+H heads, d = E / H head size, M frequencies.
+
+Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention`` or
+``F.multi_head_attention_forward`` may be somebody's replacement that calls this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn._masks import Masks, as_bias, as_visible, check_types, hidden
+from ikattn._nested import attend_padded
+from ikattn._projection import check_axes, merge_heads, project
+from ikattn._softmax import rbf_key_bias, select_away, softmax_attention
+from ikattn.ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
+from ikattn.spectral import make_spectral
+
+Kernel = Literal["dot", "rbf", "implicit"]
+
+_logger = logging.getLogger("ikattn")
+_stock_forward = StockMultiheadAttention.forward
+
+
+class MultiheadAttention(StockMultiheadAttention):
+    """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
+
+    Constructor, ``forward``, parameter names, initial values and random stream are those of
+    torch.nn.MultiheadAttention; the options from ``kernel`` on are new and keyword-only. The
+    frequencies of the implicit kernel are the parameters ``spectral.w1`` and ``spectral.w2``, flat,
+    in the order [H, d, M] (``spectral.frequencies()`` returns them in that shape); other kernels
+    have no parameters of their own. A checkpoint of nn.MultiheadAttention loads with
+    ``strict=True`` and leaves the frequencies as they are. docs/drop_in.md lists what differs.
+
+    Args:
+        embed_dim: E, the model size.
+        num_heads: H; the head size d is E / H.
+        dropout: Probability on the normalised attention weights, in training.
+        bias: Whether the projections have biases.
+        add_bias_kv: Append a learned key and value to every sequence.
+        add_zero_attn: Append a zero key and value to every sequence.
+        kdim: Size of the keys; None: E.
+        vdim: Size of the values; None: E.
+        batch_first: Tensors are [N, L, E] rather than [L, N, E].
+        device: Of the parameters.
+        dtype: Of the parameters.
+        kernel: "dot": ordinary softmax attention, equal to nn.MultiheadAttention. "rbf": the same
+            with the 2-norm in a key's magnitude exchanged for the p-norm. "implicit": a kernel
+            learned through its spectral density.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+        num_frequencies: M, per head; this and the options below are for "implicit".
+        spectral: Where frequencies come from. "direct": they are parameters. Or a module with the
+            interface described in ``ikattn.spectral``.
+        stationary: One set of frequencies per head in place of two.
+        seed: If given, the initial frequencies are a function of it alone, and torch's default
+            generator is left as nn.MultiheadAttention would leave it.
+
+    Raises:
+        ValueError: Unknown kernel or spectral, p < 1, num_frequencies < 1.
+        ValueError, AssertionError: What nn.MultiheadAttention raises.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> import torch, ikattn
+        >>> x = torch.randn(2, 5, 16)
+        >>> output, weights = ikattn.MultiheadAttention(16, 4, batch_first=True)(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
+    """
+
+    kernel: Kernel
+    p: float | None
+    spectral: nn.Module | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kernel: Kernel = "implicit",
+        p: float | None = 2.0,
+        num_frequencies: int = 64,
+        spectral: str | nn.Module = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.set_kernel(
+            kernel,
+            p=p,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
+
+    def set_kernel(
+        self,
+        kernel: Kernel,
+        *,
+        p: float | None = 2.0,
+        num_frequencies: int = 64,
+        spectral: str | nn.Module = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
+
+        Args:
+            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+
+        Raises:
+            ValueError: An option is wrong; nothing has changed then.
+        """
+        check_kernel(kernel, p)
+        source = None
+        if kernel == "implicit":
+            weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+            source = make_spectral(
+                spectral,
+                num_heads=self.num_heads,
+                head_dim=self.head_dim,
+                num_frequencies=num_frequencies,
+                stationary=stationary,
+                seed=seed,
+                device=weight.device,
+                dtype=weight.dtype,
+            ).train(self.training)
+        self.kernel = kernel
+        self.p = p
+        self.register_module("spectral", source)
+        self._keep_off_fused_path()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, in the order and from the distributions of construction."""
+        self.out_proj.reset_parameters()
+        self._reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends from queries to keys and values, like nn.MultiheadAttention.forward.
+
+        Args:
+            query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E].
+            key: [S, N, kdim], [N, S, kdim] or [S, kdim].
+            value: [S, N, vdim], [N, S, vdim] or [S, vdim].
+            key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point:
+                added to the logits.
+            need_weights: Return the attention weights too.
+            attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
+            average_attn_weights: Average the returned weights over heads.
+            is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
+
+        Returns:
+            The output, shaped like query, and the weights or None. Weights are the ones used, after
+            dropout, and differentiable: [N, L, S], per head [N, H, L, S], without N for unbatched
+            input. For a query that sees no key they are zero, and so is the input of ``out_proj``.
+
+        Raises:
+            AssertionError, RuntimeError: As nn.MultiheadAttention, in its words.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+        check_types(key_padding_mask, attn_mask)
+        is_batched = check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint. "
+                "You may use the Transformer module method "
+                "`generate_square_subsequent_mask` to create this mask."
+            )
+        batch_axis = 0 if self.batch_first else 1
+        if not is_batched:
+            query, key, value = (x.unsqueeze(batch_axis) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+
+        q, k, v = project(self, query, key, value)
+        hint = is_causal and self._can_use_causal_hint(key_padding_mask, need_weights)
+        masks = Masks(key_padding_mask, None if hint else attn_mask, hint).four_axes(q, k)
+        k, v, masks = self._append_keys(k, v, masks)
+        attend = self._attend_implicit if self.kernel == "implicit" else self._attend_softmax
+        output, weights = attend(q, k, v, masks, query.dtype, need_weights, average_attn_weights)
+        output = self.out_proj(merge_heads(output, self.batch_first))
+
+        if not is_batched:
+            output = output.squeeze(batch_axis)
+            weights = None if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def merge_masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> tuple[Tensor | None, int | None]:
+        """Serves torch's fused inference paths, which compute the dot kernel and no other.
+
+        Raises:
+            RuntimeError: The kernel is another one, which the fused path would ignore.
+        """
+        if self.kernel != "dot":
+            raise RuntimeError(
+                "torch's fused inference path computes dot-product attention, but this module has "
+                f"kernel={self.kernel!r}; the forward pre-hook that keeps torch off that path is "
+                "missing. Call torch.backends.mha.set_fastpath_enabled(False)."
+            )
+        return super().merge_masks(attn_mask, key_padding_mask, query)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
+
+    def _can_use_causal_hint(self, key_padding_mask: Tensor | None, need_weights: bool) -> bool:
+        """Whether ``is_causal`` may stand for attn_mask, so that the mask need not be read."""
+        if self.kernel == "implicit":
+            # appended keys come last, where causality would hide them
+            return self.bias_k is None and not self.add_zero_attn
+        if self.kernel == "rbf" and self.p != 2:
+            # F.scaled_dot_product_attention takes no bias together with is_causal
+            return False
+        return key_padding_mask is None and not need_weights  # exactly when upstream does
+
+    def _append_keys(
+        self, key: Tensor, value: Tensor, masks: Masks
+    ) -> tuple[Tensor, Tensor, Masks]:
+        """Appends bias_k and bias_v, then zeros: [N, H, S, d] -> [N, H, S + (0 to 2), d]."""
+        before = key.size(2)
+        if self.bias_k is not None and self.bias_v is not None:
+            key = torch.cat([key, self._like_heads(self.bias_k, key)], dim=2)
+            value = torch.cat([value, self._like_heads(self.bias_v, value)], dim=2)
+        if self.add_zero_attn:
+            key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
+        masks = masks.with_visible_keys(key.size(2) - before)
+        masks.check_padding(key)
+        return key, value, masks
+
+    def _like_heads(self, bias: Tensor, heads: Tensor) -> Tensor:
+        """Turns bias_k or bias_v, [1, 1, E], into one more position of heads [N, H, S, d]."""
+        return bias.view(1, self.num_heads, 1, self.head_dim).expand(heads.size(0), -1, -1, -1)
+
+    def _attend_softmax(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Masks,
+        mask_dtype: torch.dtype,
+        need_weights: bool,
+        average: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        key, value = select_away(key, value, masks.padding)
+        output, weights = softmax_attention(
+            query,
+            key,
+            value,
+            masks,
+            key_bias=rbf_key_bias(key, self.p) if self.kernel == "rbf" else None,
+            dropout_p=self._dropout_p(),
+            need_weights=need_weights,
+            mask_dtype=mask_dtype,
+        )
+        return output, weights.mean(dim=1) if weights is not None and average else weights
+
+    def _attend_implicit(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Masks,
+        mask_dtype: torch.dtype,
+        need_weights: bool,
+        average: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.spectral is not None
+        padding, attention = masks.padding, masks.attention
+        w1, w2 = self.spectral(query, key, None if padding is None else hidden(padding))
+        dropout_p = self._dropout_p()
+        options: dict[str, Any] = {
+            "p": self.p,
+            "key_bias": None if padding is None else as_bias(padding, mask_dtype)[:, None],
+            "attn_mask": None if attention is None else as_visible(attention),
+            "is_causal": masks.is_causal,
+            "dropout_p": dropout_p,
+            # one seed for both calls: the weights returned are the weights used
+            "dropout_seed": draw_dropout_seed(query.device) if dropout_p > 0.0 else None,
+        }
+        output = implicit_kernel_attention(query, key, value, w1, w2, **options)
+        if not need_weights:
+            return output, None
+        weights = implicit_kernel_weights(query, key, w1, w2, **options, average_heads=average)
+        return output, weights
+
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _forward_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends over nested tensors [N, *, E]; weights come padded, [N, L, S]."""
+        if self.kernel == "dot":
+            return _stock_forward(
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+        if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
+            raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self.forward(q, k, v, ends, need_weights, None, average_attn_weights, is_causal)
+
+        return attend_padded(attend, query, key, value)
+
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        spectral = getattr(self, "spectral", None)  # absent while upstream's constructor runs
+        reset = getattr(spectral, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+    def _keep_off_fused_path(self) -> None:
+        """Makes torch call ``forward`` in eval mode without grad, unless the kernel is dot.
+
+        nn.TransformerEncoderLayer runs a fused dot-product kernel then, unless there are hooks.
+        """
+        for number, hook in list(self._forward_pre_hooks.items()):
+            if hook is _forward_must_run:
+                del self._forward_pre_hooks[number]
+        if self.kernel != "dot":
+            self.register_forward_pre_hook(_forward_must_run)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Lets a checkpoint without frequencies, such as upstream's, leave them as they are."""
+        own = f"{prefix}spectral."
+        if self.spectral is not None and not any(name.startswith(own) for name in state_dict):
+            _logger.info("%s* is not in the checkpoint: frequencies stay as they are", own)
+            state_dict.update(self.spectral.state_dict(prefix=own))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            "TorchScript cannot compile ikattn.MultiheadAttention; use torch.export.export instead"
+        )
+
+
+def check_kernel(kernel: str, p: float | None) -> None:
+    """Raises ValueError for a kernel, or an order of the norm, that does not exist."""
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
+    if p is not None and not 1 <= p < float("inf"):
+        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p}")
+
+
+def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A hook that does nothing: that there is one matters."""
