@@ -10,16 +10,16 @@
 
 #include "ikattn/attention.h"
 
-// Dispatcher functions take every argument by itself. These are the ones AttentionOptions bundles, in the
-// order of the schema.
-#define IKATTN_OPTION_PARAMETERS                                                                  \
-  std::optional<double> p, const std::optional<at::Tensor>&key_bias,                              \
-      const std::optional<at::Tensor>&attn_mask, double dropout_p, bool is_causal,                \
-      bool enable_gqa, double eps, std::optional<double> magnitude_scale,                         \
+// Dispatcher functions take every argument by itself. These are the ones AttentionOptions bundles,
+// in the order of the schema.
+#define IKATTN_OPTION_PARAMETERS                                                   \
+  std::optional<double> p, const std::optional<at::Tensor>&key_bias,               \
+      const std::optional<at::Tensor>&attn_mask, double dropout_p, bool is_causal, \
+      bool enable_gqa, double eps, std::optional<double> magnitude_scale,          \
       const std::optional<at::Tensor>&dropout_seed
 #define IKATTN_OPTION_VALUES \
   p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps, magnitude_scale, dropout_seed
-#define IKATTN_OPTION_FIELDS(options)                                                              \
+#define IKATTN_OPTION_FIELDS(options)                                                             \
   (options).p, (options).key_bias, (options).attn_mask, (options).dropout_p, (options).is_causal, \
       (options).enable_gqa, (options).eps, (options).magnitude_scale, (options).dropout_seed
 
@@ -30,8 +30,8 @@ constexpr int kAttentionGradients = 7;
 // Gradients of the weights: the same without value.
 constexpr int kWeightsGradients = 6;
 
-using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                                      at::Tensor, at::Tensor>;
+using AttentionGradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using WeightsGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -46,10 +46,12 @@ using AttentionBackwardSignature = AttentionGradients(
 using WeightsSignature = at::Tensor(const at::Tensor& query, const at::Tensor& key,
                                     const at::Tensor& w1, const std::optional<at::Tensor>& w2,
                                     IKATTN_OPTION_PARAMETERS, bool average_heads);
-using WeightsBackwardSignature = WeightsGradients(
-    const at::Tensor& grad_weights, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& w1, const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
-    bool average_heads, std::array<bool, kWeightsGradients> wanted);
+using WeightsBackwardSignature = WeightsGradients(const at::Tensor& grad_weights,
+                                                  const at::Tensor& query, const at::Tensor& key,
+                                                  const at::Tensor& w1,
+                                                  const std::optional<at::Tensor>& w2,
+                                                  IKATTN_OPTION_PARAMETERS, bool average_heads,
+                                                  std::array<bool, kWeightsGradients> wanted);
 using FeaturesSignature = at::Tensor(const at::Tensor& x, const at::Tensor& w1,
                                      const std::optional<at::Tensor>& w2);
 using FeaturesBackwardSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(

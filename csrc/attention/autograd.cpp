@@ -1,8 +1,8 @@
 // The Autograd key of the attention operators.
 //
 // A call without anything special goes to the kernels, and so does its backward. The differentiable
-// reference steps in where the kernels cannot: under torch.func and for forward-mode duals (in the forward),
-// and under create_graph (in the backward).
+// reference steps in where the kernels cannot: under torch.func and for forward-mode duals (in the
+// forward), and under create_graph (in the backward).
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -83,10 +83,9 @@ std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
 
 // Gradients of `output` by the reference's graph, itself differentiable.
 template <size_t kCount>
-std::array<at::Tensor, kCount> differentiable_gradients(const at::Tensor& output,
-                                                        const at::Tensor& grad_output,
-                                                        const std::array<at::Tensor, kCount>& inputs,
-                                                        const std::array<bool, kCount>& wanted) {
+std::array<at::Tensor, kCount> differentiable_gradients(
+    const at::Tensor& output, const at::Tensor& grad_output,
+    const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted) {
   variable_list sources;
   for (size_t i = 0; i < kCount; ++i) {
     if (wanted[i]) sources.push_back(inputs[i]);
@@ -104,7 +103,8 @@ std::array<at::Tensor, kCount> differentiable_gradients(const at::Tensor& output
 
 // Undefined where not wanted: the operators return empty tensors there.
 template <size_t kCount, typename Tuple>
-std::array<at::Tensor, kCount> only_wanted(const Tuple& all, const std::array<bool, kCount>& wanted) {
+std::array<at::Tensor, kCount> only_wanted(const Tuple& all,
+                                           const std::array<bool, kCount>& wanted) {
   std::array<at::Tensor, kCount> gradients =
       std::apply([](const auto&... each) { return std::array<at::Tensor, kCount>{each...}; }, all);
   for (size_t i = 0; i < kCount; ++i) {
@@ -143,8 +143,8 @@ class Attention : public torch::autograd::Function<Attention> {
     const std::optional<at::Tensor> w2 = or_none(inputs[4]);
     std::array<at::Tensor, 7> gradients;
     if (at::GradMode::is_enabled()) {
-      const at::Tensor output = std::get<0>(
-          reference_attention(inputs[0], inputs[1], inputs[2], inputs[3], w2, options));
+      const at::Tensor output =
+          std::get<0>(reference_attention(inputs[0], inputs[1], inputs[2], inputs[3], w2, options));
       gradients = differentiable_gradients<7>(output, grads[0], inputs, wanted);
     } else {
       gradients = only_wanted<7>(
@@ -190,8 +190,8 @@ class Weights : public torch::autograd::Function<Weights> {
           reference_weights(inputs[0], inputs[1], inputs[2], w2, options, average_heads);
       gradients = differentiable_gradients<6>(weights, grads[0], inputs, wanted);
     } else {
-      gradients = only_wanted<6>(call_weights_backward(grads[0], inputs[0], inputs[1], inputs[2], w2,
-                                                       options, average_heads, wanted),
+      gradients = only_wanted<6>(call_weights_backward(grads[0], inputs[0], inputs[1], inputs[2],
+                                                       w2, options, average_heads, wanted),
                                  wanted);
     }
     std::move(gradients.begin(), gradients.end(), result.begin());
@@ -230,9 +230,11 @@ class Features : public torch::autograd::Function<Features> {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> attention_autograd(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
-    const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS) {
+std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& query,
+                                                      const at::Tensor& key,
+                                                      const at::Tensor& value, const at::Tensor& w1,
+                                                      const std::optional<at::Tensor>& w2,
+                                                      IKATTN_OPTION_PARAMETERS) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   if (any_transformed({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_attention(query, key, value, w1, w2, options);

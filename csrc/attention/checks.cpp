@@ -1,5 +1,5 @@
-// Argument checks of the attention operators: every message names the argument, what was expected and
-// what came.
+// Argument checks of the attention operators: every message names the argument, what was expected
+// and what came.
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -59,7 +59,8 @@ void check_frequencies(const char* function, const at::Tensor& w1,
   }
   TORCH_CHECK(w1.dim() == 3 || w1.size(0) == B || w1.size(0) == 1, function,
               ": the leading axis of w1 must be the batch size ", B, ", got ", w1.sizes());
-  TORCH_CHECK(w1.size(-1) >= 1, function, ": w1 must hold at least one frequency, got ", w1.sizes());
+  TORCH_CHECK(w1.size(-1) >= 1, function, ": w1 must hold at least one frequency, got ",
+              w1.sizes());
   if (!is_present(w2)) return;
   check_tensor(function, "w2", *w2, query);
   TORCH_CHECK_TYPE(w2->scalar_type() == w1.scalar_type(), function,
@@ -78,11 +79,11 @@ bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
   return true;
 }
 
-void check_key_bias(const char* function, const at::Tensor& bias, const at::Tensor& query, int64_t B,
-                    int64_t H, int64_t G, int64_t S) {
+void check_key_bias(const char* function, const at::Tensor& bias, const at::Tensor& query,
+                    int64_t B, int64_t H, int64_t G, int64_t S) {
   check_tensor(function, "key_bias", bias, query);
-  TORCH_CHECK_TYPE(bias.is_floating_point(), function,
-                   ": key_bias must be floating point, got ", bias.scalar_type());
+  TORCH_CHECK_TYPE(bias.is_floating_point(), function, ": key_bias must be floating point, got ",
+                   bias.scalar_type());
   check_side_type(function, "key_bias", bias, query);
   TORCH_CHECK(broadcasts_to(bias.sizes(), {B, H, S}) || broadcasts_to(bias.sizes(), {B, G, S}),
               function, ": key_bias must broadcast to [B, H, S] = [", B, ", ", H, ", ", S,
@@ -139,15 +140,17 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
   check_main(function, "key", key, query, "[B, G, S, d]");
   const int64_t B = query.size(0), H = query.size(1), L = query.size(2), d = query.size(3);
   const int64_t G = key.size(1), S = key.size(2);
-  TORCH_CHECK(H >= 1 && d >= 1, function, ": query must have at least one head and a head size of "
-              "at least 1, got ", query.sizes());
+  TORCH_CHECK(H >= 1 && d >= 1, function,
+              ": query must have at least one head and a head size of "
+              "at least 1, got ",
+              query.sizes());
   TORCH_CHECK(key.size(0) == B, function, ": key must have the batch size of query, ", B, ", got ",
               key.sizes());
   TORCH_CHECK(key.size(3) == d, function, ": key must have the head size of query, ", d, ", got ",
               key.sizes());
   if (options.enable_gqa) {
-    TORCH_CHECK(G >= 1 && H % G == 0, function, ": the heads of key must divide those of query, ", H,
-                ", got ", G);
+    TORCH_CHECK(G >= 1 && H % G == 0, function, ": the heads of key must divide those of query, ",
+                H, ", got ", G);
   } else {
     TORCH_CHECK(G == H, function, ": key must have the heads of query, ", H, ", got ", G,
                 " (enable_gqa=True allows fewer)");
@@ -163,7 +166,15 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
   if (is_present(options.attn_mask)) check_mask(function, *options.attn_mask, query, B, H, L, S);
   check_numbers(function, options);
   check_dropout(function, options.dropout_p, options.dropout_seed, query.device());
-  return {B, H, G, L, S, d, value.defined() ? value.size(3) : 0, w1.size(-1), w1.size(-3),
+  return {B,
+          H,
+          G,
+          L,
+          S,
+          d,
+          value.defined() ? value.size(3) : 0,
+          w1.size(-1),
+          w1.size(-3),
           w1.dim() == 4 ? w1.size(0) : 1};
 }
 

@@ -10,8 +10,8 @@
 namespace ikattn {
 namespace {
 
-#define IKATTN_OPTION_SCHEMA                                                                  \
-  "*, float? p=2.0, Tensor? key_bias=None, Tensor? attn_mask=None, float dropout_p=0.0, "     \
+#define IKATTN_OPTION_SCHEMA                                                                    \
+  "*, float? p=2.0, Tensor? key_bias=None, Tensor? attn_mask=None, float dropout_p=0.0, "       \
   "bool is_causal=False, bool enable_gqa=False, float eps=1e-05, float? magnitude_scale=None, " \
   "Tensor? dropout_seed=None"
 
@@ -23,18 +23,20 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       tags);
   m.def(
       "implicit_kernel_attention_backward(Tensor grad_output, Tensor query, Tensor key, "
-      "Tensor value, Tensor w1, Tensor? w2, Tensor output, Tensor log_normalizer, "
-      IKATTN_OPTION_SCHEMA ", bool[7] wanted) -> (Tensor grad_query, Tensor grad_key, "
+      "Tensor value, Tensor w1, Tensor? w2, Tensor output, Tensor "
+      "log_normalizer, " IKATTN_OPTION_SCHEMA
+      ", bool[7] wanted) -> (Tensor grad_query, Tensor grad_key, "
       "Tensor grad_value, Tensor grad_w1, Tensor grad_w2, Tensor grad_key_bias, "
       "Tensor grad_attn_mask)",
       tags);
   m.def(
-      "implicit_kernel_weights(Tensor query, Tensor key, Tensor w1, Tensor? w2=None, "
-      IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
+      "implicit_kernel_weights(Tensor query, Tensor key, Tensor w1, Tensor? "
+      "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
       tags);
   m.def(
       "implicit_kernel_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor w1, "
-      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads, bool[6] wanted) -> "
+      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA
+      ", bool average_heads, bool[6] wanted) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_w1, Tensor grad_w2, Tensor grad_key_bias, "
       "Tensor grad_attn_mask)",
       tags);
@@ -49,12 +51,13 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       tags);
   m.def(
       "implicit_kernel_attention_reference(Tensor query, Tensor key, Tensor value, Tensor w1, "
-      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA ", float norm_dropout_p=0.0) -> "
+      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA
+      ", float norm_dropout_p=0.0) -> "
       "(Tensor output, Tensor log_normalizer)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
-      "implicit_kernel_weights_reference(Tensor query, Tensor key, Tensor w1, Tensor? w2=None, "
-      IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
+      "implicit_kernel_weights_reference(Tensor query, Tensor key, Tensor w1, Tensor? "
+      "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
       tags);
   m.def("spectral_features_reference(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
 }
@@ -64,7 +67,8 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// --- The reference as operators: no kernel of their own, so that every transformation sees through -------
+// --- The reference as operators: no kernel of their own, so that every transformation sees through
+// -------
 
 std::tuple<at::Tensor, at::Tensor> attention_reference_op(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
@@ -102,8 +106,9 @@ TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
   m.impl("spectral_features", features_reference_op);
 }
 
-// --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they are, for
-// angles and logits are formed in float32 whatever the storage type. ------------------------------------
+// --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they
+// are, for angles and logits are formed in float32 whatever the storage type.
+// ------------------------------------
 
 template <c10::DeviceType kDevice>
 struct Autocast {
@@ -116,9 +121,11 @@ struct Autocast {
                                      tensor, kDevice);
   }
 
-  static std::tuple<at::Tensor, at::Tensor> attention(
-      const at::Tensor& query, const at::Tensor& key_, const at::Tensor& value,
-      const at::Tensor& w1, const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS) {
+  static std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query,
+                                                      const at::Tensor& key_,
+                                                      const at::Tensor& value, const at::Tensor& w1,
+                                                      const std::optional<at::Tensor>& w2,
+                                                      IKATTN_OPTION_PARAMETERS) {
     c10::impl::ExcludeDispatchKeyGuard guard(key());
     return call_attention(lower(query), lower(key_), lower(value), w1, w2, {IKATTN_OPTION_VALUES});
   }
@@ -154,7 +161,8 @@ AttentionOptions with_seed(const AttentionOptions& options, const at::Tensor& qu
 
 }  // namespace
 
-// --- Typed access ---------------------------------------------------------------------------------------
+// --- Typed access
+// ---------------------------------------------------------------------------------------
 
 std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const at::Tensor& key,
                                                   const at::Tensor& value, const at::Tensor& w1,
@@ -212,7 +220,8 @@ at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::Sym
   return op.call(dropout_seed, B, H, L, S, dropout_p);
 }
 
-// --- Public functions -----------------------------------------------------------------------------------
+// --- Public functions
+// -----------------------------------------------------------------------------------
 
 at::Tensor implicit_kernel_attention(const at::Tensor& query, const at::Tensor& key,
                                      const at::Tensor& value, const at::Tensor& w1,

@@ -19,8 +19,8 @@ struct Array {
 
 struct AttentionParams {
   int64_t B = 0, H = 0, G = 0, L = 0, S = 0, d = 0, d_v = 0, M = 0;
-  // Heads of the prepared key side: G where frequencies and key_bias are the same for all query heads of
-  // a group, otherwise H.
+  // Heads of the prepared key side: G where frequencies and key_bias are the same for all query
+  // heads of a group, otherwise H.
   int64_t key_heads = 0;
   int64_t frequency_heads = 0;    // heads of w1 and w2: G or H
   int64_t frequency_batches = 1;  // B where w1 and w2 have a batch axis

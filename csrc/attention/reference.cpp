@@ -150,8 +150,8 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
   std::optional<at::Tensor> w2_heads;
   if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
   const Logits logits =
-      normalised_weights(query.to(type), to_heads(key.to(type), 1, H), to_heads(w1, -3, H), w2_heads,
-                         H, options, norm_dropout_p);
+      normalised_weights(query.to(type), to_heads(key.to(type), 1, H), to_heads(w1, -3, H),
+                         w2_heads, H, options, norm_dropout_p);
   at::Tensor values = to_heads(value.to(type), 1, H);
   if (logits.seen.defined()) {
     values = at::where(logits.seen.unsqueeze(-1), values, at::zeros({}, values.options()));
@@ -190,7 +190,11 @@ WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const
                                            std::array<bool, kWeightsGradients> wanted) {
   const int64_t H = query.size(1);
   const std::array<at::Tensor, kWeightsGradients> inputs = {
-      query, key, w1, w2.value_or(at::Tensor()), options.key_bias.value_or(at::Tensor()),
+      query,
+      key,
+      w1,
+      w2.value_or(at::Tensor()),
+      options.key_bias.value_or(at::Tensor()),
       options.attn_mask.value_or(at::Tensor())};
   constexpr std::array<int64_t, kWeightsGradients> kHeadAxis = {-3, -3, -3, -3, -2, -3};
   std::array<at::Tensor, kWeightsGradients> gradients;

@@ -1,5 +1,5 @@
-// The same mathematics in differentiable ATen: the oracle of the tests, double backward, torch.func,
-// forward-mode duals. Time and memory O(B H L S).
+// The same mathematics in differentiable ATen: the oracle of the tests, double backward,
+// torch.func, forward-mode duals. Time and memory O(B H L S).
 #pragma once
 
 #include "attention/arguments.h"
@@ -10,8 +10,9 @@ namespace ikattn {
 at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2);
 
-// (output [B, H, L, d_v], log_normalizer [B, H, L]). norm_dropout_p: the authors' variant, which drops
-// entries of the matrix (|q_i|_p^2 + |k_j|_p^2) magnitude_scale, query norm included, before the softmax.
+// (output [B, H, L, d_v], log_normalizer [B, H, L]). norm_dropout_p: the authors' variant, which
+// drops entries of the matrix (|q_i|_p^2 + |k_j|_p^2) magnitude_scale, query norm included, before
+// the softmax.
 std::tuple<at::Tensor, at::Tensor> reference_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, const AttentionOptions& options,
@@ -22,8 +23,8 @@ at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, con
                              const std::optional<at::Tensor>& w2, const AttentionOptions& options,
                              bool average_heads, const at::Tensor& keep = {});
 
-// Gradients of the weights through the reference, one head at a time: O(B L S) memory, and under dropout a
-// byte per weight.
+// Gradients of the weights through the reference, one head at a time: O(B L S) memory, and under
+// dropout a byte per weight.
 WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const at::Tensor& query,
                                            const at::Tensor& key, const at::Tensor& w1,
                                            const std::optional<at::Tensor>& w2,

@@ -1,9 +1,10 @@
 // Counter-based random bytes for dropout: Philox4x32 with seven rounds (Salmon et al., SC 2011).
 //
-// One mask for every device, tiling and orientation. In an aligned 16 x 16 block of the weight matrix,
-// rows and columns fall into four groups {2a, 2a+1, 2a+8, 2a+9}; one call, with the counter
-// (i / 16 * 4 + a, j / 16 * 4 + b, b * H + h, offset), gives the sixteen bytes of the 4 x 4 group (a, b),
-// byte 4 * row index + column index. A weight is dropped where its byte is below the threshold.
+// One mask for every device, tiling and orientation. In an aligned 16 x 16 block of the weight
+// matrix, rows and columns fall into four groups {2a, 2a+1, 2a+8, 2a+9}; one call, with the counter
+// (i / 16 * 4 + a, j / 16 * 4 + b, b * H + h, offset), gives the sixteen bytes of the 4 x 4 group
+// (a, b), byte 4 * row index + column index. A weight is dropped where its byte is below the
+// threshold.
 #pragma once
 
 #include <stdint.h>

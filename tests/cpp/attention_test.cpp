@@ -1,4 +1,5 @@
-// The public C++ functions from LibTorch alone: values and gradients against the differentiable reference.
+// The public C++ functions from LibTorch alone: values and gradients against the differentiable
+// reference.
 #include <gtest/gtest.h>
 #include <ikattn/attention.h>
 #include <torch/torch.h>
@@ -30,10 +31,10 @@ Tensor reference(const Inputs& in, const ikattn::AttentionOptions& options) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
       "ikattn::implicit_kernel_attention_reference", "");
   torch::jit::Stack stack;
-  torch::jit::push(stack, in.query, in.key, in.value, in.w1, std::optional<Tensor>(in.w2), options.p,
-                   options.key_bias, options.attn_mask, options.dropout_p, options.is_causal,
-                   options.enable_gqa, options.eps, options.magnitude_scale, options.dropout_seed,
-                   0.0);
+  torch::jit::push(stack, in.query, in.key, in.value, in.w1, std::optional<Tensor>(in.w2),
+                   options.p, options.key_bias, options.attn_mask, options.dropout_p,
+                   options.is_causal, options.enable_gqa, options.eps, options.magnitude_scale,
+                   options.dropout_seed, 0.0);
   op.callBoxed(stack);
   return stack[0].toTensor();
 }
@@ -41,7 +42,8 @@ Tensor reference(const Inputs& in, const ikattn::AttentionOptions& options) {
 void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
   ASSERT_EQ(got.sizes(), expected.sizes());
   if (got.numel() == 0) return;
-  // A single key's weight is 1 whatever it is: the gradients of its logit are zero but for rounding.
+  // A single key's weight is 1 whatever it is: the gradients of its logit are zero but for
+  // rounding.
   const double scale = std::max(1e-2, expected.abs().max().item<double>());
   EXPECT_LT((got - expected).abs().max().item<double>() / scale, tolerance);
 }
@@ -54,7 +56,8 @@ TEST_P(AttentionSizes, ValuesAndGradientsEqualTheReference) {
   ikattn::AttentionOptions options;
   options.is_causal = L == S;
   options.p = 3.0;
-  const Tensor got = ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+  const Tensor got =
+      ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
   const Tensor expected = reference(in, options);
   expect_close(got, expected, 1e-12);
   const Tensor direction = torch::randn_like(got);
@@ -67,8 +70,9 @@ TEST_P(AttentionSizes, ValuesAndGradientsEqualTheReference) {
 
 INSTANTIATE_TEST_SUITE_P(TileEdges, AttentionSizes,
                          ::testing::Values(std::pair{1, 1}, std::pair{2, 5}, std::pair{63, 63},
-                                           std::pair{64, 65}, std::pair{65, 64}, std::pair{127, 129},
-                                           std::pair{193, 193}, std::pair{0, 3}, std::pair{3, 0}));
+                                           std::pair{64, 65}, std::pair{65, 64},
+                                           std::pair{127, 129}, std::pair{193, 193},
+                                           std::pair{0, 3}, std::pair{3, 0}));
 
 TEST(Attention, DropoutMaskIsAFunctionOfItsSeed) {
   const Inputs in(40, 50);
@@ -111,10 +115,14 @@ TEST(Attention, SecondDerivativesEqualDifferencesOfTheFirst) {
   const auto norm_of_gradient = [&](double t) {
     const Tensor w1 = (in.w1 + t * direction).detach().requires_grad_();
     const Tensor moved = ikattn::implicit_kernel_attention(in.query, in.key, in.value, w1, in.w2);
-    return torch::autograd::grad({moved.square().sum()}, {in.query})[0].square().sum().item<double>();
+    return torch::autograd::grad({moved.square().sum()}, {in.query})[0]
+        .square()
+        .sum()
+        .item<double>();
   };
   const double slope = (norm_of_gradient(step) - norm_of_gradient(-step)) / (2 * step);
-  EXPECT_NEAR((second * direction).sum().item<double>(), slope, 1e-6 * std::max(1.0, std::abs(slope)));
+  EXPECT_NEAR((second * direction).sum().item<double>(), slope,
+              1e-6 * std::max(1.0, std::abs(slope)));
 }
 
 TEST(Weights, TimesValueIsTheOutput) {
@@ -144,7 +152,8 @@ TEST(Errors, NameArgumentExpectedAndGot) {
     FAIL() << "a head size of 15 beside 16 was accepted";
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
-    EXPECT_NE(message.find("w1 must have shape [H, d, M] with d = 16"), std::string::npos) << message;
+    EXPECT_NE(message.find("w1 must have shape [H, d, M] with d = 16"), std::string::npos)
+        << message;
     EXPECT_NE(message.find("[3, 15, 33]"), std::string::npos) << message;
   }
 }

@@ -1,5 +1,6 @@
-// The pieces the CPU kernels are made of, each by itself. The file compiles them for the baseline instruction
-// set; the same sources serve the others, which the Python tests force through ATEN_CPU_CAPABILITY.
+// The pieces the CPU kernels are made of, each by itself. The file compiles them for the baseline
+// instruction set; the same sources serve the others, which the Python tests force through
+// ATEN_CPU_CAPABILITY.
 #define IKATTN_ISA baseline_test
 
 #include <gtest/gtest.h>
@@ -156,8 +157,8 @@ TYPED_TEST(Precision, MagnitudeGradientIsZeroAtZero) {
 
 TEST(BFloat16, RoundsToNearestEven) {
   EXPECT_EQ(to_bfloat16(1.0f), 0x3f80);
-  EXPECT_EQ(to_bfloat16(1.0f + 0x1p-8f), 0x3f80);            // a tie, to even
-  EXPECT_EQ(to_bfloat16(1.0f + 3 * 0x1p-8f), 0x3f82);        // a tie, to even
+  EXPECT_EQ(to_bfloat16(1.0f + 0x1p-8f), 0x3f80);             // a tie, to even
+  EXPECT_EQ(to_bfloat16(1.0f + 3 * 0x1p-8f), 0x3f82);         // a tie, to even
   EXPECT_EQ(to_bfloat16(1.0f + 0x1p-8f + 0x1p-20f), 0x3f81);  // above a tie
   EXPECT_EQ(to_bfloat16(std::numeric_limits<float>::infinity()), 0x7f80);
   EXPECT_EQ(to_bfloat16(std::numeric_limits<float>::quiet_NaN()), 0x7fc0);

@@ -5,6 +5,7 @@ from ikattn import _library
 # Before the other modules, which register fake kernels of the operators.
 __version__ = _library.load()
 
+from ikattn import reference
 from ikattn._library import cmake_prefix_path
 from ikattn.convert import convert
 from ikattn.multihead_attention import MultiheadAttention
@@ -27,5 +28,6 @@ __all__ = [
     "dropout_keep_mask",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
+    "reference",
     "spectral_features",
 ]

@@ -1,4 +1,5 @@
-"""Shapes, dtypes and strides of the operators' results without computing them (torch.compile, meta)."""
+"""Shapes, dtypes and strides of the operators' results without computing them (torch.compile,
+meta)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _attention(
 def _gradients(
     tokens: Sequence[Tensor], others: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients laid out as the tokens, contiguous for the others; an empty tensor where unwanted."""
+    """Gradients laid out as the tokens, contiguous for the others, an empty tensor if unwanted."""
     results = [torch.empty_like(tensor) for tensor in tokens]
     results += [
         tokens[0] if tensor is None else tensor.new_empty(tensor.shape) for tensor in others

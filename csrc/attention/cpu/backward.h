@@ -5,10 +5,10 @@
 //       dV += w^T dO    dphi_k += ds^T phi_q    dphi_q += ds phi_k    dg += column sums of dlog
 //   -> from dphi to x and the frequencies -> frequencies summed over tokens, heads and batch
 //
-// In the folded form dO and delta carry 1/Z_i and phi_k carries sqrt(e_j), so that w = s^2 + eps e_j and
-// ds = s x need nothing else. Key blocks run on different threads; what they add to dphi_q of one query
-// block they add in ascending order of keys (a counter per query block), which makes the result bitwise the
-// same for every number of threads without a second copy of dphi_q.
+// In the folded form dO and delta carry 1/Z_i and phi_k carries sqrt(e_j), so that w = s^2 + eps
+// e_j and ds = s x need nothing else. Key blocks run on different threads; what they add to dphi_q
+// of one query block they add in ascending order of keys (a counter per query block), which makes
+// the result bitwise the same for every number of threads without a second copy of dphi_q.
 #pragma once
 
 #include <sched.h>
@@ -18,16 +18,17 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kBackwardRows = 64;       // query rows of a block
-constexpr int64_t kBackwardKeyBlocks = 2;   // 64-key blocks that share one sweep over the queries
-constexpr int64_t kFrequencyTokens = 512;   // tokens whose frequency gradients are summed in one array
+constexpr int64_t kBackwardRows = 64;      // query rows of a block
+constexpr int64_t kBackwardKeyBlocks = 2;  // 64-key blocks that share one sweep over the queries
+constexpr int64_t kFrequencyTokens =
+    512;  // tokens whose frequency gradients are summed in one array
 
 // Per query row: what turns a pair's dP into gradients.
 template <typename T>
 struct RowGradients {
-  T* delta = nullptr;           // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
-  // log Z_i - reference, and what rounding it to T lost: both stand in an exponent. +inf, which makes every
-  // weight 0, for a row that is left out: it sees no key, or it is poisoned.
+  T* delta = nullptr;  // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
+  // log Z_i - reference, and what rounding it to T lost: both stand in an exponent. +inf, which
+  // makes every weight 0, for a row that is left out: it sees no key, or it is poisoned.
   T* log_normalizer = nullptr;
   T* log_normalizer_rest = nullptr;
   uint8_t* poisoned = nullptr;  // the row is not finite, and all it sees turns NaN
@@ -146,8 +147,8 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
   T* phi = state.phi + (head * layout.feature_panels() * L + block.i0) * kPanel;
   T* grad_out = state.grad_out + (head * layout.value_panels() * L + block.i0) * kPanel;
   uint8_t* poisoned = state.rows.poisoned + first_row;
-  prepare_queries(params, layout, block, frequencies.of(unit, layout.feature), scratch.tokens, phi, L,
-                  poisoned);
+  prepare_queries(params, layout, block, frequencies.of(unit, layout.feature), scratch.tokens, phi,
+                  L, poisoned);
   clear_query_gradients(plan, head, index, state);
 
   const auto offset = [&](const Array& array) {
@@ -174,8 +175,9 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
     T factor = state.keys.form.folded ? static_cast<T>(exponential(-relative)) : T(1);
     if (sees_nothing) delta = factor = 0;
     delta *= factor;
-    poisoned[r] = !sees_nothing && (poisoned[r] || !is_finite(delta) || !is_finite(log_normalizer) ||
-                                    !row_is_finite(grad_out, L, r, params.d_v));
+    poisoned[r] =
+        !sees_nothing && (poisoned[r] || !is_finite(delta) || !is_finite(log_normalizer) ||
+                          !row_is_finite(grad_out, L, r, params.d_v));
     if (poisoned[r] || sees_nothing) {
       delta = 0;
       fill_row(phi, L, r, layout.feature_panels() * kPanel, T(0));
@@ -224,8 +226,8 @@ void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, const T* dp, T* dlo
       if constexpr (kFolded) {
         w = score * score + load(tile.terms + c);
       } else {
-        const Vec<T> z = (load(tile.logits + c) + bias - tile.log_normalizer[r]) -
-                         tile.log_normalizer_rest[r];
+        const Vec<T> z =
+            (load(tile.logits + c) + bias - tile.log_normalizer[r]) - tile.log_normalizer_rest[r];
         const Vec<T> scale = exp_bounded<T>(z);
         w = (score * score + tile.eps) * scale;
         slope *= scale;
@@ -257,8 +259,8 @@ void poison_rows(const PairTile<T>& tile, T* s, T* w, T* dlog, T* grad_logit) {
     if (!tile.poisoned[r]) continue;
     for (int64_t c = 0; c < tile.columns; ++c) {
       const int64_t at = r * kPanel + c;
-      const bool hidden = tile.logits[c] == -infinity<T>() ||
-                          (tile.bias && tile.bias[at] == -infinity<T>());
+      const bool hidden =
+          tile.logits[c] == -infinity<T>() || (tile.bias && tile.bias[at] == -infinity<T>());
       if (hidden) continue;
       s[at] = w[at] = grad_logit[c] = not_a_number<T>();
       if (dlog) dlog[at] = not_a_number<T>();
@@ -329,10 +331,14 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       if (visibility == Visibility::kNone) continue;
       const int64_t count = min_of(kPanel, params.S - j0);
       const int64_t first_row = head * L + block.i0;
-      PairTile<T> tile{block.rows, round_up(count, kLanes<T>), state.keys.weight_terms + j0,
-                       state.keys.logits + j0, state.rows.delta + first_row,
+      PairTile<T> tile{block.rows,
+                       round_up(count, kLanes<T>),
+                       state.keys.weight_terms + j0,
+                       state.keys.logits + j0,
+                       state.rows.delta + first_row,
                        state.rows.log_normalizer + first_row,
-                       state.rows.log_normalizer_rest + first_row, state.rows.poisoned + first_row,
+                       state.rows.log_normalizer_rest + first_row,
+                       state.rows.poisoned + first_row,
                        visibility == Visibility::kMixed ? scratch.bias : nullptr,
                        params.dropout_threshold ? scratch.keep : nullptr,
                        static_cast<T>(params.eps)};
@@ -417,8 +423,8 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
   }
 }
 
-// Loads up to 64 tokens. Those marked, marks[r] == left_out, become zero: their gradient is NaN already
-// where anything sees them, and must be zero where nothing does.
+// Loads up to 64 tokens. Those marked, marks[r] == left_out, become zero: their gradient is NaN
+// already where anything sees them, and must be zero where nothing does.
 template <typename T>
 void load_clean_tokens(const Array& array, int64_t offset, int64_t rows, int64_t d, const T* marks,
                        T left_out, T* tokens) {
@@ -440,16 +446,14 @@ void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
   for (int64_t i0 = begin; i0 < end; i0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - i0);
     const Array& query = params.query;
-    load_clean_tokens(query,
-                      unit.b * query.stride[0] + h * query.stride[1] + i0 * query.stride[2], rows,
-                      params.d, state.rows.log_normalizer + head * params.L + i0, infinity<T>(),
-                      scratch.tokens);
-    features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
-                         frequencies.of(unit, layout.feature),
-                         frequencies.transposed_of(unit, layout.feature),
-                         feature_scale<T>(params.M), nullptr, T(2), grad_phi + i0 * kPanel,
-                         params.L, params.grad_query ? scratch.grad_x : nullptr, partial,
-                         scratch.angles);
+    load_clean_tokens(query, unit.b * query.stride[0] + h * query.stride[1] + i0 * query.stride[2],
+                      rows, params.d, state.rows.log_normalizer + head * params.L + i0,
+                      infinity<T>(), scratch.tokens);
+    features_backward<T>(
+        layout.feature, rows, scratch.tokens, kPanel, frequencies.of(unit, layout.feature),
+        frequencies.transposed_of(unit, layout.feature), feature_scale<T>(params.M), nullptr, T(2),
+        grad_phi + i0 * kPanel, params.L, params.grad_query ? scratch.grad_x : nullptr, partial,
+        scratch.angles);
     if (const Array& out = params.grad_query) {
       store_panels(out, unit.b * out.stride[0] + h * out.stride[1] + i0 * out.stride[2],
                    out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
@@ -483,15 +487,13 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
   for (int64_t j0 = begin; j0 < end; j0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - j0);
     const Array& key = params.key;
-    load_clean_tokens(
-        key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2], rows,
-        params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
-    features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
-                         frequencies.of(unit, layout.feature),
-                         frequencies.transposed_of(unit, layout.feature),
-                         feature_scale<T>(params.M), state.keys.feature_scales + j0, T(2),
-                         state.grad_phi_k + j0 * kPanel, layout.padded_keys,
-                         params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
+    load_clean_tokens(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
+                      rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
+    features_backward<T>(
+        layout.feature, rows, scratch.tokens, kPanel, frequencies.of(unit, layout.feature),
+        frequencies.transposed_of(unit, layout.feature), feature_scale<T>(params.M),
+        state.keys.feature_scales + j0, T(2), state.grad_phi_k + j0 * kPanel, layout.padded_keys,
+        params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
     const Array& out = params.grad_key;
     if (!out) continue;
     T* rows_on_side = scratch.keys.tokens;  // two rows of d
@@ -517,12 +519,12 @@ void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
   if (chunk < of_queries) {
     const int64_t begin = chunk % plan.query_chunks * plan.frequency_tokens;
     finish_queries(plan, unit, chunk / plan.query_chunks, begin,
-                   min_of(plan.params.L, begin + plan.frequency_tokens), frequencies, state, partial,
-                   scratch);
+                   min_of(plan.params.L, begin + plan.frequency_tokens), frequencies, state,
+                   partial, scratch);
   } else {
     const int64_t begin = (chunk - of_queries) * plan.frequency_tokens;
-    finish_keys(plan, unit, begin, min_of(plan.params.S, begin + plan.frequency_tokens), frequencies,
-                state, partial, scratch);
+    finish_keys(plan, unit, begin, min_of(plan.params.S, begin + plan.frequency_tokens),
+                frequencies, state, partial, scratch);
   }
 }
 
@@ -570,10 +572,9 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   BackwardUnit<T> one;
   Workspace measure;
   one.take(measure, layout, params.L, plan.query_blocks, plan.chunks());
-  const int64_t in_flight =
-      units_share_mask_gradient(params)
-          ? 1
-          : units_in_flight(layout.units, measure.bytes(), executor.threads);
+  const int64_t in_flight = units_share_mask_gradient(params)
+                                ? 1
+                                : units_in_flight(layout.units, measure.bytes(), executor.threads);
 
   PackedFrequencies<T> frequencies;
   double* logits = nullptr;
@@ -606,7 +607,11 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   for (int64_t first = 0; first < layout.units; first += in_flight) {
     const int64_t count = min_of(in_flight, layout.units - first);
     const auto unit_of = [&](int64_t slot) { return unit_at(params, layout, first + slot); };
-    const KeyStages keys{params, layout, frequencies, first, logits,
+    const KeyStages keys{params,
+                         layout,
+                         frequencies,
+                         first,
+                         logits,
                          [&](int64_t slot) -> PreparedKeys<T>& { return states[slot].keys; },
                          [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
     const Stage queries{layout.heads_per_unit * plan.query_blocks,

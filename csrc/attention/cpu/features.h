@@ -2,8 +2,8 @@
 //
 // With u = x.(w1 + w2)/2 and v = x.(w1 - w2)/2 in turns,
 //   cos t1 + cos t2 = 2 cos u cos v      sin t1 + sin t2 = 2 sin u cos v
-// A feature panel holds 32 frequencies: their cosines, then their sines. The last one may be narrower;
-// then either half is padded to whole vectors with zeros.
+// A feature panel holds 32 frequencies: their cosines, then their sines. The last one may be
+// narrower; then either half is padded to whole vectors with zeros.
 #pragma once
 
 #include "support/cpu/elements.h"
@@ -34,8 +34,9 @@ struct FeatureLayout {
   int64_t transposed_size() const { return panels() * token_panels() * kPanel * kPanel; }
 };
 
-// W+ = (w1 + w2)/2 and W- = (w1 - w2)/2 of one head as [panel][packed_rows][64], columns u then v: the right
-// operand of the angles. Also transposed, [panel][d / 64][64][64], the right operand of the gradient of x.
+// W+ = (w1 + w2)/2 and W- = (w1 - w2)/2 of one head as [panel][packed_rows][64], columns u then v:
+// the right operand of the angles. Also transposed, [panel][d / 64][64][64], the right operand of
+// the gradient of x.
 template <typename T>
 void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Array& w2,
                       int64_t offset1, int64_t offset2, T* packed, T* transposed) {
@@ -88,8 +89,8 @@ void fill_column_scale(const FeatureLayout<T>& layout, int64_t panel, T scale, T
   }
 }
 
-// phi = scale row_scale [cos u cos v, sin u cos v] of `rows` tokens into phi [panels][phi_rows][64];
-// row_scale may be null.
+// phi = scale row_scale [cos u cos v, sin u cos v] of `rows` tokens into phi
+// [panels][phi_rows][64]; row_scale may be null.
 template <typename T>
 void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t x_rows,
               const T* packed, T scale, const T* row_scale, T* phi, int64_t phi_rows) {
@@ -114,7 +115,8 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
   }
 }
 
-// Gradients of x and of the packed frequencies of `rows` tokens from g, the gradient of the phi above.
+// Gradients of x and of the packed frequencies of `rows` tokens from g, the gradient of the phi
+// above.
 //   g            [panels][g_rows][64]
 //   grad_x       [token_panels][rows][64], overwritten (null: not wanted)
 //   grad_packed  [panels][packed_rows][64], added to (null: not wanted)

@@ -6,7 +6,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kFeatureTokens = 512;  // tokens of a task; frequency gradients are summed per task
+constexpr int64_t kFeatureTokens =
+    512;  // tokens of a task; frequency gradients are summed per task
 
 // Moves rows between feature panels [panels][64][64] and the operator's layout.
 //   move(array, offset, stride, count, pointer)
@@ -65,10 +66,9 @@ void feature_tokens_backward(const FeaturesParams& params, const FeatureLayout<T
     load_panels(x, b * x.stride[0] + h * x.stride[1] + n * x.stride[2], x.stride[2], x.stride[3],
                 rows, params.d, scratch.tokens, kPanel);
     __builtin_memset(scratch.phi, 0, layout.panels() * kPanel * kPanel * sizeof(T));
-    for_each_feature_row(
-        layout, gradient,
-        b * gradient.stride[0] + h * gradient.stride[1] + n * gradient.stride[2], rows,
-        scratch.phi, load_row<T>);
+    for_each_feature_row(layout, gradient,
+                         b * gradient.stride[0] + h * gradient.stride[1] + n * gradient.stride[2],
+                         rows, scratch.phi, load_row<T>);
     features_backward<T>(layout, rows, scratch.tokens, kPanel, packed, transposed, T(2), nullptr,
                          T(1), scratch.phi, kPanel, out ? scratch.grad_x : nullptr, partial,
                          scratch.angles);

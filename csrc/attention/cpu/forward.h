@@ -2,8 +2,9 @@
 //
 //   pack frequencies -> key logits g -> key panels, per unit -> query blocks
 //
-// Units are taken in groups whose prepared keys fit a fixed amount of memory. Every row is summed over its
-// keys in ascending order by one thread, so that the result does not depend on threads or tiling.
+// Units are taken in groups whose prepared keys fit a fixed amount of memory. Every row is summed
+// over its keys in ascending order by one thread, so that the result does not depend on threads or
+// tiling.
 #pragma once
 
 #include "attention/cpu/queries.h"
@@ -11,9 +12,10 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kWorkspaceTarget = int64_t{8} << 20;  // bytes of prepared keys in flight, at least one unit
-constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
-constexpr int64_t kCausalRows = 64;    // less waste above the diagonal
+constexpr int64_t kWorkspaceTarget = int64_t{8}
+                                     << 20;  // bytes of prepared keys in flight, at least one unit
+constexpr int64_t kForwardRows = 192;        // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
+constexpr int64_t kCausalRows = 64;          // less waste above the diagonal
 
 // Units whose prepared state is held at once: all threads busy, memory bounded.
 inline int64_t units_in_flight(int64_t units, int64_t bytes_per_unit, int threads) {
@@ -21,7 +23,8 @@ inline int64_t units_in_flight(int64_t units, int64_t bytes_per_unit, int thread
   return max_of(1, min_of(units, max_of(threads, fitting)));
 }
 
-// Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all threads.
+// Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
+// threads.
 inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t largest) {
   const int64_t wanted = ceil_div(2 * threads, max_of(heads, 1));
   const int64_t blocks = max_of(ceil_div(L, largest), min_of(wanted, ceil_div(L, 48)));
@@ -31,12 +34,12 @@ inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t l
 template <typename T>
 struct ForwardScratch {
   KeyScratch<T> keys;
-  T* tokens = nullptr;       // [token panels][rows][64]
-  T* phi = nullptr;          // [feature panels][rows][64]
-  T* tile = nullptr;         // [rows][64]   s, then w
-  T* bias = nullptr;         // [rows][64]
-  T* keep = nullptr;         // [rows][64]
-  T* out = nullptr;          // [value panels][rows][64]
+  T* tokens = nullptr;  // [token panels][rows][64]
+  T* phi = nullptr;     // [feature panels][rows][64]
+  T* tile = nullptr;    // [rows][64]   s, then w
+  T* bias = nullptr;    // [rows][64]
+  T* keep = nullptr;    // [rows][64]
+  T* out = nullptr;     // [value panels][rows][64]
   uint8_t* poisoned = nullptr;
   RowState<T> state;
 
@@ -88,9 +91,9 @@ void finish_rows(const AttentionParams& params, const KeyForm& form, const Query
                   log_normalizer);
   }
   const Array& output = params.output;
-  store_panels(output,
-               block.b * output.stride[0] + block.h * output.stride[1] + block.i0 * output.stride[2],
-               output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
+  store_panels(
+      output, block.b * output.stride[0] + block.h * output.stride[1] + block.i0 * output.stride[2],
+      output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
 }
 
 template <typename T>
@@ -129,9 +132,8 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
 template <typename T>
 void attention_forward(const AttentionParams& params, const Executor& executor) {
   const AttentionLayout<T> layout(params);
-  const int64_t rows =
-      query_block_rows(params.L, params.B * params.H, executor.threads,
-                       params.is_causal ? kCausalRows : kForwardRows);
+  const int64_t rows = query_block_rows(params.L, params.B * params.H, executor.threads,
+                                        params.is_causal ? kCausalRows : kForwardRows);
   const int64_t blocks_per_head = ceil_div(params.L, rows);
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
 
@@ -166,15 +168,19 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
 
   pack_all_frequencies(params, layout.feature, frequencies, executor);
   for (int64_t first = 0; first < layout.units; first += in_flight) {
-    const KeyStages keys{params, layout, frequencies, first, logits,
+    const KeyStages keys{params,
+                         layout,
+                         frequencies,
+                         first,
+                         logits,
                          [&](int64_t slot) -> PreparedKeys<T>& { return prepared[slot]; },
                          [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
     const Stage queries{blocks_per_unit, [&](int64_t slot, int64_t index, int thread) {
                           const Unit unit = unit_at(params, layout, first + slot);
                           const int64_t i0 = index % blocks_per_head * rows;
                           const QueryBlock block{unit.b,
-                                                 unit.first_query_head + index / blocks_per_head, i0,
-                                                 min_of(rows, params.L - i0)};
+                                                 unit.first_query_head + index / blocks_per_head,
+                                                 i0, min_of(rows, params.L - i0)};
                           forward_block(params, layout, block, frequencies.of(unit, layout.feature),
                                         prepared[slot], scratch[thread]);
                         }};

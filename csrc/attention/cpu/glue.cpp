@@ -20,9 +20,12 @@ constexpr double kSerialWork = 4e5;
 const AttentionKernels& kernels() {
 #if defined(IKATTN_HAVE_X86_ISAS)
   switch (instruction_set()) {
-    case InstructionSet::kAvx512: return avx512::attention_kernels;
-    case InstructionSet::kAvx2: return avx2::attention_kernels;
-    default: break;
+    case InstructionSet::kAvx512:
+      return avx512::attention_kernels;
+    case InstructionSet::kAvx2:
+      return avx2::attention_kernels;
+    default:
+      break;
   }
 #endif
   return baseline::attention_kernels;
@@ -68,12 +71,18 @@ double pair_work(const AttentionSizes& sizes) {
 
 ElementType element_type(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return ElementType::kFloat64;
-    case at::kFloat: return ElementType::kFloat32;
-    case at::kBFloat16: return ElementType::kBFloat16;
-    case at::kHalf: return ElementType::kFloat16;
-    case at::kBool: return ElementType::kBool;
-    default: TORCH_INTERNAL_ASSERT(false, "no kernel reads ", type);
+    case at::kDouble:
+      return ElementType::kFloat64;
+    case at::kFloat:
+      return ElementType::kFloat32;
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    case at::kHalf:
+      return ElementType::kFloat16;
+    case at::kBool:
+      return ElementType::kBool;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no kernel reads ", type);
   }
 }
 
@@ -108,7 +117,8 @@ void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
   params.frequency_batches = sizes.frequency_batches;
 }
 
-// key_bias as [B, key heads, S]: repeated within groups where it has fewer heads than the prepared keys.
+// key_bias as [B, key heads, S]: repeated within groups where it has fewer heads than the prepared
+// keys.
 at::Tensor bias_per_key_head(const at::Tensor& bias, const AttentionSizes& sizes,
                              int64_t key_heads) {
   at::Tensor result = bias;
@@ -169,7 +179,8 @@ std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const 
   const AttentionSizes sizes =
       check_attention("implicit_kernel_attention", query, key, value, w1, w2, options);
   at::Tensor output = empty_output(query, sizes);
-  // float64: it stands in the backward's exponents, where float32 would cost |log Z| 6e-8 of every weight.
+  // float64: it stands in the backward's exponents, where float32 would cost |log Z| 6e-8 of every
+  // weight.
   at::Tensor log_normalizer =
       at::empty({sizes.B, sizes.H, sizes.L}, query.options().dtype(at::kDouble));
   AttentionParams params;
@@ -184,7 +195,8 @@ std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const 
 
 at::Tensor not_wanted(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
-// Sums the gradient [B, key heads, ...] over the query heads of each group where key heads are query heads.
+// Sums the gradient [B, key heads, ...] over the query heads of each group where key heads are
+// query heads.
 at::Tensor sum_groups(const at::Tensor& gradient, int64_t heads) {
   if (gradient.size(1) == heads) return gradient;
   return gradient.unflatten(1, {heads, -1}).sum(2);
@@ -207,8 +219,8 @@ at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argume
   return at::sum_to(gradient, argument.sizes()).to(argument.scalar_type()).contiguous();
 }
 
-// The mask gradient is summed over broadcast axes by the kernel, except that one value per row also keeps its
-// heads and rows apart: several threads may add to the same row.
+// The mask gradient is summed over broadcast axes by the kernel, except that one value per row also
+// keeps its heads and rows apart: several threads may add to the same row.
 at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes, at::ScalarType type) {
   at::Tensor shape = mask;
   while (shape.dim() < 4) shape = shape.unsqueeze(0);
@@ -220,18 +232,20 @@ at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes, at
   return at::zeros(axes, mask.options().dtype(type));
 }
 
-AttentionGradients attention_backward_cpu(
-    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-    const at::Tensor& output, const at::Tensor& log_normalizer, IKATTN_OPTION_PARAMETERS,
-    std::array<bool, kAttentionGradients> wanted) {
+AttentionGradients attention_backward_cpu(const at::Tensor& grad_output, const at::Tensor& query,
+                                          const at::Tensor& key, const at::Tensor& value,
+                                          const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                          const at::Tensor& output,
+                                          const at::Tensor& log_normalizer,
+                                          IKATTN_OPTION_PARAMETERS,
+                                          std::array<bool, kAttentionGradients> wanted) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const char* function = "implicit_kernel_attention_backward";
   const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
-  TORCH_CHECK(grad_output.sizes() == output.sizes() &&
-                  grad_output.scalar_type() == query.scalar_type(),
-              function, ": grad_output must be ", query.scalar_type(), " of shape ", output.sizes(),
-              ", got ", grad_output.scalar_type(), " ", grad_output.sizes());
+  TORCH_CHECK(
+      grad_output.sizes() == output.sizes() && grad_output.scalar_type() == query.scalar_type(),
+      function, ": grad_output must be ", query.scalar_type(), " of shape ", output.sizes(),
+      ", got ", grad_output.scalar_type(), " ", grad_output.sizes());
   const at::ScalarType type = compute_type(query.scalar_type());
   const auto compute = query.options().dtype(type);
   AttentionBackwardParams params;
@@ -257,8 +271,8 @@ AttentionGradients attention_backward_cpu(
   if (wanted[3]) grad_w1 = fill(true, at::empty(frequency_sizes, compute), params.grad_w1);
   if (wanted[4]) grad_w2 = fill(true, at::empty(frequency_sizes, compute), params.grad_w2);
   if (wanted[5]) {
-    grad_bias = fill(true, at::empty({sizes.B, params.key_heads, sizes.S}, compute),
-                     params.grad_key_bias);
+    grad_bias =
+        fill(true, at::empty({sizes.B, params.key_heads, sizes.S}, compute), params.grad_key_bias);
   }
   if (wanted[6]) {
     grad_mask = mask_gradient(*options.attn_mask, sizes, type);
@@ -291,9 +305,9 @@ at::Tensor weights_cpu(const at::Tensor& query, const at::Tensor& key, const at:
   at::Tensor bias;
   set_common(params, sizes, query, key, w1, w2, options, bias);
   params.average_heads = average_heads;
-  const at::Tensor weights =
-      average_heads ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
-                    : at::empty({sizes.B, sizes.H, sizes.L, sizes.S}, query.options());
+  const at::Tensor weights = average_heads
+                                 ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
+                                 : at::empty({sizes.B, sizes.H, sizes.L, sizes.S}, query.options());
   params.weights = array_of(average_heads ? weights.unsqueeze(1) : weights);
   kernels().weights[compute_index(query)](params, TorchExecutor(pair_work(sizes)));
   return weights;
@@ -306,7 +320,8 @@ WeightsGradients weights_backward_cpu(const at::Tensor& grad_weights, const at::
                                       std::array<bool, kWeightsGradients> wanted) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   check_attention("implicit_kernel_weights_backward", query, key, at::Tensor(), w1, w2, options);
-  return weights_gradients_by_head(grad_weights, query, key, w1, w2, options, average_heads, wanted);
+  return weights_gradients_by_head(grad_weights, query, key, w1, w2, options, average_heads,
+                                   wanted);
 }
 
 FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x, const at::Tensor& w1,
@@ -327,7 +342,8 @@ FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x, c
 }
 
 double feature_work(const FeatureSizes& sizes) {
-  return static_cast<double>(sizes.B * sizes.H * sizes.N) * static_cast<double>(sizes.d * sizes.M * 2);
+  return static_cast<double>(sizes.B * sizes.H * sizes.N) *
+         static_cast<double>(sizes.d * sizes.M * 2);
 }
 
 at::Tensor features_cpu(const at::Tensor& x, const at::Tensor& w1,
@@ -374,8 +390,8 @@ at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int6
       for (int64_t column_group = 0; column_group < (S + 15) / 16 * 4; ++column_group) {
         const PhiloxBlock random = dropout_group(seed, offset, bh, row_group, column_group);
         for (int index = 0; index < 16; ++index) {
-          const int64_t i = row_group / 4 * 16 +
-                            dropout_group_member(static_cast<int>(row_group % 4), index / 4);
+          const int64_t i =
+              row_group / 4 * 16 + dropout_group_member(static_cast<int>(row_group % 4), index / 4);
           const int64_t j = column_group / 4 * 16 +
                             dropout_group_member(static_cast<int>(column_group % 4), index % 4);
           const uint32_t byte = (random.word[index / 4] >> (8 * (index % 4))) & 0xff;

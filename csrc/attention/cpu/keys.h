@@ -1,10 +1,11 @@
-// The key side of one unit: a batch item and a key head, whose prepared keys serve one query head or, with
-// grouped heads, several.
+// The key side of one unit: a batch item and a key head, whose prepared keys serve one query head
+// or, with grouped heads, several.
 //
 // Two forms of the weight, chosen per unit:
-//   folded    w = s'^2 + eps e_j, e_j = exp(g_j - max g), sqrt(e_j) inside phi(k_j), s' = phi_q . phi_k':
-//             no exponential per pair. Right where every row sees the largest key (no mask, not causal) or
-//             the spread of g is too small for anything to underflow.
+//   folded    w = s'^2 + eps e_j, e_j = exp(g_j - max g), sqrt(e_j) inside phi(k_j), s' = phi_q .
+//   phi_k':
+//             no exponential per pair. Right where every row sees the largest key (no mask, not
+//             causal) or the spread of g is too small for anything to underflow.
 //   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
 #pragma once
 
@@ -15,7 +16,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Largest max g - min g at which w of every key stays a normal number, with room for s^2 down to 1e-12.
+// Largest max g - min g at which w of every key stays a normal number, with room for s^2 down to
+// 1e-12.
 template <typename T>
 constexpr double kFoldableSpread = sizeof(T) == 4 ? 50 : 500;
 
@@ -56,7 +58,8 @@ struct Unit {
 };
 
 template <typename T>
-inline Unit unit_at(const AttentionParams& params, const AttentionLayout<T>& layout, int64_t index) {
+inline Unit unit_at(const AttentionParams& params, const AttentionLayout<T>& layout,
+                    int64_t index) {
   Unit unit;
   unit.b = index / params.key_heads;
   unit.head = index % params.key_heads;
@@ -91,18 +94,18 @@ KeyForm choose_form(const AttentionParams& params, const double* logits) {
   return form;
 }
 
-// Prepared keys of one unit. Padded, hidden and poisoned keys have zero features and a zero value row; a
-// poisoned one has a NaN weight term, so that exactly the rows that see it turn NaN.
+// Prepared keys of one unit. Padded, hidden and poisoned keys have zero features and a zero value
+// row; a poisoned one has a NaN weight term, so that exactly the rows that see it turn NaN.
 template <typename T>
 struct PreparedKeys {
   KeyForm form;
-  T* logits = nullptr;             // [padded_keys]       g_j - reference
-  T* weight_terms = nullptr;       // [padded_keys]       folded: eps e_j
-  T* feature_scales = nullptr;     // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
-  T* features_by_column = nullptr; // [key_blocks][feature panels][64][64]   phi^T of each block
-  T* features_by_row = nullptr;    // [feature panels][padded_keys][64]      backward only
-  T* values = nullptr;             // [value panels][padded_keys][64]        forward only
-  T* values_by_column = nullptr;   // [key_blocks][value panels][64][64]     backward only
+  T* logits = nullptr;              // [padded_keys]       g_j - reference
+  T* weight_terms = nullptr;        // [padded_keys]       folded: eps e_j
+  T* feature_scales = nullptr;      // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
+  T* features_by_column = nullptr;  // [key_blocks][feature panels][64][64]   phi^T of each block
+  T* features_by_row = nullptr;     // [feature panels][padded_keys][64]      backward only
+  T* values = nullptr;              // [value panels][padded_keys][64]        forward only
+  T* values_by_column = nullptr;    // [key_blocks][value panels][64][64]     backward only
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout, bool backward) {
     logits = workspace.take<T>(layout.padded_keys);
@@ -159,8 +162,7 @@ void prepare_weight_terms(const AttentionParams& params, const double* logits,
 template <typename T>
 void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
                   int64_t block, const double* logits, const T* packed,
-                  const KeyScratch<T>& scratch,
-                  const PreparedKeys<T>& keys) {
+                  const KeyScratch<T>& scratch, const PreparedKeys<T>& keys) {
   const int64_t j0 = block * kPanel;
   const int64_t count = min_of(kPanel, params.S - j0);
   const int64_t rows = round_up(count, kLanes<T>);  // what the tiles of this block read
@@ -177,7 +179,8 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
 
   if (params.value) {
     const Array& value = params.value;
-    load_panels(value, unit.b * value.stride[0] + unit.group * value.stride[1] + j0 * value.stride[2],
+    load_panels(value,
+                unit.b * value.stride[0] + unit.group * value.stride[1] + j0 * value.stride[2],
                 value.stride[2], value.stride[3], count, params.d_v, scratch.values, kPanel);
     for (int64_t r = count; r < rows; ++r) fill_row(scratch.values, kPanel, r, params.d_v, T(0));
   }
@@ -198,9 +201,9 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
 
   for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
     const T* tile = scratch.features + panel * kPanel * kPanel;
-    transpose_panel(rows, feature.columns(panel), tile,
-                    keys.features_by_column +
-                        (block * layout.feature_panels() + panel) * kPanel * kPanel);
+    transpose_panel(
+        rows, feature.columns(panel), tile,
+        keys.features_by_column + (block * layout.feature_panels() + panel) * kPanel * kPanel);
     if (keys.features_by_row) {
       __builtin_memcpy(keys.features_by_row + (panel * panel_rows + j0) * kPanel, tile,
                        rows * kPanel * sizeof(T));
@@ -213,9 +216,9 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
       __builtin_memcpy(keys.values + (panel * panel_rows + j0) * kPanel, tile,
                        rows * kPanel * sizeof(T));
     } else {
-      transpose_panel(rows, min_of(kPanel, params.d_v - panel * kPanel), tile,
-                      keys.values_by_column +
-                          (block * layout.value_panels() + panel) * kPanel * kPanel);
+      transpose_panel(
+          rows, min_of(kPanel, params.d_v - panel * kPanel), tile,
+          keys.values_by_column + (block * layout.value_panels() + panel) * kPanel * kPanel);
     }
   }
 }
@@ -265,8 +268,9 @@ void pack_all_frequencies(const AttentionParams& params, const FeatureLayout<T>&
   });
 }
 
-// The stages every pass begins with, for the units [first, first + slots): logits g, the form of the weights,
-// prepared keys. keys_of(slot) and scratch_of(thread) give the pass' own PreparedKeys and KeyScratch.
+// The stages every pass begins with, for the units [first, first + slots): logits g, the form of
+// the weights, prepared keys. keys_of(slot) and scratch_of(thread) give the pass' own PreparedKeys
+// and KeyScratch.
 template <typename T, typename KeysOf, typename ScratchOf>
 struct KeyStages {
   const AttentionParams& params;

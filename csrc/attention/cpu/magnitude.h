@@ -36,7 +36,8 @@ inline T largest_magnitude(const T* x, int64_t d) {
   return largest;
 }
 
-// |x|_p of a contiguous row. Scaled by the largest element, so that powers neither overflow nor vanish.
+// |x|_p of a contiguous row. Scaled by the largest element, so that powers neither overflow nor
+// vanish.
 template <typename T>
 inline double p_norm(const T* x, int64_t d, double p) {
   const T largest = largest_magnitude(x, d);
@@ -48,7 +49,8 @@ inline double p_norm(const T* x, int64_t d, double p) {
   return static_cast<double>(largest) * power(sum, 1 / p);
 }
 
-// In float64 whatever T is: g stands in an exponent, where float32 would cost |g| 6e-8 of every weight.
+// In float64 whatever T is: g stands in an exponent, where float32 would cost |g| 6e-8 of every
+// weight.
 template <typename T>
 inline double squared_norm(const T* x, int64_t d, double p) {
   if (p == 2) {
@@ -65,7 +67,8 @@ inline double squared_norm(const T* x, int64_t d, double p) {
   return norm * norm;
 }
 
-// grad[c] += factor * d|x|_p^2 / dx_c = factor * 2 |x|_p (|x_c| / |x|_p)^(p-1) sign(x_c); zero at x = 0.
+// grad[c] += factor * d|x|_p^2 / dx_c = factor * 2 |x|_p (|x_c| / |x|_p)^(p-1) sign(x_c); zero at x
+// = 0.
 template <typename T>
 inline void add_squared_norm_gradient(const T* x, int64_t d, double p, T factor, T* grad) {
   if (p == 2) {
@@ -82,8 +85,8 @@ inline void add_squared_norm_gradient(const T* x, int64_t d, double p, T factor,
   }
 }
 
-// g_j + key_bias_j of the keys [begin, end) of key head (b, head). -inf: the key is hidden; NaN: the key
-// holds a value that is not finite, and every row that sees it becomes NaN.
+// g_j + key_bias_j of the keys [begin, end) of key head (b, head). -inf: the key is hidden; NaN:
+// the key holds a value that is not finite, and every row that sees it becomes NaN.
 template <typename T>
 void key_logits(const AttentionParams& params, int64_t b, int64_t head, int64_t begin, int64_t end,
                 T* row, double* out) {
@@ -91,8 +94,8 @@ void key_logits(const AttentionParams& params, int64_t b, int64_t head, int64_t 
   const Array& bias = params.key_bias;
   const int64_t group = head * params.G / params.key_heads;
   for (int64_t j = begin; j < end; ++j) {
-    double logit = bias ? load_element<double>(bias, b * bias.stride[0] + head * bias.stride[1] +
-                                                         j * bias.stride[2])
+    double logit = bias ? load_element<double>(
+                              bias, b * bias.stride[0] + head * bias.stride[1] + j * bias.stride[2])
                         : 0.0;
     if (logit != -infinity<double>()) {
       load_row(key, b * key.stride[0] + group * key.stride[1] + j * key.stride[2], key.stride[3],

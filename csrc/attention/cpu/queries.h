@@ -19,8 +19,8 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
   return min_of(layout.key_blocks, ceil_div(block.i0 + block.rows, kPanel));
 }
 
-// Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite becomes
-// zero and is marked in poisoned[0 .. rows).
+// Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
+// becomes zero and is marked in poisoned[0 .. rows).
 template <typename T>
 void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                      const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
@@ -74,8 +74,8 @@ void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias
   }
 }
 
-// General form: w = (s^2 + eps) exp(g_j + bias_ij - m_i). Returns whether any row's maximum rose, in which
-// case state.rescale holds the factors for what was summed before.
+// General form: w = (s^2 + eps) exp(g_j + bias_ij - m_i). Returns whether any row's maximum rose,
+// in which case state.rescale holds the factors for what was summed before.
 template <typename T, bool kMasked>
 bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, const T* bias, T* s,
                      RowState<T>& state) {
@@ -119,8 +119,8 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
   return rose;
 }
 
-// Weights of one tile from its scores, in either form. bias is null where nothing is hidden or added.
-// Returns whether earlier sums must be rescaled by state.rescale.
+// Weights of one tile from its scores, in either form. bias is null where nothing is hidden or
+// added. Returns whether earlier sums must be rescaled by state.rescale.
 template <typename T>
 bool tile_weights(const AttentionParams& params, const PreparedKeys<T>& keys, int64_t rows,
                   int64_t j0, int64_t columns, const T* bias, T* s, RowState<T>& state) {

@@ -15,7 +15,8 @@ struct TilePosition {
   int64_t b, h, i0, rows, j0;
 };
 
-// One row of the mask as additive terms: 0 or the float mask's value where visible, -inf where hidden.
+// One row of the mask as additive terms: 0 or the float mask's value where visible, -inf where
+// hidden.
 template <typename T>
 inline void load_mask_row(const Array& mask, int64_t offset, int64_t count, T* bias) {
   if (mask.type != ElementType::kBool) {
@@ -28,8 +29,8 @@ inline void load_mask_row(const Array& mask, int64_t offset, int64_t count, T* b
   }
 }
 
-// Fills bias [rows][64] with the additive terms of a tile, causal part included; columns past the last key
-// are hidden. Returns kAll, with bias untouched, where there is nothing to add.
+// Fills bias [rows][64] with the additive terms of a tile, causal part included; columns past the
+// last key are hidden. Returns kAll, with bias untouched, where there is nothing to add.
 template <typename T>
 Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* bias) {
   const int64_t columns = min_of(kPanel, params.S - at.j0);
@@ -41,8 +42,8 @@ Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* b
     T* row = bias + r * kPanel;
     if (mask && (r == 0 || mask.stride[2] != 0)) {
       load_mask_row(mask,
-                    at.b * mask.stride[0] + at.h * mask.stride[1] +
-                        (at.i0 + r) * mask.stride[2] + at.j0 * mask.stride[3],
+                    at.b * mask.stride[0] + at.h * mask.stride[1] + (at.i0 + r) * mask.stride[2] +
+                        at.j0 * mask.stride[3],
                     columns, row);
     } else {
       for (int64_t c = 0; c < columns; ++c) row[c] = mask ? bias[c] : T(0);
@@ -63,7 +64,8 @@ Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* b
   return any_term ? Visibility::kMixed : Visibility::kAll;
 }
 
-// keep [rows][64]: 0 where a weight is dropped, otherwise the rescaling factor. i0 is a multiple of 16.
+// keep [rows][64]: 0 where a weight is dropped, otherwise the rescaling factor. i0 is a multiple
+// of 16.
 template <typename T>
 void fill_keep(const AttentionParams& params, const TilePosition& at, T* keep) {
   const T rescale = static_cast<T>(dropout_rescale(params.dropout_threshold));

@@ -1,7 +1,7 @@
 // The attention weights themselves, per head or averaged over heads.
 //
-// A thread takes a block of queries of one batch item through all heads in order, so that the average needs
-// one row buffer [rows, S] and never [H, rows, S].
+// A thread takes a block of queries of one batch item through all heads in order, so that the
+// average needs one row buffer [rows, S] and never [H, rows, S].
 #pragma once
 
 #include "attention/cpu/forward.h"
@@ -84,7 +84,8 @@ void finish_head(const WeightsParams& params, const AttentionLayout<T>& layout,
       const T factor = sum == 0 ? T(0) : share / sum;
       for (int64_t c = r * kPanel; c < r * kPanel + count; c += kLanes<T>) {
         const Vec<T> w = load(tile + c);
-        const Vec<T> normalised = w == Vec<T>{} ? w : w * factor;  // a hidden pair of a NaN row is 0
+        const Vec<T> normalised =
+            w == Vec<T>{} ? w : w * factor;  // a hidden pair of a NaN row is 0
         store<T>(tile + c, normalised);
         if (params.average_heads) store<T>(average + c, load(average + c) + normalised);
       }
@@ -147,7 +148,11 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
   for (int64_t first_b = 0; first_b < params.B; first_b += batches_in_flight) {
     const int64_t batches = min_of(batches_in_flight, params.B - first_b);
     const int64_t first = first_b * params.key_heads;
-    const KeyStages keys{params, layout, frequencies, first, logits,
+    const KeyStages keys{params,
+                         layout,
+                         frequencies,
+                         first,
+                         logits,
                          [&](int64_t slot) -> PreparedKeys<T>& { return prepared[slot]; },
                          [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
     run_stages(executor, batches * params.key_heads, keys.logits(), keys.form(), keys.blocks());
@@ -159,8 +164,8 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
         __builtin_memset(own.average, 0, layout.key_blocks * block.rows * kPanel * sizeof(T));
       }
       for (; block.h < params.H; ++block.h) {
-        const int64_t slot = (block.b - first_b) * params.key_heads +
-                             block.h / layout.heads_per_unit;
+        const int64_t slot =
+            (block.b - first_b) * params.key_heads + block.h / layout.heads_per_unit;
         const Unit unit = unit_at(params, layout, first + slot);
         head_weights(params, layout, block, frequencies.of(unit, layout.feature), prepared[slot],
                      own);

@@ -61,7 +61,8 @@ inline void load_row(const Array& array, int64_t offset, int64_t stride, int64_t
       load_converted<T, _Float16>(array.data, offset, stride, count, out,
                                   [](_Float16 x) { return static_cast<float>(x); });
       break;
-    default: __builtin_unreachable();
+    default:
+      __builtin_unreachable();
   }
 }
 
@@ -82,10 +83,12 @@ inline void store_row(const Array& array, int64_t offset, int64_t stride, int64_
                                    [](T x) { return to_bfloat16(static_cast<float>(x)); });
       break;
     case ElementType::kFloat16:
-      store_converted<T, _Float16>(array.data, offset, stride, count, in,
-                                   [](T x) { return static_cast<_Float16>(static_cast<float>(x)); });
+      store_converted<T, _Float16>(array.data, offset, stride, count, in, [](T x) {
+        return static_cast<_Float16>(static_cast<float>(x));
+      });
       break;
-    default: __builtin_unreachable();
+    default:
+      __builtin_unreachable();
   }
 }
 
@@ -126,8 +129,8 @@ inline T infinity() {
   return static_cast<T>(__builtin_inff());
 }
 
-// A matrix [rows, columns] at array.data + offset, as panels [columns / 64][panel_rows][64], zero beyond
-// its columns up to the panel's end.
+// A matrix [rows, columns] at array.data + offset, as panels [columns / 64][panel_rows][64], zero
+// beyond its columns up to the panel's end.
 template <typename T>
 inline void load_panels(const Array& array, int64_t offset, int64_t row_stride,
                         int64_t column_stride, int64_t rows, int64_t columns, T* out,

@@ -1,6 +1,6 @@
-// Matrix products of panels: arrays X[panel][row][64], panel = column / 64, so that every row stride is
-// the constant 64, right operands are contiguous, and one copy serves as left and as right operand.
-// A contiguous [rows, 64] array is already one panel.
+// Matrix products of panels: arrays X[panel][row][64], panel = column / 64, so that every row
+// stride is the constant 64, right operands are contiguous, and one copy serves as left and as
+// right operand. A contiguous [rows, 64] array is already one panel.
 #pragma once
 
 #include "support/cpu/vector.h"
@@ -8,7 +8,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kPanel = 64;   // columns of a panel
+constexpr int64_t kPanel = 64;    // columns of a panel
 constexpr int64_t kTileRows = 6;  // rows of a register tile
 
 enum class Left { kRows, kColumns };  // A(r, k) = a[r * 64 + k], or a[k * 64 + r]
@@ -47,7 +47,8 @@ inline void register_tile(int64_t depth, const T* a, const T* b, T* c, bool accu
   }
 }
 
-// All rows of a strip of kVectors column vectors. Rows are split evenly, so that there is no ragged tile.
+// All rows of a strip of kVectors column vectors. Rows are split evenly, so that there is no ragged
+// tile.
 template <typename T, int kVectors, Left kLeft>
 inline void strip_gemm(int64_t rows, int64_t depth, const T* a, const T* b, T* c, bool accumulate) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -57,12 +58,24 @@ inline void strip_gemm(int64_t rows, int64_t depth, const T* a, const T* b, T* c
     const T* left = a + begin * (kLeft == Left::kRows ? kPanel : 1);
     T* out = c + begin * kPanel;
     switch (count) {
-      case 1: register_tile<T, 1, kVectors, kLeft>(depth, left, b, out, accumulate); break;
-      case 2: register_tile<T, 2, kVectors, kLeft>(depth, left, b, out, accumulate); break;
-      case 3: register_tile<T, 3, kVectors, kLeft>(depth, left, b, out, accumulate); break;
-      case 4: register_tile<T, 4, kVectors, kLeft>(depth, left, b, out, accumulate); break;
-      case 5: register_tile<T, 5, kVectors, kLeft>(depth, left, b, out, accumulate); break;
-      default: register_tile<T, 6, kVectors, kLeft>(depth, left, b, out, accumulate); break;
+      case 1:
+        register_tile<T, 1, kVectors, kLeft>(depth, left, b, out, accumulate);
+        break;
+      case 2:
+        register_tile<T, 2, kVectors, kLeft>(depth, left, b, out, accumulate);
+        break;
+      case 3:
+        register_tile<T, 3, kVectors, kLeft>(depth, left, b, out, accumulate);
+        break;
+      case 4:
+        register_tile<T, 4, kVectors, kLeft>(depth, left, b, out, accumulate);
+        break;
+      case 5:
+        register_tile<T, 5, kVectors, kLeft>(depth, left, b, out, accumulate);
+        break;
+      default:
+        register_tile<T, 6, kVectors, kLeft>(depth, left, b, out, accumulate);
+        break;
     }
   }
 }
@@ -85,7 +98,8 @@ inline void panel_gemm(int64_t rows, int64_t columns, int64_t depth, const T* a,
   if (vectors == 1) strip_gemm<T, 1, kLeft>(rows, depth, a, b, c, accumulate);
 }
 
-// target[c][r] = source[r][c] for rows x columns of a 64 x 64 block, both rounded up to whole vectors.
+// target[c][r] = source[r][c] for rows x columns of a 64 x 64 block, both rounded up to whole
+// vectors.
 template <typename T>
 inline void transpose_panel(int64_t rows, int64_t columns, const T* source, T* target) {
   for (int64_t r = 0; r < rows; r += kLanes<T>) {

@@ -41,9 +41,10 @@ struct Stage {
 template <typename Function>
 Stage(int64_t, Function) -> Stage<Function>;
 
-// All stages of all slots, each stage of a slot after the one before. With slots enough for all threads one
-// thread takes a slot through all its stages, near its caches and without waiting for others; else every
-// stage is spread over the threads by itself. Tasks of one stage start in ascending order of index.
+// All stages of all slots, each stage of a slot after the one before. With slots enough for all
+// threads one thread takes a slot through all its stages, near its caches and without waiting for
+// others; else every stage is spread over the threads by itself. Tasks of one stage start in
+// ascending order of index.
 template <typename... Stages>
 inline void run_stages(const Executor& executor, int64_t slots, const Stages&... stages) {
   if (slots >= 2 * executor.threads) {
@@ -62,15 +63,16 @@ inline Executor for_elements(const Executor& executor, int64_t elements) {
   return result;
 }
 
-// Cuts arrays from one allocation. The same code runs twice: with a null base to add up the size, then
-// to hand out the pointers.
+// Cuts arrays from one allocation. The same code runs twice: with a null base to add up the size,
+// then to hand out the pointers.
 class Workspace {
  public:
   explicit Workspace(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
   template <typename T>
   T* take(int64_t count) {
-    // Bases a power of two apart fall into the same cache sets; an odd number of lines keeps them apart.
+    // Bases a power of two apart fall into the same cache sets; an odd number of lines keeps them
+    // apart.
     constexpr int64_t kLine = 64;
     int64_t lines = ceil_div(count * static_cast<int64_t>(sizeof(T)), kLine);
     if (lines > 64) lines += 5 + (lines & 1);

@@ -1,8 +1,8 @@
-// The vector type of the CPU kernels: one source on GCC/Clang vector extensions, whose width is decided
-// by the instruction set a file is compiled for.
+// The vector type of the CPU kernels: one source on GCC/Clang vector extensions, whose width is
+// decided by the instruction set a file is compiled for.
 //
-// Everything here lives in an anonymous namespace inside namespace IKATTN_ISA: a function emitted from
-// an AVX-512 file must never be the copy the linker keeps for a machine without AVX-512.
+// Everything here lives in an anonymous namespace inside namespace IKATTN_ISA: a function emitted
+// from an AVX-512 file must never be the copy the linker keeps for a machine without AVX-512.
 #pragma once
 
 #include <stdint.h>

@@ -1,4 +1,5 @@
-// Sine, cosine and exponential of whole vectors. Coefficients: fit_polynomials.py, lowest power first.
+// Sine, cosine and exponential of whole vectors. Coefficients: fit_polynomials.py, lowest power
+// first.
 #pragma once
 
 #include "support/cpu/vector.h"
@@ -15,11 +16,11 @@ struct Polynomials<float> {
   static constexpr float kSin[] = {6.283185e+00f, -4.134163e+01f, 8.158814e+01f, -7.5240685e+01f};
   static constexpr float kCos[] = {1.0f, -1.9739153e+01f, 6.4921234e+01f, -8.359255e+01f};
   // cos(2 pi r) in r^2, |r| <= 1/4: error 2.2e-10
-  static constexpr float kWideCos[] = {1.0f,          -1.9739208e+01f, 6.493935e+01f,
+  static constexpr float kWideCos[] = {1.0f,           -1.9739208e+01f, 6.493935e+01f,
                                        -8.545357e+01f, 6.014398e+01f,   -2.4982166e+01f};
   // e^r, |r| <= ln 2 / 2: error 1.9e-9
-  static constexpr float kExp[] = {1.0f,           1.0f,           5.0e-01f,     1.6666417e-01f,
-                                   4.166611e-02f,  8.375051e-03f,  1.3954758e-03f};
+  static constexpr float kExp[] = {1.0f,          1.0f,          5.0e-01f,      1.6666417e-01f,
+                                   4.166611e-02f, 8.375051e-03f, 1.3954758e-03f};
   static constexpr float kRoundingShift = 12582912.0f;  // 1.5 * 2^23: low mantissa bits = integer
   static constexpr int kMantissaBits = 23;
   static constexpr float kLn2High = 6.93145752e-01f;
@@ -29,10 +30,10 @@ struct Polynomials<float> {
 
 template <>
 struct Polynomials<double> {
-  static constexpr double kSin[] = {6.283185307179586e+00,   -4.134170224039976e+01,
-                                    8.160524927607479e+01,   -7.670585975295583e+01,
-                                    4.2058693922374026e+01,  -1.5094639849746901e+01,
-                                    3.819764477470273e+00,   -7.112323192691278e-01};
+  static constexpr double kSin[] = {6.283185307179586e+00,  -4.134170224039976e+01,
+                                    8.160524927607479e+01,  -7.670585975295583e+01,
+                                    4.2058693922374026e+01, -1.5094639849746901e+01,
+                                    3.819764477470273e+00,  -7.112323192691278e-01};
   static constexpr double kCos[] = {1.0,
                                     -1.9739208802178716e+01,
                                     6.493939402266795e+01,
@@ -41,11 +42,17 @@ struct Polynomials<double> {
                                     -2.6426250907341746e+01,
                                     7.903091690437811e+00,
                                     -1.6968504838026126e+00};
-  static constexpr double kWideCos[] = {
-      1.0,                     -1.9739208802178716e+01, 6.49393940226683e+01,
-      -8.545681720669373e+01,  6.0244641371875986e+01,  -2.642625678332383e+01,
-      7.903536368964168e+00,   -1.7143906406716443e+00, 2.820046147524151e-01,
-      -3.6366666046301815e-02, 3.670353477535485e-03};
+  static constexpr double kWideCos[] = {1.0,
+                                        -1.9739208802178716e+01,
+                                        6.49393940226683e+01,
+                                        -8.545681720669373e+01,
+                                        6.0244641371875986e+01,
+                                        -2.642625678332383e+01,
+                                        7.903536368964168e+00,
+                                        -1.7143906406716443e+00,
+                                        2.820046147524151e-01,
+                                        -3.6366666046301815e-02,
+                                        3.670353477535485e-03};
   static constexpr double kExp[] = {1.0,
                                     1.0,
                                     0.5,
@@ -74,8 +81,8 @@ inline Vec<T> horner(const T (&coefficients)[kTerms], Vec<T> x) {
   return result;
 }
 
-// Sine and cosine of an angle given in turns. The reduction t - rint(t) is exact, so that the error is
-// that of t itself; forming 2 pi t first would cost a factor of 15.
+// Sine and cosine of an angle given in turns. The reduction t - rint(t) is exact, so that the error
+// is that of t itself; forming 2 pi t first would cost a factor of 15.
 template <typename T>
 inline void sincos_turns(Vec<T> turns, Vec<T>& sine, Vec<T>& cosine) {
   using P = Polynomials<T>;

@@ -1,0 +1,119 @@
+"""The operators as differentiable compositions of torch's own functions: slow, O(L S) memory,
+plain.
+
+They are the oracle of the tests and what double backward and torch.func use. They also offer the
+published variant for comparison: ``magnitude_scale = 1 / (2 * d**0.25)`` and dropout on the norm
+matrix are what the authors' code computes where the paper says ``1 / (2 * sqrt(d))`` and nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .ops import draw_dropout_seed
+
+__all__ = ["implicit_kernel_attention", "implicit_kernel_weights", "spectral_features"]
+
+
+def implicit_kernel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    norm_dropout_p: float = 0.0,
+) -> Tensor:
+    """:func:`ikattn.implicit_kernel_attention` in torch's own functions.
+
+    Args:
+        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
+        magnitude_scale, dropout_seed: As there.
+        norm_dropout_p: Dropout on the matrix ``magnitude_scale (|q_i|_p^2 + |k_j|_p^2)`` before the
+            softmax, as the authors' code does in training (there 0.1). The query's norm, which
+            cancels otherwise, no longer does.
+
+    Returns:
+        ``[B, H, L, d_v]``.
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+        >>> w1, w2 = (0.1 * torch.randn(2, 8, 16) for _ in range(2))
+        >>> slow = ikattn.reference.implicit_kernel_attention(q, k, v, w1, w2)
+        >>> torch.allclose(slow, ikattn.implicit_kernel_attention(q, k, v, w1, w2), atol=1e-5)
+        True
+    """
+    if dropout_p > 0 and dropout_seed is None:
+        dropout_seed = draw_dropout_seed(query.device)
+    output, _ = torch.ops.ikattn.implicit_kernel_attention_reference(
+        query,
+        key,
+        value,
+        w1,
+        w2,
+        p=p,
+        key_bias=key_bias,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        eps=eps,
+        magnitude_scale=magnitude_scale,
+        dropout_seed=dropout_seed,
+        norm_dropout_p=norm_dropout_p,
+    )
+    return output  # type: ignore[no-any-return]
+
+
+def implicit_kernel_weights(
+    query: Tensor,
+    key: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    average_heads: bool = False,
+) -> Tensor:
+    """:func:`ikattn.implicit_kernel_weights` in torch's own functions; arguments as there."""
+    if dropout_p > 0 and dropout_seed is None:
+        dropout_seed = draw_dropout_seed(query.device)
+    return torch.ops.ikattn.implicit_kernel_weights_reference(  # type: ignore[no-any-return]
+        query,
+        key,
+        w1,
+        w2,
+        p=p,
+        key_bias=key_bias,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        eps=eps,
+        magnitude_scale=magnitude_scale,
+        dropout_seed=dropout_seed,
+        average_heads=average_heads,
+    )
+
+
+def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
+    """:func:`ikattn.spectral_features` in torch's own functions; arguments as there."""
+    return torch.ops.ikattn.spectral_features_reference(x, w1, w2)  # type: ignore[no-any-return]
