@@ -1,5 +1,4 @@
-"""Shapes, dtypes and strides of the operators' results without computing them (torch.compile,
-meta)."""
+"""Shapes, dtypes and strides of the operators' results, for torch.compile and the meta device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The operators as differentiable compositions of torch's own functions: slow, O(L S) memory,
-plain.
+"""The operators as differentiable compositions of torch's own functions: plain, and O(L S).
 
 They are the oracle of the tests and what double backward and torch.func use. They also offer the
 published variant for comparison: ``magnitude_scale = 1 / (2 * d**0.25)`` and dropout on the norm

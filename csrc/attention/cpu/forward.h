@@ -12,16 +12,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kWorkspaceTarget = int64_t{8}
-                                     << 20;  // bytes of prepared keys in flight, at least one unit
-constexpr int64_t kForwardRows = 192;        // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
-constexpr int64_t kCausalRows = 64;          // less waste above the diagonal
-
-// Units whose prepared state is held at once: all threads busy, memory bounded.
-inline int64_t units_in_flight(int64_t units, int64_t bytes_per_unit, int threads) {
-  const int64_t fitting = kWorkspaceTarget / max_of(bytes_per_unit, 1);
-  return max_of(1, min_of(units, max_of(threads, fitting)));
-}
+constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
+constexpr int64_t kCausalRows = 64;    // less waste above the diagonal
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
 // threads.
@@ -30,6 +22,11 @@ inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t l
   const int64_t blocks = max_of(ceil_div(L, largest), min_of(wanted, ceil_div(L, 48)));
   return max_of(16, round_up(ceil_div(L, max_of(blocks, 1)), 16));
 }
+
+template <typename T>
+struct ForwardUnit {
+  PreparedKeys<T> keys;
+};
 
 template <typename T>
 struct ForwardScratch {
@@ -137,53 +134,28 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
   const int64_t blocks_per_head = ceil_div(params.L, rows);
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
 
-  PreparedKeys<T> one;
-  Workspace measure;
-  one.take(measure, layout, false);
-  const int64_t in_flight = units_in_flight(layout.units, measure.bytes(), executor.threads);
-
-  PackedFrequencies<T> frequencies;
-  double* logits = nullptr;
-  PreparedKeys<T>* prepared = nullptr;
-  ForwardScratch<T>* scratch = nullptr;
-  const auto plan = [&](void* base) {
-    Workspace workspace(base);
-    frequencies.take(workspace, params, layout.feature, false);
-    logits = workspace.take<double>(in_flight * params.S);
-    prepared = workspace.take<PreparedKeys<T>>(in_flight);
-    scratch = workspace.take<ForwardScratch<T>>(executor.threads);
-    for (int64_t slot = 0; slot < in_flight; ++slot) {
-      PreparedKeys<T> keys;
-      keys.take(workspace, layout, false);
-      if (base) prepared[slot] = keys;
-    }
-    for (int thread = 0; thread < executor.threads; ++thread) {
-      ForwardScratch<T> own;
-      own.take(workspace, layout, rows);
-      if (base) scratch[thread] = own;
-    }
-    return workspace.bytes();
+  const auto take_slot = [&](ForwardUnit<T>& unit, Workspace& workspace) {
+    unit.keys.take(workspace, layout, false);
   };
-  plan(executor.allocate(executor.owner, plan(nullptr)));
+  const int64_t in_flight =
+      slots_in_flight(layout.units, slot_bytes<ForwardUnit<T>>(take_slot), executor.threads);
+  PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
+  memory.allocate(
+      executor, params, layout, false, in_flight, take_slot,
+      [&](ForwardScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
 
-  pack_all_frequencies(params, layout.feature, frequencies, executor);
+  pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   for (int64_t first = 0; first < layout.units; first += in_flight) {
-    const KeyStages keys{params,
-                         layout,
-                         frequencies,
-                         first,
-                         logits,
-                         [&](int64_t slot) -> PreparedKeys<T>& { return prepared[slot]; },
-                         [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
-    const Stage queries{blocks_per_unit, [&](int64_t slot, int64_t index, int thread) {
-                          const Unit unit = unit_at(params, layout, first + slot);
-                          const int64_t i0 = index % blocks_per_head * rows;
-                          const QueryBlock block{unit.b,
-                                                 unit.first_query_head + index / blocks_per_head,
-                                                 i0, min_of(rows, params.L - i0)};
-                          forward_block(params, layout, block, frequencies.of(unit, layout.feature),
-                                        prepared[slot], scratch[thread]);
-                        }};
+    const KeyStages keys{params, layout, memory, first};
+    const Stage queries{
+        blocks_per_unit, [&](int64_t slot, int64_t index, int thread) {
+          const Unit unit = unit_at(params, layout, first + slot);
+          const int64_t i0 = index % blocks_per_head * rows;
+          const QueryBlock block{unit.b, unit.first_query_head + index / blocks_per_head, i0,
+                                 min_of(rows, params.L - i0)};
+          forward_block(params, layout, block, memory.frequencies.of(unit, layout.feature),
+                        memory.slots[slot].keys, memory.scratch[thread]);
+        }};
     run_stages(executor, min_of(in_flight, layout.units - first), keys.logits(), keys.form(),
                keys.blocks(), queries);
   }

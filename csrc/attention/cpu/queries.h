@@ -1,7 +1,7 @@
 // The query side and the step both passes share: a tile of unnormalised weights.
 #pragma once
 
-#include "attention/cpu/keys.h"
+#include "attention/cpu/pass.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -113,51 +113,24 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
   const AttentionLayout<T> layout(params);
   const int64_t rows = query_block_rows(params.L, params.B, executor.threads, kWeightRows);
   const int64_t blocks = ceil_div(params.L, rows);
-  PreparedKeys<T> one;
-  Workspace measure;
-  one.take(measure, layout, false);
-  const int64_t batches_in_flight =
-      units_in_flight(params.B, measure.bytes() * params.key_heads, 1);
-  const int64_t slots = batches_in_flight * params.key_heads;
-
-  PackedFrequencies<T> frequencies;
-  double* logits = nullptr;
-  PreparedKeys<T>* prepared = nullptr;
-  WeightsScratch<T>* scratch = nullptr;
-  const auto lay_out = [&](void* base) {
-    Workspace workspace(base);
-    frequencies.take(workspace, params, layout.feature, false);
-    logits = workspace.take<double>(slots * params.S);
-    prepared = workspace.take<PreparedKeys<T>>(slots);
-    scratch = workspace.take<WeightsScratch<T>>(executor.threads);
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      PreparedKeys<T> keys;
-      keys.take(workspace, layout, false);
-      if (base) prepared[slot] = keys;
-    }
-    for (int thread = 0; thread < executor.threads; ++thread) {
-      WeightsScratch<T> own;
-      own.take(workspace, layout, rows);
-      if (base) scratch[thread] = own;
-    }
-    return workspace.bytes();
+  const auto take_slot = [&](ForwardUnit<T>& unit, Workspace& workspace) {
+    unit.keys.take(workspace, layout, false);
   };
-  lay_out(executor.allocate(executor.owner, lay_out(nullptr)));
+  const int64_t batches_in_flight =
+      slots_in_flight(params.B, slot_bytes<ForwardUnit<T>>(take_slot) * params.key_heads, 1);
+  PassMemory<T, ForwardUnit<T>, WeightsScratch<T>> memory;
+  memory.allocate(
+      executor, params, layout, false, batches_in_flight * params.key_heads, take_slot,
+      [&](WeightsScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
 
-  pack_all_frequencies(params, layout.feature, frequencies, executor);
+  pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   for (int64_t first_b = 0; first_b < params.B; first_b += batches_in_flight) {
     const int64_t batches = min_of(batches_in_flight, params.B - first_b);
     const int64_t first = first_b * params.key_heads;
-    const KeyStages keys{params,
-                         layout,
-                         frequencies,
-                         first,
-                         logits,
-                         [&](int64_t slot) -> PreparedKeys<T>& { return prepared[slot]; },
-                         [&](int thread) -> KeyScratch<T>& { return scratch[thread].keys; }};
+    const KeyStages keys{params, layout, memory, first};
     run_stages(executor, batches * params.key_heads, keys.logits(), keys.form(), keys.blocks());
     parallel(executor, batches * blocks, [&](int64_t task, int thread) {
-      WeightsScratch<T>& own = scratch[thread];
+      WeightsScratch<T>& own = memory.scratch[thread];
       const int64_t i0 = task % blocks * rows;
       QueryBlock block{first_b + task / blocks, 0, i0, min_of(rows, params.L - i0)};
       if (params.average_heads) {
@@ -167,8 +140,8 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
         const int64_t slot =
             (block.b - first_b) * params.key_heads + block.h / layout.heads_per_unit;
         const Unit unit = unit_at(params, layout, first + slot);
-        head_weights(params, layout, block, frequencies.of(unit, layout.feature), prepared[slot],
-                     own);
+        head_weights(params, layout, block, memory.frequencies.of(unit, layout.feature),
+                     memory.slots[slot].keys, own);
         finish_head(params, layout, block, own);
       }
       if (params.average_heads) store_average(params, block, own);

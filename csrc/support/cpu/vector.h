@@ -6,6 +6,9 @@
 #pragma once
 
 #include <stdint.h>
+
+#include <utility>
+
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
@@ -106,21 +109,22 @@ inline Vec<double> round_nearest(Vec<double> x) {
 #endif
 }
 
+template <typename T, int kHalf, int... kLane>
+inline void exchange_pair(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, kLane...>) {
+  constexpr int kCount = kLanes<T>;
+  const Vec<T> low =
+      __builtin_shufflevector(a, b, (kLane & kHalf ? kCount + kLane - kHalf : kLane)...);
+  b = __builtin_shufflevector(a, b, (kLane & kHalf ? kCount + kLane : kLane + kHalf)...);
+  a = low;
+}
+
 // One stage of the transposition of a kLanes x kLanes block: rows i and i + kHalf exchange halves.
 template <typename T, int kHalf>
 inline void exchange_halves(Vec<T> (&rows)[kLanes<T>]) {
-  Bits<T> low{}, high{};
-  for (int lane = 0; lane < kLanes<T>; ++lane) {
-    low[lane] = (lane & kHalf) ? kLanes<T> + lane - kHalf : lane;
-    high[lane] = (lane & kHalf) ? kLanes<T> + lane : lane + kHalf;
-  }
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes<T>; ++i) {
     if (i & kHalf) continue;
-    const Vec<T> a = rows[i];
-    const Vec<T> b = rows[i + kHalf];
-    rows[i] = __builtin_shuffle(a, b, low);
-    rows[i + kHalf] = __builtin_shuffle(a, b, high);
+    exchange_pair<T, kHalf>(rows[i], rows[i + kHalf], std::make_integer_sequence<int, kLanes<T>>());
   }
 }
 

@@ -1,0 +1,145 @@
+// The last steps of the backward pass: from the gradients of features to tokens and frequencies.
+#pragma once
+
+#include "attention/cpu/backward_state.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// Loads up to 64 tokens. Those marked, marks[r] == left_out, become zero: their gradient is NaN
+// already where anything sees them, and must be zero where nothing does.
+template <typename T>
+void load_clean_tokens(const Array& array, int64_t offset, int64_t rows, int64_t d, const T* marks,
+                       T left_out, T* tokens) {
+  load_panels(array, offset, array.stride[2], array.stride[3], rows, d, tokens, kPanel);
+  for (int64_t r = 0; r < rows; ++r) {
+    if (marks[r] == left_out) fill_row(tokens, kPanel, r, d, T(0));
+  }
+}
+
+// From dphi to dq and the frequencies, tokens [begin, end) of one query head.
+template <typename T>
+void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t begin,
+                    int64_t end, const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state,
+                    T* partial, const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const AttentionLayout<T>& layout = plan.layout;
+  const T* grad_phi = state.grad_phi_q + head * layout.feature_panels() * params.L * kPanel;
+  const int64_t h = unit.first_query_head + head;
+  for (int64_t i0 = begin; i0 < end; i0 += kPanel) {
+    const int64_t rows = min_of(kPanel, end - i0);
+    const Array& query = params.query;
+    load_clean_tokens(query, unit.b * query.stride[0] + h * query.stride[1] + i0 * query.stride[2],
+                      rows, params.d, state.rows.log_normalizer + head * params.L + i0,
+                      infinity<T>(), scratch.tokens);
+    features_backward<T>(
+        layout.feature, rows, scratch.tokens, kPanel, frequencies.of(unit, layout.feature),
+        frequencies.transposed_of(unit, layout.feature), feature_scale<T>(params.M), nullptr, T(2),
+        grad_phi + i0 * kPanel, params.L, params.grad_query ? scratch.grad_x : nullptr, partial,
+        scratch.angles);
+    if (const Array& out = params.grad_query) {
+      store_panels(out, unit.b * out.stride[0] + h * out.stride[1] + i0 * out.stride[2],
+                   out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
+    }
+  }
+}
+
+// dk of one row gains magnitude_scale dg d|k|_p^2.
+template <typename T>
+void add_magnitude_gradient(const AttentionParams& params, T grad_logit, const T* tokens, int64_t r,
+                            int64_t rows, T* grad_x, T* key_row, T* grad_row) {
+  if (params.p == 0 || grad_logit == 0) return;
+  const T factor = static_cast<T>(params.magnitude_scale) * grad_logit;
+  for (int64_t c = 0; c < params.d; ++c) {
+    const int64_t panel = c / kPanel, column = c % kPanel;
+    key_row[c] = tokens[(panel * kPanel + r) * kPanel + column];
+    grad_row[c] = grad_x[(panel * rows + r) * kPanel + column];
+  }
+  add_squared_norm_gradient(key_row, params.d, params.p, factor, grad_row);
+  for (int64_t c = 0; c < params.d; ++c) {
+    grad_x[(c / kPanel * rows + r) * kPanel + c % kPanel] = grad_row[c];
+  }
+}
+
+template <typename T>
+void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, int64_t end,
+                 const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state, T* partial,
+                 const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const AttentionLayout<T>& layout = plan.layout;
+  for (int64_t j0 = begin; j0 < end; j0 += kPanel) {
+    const int64_t rows = min_of(kPanel, end - j0);
+    const Array& key = params.key;
+    load_clean_tokens(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
+                      rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
+    features_backward<T>(
+        layout.feature, rows, scratch.tokens, kPanel, frequencies.of(unit, layout.feature),
+        frequencies.transposed_of(unit, layout.feature), feature_scale<T>(params.M),
+        state.keys.feature_scales + j0, T(2), state.grad_phi_k + j0 * kPanel, layout.padded_keys,
+        params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
+    const Array& out = params.grad_key;
+    if (!out) continue;
+    T* rows_on_side = scratch.keys.tokens;  // two rows of d
+    for (int64_t r = 0; r < rows; ++r) {
+      add_magnitude_gradient(params, state.grad_logit[j0 + r], scratch.tokens, r, rows,
+                             scratch.grad_x, rows_on_side,
+                             rows_on_side + round_up(params.d, kPanel));
+    }
+    store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
+                 out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
+  }
+}
+
+// One chunk of one unit's tokens: queries of its heads first, then keys.
+template <typename T>
+void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
+                  const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state,
+                  const BackwardScratch<T>& scratch) {
+  const int64_t size = plan.layout.feature.packed_size();
+  T* partial = plan.wants_frequencies() ? state.partials + chunk * size : nullptr;
+  if (partial) __builtin_memset(partial, 0, size * sizeof(T));
+  const int64_t of_queries = plan.layout.heads_per_unit * plan.query_chunks;
+  if (chunk < of_queries) {
+    const int64_t begin = chunk % plan.query_chunks * plan.frequency_tokens;
+    finish_queries(plan, unit, chunk / plan.query_chunks, begin,
+                   min_of(plan.params.L, begin + plan.frequency_tokens), frequencies, state,
+                   partial, scratch);
+  } else {
+    const int64_t begin = (chunk - of_queries) * plan.frequency_tokens;
+    finish_keys(plan, unit, begin, min_of(plan.params.S, begin + plan.frequency_tokens),
+                frequencies, state, partial, scratch);
+  }
+}
+
+// Adds the partial sums of units [first, first + count) that share frequency set `set`, in order.
+template <typename T>
+void reduce_partials(const BackwardPlan<T>& plan, int64_t set, int64_t first, int64_t count,
+                     const BackwardUnit<T>* states, T* total) {
+  const int64_t size = plan.layout.feature.packed_size();
+  for (int64_t slot = 0; slot < count; ++slot) {
+    if (unit_at(plan.params, plan.layout, first + slot).frequency_set != set) continue;
+    for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+      const T* partial = states[slot].partials + chunk * size;
+      for (int64_t i = 0; i < size; i += kLanes<T>) {
+        store<T>(total + i, load(total + i) + load(partial + i));
+      }
+    }
+  }
+}
+
+// Frequency gradients out of their packed sums.
+template <typename T>
+void store_frequency_gradients(const AttentionBackwardParams& params,
+                               const FeatureLayout<T>& layout, const T* totals) {
+  const int64_t sets = params.frequency_batches * params.frequency_heads;
+  T* grad_w1 = static_cast<T*>(params.grad_w1.data);
+  T* grad_w2 = static_cast<T*>(params.grad_w2.data);
+  for (int64_t set = 0; set < sets; ++set) {
+    const int64_t at = set * layout.d * layout.M;
+    unpack_frequency_gradients(layout, totals + set * layout.packed_size(),
+                               grad_w1 ? grad_w1 + at : nullptr, grad_w2 ? grad_w2 + at : nullptr);
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,142 @@
+// What every pass over the pairs shares: packed frequencies, its memory, and the stages it begins
+// with.
+#pragma once
+
+#include "attention/cpu/keys.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// Frequencies of all heads, packed once per call.
+template <typename T>
+struct PackedFrequencies {
+  T* packed = nullptr;
+  T* transposed = nullptr;
+
+  void take(Workspace& workspace, const AttentionParams& params, const FeatureLayout<T>& layout,
+            bool backward) {
+    const int64_t sets = params.frequency_batches * params.frequency_heads;
+    packed = workspace.take<T>(sets * layout.packed_size());
+    if (backward) transposed = workspace.take<T>(sets * layout.transposed_size());
+  }
+  const T* of(const Unit& unit, const FeatureLayout<T>& layout) const {
+    return packed + unit.frequency_set * layout.packed_size();
+  }
+  const T* transposed_of(const Unit& unit, const FeatureLayout<T>& layout) const {
+    return transposed + unit.frequency_set * layout.transposed_size();
+  }
+};
+
+template <typename T>
+void pack_all_frequencies(const AttentionParams& params, const FeatureLayout<T>& layout,
+                          const PackedFrequencies<T>& out, const Executor& executor) {
+  const int64_t sets = params.frequency_batches * params.frequency_heads;
+  parallel(for_elements(executor, sets * layout.packed_size()), sets, [&](int64_t set, int) {
+    const int64_t b = set / params.frequency_heads, head = set % params.frequency_heads;
+    pack_frequencies(layout, params.w1, params.w2,
+                     b * params.w1.stride[0] + head * params.w1.stride[1],
+                     b * params.w2.stride[0] + head * params.w2.stride[1],
+                     out.packed + set * layout.packed_size(),
+                     out.transposed ? out.transposed + set * layout.transposed_size() : nullptr);
+  });
+}
+
+// The memory of a pass: one Slot per unit in flight, one Scratch per thread, both with a member
+// `keys`.
+template <typename T, typename Slot, typename Scratch>
+struct PassMemory {
+  PackedFrequencies<T> frequencies;
+  double* logits = nullptr;  // [slots][S]
+  T* totals = nullptr;       // [frequency sets][packed frequencies], backward only
+  Slot* slots = nullptr;
+  Scratch* scratch = nullptr;
+
+  // take_slot(slot, workspace) and take_scratch(scratch, workspace) cut the arrays of one of them.
+  template <typename TakeSlot, typename TakeScratch>
+  void allocate(const Executor& executor, const AttentionParams& params,
+                const AttentionLayout<T>& layout, bool backward, int64_t slot_count,
+                const TakeSlot& take_slot, const TakeScratch& take_scratch) {
+    const auto lay_out = [&](void* base) {
+      Workspace workspace(base);
+      frequencies.take(workspace, params, layout.feature, backward);
+      logits = workspace.take<double>(slot_count * params.S);
+      if (backward) {
+        totals = workspace.take<T>(params.frequency_batches * params.frequency_heads *
+                                   layout.feature.packed_size());
+      }
+      slots = workspace.take<Slot>(slot_count);
+      scratch = workspace.take<Scratch>(executor.threads);
+      for (int64_t i = 0; i < slot_count; ++i) {
+        Slot slot;
+        take_slot(slot, workspace);
+        if (base) slots[i] = slot;
+      }
+      for (int thread = 0; thread < executor.threads; ++thread) {
+        Scratch own;
+        take_scratch(own, workspace);
+        if (base) scratch[thread] = own;
+      }
+      return workspace.bytes();
+    };
+    lay_out(executor.allocate(executor.owner, lay_out(nullptr)));
+  }
+};
+
+constexpr int64_t kWorkspaceTarget = int64_t{8} << 20;  // bytes of slots, but at least one slot
+
+// Bytes of one slot, as take_slot cuts it.
+template <typename Slot, typename TakeSlot>
+inline int64_t slot_bytes(const TakeSlot& take_slot) {
+  Slot slot;
+  Workspace measure;
+  take_slot(slot, measure);
+  return measure.bytes();
+}
+
+// Slots held at once: all threads busy, memory bounded.
+inline int64_t slots_in_flight(int64_t units, int64_t bytes_per_slot, int threads) {
+  const int64_t fitting = kWorkspaceTarget / max_of(bytes_per_slot, 1);
+  return max_of(1, min_of(units, max_of(threads, fitting)));
+}
+
+// The stages every pass begins with, for the units from `first` on: logits g, the form of the
+// weights, prepared keys.
+template <typename T, typename Slot, typename Scratch>
+struct KeyStages {
+  const AttentionParams& params;
+  const AttentionLayout<T>& layout;
+  const PassMemory<T, Slot, Scratch>& memory;
+  int64_t first;
+
+  static constexpr int64_t kChunk = 512;
+  double* logits_of(int64_t slot) const { return memory.logits + slot * params.S; }
+
+  auto logits() const {
+    return Stage{ceil_div(params.S, kChunk), [this](int64_t slot, int64_t chunk, int thread) {
+                   const Unit unit = unit_at(params, layout, first + slot);
+                   const int64_t begin = chunk * kChunk;
+                   key_logits(params, unit.b, unit.head, begin, min_of(params.S, begin + kChunk),
+                              memory.scratch[thread].keys.tokens, logits_of(slot) + begin);
+                 }};
+  }
+  auto form() const {
+    return Stage{int64_t{1}, [this](int64_t slot, int64_t, int) {
+                   memory.slots[slot].keys.form = choose_form<T>(params, logits_of(slot));
+                 }};
+  }
+  auto blocks() const {
+    return Stage{layout.key_blocks, [this](int64_t slot, int64_t block, int thread) {
+                   const Unit unit = unit_at(params, layout, first + slot);
+                   prepare_keys(params, layout, unit, block, logits_of(slot),
+                                memory.frequencies.of(unit, layout.feature),
+                                memory.scratch[thread].keys, memory.slots[slot].keys);
+                 }};
+  }
+};
+
+template <typename T, typename Slot, typename Scratch>
+KeyStages(const AttentionParams&, const AttentionLayout<T>&, const PassMemory<T, Slot, Scratch>&,
+          int64_t) -> KeyStages<T, Slot, Scratch>;
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA
