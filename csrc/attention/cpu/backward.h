@@ -150,50 +150,62 @@ inline bool units_share_mask_gradient(const AttentionBackwardParams& params) {
   return grad && ((params.B > 1 && grad.stride[0] == 0) || (params.H > 1 && grad.stride[1] == 0));
 }
 
+// Units whose frequency gradients are held at once.
+template <typename T>
+inline int64_t units_per_group(const BackwardPlan<T>& plan) {
+  constexpr int64_t kBytes = int64_t{8} << 20;
+  if (units_share_mask_gradient(plan.params)) return 1;
+  if (!plan.wants_frequencies()) return max_of(1, plan.layout.units);
+  const int64_t fitting = kBytes / (plan.layout.feature.packed_size() * int64_t{sizeof(T)});
+  return max_of(1, min_of(plan.layout.units, fitting));
+}
+
 template <typename T>
 void attention_backward(const AttentionBackwardParams& params, const Executor& executor) {
   const BackwardPlan<T> plan(params);
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t sets = params.frequency_batches * params.frequency_heads;
   const int64_t packed_size = layout.feature.packed_size();
-  const auto take_slot = [&](BackwardUnit<T>& unit, Workspace& workspace) {
-    unit.take(workspace, layout, params.L, plan.query_blocks, plan.chunks());
-  };
-  const int64_t in_flight =
-      units_share_mask_gradient(params)
-          ? 1
-          : slots_in_flight(layout.units, slot_bytes<BackwardUnit<T>>(take_slot), executor.threads);
+  const int64_t group = units_per_group(plan);
+  const bool whole = Schedule::has_whole_units(executor, group);
   PassMemory<T, BackwardUnit<T>, BackwardScratch<T>> memory;
   memory.allocate(
-      executor, params, layout, true, in_flight, take_slot,
+      executor, params, layout, group, Schedule::slots(executor, group, whole),
+      [&](BackwardUnit<T>& unit, Workspace& workspace) {
+        unit.take(workspace, layout, params.L, plan.query_blocks, plan.chunks());
+      },
       [&](BackwardScratch<T>& own, Workspace& workspace) { own.take(workspace, layout); });
 
   __builtin_memset(memory.totals, 0, sets * packed_size * sizeof(T));
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
-  for (int64_t first = 0; first < layout.units; first += in_flight) {
-    const int64_t count = min_of(in_flight, layout.units - first);
-    const auto unit_of = [&](int64_t slot) { return unit_at(params, layout, first + slot); };
-    const KeyStages keys{params, layout, memory, first};
-    const Stage queries{layout.heads_per_unit * plan.query_blocks,
-                        [&](int64_t slot, int64_t index, int thread) {
-                          prepare_query_gradients(plan, unit_of(slot), index / plan.query_blocks,
-                                                  index % plan.query_blocks, memory.frequencies,
-                                                  memory.slots[slot], memory.scratch[thread]);
-                        }};
-    const Stage pairs{plan.key_sweeps, [&](int64_t slot, int64_t sweep, int thread) {
-                        sweep_keys(plan, unit_of(slot), sweep, memory.slots[slot],
-                                   memory.scratch[thread]);
+  const KeyStages keys{params, layout, memory};
+  const auto unit_of = [&](const Place& at) { return unit_at(params, layout, at.unit); };
+  const Stage queries{layout.heads_per_unit * plan.query_blocks,
+                      [&](const Place& at, int64_t index, int thread) {
+                        prepare_query_gradients(plan, unit_of(at), index / plan.query_blocks,
+                                                index % plan.query_blocks, memory.frequencies,
+                                                memory.slots[at.slot], memory.scratch[thread]);
                       }};
-    const Stage tokens{plan.chunks(), [&](int64_t slot, int64_t chunk, int thread) {
-                         finish_chunk(plan, unit_of(slot), chunk, memory.frequencies,
-                                      memory.slots[slot], memory.scratch[thread]);
-                       }};
-    run_stages(executor, count, keys.logits(), keys.form(), keys.blocks(), queries, pairs, tokens);
+  const Stage pairs{plan.key_sweeps, [&](const Place& at, int64_t sweep, int thread) {
+                      sweep_keys(plan, unit_of(at), sweep, memory.slots[at.slot],
+                                 memory.scratch[thread]);
+                    }};
+  const Stage tokens{plan.chunks(), [&](const Place& at, int64_t chunk, int thread) {
+                       finish_chunk(plan, unit_of(at), chunk, memory.frequencies,
+                                    memory.slots[at.slot], memory.scratch[thread]);
+                     }};
+  for (int64_t first = 0; first < layout.units; first += group) {
+    const int64_t count = min_of(group, layout.units - first);
+    const Stage chunk_sums{int64_t{plan.wants_frequencies()}, [&](const Place& at, int64_t, int) {
+                             sum_chunks(plan, memory.slots[at.slot],
+                                        memory.unit_sums + (at.unit - first) * packed_size);
+                           }};
+    run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
+               queries, pairs, tokens, chunk_sums);
     if (!plan.wants_frequencies()) continue;
-    parallel(
-        for_elements(executor, count * plan.chunks() * packed_size), sets, [&](int64_t set, int) {
-          reduce_partials(plan, set, first, count, memory.slots, memory.totals + set * packed_size);
-        });
+    parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
+      sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);
+    });
   }
   if (plan.wants_frequencies()) store_frequency_gradients(params, layout.feature, memory.totals);
 }

@@ -111,19 +111,29 @@ void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
   }
 }
 
-// Adds the partial sums of units [first, first + count) that share frequency set `set`, in order.
 template <typename T>
-void reduce_partials(const BackwardPlan<T>& plan, int64_t set, int64_t first, int64_t count,
-                     const BackwardUnit<T>* states, T* total) {
+inline void add_packed(int64_t size, const T* term, T* sum) {
+  for (int64_t i = 0; i < size; i += kLanes<T>) store<T>(sum + i, load(sum + i) + load(term + i));
+}
+
+// One unit's frequency gradient: its chunks in order.
+template <typename T>
+void sum_chunks(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, T* sum) {
   const int64_t size = plan.layout.feature.packed_size();
-  for (int64_t slot = 0; slot < count; ++slot) {
-    if (unit_at(plan.params, plan.layout, first + slot).frequency_set != set) continue;
-    for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-      const T* partial = states[slot].partials + chunk * size;
-      for (int64_t i = 0; i < size; i += kLanes<T>) {
-        store<T>(total + i, load(total + i) + load(partial + i));
-      }
-    }
+  __builtin_memset(sum, 0, size * sizeof(T));
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    add_packed(size, state.partials + chunk * size, sum);
+  }
+}
+
+// Adds the units of [first, first + count) that share frequency set `set`, in order.
+template <typename T>
+void sum_units(const BackwardPlan<T>& plan, int64_t set, int64_t first, int64_t count,
+               const T* unit_sums, T* total) {
+  const int64_t size = plan.layout.feature.packed_size();
+  for (int64_t i = 0; i < count; ++i) {
+    if (unit_at(plan.params, plan.layout, first + i).frequency_set != set) continue;
+    add_packed(size, unit_sums + i * size, total);
   }
 }
 

@@ -2,9 +2,8 @@
 //
 //   pack frequencies -> key logits g -> key panels, per unit -> query blocks
 //
-// Units are taken in groups whose prepared keys fit a fixed amount of memory. Every row is summed
-// over its keys in ascending order by one thread, so that the result does not depend on threads or
-// tiling.
+// Every row is summed over its keys in ascending order by one thread, so that the result does not
+// depend on threads or tiling.
 #pragma once
 
 #include "attention/cpu/queries.h"
@@ -134,31 +133,26 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
   const int64_t blocks_per_head = ceil_div(params.L, rows);
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
 
-  const auto take_slot = [&](ForwardUnit<T>& unit, Workspace& workspace) {
-    unit.keys.take(workspace, layout, false);
-  };
-  const int64_t in_flight =
-      slots_in_flight(layout.units, slot_bytes<ForwardUnit<T>>(take_slot), executor.threads);
+  const bool whole = Schedule::has_whole_units(executor, layout.units);
   PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
   memory.allocate(
-      executor, params, layout, false, in_flight, take_slot,
+      executor, params, layout, 0, Schedule::slots(executor, layout.units, whole),
+      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.keys.take(workspace, layout, false); },
       [&](ForwardScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
-  for (int64_t first = 0; first < layout.units; first += in_flight) {
-    const KeyStages keys{params, layout, memory, first};
-    const Stage queries{
-        blocks_per_unit, [&](int64_t slot, int64_t index, int thread) {
-          const Unit unit = unit_at(params, layout, first + slot);
-          const int64_t i0 = index % blocks_per_head * rows;
-          const QueryBlock block{unit.b, unit.first_query_head + index / blocks_per_head, i0,
-                                 min_of(rows, params.L - i0)};
-          forward_block(params, layout, block, memory.frequencies.of(unit, layout.feature),
-                        memory.slots[slot].keys, memory.scratch[thread]);
-        }};
-    run_stages(executor, min_of(in_flight, layout.units - first), keys.logits(), keys.form(),
-               keys.blocks(), queries);
-  }
+  const KeyStages keys{params, layout, memory};
+  const Stage queries{
+      blocks_per_unit, [&](const Place& at, int64_t index, int thread) {
+        const Unit unit = unit_at(params, layout, at.unit);
+        const int64_t i0 = index % blocks_per_head * rows;
+        const QueryBlock block{unit.b, unit.first_query_head + index / blocks_per_head, i0,
+                               min_of(rows, params.L - i0)};
+        forward_block(params, layout, block, memory.frequencies.of(unit, layout.feature),
+                      memory.slots[at.slot].keys, memory.scratch[thread]);
+      }};
+  run_stages(executor, Schedule{0, layout.units, whole}, keys.logits(), keys.form(), keys.blocks(),
+             queries);
 }
 
 }  // namespace

@@ -41,26 +41,30 @@ void pack_all_frequencies(const AttentionParams& params, const FeatureLayout<T>&
   });
 }
 
-// The memory of a pass: one Slot per unit in flight, one Scratch per thread, both with a member
+// The memory of a pass: Slots for the units in flight, one Scratch per thread, both with a member
 // `keys`.
 template <typename T, typename Slot, typename Scratch>
 struct PassMemory {
   PackedFrequencies<T> frequencies;
   double* logits = nullptr;  // [slots][S]
-  T* totals = nullptr;       // [frequency sets][packed frequencies], backward only
+  // Backward only: frequency gradients of each unit of a group, and of each set of frequencies.
+  T* unit_sums = nullptr;  // [group][packed frequencies]
+  T* totals = nullptr;     // [frequency sets][packed frequencies]
   Slot* slots = nullptr;
   Scratch* scratch = nullptr;
 
+  // group: units whose frequency gradients are held at once; 0: a forward pass.
   // take_slot(slot, workspace) and take_scratch(scratch, workspace) cut the arrays of one of them.
   template <typename TakeSlot, typename TakeScratch>
   void allocate(const Executor& executor, const AttentionParams& params,
-                const AttentionLayout<T>& layout, bool backward, int64_t slot_count,
+                const AttentionLayout<T>& layout, int64_t group, int64_t slot_count,
                 const TakeSlot& take_slot, const TakeScratch& take_scratch) {
     const auto lay_out = [&](void* base) {
       Workspace workspace(base);
-      frequencies.take(workspace, params, layout.feature, backward);
+      frequencies.take(workspace, params, layout.feature, group > 0);
       logits = workspace.take<double>(slot_count * params.S);
-      if (backward) {
+      if (group > 0) {
+        unit_sums = workspace.take<T>(group * layout.feature.packed_size());
         totals = workspace.take<T>(params.frequency_batches * params.frequency_heads *
                                    layout.feature.packed_size());
       }
@@ -82,61 +86,42 @@ struct PassMemory {
   }
 };
 
-constexpr int64_t kWorkspaceTarget = int64_t{8} << 20;  // bytes of slots, but at least one slot
-
-// Bytes of one slot, as take_slot cuts it.
-template <typename Slot, typename TakeSlot>
-inline int64_t slot_bytes(const TakeSlot& take_slot) {
-  Slot slot;
-  Workspace measure;
-  take_slot(slot, measure);
-  return measure.bytes();
-}
-
-// Slots held at once: all threads busy, memory bounded.
-inline int64_t slots_in_flight(int64_t units, int64_t bytes_per_slot, int threads) {
-  const int64_t fitting = kWorkspaceTarget / max_of(bytes_per_slot, 1);
-  return max_of(1, min_of(units, max_of(threads, fitting)));
-}
-
-// The stages every pass begins with, for the units from `first` on: logits g, the form of the
-// weights, prepared keys.
+// The stages every pass begins with: logits g, the form of the weights, prepared keys.
 template <typename T, typename Slot, typename Scratch>
 struct KeyStages {
   const AttentionParams& params;
   const AttentionLayout<T>& layout;
   const PassMemory<T, Slot, Scratch>& memory;
-  int64_t first;
 
   static constexpr int64_t kChunk = 512;
   double* logits_of(int64_t slot) const { return memory.logits + slot * params.S; }
 
   auto logits() const {
-    return Stage{ceil_div(params.S, kChunk), [this](int64_t slot, int64_t chunk, int thread) {
-                   const Unit unit = unit_at(params, layout, first + slot);
+    return Stage{ceil_div(params.S, kChunk), [this](const Place& at, int64_t chunk, int thread) {
+                   const Unit unit = unit_at(params, layout, at.unit);
                    const int64_t begin = chunk * kChunk;
                    key_logits(params, unit.b, unit.head, begin, min_of(params.S, begin + kChunk),
-                              memory.scratch[thread].keys.tokens, logits_of(slot) + begin);
+                              memory.scratch[thread].keys.tokens, logits_of(at.slot) + begin);
                  }};
   }
   auto form() const {
-    return Stage{int64_t{1}, [this](int64_t slot, int64_t, int) {
-                   memory.slots[slot].keys.form = choose_form<T>(params, logits_of(slot));
+    return Stage{int64_t{1}, [this](const Place& at, int64_t, int) {
+                   memory.slots[at.slot].keys.form = choose_form<T>(params, logits_of(at.slot));
                  }};
   }
   auto blocks() const {
-    return Stage{layout.key_blocks, [this](int64_t slot, int64_t block, int thread) {
-                   const Unit unit = unit_at(params, layout, first + slot);
-                   prepare_keys(params, layout, unit, block, logits_of(slot),
+    return Stage{layout.key_blocks, [this](const Place& at, int64_t block, int thread) {
+                   const Unit unit = unit_at(params, layout, at.unit);
+                   prepare_keys(params, layout, unit, block, logits_of(at.slot),
                                 memory.frequencies.of(unit, layout.feature),
-                                memory.scratch[thread].keys, memory.slots[slot].keys);
+                                memory.scratch[thread].keys, memory.slots[at.slot].keys);
                  }};
   }
 };
 
 template <typename T, typename Slot, typename Scratch>
-KeyStages(const AttentionParams&, const AttentionLayout<T>&, const PassMemory<T, Slot, Scratch>&,
-          int64_t) -> KeyStages<T, Slot, Scratch>;
+KeyStages(const AttentionParams&, const AttentionLayout<T>&, const PassMemory<T, Slot, Scratch>&)
+    -> KeyStages<T, Slot, Scratch>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

@@ -111,37 +111,31 @@ void store_average(const WeightsParams& params, const QueryBlock& block,
 template <typename T>
 void attention_weights(const WeightsParams& params, const Executor& executor) {
   const AttentionLayout<T> layout(params);
-  const int64_t rows = query_block_rows(params.L, params.B, executor.threads, kWeightRows);
+  const int64_t rows = query_block_rows(params.L, 1, executor.threads, kWeightRows);
   const int64_t blocks = ceil_div(params.L, rows);
-  const auto take_slot = [&](ForwardUnit<T>& unit, Workspace& workspace) {
-    unit.keys.take(workspace, layout, false);
-  };
-  const int64_t batches_in_flight =
-      slots_in_flight(params.B, slot_bytes<ForwardUnit<T>>(take_slot) * params.key_heads, 1);
   PassMemory<T, ForwardUnit<T>, WeightsScratch<T>> memory;
   memory.allocate(
-      executor, params, layout, false, batches_in_flight * params.key_heads, take_slot,
+      executor, params, layout, 0, params.key_heads,
+      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.keys.take(workspace, layout, false); },
       [&](WeightsScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
-  for (int64_t first_b = 0; first_b < params.B; first_b += batches_in_flight) {
-    const int64_t batches = min_of(batches_in_flight, params.B - first_b);
-    const int64_t first = first_b * params.key_heads;
-    const KeyStages keys{params, layout, memory, first};
-    run_stages(executor, batches * params.key_heads, keys.logits(), keys.form(), keys.blocks());
-    parallel(executor, batches * blocks, [&](int64_t task, int thread) {
+  const KeyStages keys{params, layout, memory};
+  for (int64_t b = 0; b < params.B; ++b) {
+    run_stages(executor, Schedule{b * params.key_heads, params.key_heads, false}, keys.logits(),
+               keys.form(), keys.blocks());
+    parallel(executor, blocks, [&](int64_t index, int thread) {
       WeightsScratch<T>& own = memory.scratch[thread];
-      const int64_t i0 = task % blocks * rows;
-      QueryBlock block{first_b + task / blocks, 0, i0, min_of(rows, params.L - i0)};
+      const int64_t i0 = index * rows;
+      QueryBlock block{b, 0, i0, min_of(rows, params.L - i0)};
       if (params.average_heads) {
         __builtin_memset(own.average, 0, layout.key_blocks * block.rows * kPanel * sizeof(T));
       }
       for (; block.h < params.H; ++block.h) {
-        const int64_t slot =
-            (block.b - first_b) * params.key_heads + block.h / layout.heads_per_unit;
-        const Unit unit = unit_at(params, layout, first + slot);
+        const int64_t head = block.h / layout.heads_per_unit;
+        const Unit unit = unit_at(params, layout, b * params.key_heads + head);
         head_weights(params, layout, block, memory.frequencies.of(unit, layout.feature),
-                     memory.slots[slot].keys, own);
+                     memory.slots[head].keys, own);
         finish_head(params, layout, block, own);
       }
       if (params.average_heads) store_average(params, block, own);

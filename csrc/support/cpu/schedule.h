@@ -28,31 +28,55 @@ inline void parallel(const Executor& executor, int64_t count, const Function& fu
       const_cast<Function*>(&function));
 }
 
-// One step of the work on a slot: function(slot, index, thread) for every index in [0, tasks).
+// One step of the work on a unit: function(place, index, thread) for every index in [0, tasks).
+struct Place {
+  int64_t unit;
+  int64_t slot;  // where the unit's intermediate state is kept
+};
 template <typename Function>
 struct Stage {
   int64_t tasks;
   Function function;
-
-  void run(int64_t slot, int thread) const {
-    for (int64_t index = 0; index < tasks; ++index) function(slot, index, thread);
-  }
 };
 template <typename Function>
 Stage(int64_t, Function) -> Stage<Function>;
 
-// All stages of all slots, each stage of a slot after the one before. With slots enough for all
-// threads one thread takes a slot through all its stages, near its caches and without waiting for
-// others; else every stage is spread over the threads by itself. Tasks of one stage start in
-// ascending order of index.
+// Units [first, first + count) and how they are shared out. Whole: a thread takes a unit through
+// all its stages, near its caches and without waiting for others; a slot per thread. Not whole:
+// every stage is spread over the threads by itself; a slot per unit.
+struct Schedule {
+  int64_t first, count;
+  bool whole;
+
+  static bool has_whole_units(const Executor& executor, int64_t units) {
+    return units >= 2 * executor.threads;
+  }
+  static int64_t slots(const Executor& executor, int64_t units, bool whole) {
+    return max_of(1, whole ? executor.threads : units);
+  }
+};
+
+// All stages of all units, each stage of a unit after the one before. Tasks of one stage of a unit
+// start in ascending order of index.
 template <typename... Stages>
-inline void run_stages(const Executor& executor, int64_t slots, const Stages&... stages) {
-  if (slots >= 2 * executor.threads) {
-    parallel(executor, slots, [&](int64_t slot, int thread) { (stages.run(slot, thread), ...); });
+inline void run_stages(const Executor& executor, const Schedule& schedule,
+                       const Stages&... stages) {
+  if (schedule.whole) {
+    parallel(executor, schedule.count, [&](int64_t i, int thread) {
+      const Place place{schedule.first + i, thread};
+      const auto run = [&](const auto& stage) {
+        for (int64_t index = 0; index < stage.tasks; ++index) stage.function(place, index, thread);
+      };
+      (run(stages), ...);
+    });
     return;
   }
-  (parallel(executor, slots * stages.tasks,
-            [&](int64_t task, int thread) { stages.function(task % slots, task / slots, thread); }),
+  const int64_t count = schedule.count;
+  (parallel(executor, count * stages.tasks,
+            [&](int64_t task, int thread) {
+              stages.function(Place{schedule.first + task % count, task % count}, task / count,
+                              thread);
+            }),
    ...);
 }
 
