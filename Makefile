@@ -21,6 +21,8 @@ PYTHON ?= python3
 python := $(VENV)/bin/python
 stamps := $(VENV)/.ikattn
 pip := $(python) -m pip install --constraint $(stamps)/constraints.txt
+# Threads that wait asleep: tests and benchmarks share the cores with others.
+export OMP_WAIT_POLICY := passive
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 sources := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc -type f) \

@@ -15,6 +15,10 @@ def _check_heads(function: str, query: Tensor, key: Tensor, enable_gqa: bool) ->
         lambda: f"{function}: query and key must have four axes, got {query.dim()} and {key.dim()}",
     )
     torch._check(
+        query.device == key.device,
+        lambda: f"{function}: key must be on the device of query, {query.device}, got {key.device}",
+    )
+    torch._check(
         enable_gqa or query.shape[1] == key.shape[1],
         lambda: f"{function}: key must have the heads of query (enable_gqa=True allows fewer)",
     )
