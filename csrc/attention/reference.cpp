@@ -1,6 +1,7 @@
 #include "attention/reference.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "support/philox.h"
@@ -210,7 +211,8 @@ WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const
   }
   const double share = average_heads ? 1.0 / static_cast<double>(H) : 1.0;
   for (int64_t h = 0; h < H; ++h) {
-    at::AutoGradMode with_gradients(true);
+    // Autograd on, also where this is called from below it.
+    const c10::InferenceMode ordinary_mode(false);
     std::array<at::Tensor, kWeightsGradients> head;
     std::vector<at::Tensor> sources;
     for (int i = 0; i < kWeightsGradients; ++i) {

@@ -280,19 +280,19 @@ AttentionGradients attention_backward_cpu(const at::Tensor& grad_output, const a
   }
   kernels().backward[compute_index(query)](params, TorchExecutor(2.5 * pair_work(sizes)));
 
-  const at::Tensor none = not_wanted(query);
+  const auto none = [&] { return not_wanted(query); };
   if (wanted[5]) {
     const int64_t heads = key_bias->dim() >= 2 ? key_bias->size(-2) : 1;
     if (heads != 1) grad_bias = sum_groups(grad_bias, heads);
     grad_bias = finish_broadcast(grad_bias, *key_bias);
   }
-  return {wanted[0] ? grad_query : none,
-          wanted[1] ? finish_key_side(grad_key, key) : none,
-          wanted[2] ? finish_key_side(grad_value, value) : none,
-          wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none,
-          wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none,
-          wanted[5] ? grad_bias : none,
-          wanted[6] ? finish_broadcast(grad_mask, *attn_mask) : none};
+  return {wanted[0] ? grad_query : none(),
+          wanted[1] ? finish_key_side(grad_key, key) : none(),
+          wanted[2] ? finish_key_side(grad_value, value) : none(),
+          wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none(),
+          wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none(),
+          wanted[5] ? grad_bias : none(),
+          wanted[6] ? finish_broadcast(grad_mask, *attn_mask) : none()};
 }
 
 at::Tensor weights_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
@@ -362,7 +362,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> features_backward_cpu(
   FeaturesParams params = features_params(sizes, x, w1, w2, grad_features);
   const auto compute = x.options().dtype(compute_type(x.scalar_type()));
   const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d, sizes.M};
-  at::Tensor grad_x = not_wanted(x), grad_w1 = grad_x, grad_w2 = grad_x;
+  at::Tensor grad_x = not_wanted(x), grad_w1 = not_wanted(x), grad_w2 = not_wanted(x);
   if (wanted[0]) params.grad_x = array_of(grad_x = at::empty_like(x));
   if (wanted[1]) params.grad_w1 = array_of(grad_w1 = at::empty(frequency_sizes, compute));
   if (wanted[2]) params.grad_w2 = array_of(grad_w2 = at::empty(frequency_sizes, compute));
