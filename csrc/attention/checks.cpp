@@ -31,13 +31,13 @@ void check_main(const char* function, const char* name, const at::Tensor& tensor
                    tensor.scalar_type());
 }
 
-// Side inputs may be in the query's type, in its arithmetic type, or in float32 beside float64.
+// Side inputs may be in the query's type or in float32.
 void check_side_type(const char* function, const char* name, const at::Tensor& tensor,
                      const at::Tensor& query) {
   const at::ScalarType wanted = query.scalar_type(), type = tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == wanted || type == compute_type(wanted), function, ": ", name,
-                   " must have the dtype of query, ", wanted, ", or ", compute_type(wanted),
-                   ", got ", type);
+  TORCH_CHECK_TYPE(type == wanted || type == at::kFloat, function, ": ", name,
+                   " must have the dtype of query, ", wanted,
+                   wanted == at::kFloat ? "" : ", or Float", ", got ", type);
 }
 
 void check_frequencies(const char* function, const at::Tensor& w1,

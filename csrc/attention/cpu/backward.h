@@ -68,6 +68,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       scores(layout, block.rows, phi, L, state.keys.block_features(layout, key_block), count,
              scratch.s);
       const T* block_values = state.keys.block_values(layout, key_block);
+      if (params.d_v == 0) __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
       for (int64_t first = 0; first < params.d_v; first += kPanel) {
         panel_gemm<T, Left::kRows>(block.rows, count, min_of(kPanel, params.d_v - first),
                                    grad_out + first * L, block_values + first * kPanel, scratch.dp,
