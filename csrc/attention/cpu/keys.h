@@ -74,7 +74,8 @@ inline Unit unit_at(const AttentionParams& params, const AttentionLayout<T>& lay
 // The largest and smallest logit of the keys that are neither hidden nor poisoned decide the form.
 struct KeyForm {
   bool folded = true;
-  double reference = 0;  // the largest g; subtracted from every g before it is rounded to T
+  double reference =
+      0;  // subtracted from every g before it is rounded to T: the largest, if folded
 };
 
 template <typename T>
@@ -91,6 +92,9 @@ KeyForm choose_form(const AttentionParams& params, const double* logits) {
   form.reference = is_finite(largest) ? largest : 0.0;
   form.folded = !float_mask && (all_rows_see_all_keys || largest == -infinity<double>() ||
                                 largest - smallest <= kFoldableSpread<T>);
+  // The largest g may be that of a hidden key, and so far from the others that the distance rounds
+  // them off.
+  if (!form.folded) form.reference = 0;
   return form;
 }
 
