@@ -92,15 +92,18 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
 }
 
 // All tensors in the arithmetic type, key already with H heads.
-Logits normalised_weights(const at::Tensor& query, at::Tensor key, const at::Tensor& w1,
+Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1,
                           const std::optional<at::Tensor>& w2, int64_t H,
                           const AttentionOptions& options, double norm_dropout_p) {
   Logits result;
   const at::Tensor visible = visible_pairs(query, key, H, options);
   if (visible.defined()) {
-    // A key that no row sees must not reach the arithmetic: 0 * NaN in the gradient would be NaN.
+    // A key that no row sees, and a row that sees none, must not reach the arithmetic: 0 * NaN in
+    // the gradient would be NaN.
     result.seen = visible.any(-2);
     key = at::where(result.seen.unsqueeze(-1), key, at::zeros({}, key.options()));
+    const at::Tensor seeing = visible.any(-1).unsqueeze(-1);
+    query = at::where(seeing, query, at::zeros({}, query.options()));
   }
   at::Tensor logits = pair_logits(query, key, w1, w2, H, options, norm_dropout_p);
   if (visible.defined()) {
