@@ -1,0 +1,171 @@
+"""The gradients of implicit-kernel attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import formula
+import ikattn
+from agreement import (
+    assert_call_accurate,
+    assert_close,
+    assert_gradients_accurate,
+    assert_identical,
+    direction,
+    gradient_scales,
+    gradients,
+)
+from samples import (
+    BY_NAME,
+    DTYPES,
+    FEW,
+    LAYOUTS,
+    SAMPLES,
+    Sample,
+    converted,
+    differentiable,
+    name_of,
+    with_gradients,
+)
+
+attention = ikattn.implicit_kernel_attention
+reference = ikattn.reference.implicit_kernel_attention
+
+MASKS_WITH_INFINITY = [sample for sample in SAMPLES if sample.mask_kind == "float with -inf"]
+ORDERS = (1.0, 1.5, 1.8, 2.0, 3.0, 7.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_gradients_are_as_accurate_as_the_references(sample: Sample, dtype: torch.dtype) -> None:
+    assert_call_accurate(attention, reference, sample.arguments(dtype))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_reference_has_the_gradients_of_the_formula(sample: Sample) -> None:
+    arguments = sample.arguments()
+    by_formula = gradients(formula.attention, arguments)
+    incoming = direction(formula.attention(**arguments))
+    assert_gradients_accurate(
+        gradients(reference, arguments),
+        by_formula,
+        by_formula,
+        gradient_scales(arguments, incoming),
+        torch.float64,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", FEW, ids=name_of)
+def test_each_gradient_alone_is_what_it_is_among_all(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    everything = gradients(attention, arguments)
+    for name in differentiable(arguments):
+        alone = gradients(attention, arguments, [name])
+        assert_identical(alone.values(), [everything[name]])
+
+
+@pytest.mark.parametrize("missing", ["query", "key", "value", "w1", "w2", "key_bias", "attn_mask"])
+def test_all_gradients_but_one_are_what_they_are_among_all(missing: str) -> None:
+    arguments = BY_NAME["everything at once"].arguments()
+    everything = gradients(attention, arguments)
+    names = [name for name in everything if name != missing]
+    rest = gradients(attention, arguments, names)
+    assert_identical(rest.values(), [everything[name] for name in names])
+
+
+def test_only_what_requires_a_gradient_gets_one() -> None:
+    arguments = BY_NAME["everything at once"].arguments()
+    call = with_gradients(arguments, ["key", "w2"])
+    attention(**call).sum().backward()
+    with_gradient = [name for name in differentiable(call) if call[name].grad is not None]
+    assert with_gradient == ["key", "w2"]
+
+
+@pytest.mark.parametrize("layout", ["columns", "strided", "expanded heads", "expanded tokens"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_incoming_gradient_may_have_any_strides(layout: str, dtype: torch.dtype) -> None:
+    arguments = BY_NAME["15 queries, 17 keys"].arguments(dtype)
+    incoming = LAYOUTS[layout](direction(attention(**arguments)))
+    strided = gradients(attention, arguments, grad_output=incoming)
+    dense = gradients(attention, arguments, grad_output=incoming.contiguous())
+    assert_identical(strided.values(), dense.values())
+
+
+def test_gradients_of_one_tensor_in_several_roles_add_up() -> None:
+    arguments = BY_NAME["d 8, d_v 8, M 1"].arguments()
+    x = arguments["query"]
+    arguments |= {"key": x, "value": x}
+    shared = x.detach().requires_grad_()
+    output = attention(**(arguments | {"query": shared, "key": shared, "value": shared}))
+    (found,) = torch.autograd.grad(output, shared, direction(output))
+    parts = gradients(attention, arguments)
+    assert_close(found, parts["query"] + parts["key"] + parts["value"], 1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("p", ORDERS)
+def test_magnitude_has_no_gradient_at_zero_keys(p: float, dtype: torch.dtype) -> None:
+    arguments = Sample(f"zero keys for p {p}", S=9, d=13).arguments(dtype)
+    arguments["key"].zero_()
+    with_magnitude = gradients(attention, arguments | {"p": p})
+    without = gradients(attention, arguments | {"p": None})
+    assert_identical(with_magnitude.values(), without.values())
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float64, 1e-60),
+        (torch.float64, 1e60),
+        (torch.float32, 1e-15),
+        (torch.float32, 1e15),
+    ],
+    ids=str,
+)
+def test_gradient_of_the_magnitude_is_right_where_powers_of_the_key_are_no_numbers(
+    p: float, dtype: torch.dtype, size: float
+) -> None:
+    """With w = 0 all depends on magnitude_scale |k|^2: f(c k, scale / c^2) = f(k, scale)."""
+    arguments = Sample(f"sizes for p {p}", S=9, d=5).arguments(dtype) | {"p": p}
+    arguments |= {"w1": torch.zeros(2, 5, 3, dtype=dtype), "w2": None, "magnitude_scale": 0.1}
+    scaled = {"key": arguments["key"] * size, "magnitude_scale": 0.1 / size**2}
+    got = gradients(attention, arguments | scaled, ["key"])["key"].double() * size
+    expected = gradients(reference, converted(arguments, torch.float64), ["key"])["key"]
+    assert_close(got, expected, 1e-12 if dtype == torch.float64 else 3e-6)
+
+
+def test_backward_twice_through_a_retained_graph_gives_the_same() -> None:
+    call = with_gradients(BY_NAME["everything at once"].arguments(torch.float32))
+    output = attention(**call)
+    leaves = [call[name] for name in differentiable(call)]
+    first, second = (
+        torch.autograd.grad(output, leaves, direction(output), retain_graph=True) for _ in range(2)
+    )
+    assert_identical(first, second)
+
+
+def test_an_output_changed_in_place_is_an_error_in_backward() -> None:
+    call = with_gradients(BY_NAME["15 queries, 17 keys"].arguments())
+    output = attention(**call)
+    output.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_saved_tensors_can_be_moved_away_and_back() -> None:
+    arguments = BY_NAME["everything at once"].arguments()
+    expected = gradients(attention, arguments)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        moved = gradients(attention, arguments)
+    assert_identical(moved.values(), expected.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", MASKS_WITH_INFINITY, ids=name_of)
+def test_hidden_pairs_of_a_float_mask_have_no_gradient(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    found = gradients(attention, arguments, ["attn_mask"])["attn_mask"]
+    assert (found[arguments["attn_mask"] == -torch.inf] == 0).all()

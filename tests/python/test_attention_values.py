@@ -1,0 +1,114 @@
+"""The output of implicit-kernel attention: its numbers, shape, type and layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import formula
+import ikattn
+from agreement import assert_close, assert_identical, assert_output_accurate, in_float64
+from samples import BY_NAME, DTYPES, SAMPLES, Arguments, Sample, name_of
+
+reference = ikattn.reference.implicit_kernel_attention
+
+LAYOUT_SAMPLES = [sample for sample in SAMPLES if sample.layout != "contiguous"]
+
+
+def log_normalizer(**arguments: object) -> Tensor:
+    return torch.ops.ikattn.implicit_kernel_attention(**arguments)[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_output_is_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    output = ikattn.implicit_kernel_attention(**arguments)
+    assert_output_accurate(output, reference(**arguments), in_float64(reference, arguments))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_reference_computes_the_formula(sample: Sample) -> None:
+    arguments = sample.arguments()
+    assert_close(reference(**arguments), formula.attention(**arguments), 1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
+    sample: Sample, dtype: torch.dtype
+) -> None:
+    arguments = sample.arguments(dtype)
+    got = log_normalizer(**arguments)
+    assert got.dtype == torch.float64
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    assert_close(got, in_float64(formula.log_normalizer, arguments), tolerance, scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_output_is_laid_out_as_the_projection_after_it_reads_it(
+    sample: Sample, dtype: torch.dtype
+) -> None:
+    output = ikattn.implicit_kernel_attention(**sample.arguments(dtype))
+    assert output.shape == (sample.B, sample.H, sample.L, sample.d_v)
+    assert output.dtype == dtype
+    assert output.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("sample", LAYOUT_SAMPLES, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_strides_of_the_inputs_do_not_change_a_bit(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    dense = {
+        name: argument.clone(memory_format=torch.contiguous_format)
+        if torch.is_tensor(argument)
+        else argument
+        for name, argument in arguments.items()
+    }
+    first, second = (ikattn.implicit_kernel_attention(**call) for call in (arguments, dense))
+    assert_identical([first], [second])
+
+
+@pytest.mark.parametrize("sample", LAYOUT_SAMPLES, ids=name_of)
+def test_inputs_are_left_as_they_were(sample: Sample) -> None:
+    arguments = sample.arguments()
+    tensors = [argument for argument in arguments.values() if torch.is_tensor(argument)]
+    before = [tensor.clone() for tensor in tensors]
+    output = ikattn.implicit_kernel_attention(
+        **{n: a.requires_grad_() if n == "query" else a for n, a in arguments.items()}
+    )
+    output.sum().backward()
+    assert_identical(tensors, before)
+
+
+def test_defaults_are_the_papers() -> None:
+    arguments = Sample("defaults", d=40).arguments()
+    tensors = {name: arguments[name] for name in ("query", "key", "value", "w1", "w2")}
+    explicit: Arguments = {"p": 2.0, "eps": 1e-5, "magnitude_scale": 1 / (2 * 40**0.5)}
+    default = ikattn.implicit_kernel_attention(**tensors)
+    assert torch.equal(default, ikattn.implicit_kernel_attention(**tensors, **explicit))
+    for name, other in (("p", 3.0), ("eps", 1e-2), ("magnitude_scale", 1 / (2 * 40**0.25))):
+        changed = ikattn.implicit_kernel_attention(**tensors, **(explicit | {name: other}))
+        assert (changed - default).abs().max() > 1e-4, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_frequencies_bias_and_mask_may_be_float32_beside_any_dtype(dtype: torch.dtype) -> None:
+    arguments = BY_NAME["float32 beside lower precision"].arguments(torch.float32)
+    tokens = {name: arguments[name].to(dtype) for name in ("query", "key", "value")}
+    arguments = arguments | tokens
+    output = ikattn.implicit_kernel_attention(**arguments)
+    assert output.dtype == dtype
+    assert_output_accurate(output, reference(**arguments), in_float64(reference, arguments))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_output_needs_no_graph_where_none_is_wanted(context: type) -> None:
+    arguments = BY_NAME["everything at once"].arguments()
+    arguments["w1"] = arguments["w1"].detach().requires_grad_()
+    with context():
+        output = ikattn.implicit_kernel_attention(**arguments)
+    assert not output.requires_grad
+    assert torch.equal(output, ikattn.implicit_kernel_attention(**arguments).detach())

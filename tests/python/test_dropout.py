@@ -1,0 +1,252 @@
+"""Dropout of the weights: which are dropped, how the rest is scaled, and what repeats."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close, assert_identical, direction, gradients
+from samples import DTYPES, SAMPLES, Arguments, Sample, name_of, of_weights
+
+attention = ikattn.implicit_kernel_attention
+weights = ikattn.implicit_kernel_weights
+
+DROPOUT_SAMPLES = [sample for sample in SAMPLES if sample.dropout_p > 0]
+SHAPE = Sample("dropped", B=2, H=3, L=70, S=131)
+
+
+def philox4x32_7(counter: np.ndarray, seed: int) -> np.ndarray:
+    """Philox4x32 with seven rounds (Salmon et al., SC 2011) of counters [4, n]."""
+    c0, c1, c2, c3 = counter.astype(np.uint64)
+    key0, key1 = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(7):
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (
+            product1 >> np.uint64(32) ^ c1 ^ np.uint64(key0),
+            product1 & low,
+            product0 >> np.uint64(32) ^ c3 ^ np.uint64(key1),
+            product0 & low,
+        )
+        key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3])
+
+
+def documented_keep_mask(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
+    """The mapping in numpy, weight by weight.
+
+    Rows and columns of an aligned 16 x 16 block fall into groups {2a, 2a+1, 2a+8, 2a+9}; the call
+    with counter (i // 16 * 4 + a, j // 16 * 4 + b, b * H + h, offset) gives the bytes of the 4 x 4
+    group (a, b), byte 4 * row + column. Dropped where the byte is below round(256 p).
+    """
+    batch, heads, length, keys = shape
+    first, offset = (number & 0xFFFFFFFFFFFFFFFF for number in seed.tolist())
+
+    def group_and_member(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        place = index % 16
+        return index // 16 * 4 + place % 8 // 2, place % 2 + 2 * (place // 8)
+
+    head, i, j = np.meshgrid(
+        np.arange(batch * heads), np.arange(length), np.arange(keys), indexing="ij"
+    )
+    (row_group, row), (column_group, column) = group_and_member(i), group_and_member(j)
+    counter = np.stack([row_group, column_group, head, np.full_like(head, offset & 0xFFFFFFFF)])
+    words = philox4x32_7(counter.reshape(4, -1), first)
+    byte_index = (4 * row + column).ravel()
+    word = words[byte_index // 4, np.arange(byte_index.size)]
+    byte = word >> (8 * (byte_index % 4)).astype(np.uint64) & np.uint64(255)
+    threshold = min(math.floor(256 * dropout_p + 0.5), 255)
+    return torch.from_numpy(byte >= threshold).view(shape)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("seed", "offset"),
+    [(0, 0), (1, 2), (2**62 + 12345, 2**61 + 6789), (-1, -1), (2**32, 2**32)],
+)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 16, 16), (1, 2, 37, 65), (3, 1, 70, 15)])
+def test_mask_is_the_documented_function_of_seed_and_position(
+    shape: tuple[int, ...], seed: int, offset: int, dropout_p: float
+) -> None:
+    numbers = torch.tensor([seed, offset])
+    expected = documented_keep_mask(numbers, shape, dropout_p)
+    assert torch.equal(ikattn.dropout_keep_mask(numbers, shape, dropout_p), expected)
+
+
+@pytest.mark.parametrize(
+    ("ones", "words"),
+    [
+        (0, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        (1, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+    ],
+)
+def test_philox_gives_the_known_answers_of_its_authors(ones: int, words: list[int]) -> None:
+    """Random123's kat_vectors, philox4x32 with 7 rounds: all bits 0, all bits 1."""
+    counter = np.full((4, 1), ones * 0xFFFFFFFF, dtype=np.uint64)
+    assert philox4x32_7(counter, ones * 0xFFFFFFFFFFFFFFFF).ravel().tolist() == words
+
+
+@pytest.mark.parametrize("sample", [*DROPOUT_SAMPLES, SHAPE], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_operators_drop_what_the_mask_says(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    p = sample.dropout_p or 0.3
+    seed = torch.tensor([11, 22])
+    plain = weights(**of_weights(arguments | {"dropout_p": 0.0}))
+    dropped = weights(**of_weights(arguments | {"dropout_p": p, "dropout_seed": seed}))
+    keep = ikattn.dropout_keep_mask(seed, plain.shape, p)
+    rescale = 256 / (256 - math.floor(256 * p + 0.5))
+    tolerance = {torch.float64: 1e-15, torch.float32: 1e-6}.get(dtype, 1e-2)
+    assert_close(dropped, plain.double() * keep * rescale, tolerance)
+    assert torch.equal(dropped == 0, ~keep | (plain == 0))
+
+
+@pytest.mark.parametrize("sample", [*DROPOUT_SAMPLES, SHAPE], ids=name_of)
+def test_gradients_flow_through_what_was_kept(sample: Sample) -> None:
+    """The gradient in value is the transposed dropped weights times the incoming one."""
+    arguments = sample.arguments() | {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}
+    output = attention(**arguments)
+    found = gradients(attention, arguments, ["value"])["value"]
+    dropped = weights(**of_weights(arguments))
+    expected = dropped.mT @ direction(output)
+    groups = found.shape[1]
+    assert_close(found, expected.unflatten(1, (groups, -1)).sum(2), 1e-13)
+
+
+@pytest.mark.parametrize("dropout_p", [0.002, 0.1, 0.25, 0.5, 0.9, 0.999])
+def test_kept_fraction_is_what_was_asked_for_to_a_256th(dropout_p: float) -> None:
+    keep = ikattn.dropout_keep_mask(torch.tensor([3, 4]), (4, 4, 256, 256), dropout_p)
+    expected = 1 - min(round(256 * dropout_p), 255) / 256
+    deviation = math.sqrt(expected * (1 - expected) / keep.numel())
+    assert abs(keep.double().mean().item() - expected) < 5 * deviation
+    assert abs(expected - (1 - dropout_p)) <= 1 / 256
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.001])
+def test_a_probability_that_rounds_to_zero_drops_nothing(dropout_p: float) -> None:
+    seed = torch.tensor([3, 4])
+    assert ikattn.dropout_keep_mask(seed, (1, 2, 64, 64), dropout_p).all()
+    arguments = SHAPE.arguments()
+    dropped = attention(**(arguments | {"dropout_p": dropout_p, "dropout_seed": seed}))
+    assert torch.equal(dropped, attention(**arguments))
+
+
+def test_dropout_close_to_one_keeps_a_256th_and_stays_finite() -> None:
+    arguments = SHAPE.arguments() | {"dropout_p": 0.999, "dropout_seed": torch.tensor([1, 1])}
+    found = weights(**of_weights(arguments))
+    plain = weights(**of_weights(arguments | {"dropout_p": 0.0}))
+    kept = found != 0
+    assert 0 < kept.sum() < 0.01 * kept.numel()
+    assert_close(found[kept], 256 * plain[kept], 1e-14)
+    assert attention(**arguments).isfinite().all()
+
+
+def test_the_mean_over_many_masks_is_the_output_without_dropout() -> None:
+    arguments = Sample("mean over masks", B=1, H=2, L=16, S=20).arguments()
+    expected = attention(**arguments)
+    outputs = torch.stack(
+        [
+            attention(**(arguments | {"dropout_p": 0.3, "dropout_seed": torch.tensor([9, offset])}))
+            for offset in range(2000)
+        ]
+    )
+    deviation = outputs.std(0) / math.sqrt(2000)
+    assert ((outputs.mean(0) - expected).abs() < 6 * deviation + 1e-12).all()
+
+
+def correlation(first: Tensor, second: Tensor) -> float:
+    return torch.corrcoef(torch.stack([first.flatten(), second.flatten()]).double())[0, 1].item()
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+def test_heads_items_seeds_and_offsets_have_independent_masks(dropout_p: float) -> None:
+    def mask(seed: int, offset: int) -> Tensor:
+        return ikattn.dropout_keep_mask(torch.tensor([seed, offset]), (2, 2, 128, 128), dropout_p)
+
+    one = mask(1, 0)
+    pairs = {
+        "heads": (one[0, 0], one[0, 1]),
+        "batch items": (one[0, 0], one[1, 0]),
+        "last head and first of the next item": (one[0, 1], one[1, 0]),
+        "seeds": (one, mask(2, 0)),
+        "offsets": (one, mask(1, 1)),
+        "seed and offset exchanged": (mask(5, 9), mask(9, 5)),
+        "rows": (one[..., :-1, :], one[..., 1:, :]),
+        "columns": (one[..., :-1], one[..., 1:]),
+        "rows of a group": (one[..., 0::16, :], one[..., 8::16, :]),
+        "blocks": (one[..., :16, :], one[..., 16:32, :]),
+        "transposed": (one[0, 0], one[0, 0].mT),
+    }
+    for name, (first, second) in pairs.items():
+        assert not torch.equal(first, second), name
+        assert abs(correlation(first, second)) < 5 / math.sqrt(first.numel()), name
+
+
+def test_mask_is_the_same_whatever_surrounds_a_head() -> None:
+    """Position decides, not the size of the call: a longer call extends a shorter one."""
+    seed = torch.tensor([7, 8])
+    large = ikattn.dropout_keep_mask(seed, (1, 3, 100, 90), 0.5)
+    assert torch.equal(ikattn.dropout_keep_mask(seed, (1, 3, 33, 47), 0.5), large[:, :, :33, :47])
+    assert torch.equal(ikattn.dropout_keep_mask(seed, (1, 1, 33, 47), 0.5), large[:, :1, :33, :47])
+
+
+def test_torchs_seed_makes_calls_repeat_and_without_one_they_differ() -> None:
+    call: Arguments = SHAPE.arguments() | {"dropout_p": 0.5}
+    for operator in (attention, lambda value, **rest: weights(**rest)):
+        torch.manual_seed(0)
+        first, second = operator(**call), operator(**call)
+        torch.manual_seed(0)
+        assert_identical([operator(**call), operator(**call)], [first, second])
+        assert (first != second).any()
+
+
+def test_drawn_seeds_are_int64_pairs_that_follow_torchs_generator() -> None:
+    torch.manual_seed(3)
+    first, second = ikattn.draw_dropout_seed(), ikattn.draw_dropout_seed()
+    torch.manual_seed(3)
+    assert torch.equal(ikattn.draw_dropout_seed(), first)
+    assert not torch.equal(first, second)
+    assert (first.dtype, first.shape) == (torch.int64, (2,))
+
+
+def test_no_dropout_draws_nothing_from_the_generator() -> None:
+    state = torch.get_rng_state()
+    attention(**SHAPE.arguments())
+    weights(**of_weights(SHAPE.arguments()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_backward_uses_the_mask_of_its_forward() -> None:
+    """Also when other masks were drawn in between."""
+    call = SHAPE.arguments() | {"dropout_p": 0.5}
+    call["value"].requires_grad_()
+    torch.manual_seed(1)
+    seed = ikattn.draw_dropout_seed()
+    torch.manual_seed(1)
+    output = attention(**call)
+    attention(**(SHAPE.arguments() | {"dropout_p": 0.5}))
+    (found,) = torch.autograd.grad(output, call["value"], direction(output))
+    expected = gradients(attention, SHAPE.arguments() | {"dropout_p": 0.5, "dropout_seed": seed})
+    assert_identical([found], [expected["value"]])
+
+
+def test_a_seed_may_be_a_strided_view() -> None:
+    numbers = torch.tensor([1, -7, 2, -7])
+    dense, strided = torch.tensor([1, 2]), numbers[::2]
+    call = SHAPE.arguments() | {"dropout_p": 0.5}
+    first, second = (attention(**(call | {"dropout_seed": seed})) for seed in (dense, strided))
+    assert_identical([first], [second])
+    assert torch.equal(
+        ikattn.dropout_keep_mask(strided, (1, 1, 9, 9), 0.5),
+        ikattn.dropout_keep_mask(dense, (1, 1, 9, 9), 0.5),
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_masks_of_empty_calls_are_empty(shape: tuple[int, ...]) -> None:
+    assert ikattn.dropout_keep_mask(torch.tensor([1, 2]), shape, 0.5).shape == shape

@@ -1,0 +1,175 @@
+"""The same bits for every number of threads and in every run; every instruction set is right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import ikattn
+from agreement import assert_identical, gradients
+from samples import BY_NAME, FEW, Sample, name_of, of_weights
+
+THREADS = (2, 3, 7)
+
+# All large enough to be worth a thread; every way to share out the work.
+LARGE = (
+    Sample("one long head", B=1, H=1, L=1000, S=1000),
+    Sample("one long causal head", B=1, H=1, L=1000, S=1000, is_causal=True, M=33),
+    Sample("one long masked head", B=1, H=1, L=600, S=900, mask="L1", mask_kind="float"),
+    Sample("many short heads", B=8, H=8, L=64, S=64, key_bias="1S"),
+    Sample("a few heads", B=1, H=3, L=200, S=333, d=64, d_v=64, M=64),
+    Sample("grouped heads", B=1, H=8, G=2, L=300, S=301, frequencies="G", is_causal=True),
+    Sample("grouped heads, own w", B=2, H=4, G=2, L=150, S=200, frequencies="BH"),
+    Sample("mask shared by all", B=2, H=3, L=200, S=210, mask="LS", mask_kind="float"),
+    Sample("mask shared by heads and rows", B=3, H=4, L=150, S=210, mask="B11S", mask_kind="float"),
+    Sample("mask shared by columns", B=2, H=3, L=200, S=260, mask="1HL1", mask_kind="float"),
+    Sample("mask of one number", B=2, H=3, L=200, S=260, mask="1", mask_kind="float"),
+    Sample("large dropout", B=2, H=2, L=200, S=300, dropout_p=0.3),
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives back the number of threads that was set before."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
+    """All results and gradients of all operators on one sample."""
+    arguments = sample.arguments(dtype)
+    weights, averaged = (
+        ikattn.implicit_kernel_weights(**of_weights(arguments), average_heads=average)
+        for average in (False, True)
+    )
+    frequencies = arguments["w1"].repeat_interleave(
+        sample.H // arguments["w1"].shape[-3], -3
+    )  # spectral_features has no groups
+    features = {"x": arguments["query"], "w1": frequencies, "w2": None}
+    return [
+        ikattn.implicit_kernel_attention(**arguments),
+        *gradients(ikattn.implicit_kernel_attention, arguments).values(),
+        weights,
+        averaged,
+        ikattn.spectral_features(**features),
+        *gradients(ikattn.spectral_features, features, ["x", "w1"]).values(),
+    ]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+def test_results_are_bitwise_the_same_for_every_number_of_threads(
+    sample: Sample, dtype: torch.dtype
+) -> None:
+    torch.set_num_threads(1)
+    expected = everything(sample, dtype)
+    for number in THREADS:
+        torch.set_num_threads(number)
+        assert_identical(everything(sample, dtype), expected)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+def test_results_are_bitwise_the_same_from_run_to_run(sample: Sample) -> None:
+    torch.set_num_threads(3)
+    expected = everything(sample, torch.float32)
+    for _ in range(5):
+        assert_identical(everything(sample, torch.float32), expected)
+
+
+@pytest.mark.usefixtures("threads")
+def test_calls_from_several_threads_at_once_do_not_disturb_each_other() -> None:
+    torch.set_num_threads(2)
+    samples = (*FEW, *LARGE[3:6]) * 3
+    expected = {sample.name: everything(sample, torch.float32) for sample in samples}
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda sample: everything(sample, torch.float32), samples)
+        for sample, results in zip(samples, found, strict=True):
+            assert_identical(results, expected[sample.name])
+
+
+class Attended(Dataset[Tensor]):
+    """Items computed by the operator, forward and backward, in the process that loads them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.cat([x.flatten() for x in everything(LARGE[index], torch.float32)])
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_forked_worker_computes_after_its_parent_did() -> None:
+    torch.set_num_threads(2)
+    expected = [Attended()[index] for index in range(4)]
+    loader = DataLoader(
+        Attended(),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context="fork",
+        timeout=60,  # a worker that hangs is an error, not a wait
+    )
+    assert_identical(list(loader), expected)
+
+
+# --- Instruction sets -----------------------------------------------------------------------------
+
+# What a name of ATEN_CPU_CAPABILITY makes of the kernels, and what the processor must have.
+INSTRUCTION_SETS = {
+    "default": ("baseline", ()),
+    "avx2": ("avx2", ("avx2", "fma")),
+    "avx512": ("avx512", ("avx512f", "avx512dq", "avx512bw", "avx512vl")),
+}
+HERE = Path(__file__).parent
+# What of the samples' names the tests of values and gradients are run again on: all sizes of tile,
+# and some of every other kind.
+SLICE = ("queries", "d_v", "1.8", "layout", "long", "once")
+
+
+def processor_flags() -> set[str]:
+    """What the processor has; of its first core, for all are alike."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def in_process(capability: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    environment = {n: x for n, x in environment.items() if not n.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=600
+    )
+
+
+@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
+def test_every_instruction_set_is_as_accurate_as_the_reference(capability: str) -> None:
+    """The tests of values and gradients, again, in a process told to use one instruction set."""
+    name, needed = INSTRUCTION_SETS[capability]
+    missing = set(needed) - processor_flags()
+    if missing:
+        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
+    program = "import torch, ikattn; print(torch.ops.ikattn.instruction_set())"
+    assert in_process(capability, "-c", program).stdout.strip() == name
+
+    files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients")]
+    chosen = f"as_accurate and ({' or '.join(SLICE)})"
+    options = ["-q", "-k", chosen, "-p", "no:cacheprovider"]
+    run = in_process(capability, "-m", "pytest", *options, *files)
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.parametrize("word", SLICE)
+def test_the_slice_names_samples_that_exist(word: str) -> None:
+    assert any(word in name for name in BY_NAME)
