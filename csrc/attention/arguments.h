@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "ikattn/attention.h"
+#include "support/checks.h"
 
 // Dispatcher functions take every argument by itself. These are the ones AttentionOptions bundles,
 // in the order of the schema.
@@ -107,7 +108,12 @@ FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2);
 
 void check_dropout(const char* function, double dropout_p,
-                   const std::optional<at::Tensor>& dropout_seed, at::Device device);
+                   const std::optional<at::Tensor>& dropout_seed);
+
+// Layout and device of every tensor of a call; see support/checks.h.
+void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
+                     const at::Tensor& value, const at::Tensor& w1,
+                     const std::optional<at::Tensor>& w2, const AttentionOptions& options);
 
 // Arithmetic type for a storage type: float64 stays, everything else is computed in float32.
 inline at::ScalarType compute_type(at::ScalarType storage) {
@@ -116,10 +122,6 @@ inline at::ScalarType compute_type(at::ScalarType storage) {
 
 inline double magnitude_scale_or_default(const std::optional<double>& scale, int64_t d) {
   return scale.has_value() ? *scale : 0.5 / std::sqrt(static_cast<double>(d));
-}
-
-inline bool is_present(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined();
 }
 
 }  // namespace ikattn

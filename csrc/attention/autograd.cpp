@@ -236,6 +236,7 @@ std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& query,
                                                       const std::optional<at::Tensor>& w2,
                                                       IKATTN_OPTION_PARAMETERS) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
+  check_placement("implicit_kernel_attention", query, key, value, w1, w2, options);
   if (any_transformed({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_attention(query, key, value, w1, w2, options);
   }
@@ -248,6 +249,7 @@ at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, cons
                             const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
                             bool average_heads) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
+  check_placement("implicit_kernel_weights", query, key, at::Tensor(), w1, w2, options);
   if (any_transformed({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_weights(query, key, w1, w2, options, average_heads);
   }
@@ -256,6 +258,7 @@ at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, cons
 
 at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2) {
+  check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
   if (any_transformed({&x, &w1}, {&w2})) {
     return reference_features(x, w1, w2).to(x.scalar_type());
   }

@@ -1,5 +1,7 @@
 // Argument checks of the attention operators: every message names the argument, what was expected
 // and what came.
+#include "support/checks.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -9,21 +11,8 @@
 namespace ikattn {
 namespace {
 
-bool is_supported(at::ScalarType type) {
-  return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-}
-
-void check_tensor(const char* function, const char* name, const at::Tensor& tensor,
-                  const at::Tensor& query) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, function, ": ", name,
-              " must be a dense (strided) tensor, got layout ", tensor.layout());
-  TORCH_CHECK(tensor.device() == query.device(), function, ": ", name,
-              " must be on the device of query, ", query.device(), ", got ", tensor.device());
-}
-
 void check_main(const char* function, const char* name, const at::Tensor& tensor,
                 const at::Tensor& query, const char* shape) {
-  check_tensor(function, name, tensor, query);
   TORCH_CHECK(tensor.dim() == 4, function, ": ", name, " must have shape ", shape, ", got ",
               tensor.sizes());
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), function, ": ", name,
@@ -33,26 +22,26 @@ void check_main(const char* function, const char* name, const at::Tensor& tensor
 
 // Side inputs may be in the query's type or in float32.
 void check_side_type(const char* function, const char* name, const at::Tensor& tensor,
-                     const at::Tensor& query) {
-  const at::ScalarType wanted = query.scalar_type(), type = tensor.scalar_type();
+                     const char* of, at::ScalarType wanted) {
+  const at::ScalarType type = tensor.scalar_type();
   TORCH_CHECK_TYPE(type == wanted || type == at::kFloat, function, ": ", name,
-                   " must have the dtype of query, ", wanted,
+                   " must have the dtype of ", of, ", ", wanted,
                    wanted == at::kFloat ? "" : ", or Float", ", got ", type);
 }
 
-void check_frequencies(const char* function, const at::Tensor& w1,
-                       const std::optional<at::Tensor>& w2, const at::Tensor& query, int64_t B,
+// `of` is the name of the tensor whose tokens the frequencies meet: query, or x.
+void check_frequencies(const char* function, const char* of, const at::Tensor& w1,
+                       const std::optional<at::Tensor>& w2, at::ScalarType type, int64_t B,
                        int64_t H, int64_t G, int64_t d) {
-  check_tensor(function, "w1", w1, query);
-  check_side_type(function, "w1", w1, query);
+  check_side_type(function, "w1", w1, of, type);
   TORCH_CHECK(w1.dim() == 3 || w1.dim() == 4, function,
               ": w1 must have shape [H, d, M] or [B, H, d, M], got ", w1.sizes());
   TORCH_CHECK(w1.size(-2) == d, function, ": w1 must have shape [H, d, M] with d = ", d,
-              " (the head size of query), got ", w1.sizes());
+              " (the head size of ", of, "), got ", w1.sizes());
   const int64_t heads = w1.size(-3);
   if (H == G) {
     TORCH_CHECK(heads == H, function, ": w1 must have shape [H, d, M] with H = ", H,
-                " (the heads of query), got ", w1.sizes());
+                " (the heads of ", of, "), got ", w1.sizes());
   } else {
     TORCH_CHECK(heads == H || heads == G, function, ": w1 must have ", H,
                 " heads (those of query) or ", G, " (those of key), got ", w1.sizes());
@@ -62,7 +51,6 @@ void check_frequencies(const char* function, const at::Tensor& w1,
   TORCH_CHECK(w1.size(-1) >= 1, function, ": w1 must hold at least one frequency, got ",
               w1.sizes());
   if (!is_present(w2)) return;
-  check_tensor(function, "w2", *w2, query);
   TORCH_CHECK_TYPE(w2->scalar_type() == w1.scalar_type(), function,
                    ": w2 must have the dtype of w1, ", w1.scalar_type(), ", got ",
                    w2->scalar_type());
@@ -70,21 +58,11 @@ void check_frequencies(const char* function, const at::Tensor& w1,
               ", got ", w2->sizes());
 }
 
-bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
-  if (from.size() > to.size()) return false;
-  const size_t skipped = to.size() - from.size();
-  for (size_t i = 0; i < from.size(); ++i) {
-    if (from[i] != 1 && from[i] != to[i + skipped]) return false;
-  }
-  return true;
-}
-
 void check_key_bias(const char* function, const at::Tensor& bias, const at::Tensor& query,
                     int64_t B, int64_t H, int64_t G, int64_t S) {
-  check_tensor(function, "key_bias", bias, query);
   TORCH_CHECK_TYPE(bias.is_floating_point(), function, ": key_bias must be floating point, got ",
                    bias.scalar_type());
-  check_side_type(function, "key_bias", bias, query);
+  check_side_type(function, "key_bias", bias, "query", query.scalar_type());
   TORCH_CHECK(broadcasts_to(bias.sizes(), {B, H, S}) || broadcasts_to(bias.sizes(), {B, G, S}),
               function, ": key_bias must broadcast to [B, H, S] = [", B, ", ", H, ", ", S,
               G == H ? "]" : "] (or the heads of key)", ", got ", bias.sizes());
@@ -92,12 +70,13 @@ void check_key_bias(const char* function, const at::Tensor& bias, const at::Tens
 
 void check_mask(const char* function, const at::Tensor& mask, const at::Tensor& query, int64_t B,
                 int64_t H, int64_t L, int64_t S) {
-  check_tensor(function, "attn_mask", mask, query);
   TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || mask.is_floating_point(), function,
                    ": attn_mask must be bool (true = may attend) or floating point (added to the "
                    "logit), got ",
                    mask.scalar_type());
-  if (mask.scalar_type() != at::kBool) check_side_type(function, "attn_mask", mask, query);
+  if (mask.scalar_type() != at::kBool) {
+    check_side_type(function, "attn_mask", mask, "query", query.scalar_type());
+  }
   TORCH_CHECK(broadcasts_to(mask.sizes(), {B, H, L, S}), function,
               ": attn_mask must broadcast to [B, H, L, S] = [", B, ", ", H, ", ", L, ", ", S,
               "], got ", mask.sizes());
@@ -114,8 +93,21 @@ void check_numbers(const char* function, const AttentionOptions& options) {
 
 }  // namespace
 
+void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
+                     const at::Tensor& value, const at::Tensor& w1,
+                     const std::optional<at::Tensor>& w2, const AttentionOptions& options) {
+  check_placement(function, "query", query,
+                  {{"key", &key},
+                   {"value", &value},
+                   {"w1", &w1},
+                   {"w2", address(w2)},
+                   {"key_bias", address(options.key_bias)},
+                   {"attn_mask", address(options.attn_mask)},
+                   {"dropout_seed", address(options.dropout_seed)}});
+}
+
 void check_dropout(const char* function, double dropout_p,
-                   const std::optional<at::Tensor>& dropout_seed, at::Device device) {
+                   const std::optional<at::Tensor>& dropout_seed) {
   TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, function,
                     ": dropout_p must be in [0, 1), got ", dropout_p);
   if (dropout_p == 0) return;
@@ -123,17 +115,17 @@ void check_dropout(const char* function, double dropout_p,
                     ": dropout_seed must be given with dropout_p > 0 "
                     "(ikattn.draw_dropout_seed makes one)");
   TORCH_CHECK(dropout_seed->scalar_type() == at::kLong && dropout_seed->numel() == 2 &&
-                  dropout_seed->dim() == 1 && dropout_seed->device() == device,
-              function, ": dropout_seed must be an int64 tensor of shape [2] on ", device, ", got ",
-              dropout_seed->scalar_type(), " ", dropout_seed->sizes(), " on ",
-              dropout_seed->device());
+                  dropout_seed->dim() == 1,
+              function, ": dropout_seed must be an int64 tensor of shape [2], got ",
+              dropout_seed->scalar_type(), " ", dropout_seed->sizes());
 }
 
 AttentionSizes check_attention(const char* function, const at::Tensor& query, const at::Tensor& key,
                                const at::Tensor& value, const at::Tensor& w1,
                                const std::optional<at::Tensor>& w2,
                                const AttentionOptions& options) {
-  TORCH_CHECK_TYPE(is_supported(query.scalar_type()), function,
+  check_placement(function, query, key, value, w1, w2, options);
+  TORCH_CHECK_TYPE(is_supported_float(query.scalar_type()), function,
                    ": query must be float64, float32, bfloat16 or float16, got ",
                    query.scalar_type());
   check_main(function, "query", query, query, "[B, H, L, d]");
@@ -161,11 +153,11 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
                 ": value must have shape [B, G, S, d_v] = [", B, ", ", G, ", ", S, ", d_v], got ",
                 value.sizes());
   }
-  check_frequencies(function, w1, w2, query, B, H, G, d);
+  check_frequencies(function, "query", w1, w2, query.scalar_type(), B, H, G, d);
   if (is_present(options.key_bias)) check_key_bias(function, *options.key_bias, query, B, H, G, S);
   if (is_present(options.attn_mask)) check_mask(function, *options.attn_mask, query, B, H, L, S);
   check_numbers(function, options);
-  check_dropout(function, options.dropout_p, options.dropout_seed, query.device());
+  check_dropout(function, options.dropout_p, options.dropout_seed);
   return {B,
           H,
           G,
@@ -181,13 +173,14 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2) {
   const char* function = "spectral_features";
-  TORCH_CHECK_TYPE(is_supported(x.scalar_type()), function,
+  check_placement(function, "x", x, {{"w1", &w1}, {"w2", address(w2)}});
+  TORCH_CHECK_TYPE(is_supported_float(x.scalar_type()), function,
                    ": x must be float64, float32, bfloat16 or float16, got ", x.scalar_type());
   check_main(function, "x", x, x, "[B, H, L, d]");
   const int64_t B = x.size(0), H = x.size(1), d = x.size(3);
   TORCH_CHECK(H >= 1 && d >= 1, function,
               ": x must have at least one head and a head size of at least 1, got ", x.sizes());
-  check_frequencies(function, w1, w2, x, B, H, H, d);
+  check_frequencies(function, "x", w1, w2, x.scalar_type(), B, H, H, d);
   return {B, H, x.size(2), d, w1.size(-1), w1.dim() == 4 ? w1.size(0) : 1};
 }
 

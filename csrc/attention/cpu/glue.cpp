@@ -232,6 +232,16 @@ at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes, at
   return at::zeros(axes, mask.options().dtype(type));
 }
 
+// Gradients are asked for only of inputs that are there.
+template <size_t kCount>
+void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
+                  const std::array<bool, kCount>& present) {
+  for (size_t i = 0; i < kCount; ++i) {
+    TORCH_CHECK(!wanted[i] || present[i], function, ": wanted[", i,
+                "] must be false, for that input is absent or not floating point");
+  }
+}
+
 AttentionGradients attention_backward_cpu(const at::Tensor& grad_output, const at::Tensor& query,
                                           const at::Tensor& key, const at::Tensor& value,
                                           const at::Tensor& w1, const std::optional<at::Tensor>& w2,
@@ -242,10 +252,15 @@ AttentionGradients attention_backward_cpu(const at::Tensor& grad_output, const a
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const char* function = "implicit_kernel_attention_backward";
   const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
-  TORCH_CHECK(
-      grad_output.sizes() == output.sizes() && grad_output.scalar_type() == query.scalar_type(),
-      function, ": grad_output must be ", query.scalar_type(), " of shape ", output.sizes(),
-      ", got ", grad_output.scalar_type(), " ", grad_output.sizes());
+  const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
+  check_like(function, "output", output, output_sizes, query.scalar_type(), query.device());
+  check_like(function, "log_normalizer", log_normalizer, {sizes.B, sizes.H, sizes.L}, at::kDouble,
+             query.device());
+  check_like(function, "grad_output", grad_output, output_sizes, query.scalar_type(),
+             query.device());
+  check_wanted(function, wanted,
+               {true, true, true, true, is_present(w2), is_present(key_bias),
+                is_present(attn_mask) && attn_mask->is_floating_point()});
   const at::ScalarType type = compute_type(query.scalar_type());
   const auto compute = query.options().dtype(type);
   AttentionBackwardParams params;
@@ -319,7 +334,15 @@ WeightsGradients weights_backward_cpu(const at::Tensor& grad_weights, const at::
                                       bool average_heads,
                                       std::array<bool, kWeightsGradients> wanted) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
-  check_attention("implicit_kernel_weights_backward", query, key, at::Tensor(), w1, w2, options);
+  const char* function = "implicit_kernel_weights_backward";
+  const AttentionSizes sizes = check_attention(function, query, key, at::Tensor(), w1, w2, options);
+  std::vector<int64_t> weights_sizes = {sizes.B, sizes.L, sizes.S};
+  if (!average_heads) weights_sizes.insert(weights_sizes.begin() + 1, sizes.H);
+  check_like(function, "grad_weights", grad_weights, weights_sizes, query.scalar_type(),
+             query.device());
+  check_wanted(function, wanted,
+               {true, true, true, is_present(w2), is_present(key_bias),
+                is_present(attn_mask) && attn_mask->is_floating_point()});
   return weights_gradients_by_head(grad_weights, query, key, w1, w2, options, average_heads,
                                    wanted);
 }
@@ -358,7 +381,11 @@ at::Tensor features_cpu(const at::Tensor& x, const at::Tensor& w1,
 std::tuple<at::Tensor, at::Tensor, at::Tensor> features_backward_cpu(
     const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
+  const char* function = "spectral_features_backward";
   const FeatureSizes sizes = check_features(x, w1, w2);
+  check_like(function, "grad_features", grad_features, {sizes.B, sizes.H, sizes.N, 2 * sizes.M},
+             x.scalar_type(), x.device());
+  check_wanted(function, wanted, {true, true, is_present(w2)});
   FeaturesParams params = features_params(sizes, x, w1, w2, grad_features);
   const auto compute = x.options().dtype(compute_type(x.scalar_type()));
   const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d, sizes.M};
@@ -374,7 +401,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> features_backward_cpu(
 
 at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
                                  int64_t S, double dropout_p) {
-  check_dropout("dropout_keep_mask", dropout_p, dropout_seed, dropout_seed.device());
+  check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
   TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
               "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ", S);
   const at::Tensor keep =

@@ -1,0 +1,40 @@
+#include "support/checks.h"
+
+namespace ikattn {
+
+bool is_supported_float(at::ScalarType type) {
+  return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+}
+
+bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
+  if (from.size() > to.size()) return false;
+  const size_t skipped = to.size() - from.size();
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (from[i] != 1 && from[i] != to[i + skipped]) return false;
+  }
+  return true;
+}
+
+void check_placement(const char* function, const char* first_name, const at::Tensor& first,
+                     std::initializer_list<NamedTensor> others) {
+  TORCH_CHECK(first.layout() == at::kStrided, function, ": ", first_name,
+              " must be a dense (strided) tensor, got layout ", first.layout());
+  for (const auto& [name, tensor] : others) {
+    if (tensor == nullptr || !tensor->defined()) continue;
+    TORCH_CHECK(tensor->layout() == at::kStrided, function, ": ", name,
+                " must be a dense (strided) tensor, got layout ", tensor->layout());
+    TORCH_CHECK(tensor->device() == first.device(), function, ": ", name,
+                " must be on the device of ", first_name, ", ", first.device(), ", got ",
+                tensor->device());
+  }
+}
+
+void check_like(const char* function, const char* name, const at::Tensor& tensor,
+                at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
+  TORCH_CHECK(
+      tensor.sizes() == sizes && tensor.scalar_type() == type && tensor.device() == device,
+      function, ": ", name, " must be ", type, " of shape ", sizes, " on ", device, ", got ",
+      tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device());
+}
+
+}  // namespace ikattn
