@@ -115,11 +115,6 @@ void check_placement(const char* function, const at::Tensor& query, const at::Te
                      const at::Tensor& value, const at::Tensor& w1,
                      const std::optional<at::Tensor>& w2, const AttentionOptions& options);
 
-// Arithmetic type for a storage type: float64 stays, everything else is computed in float32.
-inline at::ScalarType compute_type(at::ScalarType storage) {
-  return storage == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 inline double magnitude_scale_or_default(const std::optional<double>& scale, int64_t d) {
   return scale.has_value() ? *scale : 0.5 / std::sqrt(static_cast<double>(d));
 }

@@ -3,45 +3,16 @@
 // A call without anything special goes to the kernels, and so does its backward. The differentiable
 // reference steps in where the kernels cannot: under torch.func and for forward-mode duals (in the
 // forward), and under create_graph (in the backward).
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
+#include "support/autograd.h"
 
-#include <initializer_list>
+#include <ATen/ATen.h>
+#include <torch/library.h>
 
 #include "attention/arguments.h"
 #include "attention/reference.h"
 
 namespace ikattn {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-bool is_transformed(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) ||
-                              tensor._fw_grad(0).defined());
-}
-
-bool any_transformed(std::initializer_list<const at::Tensor*> tensors,
-                     std::initializer_list<const std::optional<at::Tensor>*> optional) {
-  for (const at::Tensor* tensor : tensors) {
-    if (is_transformed(*tensor)) return true;
-  }
-  for (const std::optional<at::Tensor>* tensor : optional) {
-    if (tensor->has_value() && is_transformed(**tensor)) return true;
-  }
-  return false;
-}
-
-at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() ? *tensor : at::Tensor();
-}
-
-std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-}
 
 // What of AttentionOptions is not a tensor.
 void save_numbers(AutogradContext* ctx, const AttentionOptions& options) {
@@ -66,51 +37,6 @@ AttentionOptions saved_options(AutogradContext* ctx, const at::Tensor& key_bias,
   options.magnitude_scale = ctx->saved_data["magnitude_scale"].toOptional<double>();
   options.dropout_seed = or_none(dropout_seed);
   return options;
-}
-
-// Which of the inputs want a gradient. The context numbers the tensors that are present.
-template <size_t kCount>
-std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
-                                          const std::array<at::Tensor, kCount>& inputs) {
-  std::array<bool, kCount> wanted{};
-  size_t edge = 0;
-  for (size_t i = 0; i < kCount; ++i) {
-    if (!inputs[i].defined()) continue;
-    wanted[i] = ctx->needs_input_grad(edge++) && inputs[i].is_floating_point();
-  }
-  return wanted;
-}
-
-// Gradients of `output` by the reference's graph, itself differentiable.
-template <size_t kCount>
-std::array<at::Tensor, kCount> differentiable_gradients(
-    const at::Tensor& output, const at::Tensor& grad_output,
-    const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted) {
-  variable_list sources;
-  for (size_t i = 0; i < kCount; ++i) {
-    if (wanted[i]) sources.push_back(inputs[i]);
-  }
-  const variable_list found = torch::autograd::grad({output}, sources, {grad_output},
-                                                    /*retain_graph=*/true, /*create_graph=*/true,
-                                                    /*allow_unused=*/true);
-  std::array<at::Tensor, kCount> gradients;
-  size_t next = 0;
-  for (size_t i = 0; i < kCount; ++i) {
-    if (wanted[i]) gradients[i] = found[next++];
-  }
-  return gradients;
-}
-
-// Undefined where not wanted: the operators return empty tensors there.
-template <size_t kCount, typename Tuple>
-std::array<at::Tensor, kCount> only_wanted(const Tuple& all,
-                                           const std::array<bool, kCount>& wanted) {
-  std::array<at::Tensor, kCount> gradients =
-      std::apply([](const auto&... each) { return std::array<at::Tensor, kCount>{each...}; }, all);
-  for (size_t i = 0; i < kCount; ++i) {
-    if (!wanted[i]) gradients[i] = at::Tensor();
-  }
-  return gradients;
 }
 
 class Attention : public torch::autograd::Function<Attention> {

@@ -68,7 +68,6 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 }
 
 // --- The reference as operators: no kernel of their own, so that every transformation sees through
-// -------
 
 std::tuple<at::Tensor, at::Tensor> attention_reference_op(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
@@ -108,7 +107,6 @@ TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
 
 // --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they
 // are, for angles and logits are formed in float32 whatever the storage type.
-// ------------------------------------
 
 template <c10::DeviceType kDevice>
 struct Autocast {
@@ -162,7 +160,6 @@ AttentionOptions with_seed(const AttentionOptions& options, const at::Tensor& qu
 }  // namespace
 
 // --- Typed access
-// ---------------------------------------------------------------------------------------
 
 std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const at::Tensor& key,
                                                   const at::Tensor& value, const at::Tensor& w1,
@@ -221,7 +218,6 @@ at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::Sym
 }
 
 // --- Public functions
-// -----------------------------------------------------------------------------------
 
 at::Tensor implicit_kernel_attention(const at::Tensor& query, const at::Tensor& key,
                                      const at::Tensor& value, const at::Tensor& w1,

@@ -2,20 +2,9 @@
 // Letters as in include/ikattn/attention.h.
 #pragma once
 
-#include <stdint.h>
+#include "support/array.h"
 
 namespace ikattn {
-
-enum class ElementType : uint8_t { kNone, kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
-
-// An array of up to four axes with strides in elements; a broadcast axis has stride 0.
-struct Array {
-  void* data = nullptr;
-  ElementType type = ElementType::kNone;
-  int64_t stride[4] = {0, 0, 0, 0};
-
-  explicit operator bool() const { return type != ElementType::kNone; }
-};
 
 struct AttentionParams {
   int64_t B = 0, H = 0, G = 0, L = 0, S = 0, d = 0, d_v = 0, M = 0;

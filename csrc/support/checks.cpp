@@ -31,10 +31,9 @@ void check_placement(const char* function, const char* first_name, const at::Ten
 
 void check_like(const char* function, const char* name, const at::Tensor& tensor,
                 at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
-  TORCH_CHECK(
-      tensor.sizes() == sizes && tensor.scalar_type() == type && tensor.device() == device,
-      function, ": ", name, " must be ", type, " of shape ", sizes, " on ", device, ", got ",
-      tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device());
+  TORCH_CHECK(tensor.sizes() == sizes && tensor.scalar_type() == type && tensor.device() == device,
+              function, ": ", name, " must be ", type, " of shape ", sizes, " on ", device,
+              ", got ", tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device());
 }
 
 }  // namespace ikattn

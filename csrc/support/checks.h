@@ -12,6 +12,11 @@ namespace ikattn {
 // float64, float32, bfloat16 or float16.
 bool is_supported_float(at::ScalarType type);
 
+// Arithmetic type for a storage type: float64 stays, everything else is computed in float32.
+inline at::ScalarType compute_type(at::ScalarType storage) {
+  return storage == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 // Whether a tensor of shape `from` can be expanded to `to`.
 bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to);
 

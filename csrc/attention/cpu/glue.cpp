@@ -1,66 +1,17 @@
 // CPU: tensors to params, threads, the choice of instruction set.
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
-
-#include <atomic>
 
 #include "attention/arguments.h"
 #include "attention/cpu/kernel.h"
 #include "attention/reference.h"
-#include "support/instruction_set.h"
+#include "support/cpu_glue.h"
 #include "support/philox.h"
 
 namespace ikattn {
 namespace {
 
-// Below this many multiply-adds a call is over before a second thread has woken up.
-constexpr double kSerialWork = 4e5;
-
-const AttentionKernels& kernels() {
-#if defined(IKATTN_HAVE_X86_ISAS)
-  switch (instruction_set()) {
-    case InstructionSet::kAvx512:
-      return avx512::attention_kernels;
-    case InstructionSet::kAvx2:
-      return avx2::attention_kernels;
-    default:
-      break;
-  }
-#endif
-  return baseline::attention_kernels;
-}
-
-int compute_index(const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble ? 1 : 0; }
-
-void run_tasks(int threads, int64_t count, void (*task)(void*, int64_t, int), void* context) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      for (int64_t index; (index = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-        task(context, index, static_cast<int>(thread));
-      }
-    }
-  });
-}
-
-// An executor whose memory is a tensor: counted, and out of memory reported, as torch does.
-class TorchExecutor : public Executor {
- public:
-  explicit TorchExecutor(double work) {
-    threads = work < kSerialWork || at::in_parallel_region() ? 1 : at::get_num_threads();
-    run = run_tasks;
-    owner = this;
-    allocate = [](void* self, int64_t bytes) {
-      auto* executor = static_cast<TorchExecutor*>(self);
-      executor->memory_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
-      return executor->memory_.mutable_data_ptr();
-    };
-  }
-
- private:
-  at::Tensor memory_;
-};
+const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 
 double pair_work(const AttentionSizes& sizes) {
   return static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L * sizes.S) *
@@ -68,37 +19,6 @@ double pair_work(const AttentionSizes& sizes) {
          static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L + sizes.S) *
              static_cast<double>(2 * sizes.M * sizes.d);
 }
-
-ElementType element_type(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return ElementType::kFloat64;
-    case at::kFloat:
-      return ElementType::kFloat32;
-    case at::kBFloat16:
-      return ElementType::kBFloat16;
-    case at::kHalf:
-      return ElementType::kFloat16;
-    case at::kBool:
-      return ElementType::kBool;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "no kernel reads ", type);
-  }
-}
-
-// A view of `tensor` whose axes are those of `sizes`; broadcast axes get stride 0.
-Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes) {
-  const at::Tensor view = tensor.expand(sizes);
-  Array array;
-  array.data = const_cast<void*>(view.const_data_ptr());
-  array.type = element_type(view.scalar_type());
-  for (int64_t axis = 0; axis < view.dim(); ++axis) {
-    array.stride[axis] = view.size(axis) == 1 ? 0 : view.stride(axis);
-  }
-  return array;
-}
-
-Array array_of(const at::Tensor& tensor) { return array_of(tensor, tensor.sizes()); }
 
 Array frequencies(const at::Tensor& w, const AttentionSizes& sizes) {
   return array_of(w, {sizes.frequency_batches, w.size(-3), w.size(-2), w.size(-1)});

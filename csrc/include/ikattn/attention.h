@@ -7,9 +7,10 @@
 //   B batch, H query heads, G key/value heads (G divides H), L queries, S keys,
 //   d head size of query and key, d_v head size of value, M frequencies, F = 2 M features
 //
-//   weight_ij = (s_ij^2 + eps) exp(g_j + key_bias_j + mask_ij) / Z_i,     g_j = magnitude_scale
-//   |k_j|_p^2 s_ij      = phi(q_i) . phi(k_j) / (4 M) phi(x)    = [cos 2pi x.w1 + cos 2pi x.w2, sin
-//   2pi x.w1 + sin 2pi x.w2]
+//   weight_ij = (s_ij^2 + eps) exp(g_j + key_bias_j + mask_ij) / Z_i
+//   g_j       = magnitude_scale |k_j|_p^2
+//   s_ij      = phi(q_i) . phi(k_j) / (4 M)
+//   phi(x)    = [cos 2pi x.w1 + cos 2pi x.w2, sin 2pi x.w1 + sin 2pi x.w2]
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,13 +26,12 @@ namespace ikattn {
 struct AttentionOptions {
   // Order of the norm in a key's magnitude, any real >= 1; nullopt: no magnitude, g_j = 0.
   std::optional<double> p = 2.0;
-  // Added to the logit of a key in every row; broadcastable to [B, H, S] or [B, G, S]. -inf hides a
-  // key.
+  // Added to the logit of a key in every row; broadcastable to [B, H, S] or [B, G, S].
+  // -inf hides a key.
   std::optional<at::Tensor> key_bias = std::nullopt;
   // Broadcastable to [B, H, L, S]. Bool: true = may attend. Floating point: added to the logit.
   std::optional<at::Tensor> attn_mask = std::nullopt;
-  // Probability, in [0, 1), with which a normalised weight is set to zero; realised in steps of
-  // 1/256.
+  // Probability, in [0, 1), with which a normalised weight is set to zero; in steps of 1/256.
   double dropout_p = 0.0;
   // Query i sees keys 0..i (aligned at the top left); combines with attn_mask.
   bool is_causal = false;
@@ -41,9 +41,8 @@ struct AttentionOptions {
   double eps = 1e-5;
   // Factor of |k|_p^2; nullopt: 1 / (2 sqrt d), the paper's.
   std::optional<double> magnitude_scale = std::nullopt;
-  // int64 [2] on query's device: seed and offset of the dropout mask. nullopt: drawn from the
-  // default generator of that device when dropout_p > 0. The same seed gives the same mask on every
-  // device.
+  // int64 [2] on query's device: seed and offset of the dropout mask, the same mask on every device.
+  // nullopt: drawn from the default generator of that device when dropout_p > 0.
   std::optional<at::Tensor> dropout_seed = std::nullopt;
 };
 
@@ -56,8 +55,8 @@ at::Tensor implicit_kernel_attention(const at::Tensor& query, const at::Tensor& 
                                      const std::optional<at::Tensor>& w2 = std::nullopt,
                                      const AttentionOptions& options = {});
 
-// The attention weights themselves, after dropout: [B, H, L, S], or their mean over heads [B, L,
-// S], which never holds the former.
+// The attention weights themselves, after dropout: [B, H, L, S], or their mean over heads,
+// [B, L, S], which never holds the former.
 at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& key,
                                    const at::Tensor& w1,
                                    const std::optional<at::Tensor>& w2 = std::nullopt,
@@ -68,8 +67,7 @@ at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& ke
 at::Tensor spectral_features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2 = std::nullopt);
 
-// Two int64 numbers on the device, drawn from its default generator: a fresh dropout seed and
-// offset.
+// Two int64 numbers on the device, from its default generator: a fresh dropout seed and offset.
 at::Tensor draw_dropout_seed(const at::Device& device);
 
 }  // namespace ikattn

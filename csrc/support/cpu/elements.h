@@ -1,7 +1,7 @@
 // Strided rows of any storage type in and out of contiguous rows of the compute type T.
 #pragma once
 
-#include "attention/params.h"
+#include "support/array.h"
 #include "support/cpu/panel_gemm.h"
 #include "support/cpu/schedule.h"
 

@@ -1,0 +1,86 @@
+// What the Autograd key of every operator needs.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <array>
+#include <initializer_list>
+#include <optional>
+
+namespace ikattn {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+inline bool is_transformed(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) ||
+                              tensor._fw_grad(0).defined());
+}
+
+inline bool any_transformed(std::initializer_list<const at::Tensor*> tensors,
+                            std::initializer_list<const std::optional<at::Tensor>*> optional) {
+  for (const at::Tensor* tensor : tensors) {
+    if (is_transformed(*tensor)) return true;
+  }
+  for (const std::optional<at::Tensor>* tensor : optional) {
+    if (tensor->has_value() && is_transformed(**tensor)) return true;
+  }
+  return false;
+}
+
+inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? *tensor : at::Tensor();
+}
+
+inline std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
+// Which of the inputs want a gradient. The context numbers the tensors that are present.
+template <size_t kCount>
+std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
+                                          const std::array<at::Tensor, kCount>& inputs) {
+  std::array<bool, kCount> wanted{};
+  size_t edge = 0;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (!inputs[i].defined()) continue;
+    wanted[i] = ctx->needs_input_grad(edge++) && inputs[i].is_floating_point();
+  }
+  return wanted;
+}
+
+// Gradients of `output` by the reference's graph, itself differentiable.
+template <size_t kCount>
+std::array<at::Tensor, kCount> differentiable_gradients(
+    const at::Tensor& output, const at::Tensor& grad_output,
+    const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted) {
+  variable_list sources;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (wanted[i]) sources.push_back(inputs[i]);
+  }
+  const variable_list found = torch::autograd::grad({output}, sources, {grad_output},
+                                                    /*retain_graph=*/true, /*create_graph=*/true,
+                                                    /*allow_unused=*/true);
+  std::array<at::Tensor, kCount> gradients;
+  size_t next = 0;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (wanted[i]) gradients[i] = found[next++];
+  }
+  return gradients;
+}
+
+// Undefined where not wanted: the operators return empty tensors there.
+template <size_t kCount, typename Tuple>
+std::array<at::Tensor, kCount> only_wanted(const Tuple& all,
+                                           const std::array<bool, kCount>& wanted) {
+  std::array<at::Tensor, kCount> gradients =
+      std::apply([](const auto&... each) { return std::array<at::Tensor, kCount>{each...}; }, all);
+  for (size_t i = 0; i < kCount; ++i) {
+    if (!wanted[i]) gradients[i] = at::Tensor();
+  }
+  return gradients;
+}
+
+}  // namespace ikattn
