@@ -71,7 +71,7 @@ class Attention : public torch::autograd::Function<Attention> {
     if (at::GradMode::is_enabled()) {
       const at::Tensor output =
           std::get<0>(reference_attention(inputs[0], inputs[1], inputs[2], inputs[3], w2, options));
-      gradients = differentiable_gradients<7>(output, grads[0], inputs, wanted);
+      gradients = differentiable_gradients<7>({output}, {grads[0]}, inputs, wanted);
     } else {
       gradients = only_wanted<7>(
           call_attention_backward(grads[0], inputs[0], inputs[1], inputs[2], inputs[3], w2,
@@ -114,7 +114,7 @@ class Weights : public torch::autograd::Function<Weights> {
     if (at::GradMode::is_enabled()) {
       const at::Tensor weights =
           reference_weights(inputs[0], inputs[1], inputs[2], w2, options, average_heads);
-      gradients = differentiable_gradients<6>(weights, grads[0], inputs, wanted);
+      gradients = differentiable_gradients<6>({weights}, {grads[0]}, inputs, wanted);
     } else {
       gradients = only_wanted<6>(call_weights_backward(grads[0], inputs[0], inputs[1], inputs[2],
                                                        w2, options, average_heads, wanted),
@@ -146,7 +146,7 @@ class Features : public torch::autograd::Function<Features> {
     if (at::GradMode::is_enabled()) {
       const at::Tensor features =
           reference_features(inputs[0], inputs[1], w2).to(inputs[0].scalar_type());
-      gradients = differentiable_gradients<3>(features, grads[0], inputs, wanted);
+      gradients = differentiable_gradients<3>({features}, {grads[0]}, inputs, wanted);
     } else {
       gradients = only_wanted<3>(call_features_backward(grads[0], inputs[0], inputs[1], w2, wanted),
                                  wanted);

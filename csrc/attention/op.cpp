@@ -1,11 +1,11 @@
 // Schemas of the attention operators, typed access to them, the public C++ functions, autocast.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "attention/arguments.h"
 #include "attention/reference.h"
+#include "support/dispatch.h"
 
 namespace ikattn {
 namespace {
@@ -60,11 +60,6 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
       tags);
   m.def("spectral_features_reference(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
-}
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 // --- The reference as operators: no kernel of their own, so that every transformation sees through
@@ -165,7 +160,7 @@ std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const
                                                   const at::Tensor& value, const at::Tensor& w1,
                                                   const std::optional<at::Tensor>& w2,
                                                   const AttentionOptions& options) {
-  static const auto op = find<AttentionSignature>("ikattn::implicit_kernel_attention");
+  static const auto op = find_operator<AttentionSignature>("ikattn::implicit_kernel_attention");
   return op.call(query, key, value, w1, w2, IKATTN_OPTION_FIELDS(options));
 }
 
@@ -175,7 +170,7 @@ AttentionGradients call_attention_backward(
     const at::Tensor& output, const at::Tensor& log_normalizer, const AttentionOptions& options,
     std::array<bool, kAttentionGradients> wanted) {
   static const auto op =
-      find<AttentionBackwardSignature>("ikattn::implicit_kernel_attention_backward");
+      find_operator<AttentionBackwardSignature>("ikattn::implicit_kernel_attention_backward");
   return op.call(grad_output, query, key, value, w1, w2, output, log_normalizer,
                  IKATTN_OPTION_FIELDS(options), wanted);
 }
@@ -183,7 +178,7 @@ AttentionGradients call_attention_backward(
 at::Tensor call_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                         const std::optional<at::Tensor>& w2, const AttentionOptions& options,
                         bool average_heads) {
-  static const auto op = find<WeightsSignature>("ikattn::implicit_kernel_weights");
+  static const auto op = find_operator<WeightsSignature>("ikattn::implicit_kernel_weights");
   return op.call(query, key, w1, w2, IKATTN_OPTION_FIELDS(options), average_heads);
 }
 
@@ -192,28 +187,30 @@ WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at:
                                        const std::optional<at::Tensor>& w2,
                                        const AttentionOptions& options, bool average_heads,
                                        std::array<bool, kWeightsGradients> wanted) {
-  static const auto op = find<WeightsBackwardSignature>("ikattn::implicit_kernel_weights_backward");
+  static const auto op =
+      find_operator<WeightsBackwardSignature>("ikattn::implicit_kernel_weights_backward");
   return op.call(grad_weights, query, key, w1, w2, IKATTN_OPTION_FIELDS(options), average_heads,
                  wanted);
 }
 
 at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2) {
-  static const auto op = find<FeaturesSignature>("ikattn::spectral_features");
+  static const auto op = find_operator<FeaturesSignature>("ikattn::spectral_features");
   return op.call(x, w1, w2);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
     const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
-  static const auto op = find<FeaturesBackwardSignature>("ikattn::spectral_features_backward");
+  static const auto op =
+      find_operator<FeaturesBackwardSignature>("ikattn::spectral_features_backward");
   return op.call(grad_features, x, w1, w2, wanted);
 }
 
 at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
                                   const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
                                   double dropout_p) {
-  static const auto op = find<DropoutKeepMaskSignature>("ikattn::dropout_keep_mask");
+  static const auto op = find_operator<DropoutKeepMaskSignature>("ikattn::dropout_keep_mask");
   return op.call(dropout_seed, B, H, L, S, dropout_p);
 }
 

@@ -30,14 +30,6 @@ inline bool any_transformed(std::initializer_list<const at::Tensor*> tensors,
   return false;
 }
 
-inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() ? *tensor : at::Tensor();
-}
-
-inline std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-}
-
 // Which of the inputs want a gradient. The context numbers the tensors that are present.
 template <size_t kCount>
 std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
@@ -51,16 +43,16 @@ std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
   return wanted;
 }
 
-// Gradients of `output` by the reference's graph, itself differentiable.
+// Gradients of `outputs` by the reference's graph, itself differentiable.
 template <size_t kCount>
 std::array<at::Tensor, kCount> differentiable_gradients(
-    const at::Tensor& output, const at::Tensor& grad_output,
+    const variable_list& outputs, const variable_list& grad_outputs,
     const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted) {
   variable_list sources;
   for (size_t i = 0; i < kCount; ++i) {
     if (wanted[i]) sources.push_back(inputs[i]);
   }
-  const variable_list found = torch::autograd::grad({output}, sources, {grad_output},
+  const variable_list found = torch::autograd::grad(outputs, sources, grad_outputs,
                                                     /*retain_graph=*/true, /*create_graph=*/true,
                                                     /*allow_unused=*/true);
   std::array<at::Tensor, kCount> gradients;

@@ -24,6 +24,14 @@ inline bool is_present(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
+inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? *tensor : at::Tensor();
+}
+
+inline std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
 // nullptr where absent.
 inline const at::Tensor* address(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? &*tensor : nullptr;

@@ -7,6 +7,12 @@ __version__ = _library.load()
 
 from ikattn import reference
 from ikattn._library import cmake_prefix_path
+from ikattn.contributions import (
+    Contributions,
+    NormStats,
+    contributions,
+    streamed_contributions,
+)
 from ikattn.convert import convert
 from ikattn.multihead_attention import MultiheadAttention
 from ikattn.ops import (
@@ -19,9 +25,12 @@ from ikattn.ops import (
 )
 
 __all__ = [
+    "Contributions",
     "MultiheadAttention",
+    "NormStats",
     "__version__",
     "cmake_prefix_path",
+    "contributions",
     "convert",
     "decompose",
     "draw_dropout_seed",
@@ -30,4 +39,5 @@ __all__ = [
     "implicit_kernel_weights",
     "reference",
     "spectral_features",
+    "streamed_contributions",
 ]

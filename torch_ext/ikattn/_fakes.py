@@ -125,3 +125,70 @@ def _dropout_keep_mask(
     dropout_seed: Tensor, B: int, H: int, L: int, S: int, dropout_p: float
 ) -> Tensor:
     return dropout_seed.new_empty((B, H, L, S), dtype=torch.bool)
+
+
+def _maps(
+    value: Tensor, out_proj_weight: Tensor, heads: Any, length: Any, maps: Sequence[bool], wide: bool
+) -> tuple[Tensor, ...]:
+    batch, _groups, keys, _size = value.shape
+    dtype = torch.float64 if wide else torch.float32
+    shapes = [(batch, heads, keys), *[(batch, length, keys)] * 4, (4, batch, length)]
+    return tuple(
+        value.new_empty(shape, dtype=dtype) if want else value.new_empty((0,), dtype=torch.float32)
+        for shape, want in zip(shapes, maps, strict=True)
+    )
+
+
+def _is_wide(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+
+
+@torch.library.register_fake("ikattn::contribution_maps")
+def _contribution_maps(
+    attn_weights: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    maps: Sequence[bool],
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    wide = _is_wide(attn_weights, value, out_proj_weight, residual)
+    heads, length = attn_weights.shape[1:3]
+    return _maps(value, out_proj_weight, heads, length, maps, wide)
+
+
+@torch.library.register_fake("ikattn::streamed_contribution_maps")
+def _streamed_contribution_maps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    w1: Tensor | None = None,
+    w2: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    maps: Sequence[bool],
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    wide = _is_wide(query, value, out_proj_weight, residual)
+    heads, length = query.shape[1:3]
+    return _maps(value, out_proj_weight, heads, length, maps, wide)
+
+
+@torch.library.register_fake("ikattn::contribution_maps_backward")
+def _contribution_maps_backward(
+    grad_maps: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    *_: Any,
+    wanted: Sequence[bool] = (),
+    **_options: Any,
+) -> list[Tensor]:
+    wanted = wanted or _[-1]
+    like = next(tensor for tensor in inputs if tensor is not None)
+    return [
+        tensor.new_empty(tensor.shape)
+        if want and tensor is not None
+        else like.new_empty((0,))
+        for tensor, want in zip(inputs, wanted, strict=False)
+    ]

@@ -41,8 +41,8 @@ struct AttentionOptions {
   double eps = 1e-5;
   // Factor of |k|_p^2; nullopt: 1 / (2 sqrt d), the paper's.
   std::optional<double> magnitude_scale = std::nullopt;
-  // int64 [2] on query's device: seed and offset of the dropout mask, the same mask on every device.
-  // nullopt: drawn from the default generator of that device when dropout_p > 0.
+  // int64 [2] on query's device: seed and offset of the dropout mask, the same mask on every
+  // device. nullopt: drawn from the default generator of that device when dropout_p > 0.
   std::optional<at::Tensor> dropout_seed = std::nullopt;
 };
 

@@ -1,0 +1,163 @@
+// The triangular factor of a token's transformed vectors, by modified Gram-Schmidt.
+//
+// The factor, not the Gram matrix: |R a| has the accuracy of the direct sum, also where the heads
+// cancel, while a^T G a would lose all of it in float32. The R of modified Gram-Schmidt is as
+// accurate as Householder's, for vectors that depend on each other too (Bjorck 1967).
+#pragma once
+
+#include "contributions/params.h"
+#include "support/cpu/schedule.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// Rows of D elements, padded with zeros to whole vectors.
+inline int64_t padded_size(int64_t D) { return round_up(D, 64); }
+
+template <typename T>
+inline T dot_product(int64_t size, const T* a, const T* b) {
+  Vec<T> sums[4] = {};
+  for (int64_t c = 0; c < size; c += 4 * kLanes<T>) {
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; ++u) {
+      sums[u] += load(a + c + u * kLanes<T>) * load(b + c + u * kLanes<T>);
+    }
+  }
+  return sum_of_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// a . b[k] for kCount rows b + k * stride at once.
+template <int kCount, typename T>
+inline void dot_products(int64_t size, const T* a, const T* b, int64_t stride, T* result) {
+  Vec<T> sums[kCount] = {};
+  for (int64_t c = 0; c < size; c += kLanes<T>) {
+    const Vec<T> x = load(a + c);
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) sums[k] += x * load(b + k * stride + c);
+  }
+  for (int k = 0; k < kCount; ++k) result[k] = sum_of_lanes<T>(sums[k]);
+}
+
+// b[k] -= factor[k] a for kCount rows.
+template <int kCount, typename T>
+inline void subtract_multiples(int64_t size, const T* a, const T* factor, T* b, int64_t stride) {
+  Vec<T> f[kCount];
+  for (int k = 0; k < kCount; ++k) f[k] = broadcast(factor[k]);
+  for (int64_t c = 0; c < size; c += kLanes<T>) {
+    const Vec<T> x = load(a + c);
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      store(b + k * stride + c, load(b + k * stride + c) - f[k] * x);
+    }
+  }
+}
+
+// Row h of R against the rows after it, which lose their part along row h.
+template <int kCount, typename T>
+inline void eliminate(int64_t size, const T* row, T* rest, T inverse_norm, T* r) {
+  T products[kCount];
+  dot_products<kCount>(size, row, rest, size, products);
+  for (int k = 0; k < kCount; ++k) {
+    r[k] = products[k] * inverse_norm;
+    products[k] = r[k] * inverse_norm;
+  }
+  subtract_multiples<kCount>(size, row, products, rest, size);
+}
+
+// vectors [H][size], destroyed; R in the lane of its key: factors[p * 64], p running over the
+// triangle.
+template <typename T>
+void factorize(int64_t H, int64_t size, T* vectors, T* r, T* factors) {
+  constexpr T kSmallest = sizeof(T) == 8 ? T(1e-300) : T(1e-37);
+  for (int64_t h = 0; h < H; ++h) {
+    const T* row = vectors + h * size;
+    const T square = dot_product(size, row, row);
+    const bool vanishes = square < kSmallest;  // false for NaN
+    const T norm = vanishes ? T(0) : static_cast<T>(__builtin_sqrt(square));
+    const T inverse = vanishes ? T(0) : T(1) / norm;
+    factors[0] = norm;
+    factors += kFactorBlock;
+    int64_t k = h + 1;
+    for (; k + 4 <= H; k += 4) eliminate<4>(size, row, vectors + k * size, inverse, r + k);
+    for (; k < H; ++k) eliminate<1>(size, row, vectors + k * size, inverse, r + k);
+    for (k = h + 1; k < H; ++k, factors += kFactorBlock) factors[0] = r[k];
+  }
+}
+
+// The linear part of a norm, in place on rows [H][size] of D elements.
+template <typename T>
+void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size, T* vectors) {
+  const T* weight = static_cast<const T*>(norm.weight);
+  for (int64_t h = 0; h < H; ++h) {
+    T* row = vectors + h * size;
+    T mean = 0;
+    if (norm.centered) {
+      Vec<T> sums{};
+      for (int64_t c = 0; c < size; c += kLanes<T>) sums += load(row + c);
+      mean = sum_of_lanes<T>(sums) / static_cast<T>(D);
+    }
+    for (int64_t c = 0; c < D; ++c) row[c] = (row[c] - mean) * weight[c];
+  }
+}
+
+template <typename T>
+void token_factors(const FactorParams& params, const Executor& executor) {
+  const int64_t H = params.H, D = params.D, size = padded_size(D), entries = triangle(H);
+  const int64_t blocks = ceil_div(params.S, kFactorBlock);
+  const bool variant[3] = {params.factors[0] != nullptr, params.factors[1] != nullptr,
+                           params.factors[2] != nullptr};
+  struct Scratch {
+    T *vectors, *work, *r;
+  };
+  const auto cut = [&](Workspace& workspace, int64_t threads, auto&& use) {
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      Scratch scratch;
+      scratch.vectors = workspace.take<T>(H * size);
+      scratch.work = workspace.take<T>(H * size);
+      scratch.r = workspace.take<T>(H);
+      use(thread, scratch);
+    }
+  };
+  Workspace measure;
+  cut(measure, 1, [](int64_t, const Scratch&) {});
+  char* memory = static_cast<char*>(
+      executor.allocate(executor.owner, measure.bytes() * max_of(1, executor.threads)));
+
+  // A few tokens at a time, so that a task is worth its start.
+  constexpr int64_t kTokens = 8;
+  const int64_t groups = ceil_div(params.tokens, kTokens);
+  parallel(executor, params.B * groups, [&](int64_t task, int thread) {
+    Workspace workspace(memory + thread * measure.bytes());
+    Scratch scratch;
+    cut(workspace, 1, [&](int64_t, const Scratch& cut_scratch) { scratch = cut_scratch; });
+    const int64_t b = task / groups, first = task % groups * kTokens;
+    for (int64_t t = first; t < min_of(first + kTokens, params.tokens); ++t) {
+      const int64_t j = params.j0 + t;
+      for (int64_t h = 0; h < H; ++h) {
+        const T* source =
+            static_cast<const T*>(params.vectors) + ((h * params.B + b) * params.tokens + t) * D;
+        T* row = scratch.vectors + h * size;
+        __builtin_memcpy(row, source, D * sizeof(T));
+        for (int64_t c = D; c < size; ++c) row[c] = 0;
+        if (params.value_norms) {
+          static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] =
+              static_cast<T>(__builtin_sqrt(dot_product(size, row, row)));
+        }
+      }
+      for (int v = 0; v < 3; ++v) {
+        if (v > 0 && (variant[1] || variant[2])) {
+          if (params.norms[v - 1].weight == nullptr) break;
+          apply_norm(params.norms[v - 1], H, D, size, scratch.vectors);
+        }
+        if (!variant[v]) continue;
+        __builtin_memcpy(scratch.work, scratch.vectors, H * size * sizeof(T));
+        T* factors = static_cast<T*>(params.factors[v]) +
+                     (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
+        factorize(H, size, scratch.work, scratch.r, factors);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,15 @@
+// Compiled once per instruction set, with IKATTN_ISA naming it. Includes no torch header.
+#include "contributions/cpu/kernel.h"
+
+#include "contributions/cpu/factors.h"
+#include "contributions/cpu/pairs.h"
+
+namespace ikattn::IKATTN_ISA {
+
+extern const ContributionKernels contribution_kernels;
+const ContributionKernels contribution_kernels = {
+    {token_factors<float>, token_factors<double>},
+    {pair_norms<float>, pair_norms<double>},
+};
+
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,27 @@
+// The table through which glue.cpp reaches the kernels of one instruction set.
+#pragma once
+
+#include "contributions/params.h"
+#include "support/executor.h"
+
+namespace ikattn {
+
+struct ContributionKernels {
+  // Index 0: compute in float32; 1: in float64.
+  void (*factors[2])(const FactorParams&, const Executor&);
+  void (*pair_norms[2])(const PairParams&, const Executor&);
+};
+
+namespace baseline {
+extern const ContributionKernels contribution_kernels;
+}
+#if defined(IKATTN_HAVE_X86_ISAS)
+namespace avx2 {
+extern const ContributionKernels contribution_kernels;
+}
+namespace avx512 {
+extern const ContributionKernels contribution_kernels;
+}
+#endif
+
+}  // namespace ikattn

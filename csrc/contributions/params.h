@@ -1,0 +1,45 @@
+// What the contribution kernels see of a call: pointers, sizes, strides. No tensor, no torch
+// header. Letters as in include/ikattn/contributions.h.
+#pragma once
+
+#include "support/array.h"
+
+namespace ikattn {
+
+// Keys of one block lie side by side in the packed factors.
+constexpr int64_t kFactorBlock = 64;
+
+// Entries of an upper triangular H x H matrix, row by row.
+constexpr int64_t triangle(int64_t H) { return H * (H + 1) / 2; }
+
+// The linear part of a normalisation layer: y -> (y - mean y) * weight, or y * weight.
+struct NormLayer {
+  const void* weight = nullptr;  // [D], compute type; nullptr: absent
+  bool centered = true;
+};
+
+// The triangular factors of [f_1(x_j) .. f_H(x_j)] for the tokens [j0, j0 + tokens) of every batch
+// item: |R_j a| = |sum_h a_h f_h(x_j)|. Three variants: f itself, f through the first norm, f
+// through both.
+struct FactorParams {
+  int64_t B = 0, H = 0, S = 0, D = 0;
+  int64_t j0 = 0, tokens = 0;
+  const void* vectors = nullptr;  // [H, B, tokens, D], contiguous, compute type
+  NormLayer norms[2];
+  // [B, blocks, triangle(H), 64], compute type, zero beyond S; nullptr: variant not wanted
+  void* factors[3] = {nullptr, nullptr, nullptr};
+  void* value_norms = nullptr;  // [B, H, S], compute type; nullptr: not wanted
+};
+
+// norms[v][b][i][j] = |R^v_j a_ij| for the rows [i0, i0 + rows) of T.
+struct PairParams {
+  int64_t B = 0, H = 0, rows = 0, S = 0;
+  Array weights;        // [B, H, rows, S]
+  Array query_padding;  // [B, rows], bool, true = padding
+  Array key_padding;    // [B, S]
+  int variants = 0;
+  const void* factors[3] = {nullptr, nullptr, nullptr};
+  Array norms[3];  // [B, rows, S], compute type
+};
+
+}  // namespace ikattn

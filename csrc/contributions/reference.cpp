@@ -1,0 +1,366 @@
+#include "contributions/reference.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "attention/reference.h"
+
+namespace ikattn {
+namespace {
+
+at::Tensor wide(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.to(at::kDouble) : tensor;
+}
+
+// The linear part of a norm on [..., D].
+at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, bool centered) {
+  return (centered ? x - x.mean(-1, true) : x) * weight;
+}
+
+// sqrt with value and gradient 0 at 0, where rounding may have left less.
+at::Tensor safe_root(const at::Tensor& square) {
+  const at::Tensor none = square <= 0;  // false for NaN
+  return at::where(none, at::zeros({}, square.options()),
+                   at::sqrt(at::where(none, at::ones({}, square.options()), square)));
+}
+
+at::Tensor vector_norms(const at::Tensor& x) { return safe_root(x.square().sum(-1)); }
+
+at::Tensor zero_where(const at::Tensor& condition, const at::Tensor& x) {
+  return at::where(condition, at::zeros({}, x.options()), x);
+}
+
+// [B, rows] true on the rows whose own pair counts for nothing.
+at::Tensor own_padding(const Block& block, int64_t rows) {
+  at::Tensor padding = block.query_padding;
+  if (block.key_padding.defined()) {
+    const at::Tensor own = block.key_padding.narrow(1, block.diagonal, rows);
+    padding = padding.defined() ? at::logical_or(padding, own) : own;
+  }
+  return padding;
+}
+
+// Every query's own pair, apart from the others: vectors [B, rows, D].
+struct OwnAndOthers {
+  at::Tensor own, others;  // others: only where mixing ratios are wanted
+};
+
+// bool [rows, S], true where a query meets itself
+at::Tensor own_pairs(const at::Tensor& weights, const Block& block) {
+  return at::ones({weights.size(2), weights.size(3)}, weights.options().dtype(at::kBool))
+      .tril(block.diagonal)
+      .triu(block.diagonal);
+}
+
+// [B, H, rows, d_v] -> [B, rows, D]
+at::Tensor project(const at::Tensor& heads, const at::Tensor& projection) {
+  return at::matmul(heads.transpose(1, 2).flatten(2), projection.t());
+}
+
+OwnAndOthers own_and_others(const at::Tensor& weights, const ReferenceKeys& keys,
+                            const Block& block) {
+  const int64_t H = weights.size(1), rows = weights.size(2);
+  const int64_t group = H / keys.value.size(1);
+  const at::Tensor value = at::repeat_interleave(keys.value, group, 1);
+  const at::Tensor own_weights = weights.diagonal(block.diagonal, 2, 3);
+  OwnAndOthers result;
+  result.own =
+      project(own_weights.unsqueeze(-1) * value.narrow(2, block.diagonal, rows), keys.projection);
+  if (block.maps[kMixingRatios]) {
+    const at::Tensor others = zero_where(own_pairs(weights, block), weights);
+    result.others = project(at::matmul(others, value), keys.projection);
+  }
+  return result;
+}
+
+}  // namespace
+
+at::ScalarType arithmetic_type(const ContributionCall& call) {
+  for (const at::Tensor* tensor : {&call.source.attn_weights, &call.source.query, &call.value,
+                                   &call.out_proj_weight, &call.block.residual}) {
+    if (tensor->defined() && tensor->scalar_type() == at::kDouble) return at::kDouble;
+  }
+  return at::kFloat;
+}
+
+int64_t rows_at_a_time(const ContributionSizes& sizes) {
+  constexpr int64_t kElements = int64_t{1} << 22;
+  const int64_t per_row = std::max<int64_t>(1, sizes.B * sizes.H * sizes.S);
+  return std::clamp<int64_t>(kElements / per_row, 16, std::max<int64_t>(16, sizes.T));
+}
+
+ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows) {
+  ContributionCall result = call;
+  const auto cut = [&](at::Tensor& tensor, int64_t axis) {
+    if (tensor.defined()) tensor = tensor.narrow(axis, i0, rows);
+  };
+  WeightsSource& source = result.source;
+  cut(source.attn_weights, 2);
+  if (source.query.defined()) {
+    std::optional<at::Tensor>& mask = source.options.attn_mask;
+    const bool per_query = is_present(mask) && mask->dim() >= 2 && mask->size(-2) != 1;
+    if (per_query) mask = mask->narrow(-2, i0, rows);
+    cut(source.query, 2);
+    source.first_row += i0;
+  }
+  cut(result.block.residual, 1);
+  for (at::Tensor& scale : result.block.norm_scale) cut(scale, 1);
+  cut(result.block.query_padding, 1);
+  result.block.diagonal += i0;
+  return result;
+}
+
+namespace {
+
+// attn_mask and, with is_causal, the triangle of the source's rows.
+at::Tensor mask_of(const WeightsSource& source) {
+  const at::Tensor mask = or_undefined(source.options.attn_mask);
+  if (!source.options.is_causal) return mask;
+  const int64_t rows = source.query.size(2);
+  const at::Tensor seen =
+      at::ones({rows, source.key.size(2)}, source.query.options().dtype(at::kBool))
+          .tril(source.first_row);
+  if (!mask.defined()) return seen;
+  if (mask.scalar_type() == at::kBool) return at::logical_and(mask, seen);
+  return at::where(seen, mask, at::scalar_tensor(-INFINITY, mask.options()));
+}
+
+at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask) {
+  const at::ScalarType type = compute_type(source.query.scalar_type());
+  const int64_t B = source.query.size(0), H = source.query.size(1), rows = source.query.size(2);
+  const int64_t d = source.query.size(3), G = source.key.size(1), S = source.key.size(2);
+  const double scale = source.scale.value_or(1.0 / std::sqrt(static_cast<double>(d)));
+  const at::Tensor grouped = (source.query.to(type) * scale).reshape({B, G, H / G * rows, d});
+  at::Tensor logits =
+      at::matmul(grouped, source.key.to(type).transpose(2, 3)).view({B, H, rows, S});
+  if (is_present(source.options.key_bias)) {
+    at::Tensor bias = source.options.key_bias->to(type);
+    if (bias.dim() >= 2 && bias.size(-2) != 1) {
+      bias = at::repeat_interleave(bias, H / bias.size(-2), -2);
+    }
+    logits = logits + bias.unsqueeze(-2);
+  }
+  if (!mask.defined()) return at::softmax(logits, -1);
+  logits = mask.scalar_type() == at::kBool
+               ? at::where(mask, logits, at::scalar_tensor(-INFINITY, logits.options()))
+               : logits + mask.to(type);
+  // A row that sees nothing is zero, not NaN, in value and in gradient.
+  const at::Tensor blind = (logits == -INFINITY).all(-1, true);
+  return zero_where(blind, at::softmax(zero_where(blind, logits), -1));
+}
+
+}  // namespace
+
+at::Tensor weights_of(const WeightsSource& source) {
+  if (source.attn_weights.defined()) return source.attn_weights;
+  const at::Tensor mask = mask_of(source);
+  if (!source.w1.defined()) return softmax_weights(source, mask);
+  AttentionOptions options = source.options;
+  options.is_causal = false;
+  options.attn_mask = or_none(mask);
+  return implicit_kernel_weights(source.query, source.key, source.w1, or_none(source.w2), options);
+}
+
+ReferenceKeys reference_keys(const ContributionCall& call) {
+  ReferenceKeys keys;
+  const Block& block = call.block;
+  keys.value = wide(call.value);
+  if (block.key_padding.defined()) {
+    keys.value = zero_where(block.key_padding.unsqueeze(1).unsqueeze(-1), keys.value);
+  }
+  keys.projection = wide(call.out_proj_weight);
+  const int64_t d_v = call.value.size(3);
+  const int64_t H = call.out_proj_weight.size(1) / std::max<int64_t>(1, d_v);
+  const at::Tensor value = at::repeat_interleave(keys.value, H / call.value.size(1), 1);
+  // [B, S, H, D]
+  at::Tensor vectors =
+      at::matmul(value, keys.projection.unflatten(1, {H, d_v}).permute({1, 2, 0})).transpose(1, 2);
+  if (block.maps[kValueNorms]) keys.value_norms = vector_norms(vectors).transpose(1, 2);
+  keys.grams[0] = at::matmul(vectors, vectors.transpose(2, 3));
+  for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
+    vectors = apply_norm(vectors, wide(block.norm_weight[n]), block.centered[n]);
+    keys.grams[n + 1] = at::matmul(vectors, vectors.transpose(2, 3));
+  }
+  return keys;
+}
+
+MapTensors reference_rows(const at::Tensor& given_weights, const ReferenceKeys& keys,
+                          const Block& block) {
+  MapTensors maps;
+  at::Tensor weights = wide(given_weights);
+  if (block.query_padding.defined()) {
+    weights = zero_where(block.query_padding.unsqueeze(1).unsqueeze(-1), weights);
+  }
+  if (block.key_padding.defined()) {
+    weights = zero_where(block.key_padding.unsqueeze(1).unsqueeze(1), weights);
+  }
+  const int64_t rows = weights.size(2);
+  const at::Tensor by_key = weights.permute({0, 3, 2, 1});  // [B, S, rows, H]
+  const at::Tensor unseen = (by_key == 0).all(-1);          // [B, S, rows]
+  at::Tensor scale;                                         // of all norms so far, [B, rows]
+  const auto pair_norms = [&](int variant) {
+    const at::Tensor squares = (at::matmul(by_key, keys.grams[variant]) * by_key).sum(-1);
+    const at::Tensor norms = safe_root(zero_where(unseen, squares)).transpose(1, 2);
+    return scale.defined() ? norms / scale.unsqueeze(-1) : norms;
+  };
+  if (block.maps[kSummed]) maps[kSummed] = pair_norms(0);
+  if (!block.residual.defined() && !block.maps[kMixingRatios]) return maps;
+
+  auto [own, others] = own_and_others(weights, keys, block);
+  const at::Tensor padding = own_padding(block, rows);
+  const at::Tensor is_own = own_pairs(weights, block);
+  std::array<at::Tensor, 4> ratios;
+  // Of a map whose own pairs are `own`, divided by `scale`.
+  const auto finish = [&](Map map, int variant) {
+    at::Tensor own_norms = vector_norms(own);
+    if (padding.defined()) own_norms = zero_where(padding, own_norms);
+    if (block.maps[kMixingRatios]) {
+      at::Tensor other_norms = vector_norms(others);
+      if (block.query_padding.defined()) {
+        other_norms = zero_where(block.query_padding, other_norms);
+      }
+      const at::Tensor sum = own_norms + other_norms;
+      const at::Tensor nothing = sum == 0;
+      ratios[map - kSummed] =
+          zero_where(nothing, other_norms / at::where(nothing, at::ones({}, sum.options()), sum));
+    }
+    if (map == kSummed || !block.maps[map]) return;
+    if (scale.defined()) own_norms = own_norms / scale;
+    maps[map] = at::where(is_own, own_norms.unsqueeze(-1), pair_norms(variant));
+  };
+  finish(kSummed, 0);
+  if (block.residual.defined()) {
+    own = own + wide(block.residual);
+    finish(kWithResidual, 0);
+    for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
+      const at::Tensor weight = wide(block.norm_weight[n]);
+      own = apply_norm(own, weight, block.centered[n]);
+      if (others.defined()) others = apply_norm(others, weight, block.centered[n]);
+      const at::Tensor norm_scale = wide(block.norm_scale[n]);
+      scale = scale.defined() ? scale * norm_scale : norm_scale;
+      finish(n == 0 ? kWithNorm : kEncoder, n + 1);
+    }
+  }
+  if (block.maps[kMixingRatios]) {
+    for (at::Tensor& ratio : ratios) {
+      if (!ratio.defined()) ratio = at::zeros_like(ratios[0]);
+    }
+    maps[kMixingRatios] = at::stack({ratios[0], ratios[1], ratios[2], ratios[3]});
+  }
+  return maps;
+}
+
+MapTensors reference_maps(const ContributionCall& call) {
+  const ReferenceKeys keys = reference_keys(call);
+  MapTensors maps = reference_rows(weights_of(call.source), keys, call.block);
+  maps[kValueNorms] = keys.value_norms;
+  const at::ScalarType type = arithmetic_type(call);
+  for (at::Tensor& map : maps) {
+    if (map.defined()) map = map.to(type);
+  }
+  return maps;
+}
+
+// --- The backward: some queries at a time through the graph above, the keys' part once at the end.
+
+namespace {
+
+// Inputs with an axis over the queries, which each round cuts anew.
+constexpr int64_t query_axis(size_t input) {
+  return input <= 1 ? 2 : input == 9 || input == 11 || input == 13 ? 1 : -1;
+}
+
+}  // namespace
+
+std::array<at::Tensor, kContributionInputs> reference_gradients(
+    const MapTensors& grad_maps, const ContributionCall& given,
+    std::array<bool, kContributionInputs> wanted) {
+  using torch::autograd::variable_list;
+  // Autograd on, also where this is called from below it.
+  const c10::InferenceMode ordinary_mode(false);
+  const at::AutoGradMode gradients_on(true);
+  const ContributionSizes sizes = check_contributions(given);
+
+  // Leaves in float64, so that the sums over the rounds lose nothing.
+  ContributionCall call = given;
+  const auto inputs = differentiable_inputs(call);
+  std::array<at::Tensor, kContributionInputs> totals;
+  std::array<at::ScalarType, kContributionInputs> types;
+  for (size_t i = 0; i < kContributionInputs; ++i) {
+    if (!inputs[i]->defined()) continue;
+    types[i] = inputs[i]->scalar_type();
+    *inputs[i] = inputs[i]->detach();
+    if (query_axis(i) < 0 && inputs[i]->is_floating_point())
+      *inputs[i] = inputs[i]->to(at::kDouble);
+    if (!wanted[i]) continue;
+    const auto type = query_axis(i) < 0 ? at::kDouble : types[i];
+    totals[i] = at::zeros(inputs[i]->sizes(), inputs[i]->options().dtype(type));
+    if (query_axis(i) < 0) inputs[i]->requires_grad_();
+  }
+
+  const ReferenceKeys keys = reference_keys(call);
+  ReferenceKeys held = keys;
+  variable_list key_results, key_gradients, gram_leaves;
+  for (at::Tensor& gram : held.grams) {
+    if (!gram.defined() || !gram.requires_grad()) continue;
+    key_results.push_back(gram);
+    gram = gram.detach().requires_grad_();
+    gram_leaves.push_back(gram);
+    key_gradients.push_back(at::zeros_like(gram));
+  }
+
+  const int64_t step = rows_at_a_time(sizes);
+  for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
+    const int64_t rows = std::min(step, sizes.T - i0);
+    ContributionCall round = rows_of(call, i0, rows);
+    const auto round_inputs = differentiable_inputs(round);
+    variable_list sources = gram_leaves, gradients = key_gradients;
+    for (size_t i = 0; i < kContributionInputs; ++i) {
+      if (!wanted[i]) continue;
+      const int64_t axis = query_axis(i);
+      if (axis >= 0) *round_inputs[i] = round_inputs[i]->to(at::kDouble).requires_grad_();
+      sources.push_back(axis < 0 ? *inputs[i] : *round_inputs[i]);
+      gradients.push_back(axis < 0 ? totals[i] : totals[i].narrow(axis, i0, rows));
+    }
+    const MapTensors maps = reference_rows(weights_of(round.source), held, round.block);
+    variable_list results, grad_results;
+    for (int map = kSummed; map < kMaps; ++map) {
+      if (!maps[map].defined() || !grad_maps[map].defined() || !maps[map].requires_grad()) continue;
+      results.push_back(maps[map]);
+      grad_results.push_back(
+          grad_maps[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows).to(at::kDouble));
+    }
+    if (results.empty()) continue;
+    const variable_list found =
+        torch::autograd::grad(results, sources, grad_results, /*retain_graph=*/true,
+                              /*create_graph=*/false, /*allow_unused=*/true);
+    for (size_t n = 0; n < sources.size(); ++n) {
+      if (found[n].defined()) gradients[n].add_(found[n]);
+    }
+  }
+  if (keys.value_norms.defined() && keys.value_norms.requires_grad() &&
+      grad_maps[kValueNorms].defined()) {
+    key_results.push_back(keys.value_norms);
+    key_gradients.push_back(grad_maps[kValueNorms].to(at::kDouble));
+  }
+  variable_list sources, gradients;
+  for (size_t i = 0; i < kContributionInputs; ++i) {
+    if (!wanted[i] || query_axis(i) >= 0) continue;
+    sources.push_back(*inputs[i]);
+    gradients.push_back(totals[i]);
+  }
+  if (!key_results.empty()) {
+    const variable_list found =
+        torch::autograd::grad(key_results, sources, key_gradients, /*retain_graph=*/false,
+                              /*create_graph=*/false, /*allow_unused=*/true);
+    for (size_t n = 0; n < sources.size(); ++n) {
+      if (found[n].defined()) gradients[n].add_(found[n]);
+    }
+  }
+  for (size_t i = 0; i < kContributionInputs; ++i) {
+    if (totals[i].defined()) totals[i] = totals[i].to(types[i]);
+  }
+  return totals;
+}
+
+}  // namespace ikattn

@@ -1,0 +1,41 @@
+// The same mathematics in differentiable ATen, in float64: the oracle of the tests, the backward,
+// double backward, torch.func, forward-mode duals. Time and memory O(B H T S).
+#pragma once
+
+#include "contributions/arguments.h"
+
+namespace ikattn {
+
+// What the maps need of the keys, once for all queries.
+struct ReferenceKeys {
+  at::Tensor value;                 // [B, G, S, d_v], zero where padding
+  at::Tensor projection;            // [D, H d_v]
+  std::array<at::Tensor, 3> grams;  // [B, S, H, H]: of f as it is, through the first norm, both
+  at::Tensor value_norms;           // [B, H, S]
+};
+ReferenceKeys reference_keys(const ContributionCall& call);
+
+// The call for the queries [i0, i0 + rows) alone.
+ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows);
+
+// The weights of a source, [B, H, T, S]: the given ones, or from query and key.
+at::Tensor weights_of(const WeightsSource& source);
+
+// The maps of a call whose weights and keys are there; value_norms is undefined.
+MapTensors reference_rows(const at::Tensor& weights, const ReferenceKeys& keys, const Block& block);
+
+// All maps, in the arithmetic type of the call.
+MapTensors reference_maps(const ContributionCall& call);
+
+// Gradients through the reference, some rows at a time. Undefined where not wanted.
+std::array<at::Tensor, kContributionInputs> reference_gradients(
+    const MapTensors& grad_maps, const ContributionCall& call,
+    std::array<bool, kContributionInputs> wanted);
+
+// The arithmetic type of a call: float64 if an input is, otherwise float32.
+at::ScalarType arithmetic_type(const ContributionCall& call);
+
+// Queries to take at a time where their weights must be held.
+int64_t rows_at_a_time(const ContributionSizes& sizes);
+
+}  // namespace ikattn
