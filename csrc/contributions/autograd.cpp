@@ -14,7 +14,7 @@ namespace {
 class Maps : public torch::autograd::Function<Maps> {
  public:
   // `present`: the differentiable inputs that are there, for autograd to find; all are in `call`.
-  static variable_list forward(AutogradContext* ctx, at::TensorList present,
+  static variable_list forward(AutogradContext* ctx, at::TensorList /*present*/,
                                const ContributionCall& call) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const MapTensors maps = call_contribution_maps(call);

@@ -126,7 +126,7 @@ MapTensors tensors_of(const MapTuple& maps) {
   return std::apply([](const auto&... map) { return MapTensors{map...}; }, maps);
 }
 
-Block block_of(const ContributionOptions& options, const at::Tensor& value) {
+Block block_of(const ContributionOptions& options) {
   Block block;
   block.residual = or_undefined(options.residual);
   const std::optional<NormStats>* norms[2] = {&options.norm, &options.second_norm};
@@ -205,7 +205,7 @@ ContributionMaps contributions(const at::Tensor& attn_weights, const at::Tensor&
   call.source.attn_weights = attn_weights;
   call.value = value;
   call.out_proj_weight = out_proj_weight;
-  call.block = block_of(options, value);
+  call.block = block_of(options);
   return public_maps(call);
 }
 
@@ -222,7 +222,7 @@ ContributionMaps streamed_contributions(const at::Tensor& query, const at::Tenso
   call.source.scale = source.scale;
   call.value = value;
   call.out_proj_weight = out_proj_weight;
-  call.block = block_of(options, value);
+  call.block = block_of(options);
   return public_maps(call);
 }
 

@@ -236,7 +236,10 @@ MapTensors reference_rows(const at::Tensor& given_weights, const ReferenceKeys& 
       const at::Tensor weight = wide(block.norm_weight[n]);
       own = apply_norm(own, weight, block.centered[n]);
       if (others.defined()) others = apply_norm(others, weight, block.centered[n]);
-      const at::Tensor norm_scale = wide(block.norm_scale[n]);
+      at::Tensor norm_scale = wide(block.norm_scale[n]);
+      if (block.query_padding.defined()) {
+        norm_scale = at::where(block.query_padding, at::ones({}, norm_scale.options()), norm_scale);
+      }
       scale = scale.defined() ? scale * norm_scale : norm_scale;
       finish(n == 0 ? kWithNorm : kEncoder, n + 1);
     }

@@ -128,7 +128,7 @@ def _dropout_keep_mask(
 
 
 def _maps(
-    value: Tensor, out_proj_weight: Tensor, heads: Any, length: Any, maps: Sequence[bool], wide: bool
+    value: Tensor, heads: int, length: int, maps: Sequence[bool], wide: bool
 ) -> tuple[Tensor, ...]:
     batch, _groups, keys, _size = value.shape
     dtype = torch.float64 if wide else torch.float32
@@ -155,7 +155,7 @@ def _contribution_maps(
 ) -> tuple[Tensor, ...]:
     wide = _is_wide(attn_weights, value, out_proj_weight, residual)
     heads, length = attn_weights.shape[1:3]
-    return _maps(value, out_proj_weight, heads, length, maps, wide)
+    return _maps(value, heads, length, maps, wide)
 
 
 @torch.library.register_fake("ikattn::streamed_contribution_maps")
@@ -173,22 +173,18 @@ def _streamed_contribution_maps(
 ) -> tuple[Tensor, ...]:
     wide = _is_wide(query, value, out_proj_weight, residual)
     heads, length = query.shape[1:3]
-    return _maps(value, out_proj_weight, heads, length, maps, wide)
+    return _maps(value, heads, length, maps, wide)
 
 
 @torch.library.register_fake("ikattn::contribution_maps_backward")
 def _contribution_maps_backward(
     grad_maps: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
-    *_: Any,
-    wanted: Sequence[bool] = (),
-    **_options: Any,
+    *rest: Any,
 ) -> list[Tensor]:
-    wanted = wanted or _[-1]
+    wanted: Sequence[bool] = rest[-1]
     like = next(tensor for tensor in inputs if tensor is not None)
     return [
-        tensor.new_empty(tensor.shape)
-        if want and tensor is not None
-        else like.new_empty((0,))
+        tensor.new_empty(tensor.shape) if want and tensor is not None else like.new_empty((0,))
         for tensor, want in zip(inputs, wanted, strict=False)
     ]

@@ -173,7 +173,8 @@ def contributions(
         >>> import torch, ikattn
         >>> x, weights = torch.randn(2, 5, 16), torch.rand(2, 4, 5, 5).softmax(-1)
         >>> out_proj = torch.nn.Linear(16, 16)
-        >>> maps = ikattn.contributions(weights, torch.randn(2, 4, 5, 4), out_proj.weight, residual=x)
+        >>> value = torch.randn(2, 4, 5, 4)
+        >>> maps = ikattn.contributions(weights, value, out_proj.weight, residual=x)
         >>> maps.summed.shape, maps.mixing_ratio["with_residual"].shape
         (torch.Size([2, 5, 5]), torch.Size([2, 5]))
     """

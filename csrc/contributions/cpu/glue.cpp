@@ -191,7 +191,10 @@ void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& block,
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
     apply_norm_(own, keys.weights[n], block.centered[n]);
     if (others.defined()) apply_norm_(others, keys.weights[n], block.centered[n]);
-    const at::Tensor norm_scale = block.norm_scale[n].to(own.scalar_type());
+    at::Tensor norm_scale = block.norm_scale[n].to(own.scalar_type());
+    if (block.query_padding.defined()) {
+      norm_scale = norm_scale.masked_fill(block.query_padding, 1);
+    }
     scale = scale.defined() ? scale * norm_scale : norm_scale;
     finish(n == 0 ? kWithNorm : kEncoder);
   }

@@ -1,0 +1,828 @@
+"""The contribution operators against their definition: values, gradients, laws, transformations."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close, error
+from contribution_samples import (
+    SAMPLES,
+    Sample,
+    definition,
+    differentiable,
+    named,
+    norm_of,
+    replaced,
+    vectors,
+)
+
+GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+# Everything for one block; the sizes still differ in every axis.
+BLOCK = Sample("bert block")
+PADDED = Sample("padded batch", B=3, padding=True)
+
+
+def maps_of(arguments: dict[str, Any]) -> ikattn.Contributions:
+    return ikattn.contributions(**arguments, per_head=True)
+
+
+# --- Values
+
+
+@every_sample
+def test_maps_in_float64_are_those_of_the_definition(sample: Sample) -> None:
+    arguments = sample.arguments()
+    got, expected = named(maps_of(arguments)), named(definition(arguments))
+    assert got.keys() == expected.keys()
+    for name, map_ in got.items():
+        assert map_.dtype == torch.float64
+        assert_close(map_, expected[name], 1e-13, name)
+
+
+@every_sample
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_maps_in_lower_precision_err_by_rounding_only(sample: Sample, dtype: torch.dtype) -> None:
+    """All are computed in float32 from the stored numbers, of half precision too."""
+    arguments = sample.arguments(dtype)
+    got, expected = named(maps_of(arguments)), named(definition(arguments))
+    assert got.keys() == expected.keys()
+    for name, map_ in got.items():
+        assert map_.dtype == torch.float32
+        assert_close(map_, expected[name], 2e-6, name)
+
+
+@every_sample
+def test_the_reference_operator_gives_the_same(sample: Sample) -> None:
+    """The differentiable composition, which backward and transformations use."""
+    arguments = sample.arguments()
+    expected = definition(arguments)
+    got = reference(arguments)
+    order = ("value_norms", "summed", "with_residual", "with_norm", "encoder")
+    for name, map_ in zip(order, got, strict=False):
+        if getattr(expected, name) is not None:
+            assert_close(map_, getattr(expected, name), 1e-7, name)
+
+
+def reference(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    norm, second = arguments.get("norm"), arguments.get("second_norm")
+    steps = [arguments.get("residual"), norm, second]
+    return torch.ops.ikattn.contribution_maps_reference(
+        arguments["attn_weights"],
+        arguments["value"],
+        arguments["out_proj_weight"],
+        residual=steps[0],
+        norm_weight=norm and norm.weight,
+        norm_scale=norm and norm.scale,
+        norm_centered=norm is None or norm.centered,
+        second_norm_weight=second and second.weight,
+        second_norm_scale=second and second.scale,
+        second_norm_centered=second is None or second.centered,
+        query_padding=arguments.get("query_padding"),
+        key_padding=arguments.get("key_padding"),
+        diagonal=arguments["diagonal"],
+        maps=[True, True, *(step is not None for step in steps), steps[0] is not None],
+    )
+
+
+@pytest.mark.parametrize("cancellation", [1e-3, 1e-4])
+def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -> None:
+    """The sum is a thousandth, or less, of its parts; the Gram form would be wrong altogether."""
+    torch.manual_seed(0)
+    H, D, S = 12, 64, 40
+    parts = torch.randn(1, H, S, D, dtype=torch.float64)
+    parts[:, -1] = cancellation * parts[:, -1] - parts[:, :-1].sum(1)
+    call = {
+        "attn_weights": torch.full((1, H, S, S), 1 / 64),
+        "value": parts.float(),
+        "out_proj_weight": torch.eye(D).repeat(1, H),
+        "diagonal": 0,
+    }
+    truth = norm_of(vectors(call)["summed"])
+    size = norm_of(call["value"]).sum(1)[0] / 64
+    assert (truth[0, 0] / size).max() < 10 * cancellation
+    got = ikattn.contributions(**call, maps=["summed"]).summed
+    assert got is not None
+    relative = ((got - truth) / truth).abs().max().item()
+    assert relative < 1e-3 * max(1.0, 1e-3 / cancellation)
+
+
+def test_the_vectors_of_a_row_sum_to_the_layer_output() -> None:
+    """What the maps are the norms of is the whole output, without the bias."""
+    torch.manual_seed(1)
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    output, weights = layer(x, x, x, average_attn_weights=False)
+    value = x @ layer.in_proj_weight[32:].mT + layer.in_proj_bias[32:]
+    call = {
+        "attn_weights": weights,
+        "value": value.unflatten(-1, (4, 4)).transpose(1, 2),
+        "out_proj_weight": layer.out_proj.weight,
+        "diagonal": 0,
+    }
+    y = vectors(call)["summed"]
+    assert_close(y.sum(2), output - layer.out_proj.bias, 1e-13)
+    assert_close(maps_of(call).summed, norm_of(y), 1e-13)
+
+
+def test_one_layer_of_minilm_equals_the_authors_code() -> None:
+    np = pytest.importorskip("numpy")
+    path = GOLDEN / "bert_inputs" / "op_minilm_s1_layer2.npz"
+    if not path.exists():
+        pytest.skip(f"the golden arrays are not here: {path.name}")
+    golden = {name: np.load(path)[name] for name in np.load(path).files}
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
+        tensors = {
+            name: torch.from_numpy(array).to(dtype)
+            for name, array in golden.items()
+            if array.dtype.kind == "f"
+        }
+        norms = []
+        for name in ("ln1", "ln2"):
+            x = tensors[f"pre_{name}"]
+            scale = (x.var(-1, correction=0) + tensors["eps"]).sqrt()
+            norms.append(ikattn.NormStats(tensors[f"{name}_weight"], scale))
+        maps = ikattn.contributions(
+            tensors["attn"],
+            tensors["v"],
+            tensors["W_O"],
+            residual=tensors["x"],
+            norm=norms[0],
+            second_norm=norms[1],
+            per_head=True,
+        )
+        pairs = {
+            "f_norm": maps.value_norms,
+            "af_norm": maps.per_head,
+            "sum_af_norm": maps.summed,
+            "attnres_n": maps.with_residual,
+            "attnresln_n": maps.with_norm,
+            "n_enc": maps.encoder,
+            "attn_n_ratio": maps.mixing_ratio["summed"],
+            "attnres_n_ratio": maps.mixing_ratio["with_residual"],
+            "attnresln_n_ratio": maps.mixing_ratio["with_norm"],
+            "n_enc_ratio": maps.mixing_ratio["encoder"],
+        }
+        for name, map_ in pairs.items():
+            assert_close(map_, torch.from_numpy(golden[name]), tolerance, f"{name} in {dtype}")
+
+
+# --- Gradients
+
+WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.T * sample.S and sample.T < 20]
+
+
+@pytest.mark.parametrize("sample", WITH_GRADIENTS, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gradients_are_those_of_the_definition(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+
+    def gradients(function: Any) -> dict[str, Tensor]:
+        leaves = {
+            name: tensor.detach().clone().requires_grad_()
+            for name, tensor in differentiable(arguments).items()
+        }
+        results = named(function(replaced(arguments, leaves)))
+        generator = torch.Generator().manual_seed(3)
+        loss = sum(
+            (torch.rand(map_.shape, generator=generator, dtype=torch.float64) * map_).sum()
+            for _, map_ in sorted(results.items())
+        )
+        assert isinstance(loss, Tensor)
+        found = torch.autograd.grad(loss, list(leaves.values()))
+        return dict(zip(leaves, found, strict=True))
+
+    got, expected = gradients(maps_of), gradients(definition)
+    for name, gradient in got.items():
+        assert gradient.dtype == dtype
+        assert_close(gradient, expected[name], 1e-11 if dtype == torch.float64 else 2e-6, name)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Sample("block", B=2, H=3, G=3, T=2, S=4, d_v=2, D=5, diagonal=1, padding=True),
+        Sample("grouped", B=1, H=4, G=2, T=3, S=3, d_v=2, D=4, centered=(False, True)),
+    ],
+    ids=lambda sample: sample.name,
+)
+def test_gradcheck_and_gradgradcheck(sample: Sample) -> None:
+    arguments = sample.arguments()
+    tensors = differentiable(arguments)
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        maps = maps_of(replaced(arguments, dict(zip(tensors, leaves, strict=True))))
+        return tuple(named(maps).values())
+
+    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, atol=1e-4)
+
+
+def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
+    arguments = Sample("causal", causal=True, T=5, S=5, steps=0).arguments()
+    weights = arguments["attn_weights"].requires_grad_()
+    maps = ikattn.contributions(**arguments, maps=["summed"])
+    assert maps.summed is not None
+    maps.summed.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.isfinite().all()
+    assert (maps.summed.triu(1) == 0).all()
+
+
+# --- Streaming: the same from query and key
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit", "stationary"])
+@pytest.mark.parametrize("masking", ["none", "causal", "bool", "float", "bias", "causal and float"])
+def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> None:
+    torch.manual_seed(2)
+    B, H, G, T, S, d = 2, 4, 2, 37, 37, 6
+    query, key, value = (
+        torch.randn(B, heads, length, d, dtype=torch.float64)
+        for heads, length in ((H, T), (G, S), (G, S))
+    )
+    frequencies = {} if kernel == "dot" else {"w1": torch.randn(H, d, 5).double() / 6}
+    if kernel == "implicit":
+        frequencies["w2"] = torch.randn(H, d, 5).double() / 6
+    options: dict[str, Any] = {}
+    if "causal" in masking:
+        options["is_causal"] = True
+    if masking == "bool":
+        options["attn_mask"] = torch.rand(B, 1, T, S) > 0.4
+        options["attn_mask"][0, 0, 3] = False  # a row that sees nothing
+    if "float" in masking:
+        options["attn_mask"] = torch.randn(H, T, S, dtype=torch.float64)
+    if masking == "bias":
+        options["key_bias"] = torch.randn(B, G, S, dtype=torch.float64)
+    if kernel == "dot":
+        weights = softmax_weights(query, key, **options)
+    else:
+        weights = ikattn.implicit_kernel_weights(
+            query, key, **frequencies, enable_gqa=True, **options
+        )
+    block = {
+        name: each
+        for name, each in Sample("b", B=B, T=T, S=S, D=H * d).arguments().items()
+        if name in ("residual", "norm", "second_norm")
+    }
+    projection = torch.randn(H * d, H * d, dtype=torch.float64)
+    given = named(ikattn.contributions(weights, value, projection, **block))
+    streamed = named(
+        ikattn.streamed_contributions(
+            query, key, value, projection, **frequencies, enable_gqa=True, **options, **block
+        )
+    )
+    assert given.keys() == streamed.keys()
+    for name, map_ in streamed.items():
+        assert_close(map_, given[name], 1e-12, name)
+
+
+def softmax_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(group, 1).mT / math.sqrt(query.shape[-1])
+    if key_bias is not None:
+        logits = logits + key_bias.repeat_interleave(group, 1)[:, :, None]
+    if is_causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -torch.inf)
+        else:
+            logits = logits + attn_mask
+    return logits.softmax(-1).nan_to_num(0)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_streamed_maps_are_differentiable(kernel: str) -> None:
+    torch.manual_seed(4)
+    double = {"dtype": torch.float64, "requires_grad": True}
+    query, key = torch.randn(1, 4, 3, 4, **double), torch.randn(1, 2, 5, 4, **double)
+    value, projection = torch.randn(1, 2, 5, 3, **double), torch.randn(6, 12, **double)
+    mask, residual = torch.randn(3, 5, **double), torch.randn(1, 3, 6, **double)
+    leaves = [query, key, value, projection, mask, residual]
+    if kernel == "implicit":
+        leaves += [torch.randn(4, 4, 3, **double), torch.randn(4, 4, 3, **double)]
+
+    def function(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        projection: Tensor,
+        mask: Tensor,
+        residual: Tensor,
+        w1: Tensor | None = None,
+        w2: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        maps = ikattn.streamed_contributions(
+            query, key, value, projection, w1=w1, w2=w2, attn_mask=mask, residual=residual,
+            enable_gqa=True, diagonal=1,
+        )  # fmt: skip
+        return tuple(named(maps).values())
+
+    assert torch.autograd.gradcheck(function, tuple(leaves))
+
+
+def test_streaming_many_rounds_gives_what_one_gives() -> None:
+    """Enough pairs for several rounds of queries, in the backward too."""
+    torch.manual_seed(5)
+    H, T, d = 16, 640, 8
+    query, key, value = torch.randn(3, 1, H, T, d).unbind()
+    projection = torch.randn(32, H * d) / 8
+    residual = torch.randn(1, T, 32)
+    leaf = value.clone().requires_grad_()
+    streamed = ikattn.streamed_contributions(
+        query, key, leaf, projection, residual=residual, is_causal=True
+    )
+    weights = softmax_weights(query.double(), key.double(), is_causal=True)
+    wide = value.double().requires_grad_()
+    given = ikattn.contributions(weights, wide, projection.double(), residual=residual.double())
+    for name, map_ in named(streamed).items():
+        assert_close(map_, named(given)[name], 1e-5, name)
+    assert streamed.summed is not None
+    assert given.summed is not None
+    streamed.summed.sum().backward()
+    given.summed.sum().backward()
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    assert_close(leaf.grad, wide.grad, 1e-5)
+
+
+# --- Laws
+
+
+def test_a_batch_is_its_sequences_one_by_one() -> None:
+    arguments = PADDED.arguments()
+    whole = named(maps_of(arguments))
+    for b in range(PADDED.B):
+        one = {
+            name: each[b : b + 1]
+            if isinstance(each, Tensor) and name != "out_proj_weight"
+            else each
+            for name, each in arguments.items()
+        }
+        for name in ("norm", "second_norm"):
+            stats = arguments[name]
+            one[name] = ikattn.NormStats(stats.weight, stats.scale[b : b + 1], stats.centered)
+        for name, map_ in named(maps_of(one)).items():
+            assert_close(map_, whole[name][b : b + 1], 1e-14, name)
+
+
+def test_padding_equals_cutting_it_off() -> None:
+    arguments = PADDED.arguments()
+    whole = named(maps_of(arguments))
+    b, length = 2, PADDED.S - 2
+    cut = {
+        "attn_weights": arguments["attn_weights"][b : b + 1, :, :length, :length],
+        "value": arguments["value"][b : b + 1, :, :length],
+        "out_proj_weight": arguments["out_proj_weight"],
+        "residual": arguments["residual"][b : b + 1, :length],
+    }
+    for name in ("norm", "second_norm"):
+        stats = arguments[name]
+        cut[name] = ikattn.NormStats(stats.weight, stats.scale[b : b + 1, :length], stats.centered)
+    for name, map_ in named(maps_of(cut)).items():
+        padded = whole[name][b : b + 1]
+        index = tuple(slice(0, size) for size in map_.shape)
+        assert_close(map_, padded[index], 1e-14, name)
+        rest = padded.clone()
+        rest[index] = 0
+        assert (rest == 0).all(), name
+
+
+def test_what_padding_holds_never_shows() -> None:
+    arguments = PADDED.arguments()
+    expected = named(maps_of(arguments))
+    query, key = arguments["query_padding"], arguments["key_padding"]
+    nan = math.nan
+    spoiled = replaced(
+        arguments,
+        {
+            "attn_weights": arguments["attn_weights"]
+            .masked_fill(query[:, None, :, None], nan)
+            .masked_fill(key[:, None, None, :], nan),
+            "value": arguments["value"].masked_fill(key[:, None, :, None], nan),
+            "residual": arguments["residual"].masked_fill(query[..., None], nan),
+            "norm.scale": arguments["norm"].scale.masked_fill(query, nan),
+        },
+    )
+    for name, map_ in named(maps_of(spoiled)).items():
+        assert torch.equal(map_, expected[name]), name
+
+
+def test_nan_in_a_visible_value_shows_where_it_is_weighed() -> None:
+    arguments = Sample("causal", causal=True, T=6, S=6, steps=0).arguments()
+    arguments["value"][0, 1, 4] = math.nan
+    summed = maps_of(arguments).summed
+    assert summed is not None
+    assert summed[0, 4:, 4].isnan().all()
+    summed[0, 4:, 4] = 0
+    assert summed.isfinite().all()
+
+
+def test_the_order_of_heads_does_not_matter() -> None:
+    arguments = BLOCK.arguments()
+    order = torch.tensor([2, 0, 3, 1])
+    permuted = arguments | {
+        "attn_weights": arguments["attn_weights"][:, order],
+        "value": arguments["value"][:, order],
+        "out_proj_weight": arguments["out_proj_weight"].unflatten(1, (4, -1))[:, order].flatten(1),
+    }
+    expected = named(maps_of(arguments))
+    for name, map_ in named(maps_of(permuted)).items():
+        same = expected[name][:, order] if name in ("value_norms", "per_head") else expected[name]
+        assert_close(map_, same, 1e-14, name)
+
+
+def test_strides_do_not_matter() -> None:
+    arguments = BLOCK.arguments(torch.float32)
+    expected = named(maps_of(arguments))
+    strided = {
+        "attn_weights": arguments["attn_weights"].mT.contiguous().mT,
+        "value": arguments["value"].mT.contiguous().mT,
+        "out_proj_weight": arguments["out_proj_weight"].T.contiguous().T,
+        "residual": torch.stack([arguments["residual"]] * 2, -1)[..., 1],
+    }
+    for name, map_ in named(maps_of(arguments | strided)).items():
+        assert_close(map_, expected[name], 1e-6, name)
+
+
+def test_expanded_weights_are_read_in_place() -> None:
+    arguments = BLOCK.arguments()
+    arguments["attn_weights"] = torch.full((), 1 / 7).double().expand(2, 4, 7, 7)
+    expected = definition(arguments)
+    assert_close(maps_of(arguments).summed, expected.summed, 1e-13)
+
+
+def test_queries_alone_give_their_rows() -> None:
+    """The last queries with a moved diagonal, as when keys are cached."""
+    arguments = BLOCK.arguments()
+    expected = named(maps_of(arguments))
+    first = 4
+    rows = arguments | {
+        "attn_weights": arguments["attn_weights"][:, :, first:],
+        "residual": arguments["residual"][:, first:],
+        "diagonal": first,
+    }
+    for name in ("norm", "second_norm"):
+        stats = arguments[name]
+        rows[name] = ikattn.NormStats(stats.weight, stats.scale[:, first:], stats.centered)
+    for name, map_ in named(maps_of(rows)).items():
+        whole = expected[name]
+        if name == "per_head":
+            whole = whole[:, :, first:]
+        elif name != "value_norms":
+            whole = whole[:, first:]
+        assert_close(map_, whole, 1e-14, name)
+
+
+def test_weights_of_one_type_and_values_of_another() -> None:
+    """As autocast leaves them: softmax in float32, projections in bfloat16."""
+    arguments = BLOCK.arguments(torch.bfloat16)
+    arguments["attn_weights"] = arguments["attn_weights"].float()
+    assert_close(maps_of(arguments).encoder, definition(arguments).encoder, 2e-6)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    calls = [sample.arguments(torch.float32) for sample in SAMPLES] * 3
+    expected = [named(maps_of(call)) for call in calls]
+    with ThreadPoolExecutor(8) as pool:
+        for got, alone in zip(pool.map(maps_of, calls), expected, strict=True):
+            assert all(error(map_, alone[name]) < 1e-6 for name, map_ in named(got).items())
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_instruction_set_computes_the_definition(capability: str) -> None:
+    program = """
+        import torch
+        from agreement import error
+        from contribution_samples import SAMPLES, definition, named
+        import ikattn
+
+        worst = {torch.float64: 0.0, torch.float32: 0.0}
+        for dtype in worst:
+            for sample in SAMPLES:
+                arguments = sample.arguments(dtype)
+                expected = named(definition(arguments))
+                for name, map_ in named(ikattn.contributions(**arguments, per_head=True)).items():
+                    worst[dtype] = max(worst[dtype], error(map_, expected[name]))
+        assert worst[torch.float64] < 1e-13 and worst[torch.float32] < 2e-6, worst
+        print(torch.ops.ikattn.instruction_set())
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    # What the processor has not falls back to what it has.
+    order = ["baseline", "avx2", "avx512"]
+    used = result.stdout.strip()
+    assert order.index(used) <= ["default", "avx2", "avx512"].index(capability)
+
+
+def test_only_the_maps_asked_for_are_there() -> None:
+    arguments = BLOCK.arguments()
+    maps = ikattn.contributions(**arguments, maps=["with_norm"])
+    assert list(named(maps)) == ["with_norm"]
+    maps = ikattn.contributions(**arguments, maps=["per_head", "mixing_ratio"])
+    assert list(named(maps)) == ["per_head"] + [
+        f"mixing_ratio.{name}" for name in ("summed", "with_residual", "with_norm", "encoder")
+    ]
+
+
+# --- Transformations
+
+
+def operator_call(sample: Sample, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
+    arguments = sample.arguments(dtype)
+    norm, second = arguments["norm"], arguments["second_norm"]
+    positional = (arguments["attn_weights"], arguments["value"], arguments["out_proj_weight"])
+    return positional, {
+        "residual": arguments["residual"],
+        "norm_weight": norm.weight,
+        "norm_scale": norm.scale,
+        "second_norm_weight": second.weight,
+        "second_norm_scale": second.scale,
+        "second_norm_centered": second.centered,
+        "query_padding": arguments.get("query_padding"),
+        "key_padding": arguments.get("key_padding"),
+        "maps": [True] * 6,
+    }
+
+
+@pytest.mark.parametrize("sample", [BLOCK, PADDED], ids=lambda sample: sample.name)
+def test_opcheck_of_given_weights(sample: Sample) -> None:
+    positional, named_ = operator_call(sample)
+    for tensor in (*positional, named_["residual"]):
+        tensor.requires_grad_()
+    torch.library.opcheck(torch.ops.ikattn.contribution_maps, positional, named_)
+
+
+def test_opcheck_of_streamed_weights() -> None:
+    (_, value, projection), named_ = operator_call(BLOCK)
+    query, key = torch.randn(2, 2, 4, 7, 5, dtype=torch.float64).unbind()
+    for tensor in (query, key, value, projection):
+        tensor.requires_grad_()
+    torch.library.opcheck(
+        torch.ops.ikattn.streamed_contribution_maps, (query, key, value, projection), named_
+    )
+
+
+def test_torch_compile_keeps_values_and_gradients() -> None:
+    def loss(weights: Tensor, value: Tensor, projection: Tensor, residual: Tensor) -> Tensor:
+        maps = ikattn.contributions(weights, value, projection, residual=residual)
+        return maps.with_residual.sum() + maps.mixing_ratio["summed"].sum()  # type: ignore[union-attr]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sample in (Sample("a", steps=1), Sample("b", B=3, T=9, S=9, steps=1)):
+        arguments = sample.arguments()
+        leaves = [
+            arguments[name].requires_grad_()
+            for name in ("attn_weights", "value", "out_proj_weight", "residual")
+        ]
+        expected, got = loss(*leaves), compiled(*leaves)
+        assert_close(got, expected, 1e-13)
+        for a, b in zip(
+            torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True
+        ):
+            assert_close(a, b, 1e-12)
+
+
+def test_torch_func_sees_through() -> None:
+    arguments = Sample("small", B=2, T=3, S=3, steps=1).arguments()
+    rest = (arguments["value"], arguments["out_proj_weight"])
+
+    def total(weights: Tensor, value: Tensor) -> Tensor:
+        maps = ikattn.contributions(weights, value, rest[1], residual=arguments["residual"])
+        assert maps.with_residual is not None
+        return maps.with_residual.square().sum()
+
+    weights = arguments["attn_weights"]
+    leaf = weights.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(leaf, rest[0]), leaf)
+    assert_close(torch.func.grad(total)(weights, rest[0]), expected, 1e-10)
+    tangent = torch.randn_like(weights)
+    _, derivative = torch.func.jvp(lambda w: total(w, rest[0]), (weights,), (tangent,))
+    assert_close(derivative, (expected * tangent).sum(), 1e-10)
+    stacked = torch.stack([weights, weights.flip(0)])
+    each = torch.vmap(lambda w: total(w, rest[0]))(stacked)
+    assert_close(each, torch.stack([total(w, rest[0]) for w in stacked]), 1e-10)
+
+
+def test_inference_mode_and_no_grad_give_the_same() -> None:
+    arguments = BLOCK.arguments()
+    expected = maps_of(arguments).encoder
+    with torch.inference_mode():
+        assert_close(maps_of(arguments).encoder, expected, 1e-15)
+    with torch.no_grad():
+        assert_close(maps_of(arguments).encoder, expected, 1e-15)
+
+
+# --- Memory
+
+
+def test_no_tensor_has_both_pairs_and_dimensions() -> None:
+    """T = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
+    program = """
+        import resource, torch, ikattn
+        torch.set_num_threads(1)
+        H, T, D = 12, 1024, 768
+        value, residual = torch.randn(1, H, T, 64), torch.randn(1, T, D)
+        query, key = torch.randn(2, 1, H, T, 64).unbind()
+        projection = torch.randn(D, D)
+        norm = ikattn.NormStats(torch.ones(D), torch.ones(1, T))
+        ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        maps = ikattn.streamed_contributions(
+            query, key, value, projection, residual=residual, norm=norm, second_norm=norm
+        )
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True
+    )
+    # Four maps of 4 MiB, some rounds of 16 MiB of weights; the weights of all rows are 48 MiB.
+    assert int(result.stdout) / 1024 < 100
+
+
+# --- Errors
+
+
+def wrong(**changes: Any) -> dict[str, Any]:
+    return BLOCK.arguments() | changes
+
+
+def stats(weight: int = 20, shape: tuple[int, ...] = (2, 7)) -> ikattn.NormStats:
+    return ikattn.NormStats(torch.ones(weight), torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            wrong(attn_weights=torch.rand(4, 7, 7)),
+            RuntimeError,
+            r"attn_weights must have shape \[B, H, T, S\], got \[4, 7, 7\]",
+        ),
+        (
+            wrong(attn_weights=torch.rand(2, 4, 7, 6)),
+            RuntimeError,
+            r"attn_weights .* S = 7 .*got \[2, 4, 7, 6\]",
+        ),
+        (
+            wrong(attn_weights=torch.ones(2, 4, 7, 7).int()),
+            TypeError,
+            r"attn_weights must be float64.*got Int",
+        ),
+        (
+            wrong(attn_weights=torch.rand(2, 6, 7, 7)),
+            RuntimeError,
+            r"the heads of value must divide those of the weights, 6, got 4",
+        ),
+        (
+            wrong(value=torch.rand(2, 7, 20)),
+            RuntimeError,
+            r"value must have shape \[B, G, S, d_v\], got \[2, 7, 20\]",
+        ),
+        (
+            wrong(out_proj_weight=torch.rand(20, 19)),
+            RuntimeError,
+            r"out_proj_weight must have shape \[D, H d_v\] with H d_v = 4 x 5, got \[20, 19\]",
+        ),
+        (
+            wrong(residual=torch.rand(2, 7, 19)),
+            RuntimeError,
+            r"residual must have shape \[B, T, D\] = \[2, 7, 20\], got \[2, 7, 19\]",
+        ),
+        (wrong(residual=None), RuntimeError, r"residual must be given with norm"),
+        (wrong(norm=None), RuntimeError, r"norm must be given with second_norm"),
+        (
+            wrong(norm=stats(weight=3)),
+            RuntimeError,
+            r"norm weight must have shape \[D\] = \[20\], got \[3\]",
+        ),
+        (
+            wrong(norm=stats(shape=(2, 6))),
+            RuntimeError,
+            r"norm scale must have shape \[B, T\] = \[2, 7\], got \[2, 6\]",
+        ),
+        (
+            wrong(key_padding=torch.zeros(2, 7)),
+            TypeError,
+            r"key_padding must be bool \(true = padding\), got Float",
+        ),
+        (
+            wrong(query_padding=torch.zeros(2, 6).bool()),
+            RuntimeError,
+            r"query_padding must have shape \[B, T\] = \[2, 7\], got \[2, 6\]",
+        ),
+        (wrong(diagonal=1), RuntimeError, r"every query among the keys: .*diagonal 1, T 7, S 7"),
+        (wrong(diagonal=-1), RuntimeError, r"every query among the keys: .*diagonal -1"),
+        (
+            wrong(value=torch.rand(2, 4, 7, 5, device="meta")),
+            RuntimeError,
+            r"attn_weights must be on the device of value, meta, got cpu",
+        ),
+        (
+            wrong(attn_weights=torch.rand(2, 4, 7, 7).to_sparse()),
+            RuntimeError,
+            r"attn_weights must be a dense \(strided\) tensor",
+        ),
+        (wrong(maps=["sumed"]), ValueError, r"maps must be among value_norms, .*got 'sumed'"),
+        (
+            wrong(residual=None, norm=None, second_norm=None, maps=["with_residual"]),
+            ValueError,
+            r"residual must be given for the map 'with_residual'",
+        ),
+        (
+            wrong(second_norm=None, maps=["encoder"]),
+            ValueError,
+            r"second_norm must be given for the map 'encoder'",
+        ),
+    ],
+)
+def test_errors_name_the_argument(call: dict[str, Any], kind: type, message: str) -> None:
+    with pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"):
+        ikattn.contributions(**call)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"maps": ["per_head"]}, ValueError, r"maps must not hold 'per_head'"),
+        ({"scale": math.inf}, ValueError, r"scale must be finite, got inf"),
+        (
+            {"key": torch.rand(2, 4, 7, 4)},
+            RuntimeError,
+            r"key must have the head size of query, 5, got \[2, 4, 7, 4\]",
+        ),
+        (
+            {"key": torch.rand(2, 4, 6, 5)},
+            RuntimeError,
+            r"value must have shape \[B, G, S, d_v\] = \[2, 4, 6, d_v\]",
+        ),
+        (
+            {"w2": torch.rand(4, 5, 3)},
+            RuntimeError,
+            r"w1 must be given with w2|w2 must have the shape of w1",
+        ),
+        ({"p": 0.5}, ValueError, r"p must be a finite number >= 1 or None, got 0.5"),
+        ({"attn_mask": torch.ones(7, 6).bool()}, RuntimeError, r"attn_mask must broadcast"),
+    ],
+)
+def test_errors_of_the_streamed_maps_name_the_argument(
+    changes: dict[str, Any], kind: type, message: str
+) -> None:
+    call = {
+        "query": torch.rand(2, 4, 7, 5),
+        "key": torch.rand(2, 4, 7, 5),
+        "value": torch.rand(2, 4, 7, 5),
+        "out_proj_weight": torch.rand(20, 20),
+    }
+    with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
+        ikattn.streamed_contributions(**(call | changes))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [torch.nn.Linear(4, 4), torch.nn.LayerNorm((3, 8)), torch.nn.LayerNorm(9)],
+    ids=["linear", "two axes", "other size"],
+)
+def test_norm_stats_refuse_what_is_no_norm_of_the_last_axis(module: torch.nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"NormStats\.of: module must be a LayerNorm or RMSNorm"):
+        ikattn.NormStats.of(module, torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_norm_stats_make_the_norm_linear(kind: type[torch.nn.Module]) -> None:
+    torch.manual_seed(6)
+    norm = kind(8).double()
+    torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    stats_ = ikattn.NormStats.of(norm, x)
+    y = x - x.mean(-1, keepdim=True) if stats_.centered else x
+    y = y * stats_.weight / stats_.scale[..., None]
+    assert_close(y, norm(x), 1e-14)
