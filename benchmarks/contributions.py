@@ -1,0 +1,140 @@
+"""Norm-aware contributions beside the formulation that builds every vector.
+
+export OMP_WAIT_POLICY=passive
+python benchmarks/contributions.py             # one thread: N summed, all maps
+python benchmarks/contributions.py --memory    # peak memory in fresh processes
+python benchmarks/contributions.py --model     # against the forward pass of BERT-base
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from timing import interleaved, peak_memory, processor, show
+from torch import Tensor, nn
+
+import ikattn
+
+
+def five_dimensional(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+    """N as the papers' code computes it: [B, H, T, S, D] in memory."""
+    heads = weights.shape[1]
+    transformed = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (heads, -1)))
+    return torch.linalg.vector_norm(
+        (weights.unsqueeze(-1) * transformed.unsqueeze(2)).sum(1), dim=-1
+    )
+
+
+def inputs(length: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    weights = torch.randn(1, heads, length, length).softmax(-1)
+    value = torch.randn(1, heads, length, size // heads)
+    return weights, value, torch.randn(size, size) / size**0.5
+
+
+def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
+    weights, value, projection = inputs(length, heads, size)
+    residual = torch.randn(1, length, size)
+    norm = ikattn.NormStats(torch.ones(size), torch.ones(1, length))
+    rivals = {
+        "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
+        "all maps": lambda: ikattn.contributions(
+            weights, value, projection, residual=residual, norm=norm, second_norm=norm
+        ),
+        "5-D": lambda: five_dimensional(weights, value, projection),
+    }
+    with torch.no_grad():
+        show(f"H = {heads}, D = {size}, T = S = {length}", interleaved(rivals, seconds))
+
+
+SETUP = """
+    torch.manual_seed(0)
+    H, T, D = {heads}, {length}, {size}
+    weights = torch.rand(1, H, T, T)
+    weights /= weights.sum(-1, keepdim=True)
+    value, projection = torch.randn(1, H, T, D // H), torch.randn(D, D)
+    residual, norm = torch.randn(1, T, D), ikattn.NormStats(torch.ones(D), torch.ones(1, T))
+    few = (weights[:, :, :8, :8], value[:, :, :8], projection)
+"""
+STREAMED_SETUP = """
+    torch.manual_seed(0)
+    H, T, D = {heads}, {length}, {size}
+    query, key, value = torch.randn(3, 1, H, T, D // H).unbind()
+    projection = torch.randn(D, D)
+    residual, norm = torch.randn(1, T, D), ikattn.NormStats(torch.ones(D), torch.ones(1, T))
+"""
+FIVE_DIMENSIONAL = """
+    vectors = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (H, -1)))
+    summed = (weights.unsqueeze(-1) * vectors.unsqueeze(2)).sum(1).norm(dim=-1)
+"""
+
+
+def compare_memory(heads: int, size: int) -> None:
+    sizes = {"heads": heads, "length": 512, "size": size}
+    warm = "ikattn.contributions(*few)"
+    ours = "ikattn.contributions(weights, value, projection, maps=['summed'])"
+    all_maps = (
+        "ikattn.contributions(weights, value, projection, residual=residual, norm=norm, "
+        "second_norm=norm)"
+    )
+    streamed = (
+        "ikattn.streamed_contributions(query, key, value, projection, residual=residual, "
+        "norm=norm, second_norm=norm)"
+    )
+    print("MiB above the inputs")
+    for name, call, length in (
+        ("N summed", ours, 512),
+        ("5-D", FIVE_DIMENSIONAL, 512),
+        ("all maps", all_maps, 512),
+        ("N summed", ours, 4096),
+        ("all maps", all_maps, 4096),
+    ):
+        setup = SETUP.format(**(sizes | {"length": length}))
+        print(f"  T = S = {length:5d}  {name:20s} {peak_memory(setup, call, warm):9.1f}")
+    setup = STREAMED_SETUP.format(**(sizes | {"length": 4096}))
+    warm = streamed.replace("query, key, value", "query[:, :, :8], key[:, :, :8], value[:, :, :8]")
+    warm = warm.replace("residual=residual, norm=norm, second_norm=norm", "")
+    print(f"  T = S =  4096  {'all maps, streamed':20s} {peak_memory(setup, streamed, warm):9.1f}")
+
+
+def compare_model(length: int, seconds: float) -> None:
+    """All maps of all layers of BERT-base, from its weights, beside its forward pass."""
+    layers, heads, size = 12, 12, 768
+    layer = nn.TransformerEncoderLayer(size, heads, 4 * size, activation="gelu", batch_first=True)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+    x = torch.randn(1, length, size)
+    weights, value, projection = inputs(length, heads, size)
+    norm = ikattn.NormStats(torch.ones(size), torch.ones(1, length))
+
+    def maps() -> None:
+        for _ in range(layers):
+            ikattn.contributions(
+                weights, value, projection, residual=x, norm=norm, second_norm=norm
+            )
+
+    with torch.no_grad():
+        rivals = {"ikattn": maps, "forward": lambda: model(x)}
+        show(f"BERT-base, {length} tokens, all maps", interleaved(rivals, seconds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--memory", action="store_true", help="peak memory in fresh processes")
+    parser.add_argument("--model", action="store_true", help="beside a forward pass of BERT-base")
+    parser.add_argument("--length", type=int, default=512, help="T = S")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=30.0, help="per comparison")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{processor()}, torch {torch.__version__}, {options.threads} thread(s)")
+    if options.memory:
+        compare_memory(12, 768)
+    elif options.model:
+        compare_model(options.length, options.seconds)
+    else:
+        compare_summed(options.length, 12, 768, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
