@@ -4,6 +4,8 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+
 #include "support/philox.h"
 
 namespace ikattn {
@@ -206,6 +208,9 @@ WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const
     // query and key keep their layout, the others are contiguous, as in the attention's backward
     const auto layout = i < 2 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
     gradients[i] = wanted[i] ? at::zeros_like(inputs[i], layout) : at::empty({0}, query.options());
+  }
+  if (std::none_of(wanted.begin(), wanted.end(), [](bool want) { return want; })) {
+    return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]};
   }
   at::Tensor keep;
   if (options.dropout_p > 0) {

@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # the workers share the cores already
+    """One thread, for the workers share the cores; what tests threads sets their number itself.
+
+    A thread that waits awake for one without a core makes a small call twenty times as slow.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
+    import torch
+
+    torch.set_num_threads(1)
     config.addinivalue_line("markers", "compiles: compiles C++ for minutes")
 
 

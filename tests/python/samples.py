@@ -180,10 +180,13 @@ def _mask_samples() -> list[Sample]:
 def _size_samples() -> list[Sample]:
     sizes = (
         (1, 3, 5),
+        (2, 2, 2),
         (8, 8, 1),
         (40, 24, 32),
+        (63, 63, 31),
         (64, 64, 64),
         (64, 65, 33),
+        (65, 65, 33),
         (70, 1, 5),
         (8, 130, 5),
     )
@@ -261,11 +264,25 @@ def _mixed_samples() -> list[Sample]:
             mask="LS",
             mask_kind="float",
         ),
+        Sample("smallest", B=1, H=1, L=1, S=2, d=1, d_v=1, M=1),
+        Sample("tiles of every size in part", B=1, L=193, S=129, d=40, d_v=70, M=64),
+        Sample("few queries, many keys", B=1, H=1, L=5, S=700, d_v=130, M=100),
+        Sample("above a tile, stationary", L=66, S=70, stationary=True),
+        Sample("causal, padding mask", L=70, S=70, is_causal=True, mask="B11S"),
         Sample("one head, long", B=1, H=1, L=530, S=601, d=16),
         Sample("one head, long, causal, grouped", B=1, H=2, G=1, L=601, S=530, is_causal=True),
         Sample("more heads than one pass of the backward", B=20, H=4, L=3, S=4, d=130, M=70),
         Sample("dropout 0.1", L=70, S=66, dropout_p=0.1),
         Sample("dropout 0.5, causal", L=33, S=47, dropout_p=0.5, is_causal=True),
+        Sample(
+            "above a tile, dropout 0.5, causal, float mask",
+            L=70,
+            S=70,
+            dropout_p=0.5,
+            is_causal=True,
+            mask="BHLS",
+            mask_kind="float",
+        ),
         Sample("dropout 0.9, float mask", dropout_p=0.9, mask="B1LS", mask_kind="float"),
         Sample(
             "everything at once",
@@ -293,11 +310,11 @@ SAMPLES: tuple[Sample, ...] = (
     *_layout_samples(),
     *_mixed_samples(),
 )
-BY_NAME = {sample.name: sample for sample in SAMPLES}
+_OF_SAMPLES = {sample.name: sample for sample in SAMPLES}
 
 # A slice of the list, for tests that cost more than a call: every option occurs, sizes are small.
 FEW: tuple[Sample, ...] = tuple(
-    BY_NAME[name]
+    _OF_SAMPLES[name]
     for name in (
         "2 queries, 1 keys",
         "15 queries, 17 keys, causal, masked",
@@ -339,6 +356,8 @@ TINY: tuple[Sample, ...] = tuple(
     }.items()
 )
 
+BY_NAME = _OF_SAMPLES | {sample.name: sample for sample in TINY}
+
 
 def name_of(parameter: Any) -> str | None:
     """The id of a test's parameter."""
@@ -372,3 +391,8 @@ def converted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
 def of_weights(arguments: Arguments) -> Arguments:
     """The same call for ``ikattn.implicit_kernel_weights``."""
     return {name: argument for name, argument in arguments.items() if name != "value"}
+
+
+def of_features(arguments: Arguments) -> Arguments:
+    """The call of ``ikattn.spectral_features`` on the queries of a call."""
+    return {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}

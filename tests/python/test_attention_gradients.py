@@ -57,7 +57,9 @@ def test_reference_has_the_gradients_of_the_formula(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", FEW, ids=name_of)
+@pytest.mark.parametrize(
+    "sample", [*FEW, BY_NAME["129 queries, 127 keys, causal, masked"]], ids=name_of
+)
 def test_each_gradient_alone_is_what_it_is_among_all(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     everything = gradients(attention, arguments)

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ikattn
 from agreement import assert_close, assert_identical, gradients
-from samples import BY_NAME, DTYPES, SAMPLES, Arguments, Sample, name_of, of_weights
+from samples import BY_NAME, DTYPES, SAMPLES, TINY, Arguments, Sample, name_of, of_weights
 
 attention = ikattn.implicit_kernel_attention
 
@@ -257,6 +257,20 @@ def test_p_2_makes_softmax_attention_of_rbf_similarity_and_magnitude(kernel: str
     assert_close(weights / weights.sum(-1, keepdim=True) @ value, expected, TOLERANCE)
 
 
+@pytest.mark.parametrize("p", [1.0, 1.8, 3.0])
+def test_rbf_with_another_p_is_softmax_attention_with_the_norms_exchanged(p: float) -> None:
+    """exp(-|q - k|_2^2 / c) exp(|k|_p^2 / c), where c = 2 sqrt(d), is exp((2 q.k + gap) / c) but
+    for a factor of the row, with gap = |k|_p^2 - |k|_2^2."""
+    arguments = Sample("rbf", L=67, S=65, d=16, d_v=65).arguments()
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    similarity, magnitude = ikattn.decompose(query, key, kernel="rbf", p=p)
+    weights = similarity * magnitude.unsqueeze(-2)
+    squares = [key.abs().pow(order).sum(-1).pow(2 / order) for order in (p, 2.0)]
+    gap = ((squares[0] - squares[1]) / 8).unsqueeze(-2)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=gap.expand(-1, -1, 67, -1))
+    assert_close(weights / weights.sum(-1, keepdim=True) @ value, expected, TOLERANCE)
+
+
 def test_magnitude_is_of_the_norm_of_the_key() -> None:
     key = torch.tensor([[[[3.0, -4.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]]).double()
     for p, norm in ((1.0, 7.0), (2.0, 5.0), (3.0, 91 ** (1 / 3))):
@@ -277,4 +291,4 @@ def test_dot_ignores_p() -> None:
 
 
 def test_samples_have_distinct_names() -> None:
-    assert len(BY_NAME) == len(SAMPLES)
+    assert len(BY_NAME) == len(SAMPLES) + len(TINY)

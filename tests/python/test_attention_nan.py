@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +45,10 @@ def hide_by_float_mask(arguments: Arguments) -> Arguments:
     return arguments | {"attn_mask": mask}
 
 
+def hide_by_bool_mask_and_causality(arguments: Arguments) -> Arguments:
+    return hide_by_bool_mask(arguments) | {"is_causal": True}
+
+
 def hide_by_key_bias(arguments: Arguments) -> Arguments:
     bias = torch.zeros(140, dtype=arguments["query"].dtype)
     return arguments | {"key_bias": bias.masked_fill(HIDDEN_KEYS, -INF)}
@@ -64,11 +70,16 @@ WAYS_TO_HIDE = [
     hide_by_key_bias,
     hide_by_key_bias_of_each_head,
     hide_by_causality,
+    hide_by_bool_mask_and_causality,
 ]
 
 
 def hidden_keys(arguments: Arguments) -> Tensor:
-    return torch.arange(140) >= 70 if arguments["is_causal"] else HIDDEN_KEYS
+    """Those that no query sees, by any of the ways above."""
+    hidden = torch.arange(140) >= (70 if arguments["is_causal"] else 140)
+    if arguments["attn_mask"] is not None or arguments["key_bias"] is not None:
+        hidden = hidden | HIDDEN_KEYS
+    return hidden
 
 
 def with_rubbish(
@@ -140,10 +151,7 @@ def test_hidden_keys_never_leak_into_weights_and_their_gradients(
     hide: object, rubbish: float, dtype: torch.dtype, average_heads: bool
 ) -> None:
     arguments = hide(SHAPE.arguments(dtype))
-
-    def operator(**call: Tensor) -> Tensor:
-        return weights(**call, average_heads=average_heads)
-
+    operator = functools.partial(weights, average_heads=average_heads)
     clean, spoilt = (of_weights(with_rubbish(arguments, number)) for number in (0.0, rubbish))
     found = operator(**spoilt)
     assert_close(found, operator(**clean), tolerance(dtype))

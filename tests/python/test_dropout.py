@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import assert_close, assert_identical, direction, gradients
+from agreement import assert_close, assert_identical, direction, error, gradients
 from samples import DTYPES, SAMPLES, Arguments, Sample, name_of, of_weights
 
 attention = ikattn.implicit_kernel_attention
@@ -245,6 +245,17 @@ def test_a_seed_may_be_a_strided_view() -> None:
         ikattn.dropout_keep_mask(strided, (1, 1, 9, 9), 0.5),
         ikattn.dropout_keep_mask(dense, (1, 1, 9, 9), 0.5),
     )
+
+
+def test_the_authors_dropout_of_norms_happens_only_where_asked() -> None:
+    arguments = SHAPE.arguments()
+    reference = ikattn.reference.implicit_kernel_attention
+    assert_close(reference(**arguments, norm_dropout_p=0.0), attention(**arguments), 1e-13)
+    torch.manual_seed(0)
+    dropped = reference(**arguments, norm_dropout_p=0.1)
+    assert error(dropped, attention(**arguments)) > 1e-4
+    torch.manual_seed(0)
+    assert torch.equal(reference(**arguments, norm_dropout_p=0.1), dropped)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])

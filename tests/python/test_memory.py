@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +86,17 @@ def test_memory_of_the_backward_grows_with_the_length_not_its_square() -> None:
 def test_average_weights_never_hold_those_of_every_head() -> None:
     matrix = 8 * 2048**2 * 4 / 2**20
     assert megabytes_above_results("average_weights", 2048) < 0.4 * matrix
+
+
+def test_the_benchmarks_own_measure_of_a_long_forward_is_as_small(source_tree: Path) -> None:
+    program = source_tree / "benchmarks" / "attention.py"
+    run = subprocess.run(
+        [sys.executable, str(program), "--memory-of", "ikattn", "--lengths", "8192"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    measured = re.search(r": *([\d.]+) ", run.stdout)
+    assert measured is not None, run.stdout
+    assert 0 < float(measured[1]) < 60

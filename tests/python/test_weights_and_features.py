@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -28,9 +29,9 @@ from samples import (
     FEW,
     LAYOUTS,
     SAMPLES,
-    Arguments,
     Sample,
     name_of,
+    of_features,
     of_weights,
 )
 
@@ -54,15 +55,6 @@ FEATURE_SAMPLES = [
 ]
 FEATURE_SAMPLES += [Sample(f"features, {layout}", H=3, L=9, layout=layout) for layout in LAYOUTS]
 FEATURE_SAMPLES += [Sample("features of an empty batch", B=0)]
-
-
-def of_features(arguments: Arguments) -> Arguments:
-    """The keyword arguments of ``ikattn.spectral_features``."""
-    return {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}
-
-
-def averaged(function: object) -> object:
-    return lambda **arguments: function(**arguments, average_heads=True)
 
 
 def formula_weights(hold_normalizer: bool = False, **arguments: Tensor) -> Tensor:
@@ -115,7 +107,7 @@ def test_gradients_of_the_weights_are_as_accurate_as_the_references(
     arguments = of_weights(sample.arguments(dtype))
     operators = (weights, reference_weights)
     if average:
-        operators = tuple(averaged(operator) for operator in operators)
+        operators = tuple(functools.partial(f, average_heads=True) for f in operators)
     by_formula = formula_average if average else formula_weights
     assert_call_accurate(*operators, arguments, by_formula)
 

@@ -1,0 +1,90 @@
+"""Recordings with random maps, for what stores and shows them."""
+
+from __future__ import annotations
+
+import torch
+
+from ikattn import Contributions
+from ikattn.analysis import Batch, Layer, Recording
+
+LENGTHS = (5, 3)  # tokens of the two sequences of a batch
+HEADS = 2
+
+
+def random_maps(
+    T: int = 5,
+    S: int = 5,
+    *,
+    dtype: torch.dtype = torch.float32,
+    padded: bool = True,
+    seed: int = 0,
+) -> Contributions:
+    """Every map a layer can have, of a batch of two whose second sequence is padded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(2, *shape, generator=generator).to(dtype)
+
+    def padding(size: int) -> torch.Tensor | None:
+        kept = torch.tensor([size, LENGTHS[1]])
+        return torch.arange(size) >= kept[:, None] if padded else None
+
+    return Contributions(
+        value_norms=draw(HEADS, S),
+        per_head=draw(HEADS, T, S),
+        summed=draw(T, S),
+        with_residual=draw(T, S),
+        with_norm=draw(T, S),
+        encoder=draw(T, S),
+        mixing_ratio={"summed": draw(T), "encoder": draw(T)},
+        weights=draw(HEADS, T, S),
+        similarity=draw(HEADS, T, S),
+        magnitude=draw(HEADS, S),
+        query_padding=padding(T),
+        key_padding=padding(S),
+    )
+
+
+def tokens_of(prefix: str) -> list[list[str]]:
+    return [[f"{prefix}{position}" for position in range(length)] for length in LENGTHS]
+
+
+def encoder_recording(layers: int = 2, batches: int = 1, **options: object) -> Recording:
+    """Of an encoder, each batch of two sequences."""
+    known = {
+        f"encoder.layer.{i}.attention.self": Layer(
+            f"encoder.layer.{i}.attention.self", "self", "encoder", HEADS, "post", "bert"
+        )
+        for i in range(layers)
+    }
+    return Recording(
+        "BertModel some/where/tiny",
+        ("summed", "weights"),
+        known,
+        [
+            Batch(
+                {
+                    name: random_maps(seed=10 * b + i, **options)  # type: ignore[arg-type]
+                    for i, name in enumerate(known)
+                },
+                tokens_of(f"b{b}t"),
+            )
+            for b in range(batches)
+        ],
+    )
+
+
+def translation_recording() -> Recording:
+    """Of an encoder and a decoder: four target tokens read five of the source."""
+    known = {
+        "encoder": Layer("encoder", "self", "encoder", HEADS, "post", "marian"),
+        "decoder": Layer("decoder", "self", "decoder", HEADS, "post", "marian"),
+        "cross": Layer("cross", "cross", "decoder", HEADS, "post", "marian"),
+    }
+    maps = {
+        "encoder": random_maps(5, 5),
+        "decoder": random_maps(4, 4, seed=1),
+        "cross": random_maps(4, 5, seed=2),
+    }
+    target = [["</s>", "ein", "kleines", "Tier"], ["</s>", "ein", "Haus"]]
+    return Recording("Marian", ("summed",), known, [Batch(maps, tokens_of("s"), target)])

@@ -1,0 +1,542 @@
+"""The operators under what torch does to functions: checks, transforms, graphs, autocast."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import ikattn
+from agreement import assert_close, assert_identical, direction, gradients
+from samples import (
+    BY_NAME,
+    DIFFERENTIABLE,
+    DTYPES,
+    FEW,
+    SAMPLES,
+    TINY,
+    Arguments,
+    Sample,
+    differentiable,
+    name_of,
+    of_weights,
+    with_gradients,
+)
+
+operators = torch.ops.ikattn
+attention = ikattn.implicit_kernel_attention
+weights = ikattn.implicit_kernel_weights
+
+
+average_weights = functools.partial(weights, average_heads=True)
+
+
+def features(query: Tensor, w1: Tensor, w2: Tensor | None, **_: Any) -> Tensor:
+    """Of the queries of a call."""
+    return ikattn.spectral_features(query, w1, w2)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "attention": attention,
+    "weights": weights,
+    "average weights": average_weights,
+}
+each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+each_tiny = pytest.mark.parametrize("sample", TINY, ids=name_of)
+
+PLAIN, STATIONARY, CAUSAL, SIDES, BOOL_MASK, GROUPED, BATCHED, DROPOUT = (
+    BY_NAME[f"tiny, {name}"]
+    for name in (
+        "plain",
+        "stationary, no magnitude",
+        "causal, p = 3",
+        "bias [BHS], mask [B1LS], p = 1.8",
+        "bool mask with empty rows",
+        "grouped, w [G], bias [1S]",
+        "grouped, w [BH]",
+        "dropout, causal, mask [L1]",
+    )
+)
+# What torch.library.opcheck sees: every option, strides of several kinds, more than one tile.
+CHECKED = (
+    *TINY,
+    *FEW,
+    *(BY_NAME[f"layout: {layout}"] for layout in ("strided", "expanded batch", "negated")),
+    BY_NAME["causal, padding mask"],
+)
+each_checked = pytest.mark.parametrize("sample", CHECKED, ids=name_of)
+
+
+def arguments_for(function: Callable[..., Tensor], arguments: Arguments) -> Arguments:
+    """Only attention takes a value."""
+    return arguments if function is attention else of_weights(arguments)
+
+
+def positional(
+    function: Callable[..., Tensor], arguments: Arguments, names: list[str] | None = None
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The call as a function of its differentiable arguments alone, and these."""
+    arguments = arguments_for(function, arguments)
+    names = differentiable(arguments) if names is None else names
+
+    def call(*tensors: Tensor) -> Tensor:
+        return function(**(arguments | dict(zip(names, tensors, strict=True))))
+
+    return call, tuple(arguments[name].detach() for name in names)
+
+
+def leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.clone().requires_grad_() for tensor in tensors)
+
+
+# --- Numerical differentiation --------------------------------------------------------------------
+
+
+@each_tiny
+@each_function
+def test_gradients_are_those_of_small_differences(
+    function: Callable[..., Tensor], sample: Sample
+) -> None:
+    """Backward and forward mode, one at a time and in batches."""
+    call, tensors = positional(function, sample.arguments())
+    modes = {"check_forward_ad": True, "check_batched_grad": True}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*performance drop.*")
+        assert gradcheck(call, leaves(tensors), atol=1e-6, **modes)
+
+
+@each_tiny
+@each_function
+def test_second_gradients_are_those_of_small_differences(
+    function: Callable[..., Tensor], sample: Sample
+) -> None:
+    call, tensors = positional(function, sample.arguments())
+    assert gradgradcheck(call, leaves(tensors), atol=1e-5)
+
+
+@pytest.mark.parametrize("stationary", [False, True])
+def test_gradients_of_features_are_those_of_small_differences(stationary: bool) -> None:
+    arguments = Sample("tiny features", L=3, d=3, M=2, stationary=stationary).arguments()
+    names = ["query", "w1"] if stationary else ["query", "w1", "w2"]
+    call, tensors = positional(features, arguments, names)
+    assert gradcheck(call, leaves(tensors), check_forward_ad=True)
+    assert gradgradcheck(call, leaves(tensors))
+
+
+def test_double_backward_drops_what_the_forward_dropped() -> None:
+    """Also where the seed was drawn inside the call."""
+    arguments = DROPOUT.arguments()
+    torch.manual_seed(4)
+    seed = ikattn.draw_dropout_seed()
+    second = []
+    for given in (None, seed):
+        call, tensors = positional(attention, arguments | {"dropout_seed": given})
+        tensors = leaves(tensors)
+        torch.manual_seed(4)
+        output = call(*tensors)
+        torch.rand(3)
+        first = torch.autograd.grad(output, tensors, direction(output), create_graph=True)
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in first), tensors))
+    assert_identical(*second)
+
+
+# --- Registration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
+@each_checked
+def test_attention_is_registered_as_torch_expects(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = with_gradients(sample.arguments(dtype))
+    torch.library.opcheck(operators.implicit_kernel_attention.default, (), arguments)
+
+
+@pytest.mark.parametrize("average_heads", [False, True])
+@each_checked
+def test_weights_are_registered_as_torch_expects(sample: Sample, average_heads: bool) -> None:
+    arguments = with_gradients(of_weights(sample.arguments()))
+    arguments["average_heads"] = average_heads
+    torch.library.opcheck(operators.implicit_kernel_weights.default, (), arguments)
+
+
+def wanted_of(arguments: Arguments, names: Sequence[str], wanted: str) -> list[bool]:
+    """For each of the names: does the backward operator compute its gradient?"""
+    available = differentiable(arguments)
+    chosen = {
+        "all": available,
+        "every second": available[::2],
+        "query alone": ["query"],
+        "none": [],
+    }[wanted]
+    return [name in chosen for name in names]
+
+
+backwards = [(sample, "all") for sample in (*TINY, *FEW)] + [
+    (sample, wanted)
+    for sample in (STATIONARY, SIDES, BATCHED)
+    for wanted in ("every second", "query alone", "none")
+]
+each_backward = pytest.mark.parametrize(("sample", "wanted"), backwards, ids=name_of)
+
+
+@each_backward
+def test_backward_of_attention_is_registered_as_torch_expects(sample: Sample, wanted: str) -> None:
+    call = sample.arguments()
+    output, log_normalizer = operators.implicit_kernel_attention(**call)
+    options = {"wanted": wanted_of(call, DIFFERENTIABLE, wanted)}
+    inputs = [call.pop(name) for name in ("query", "key", "value", "w1", "w2")]
+    torch.library.opcheck(
+        operators.implicit_kernel_attention_backward.default,
+        (direction(output), *inputs, output, log_normalizer),
+        call | options,
+    )
+
+
+@pytest.mark.parametrize("average_heads", [False, True])
+@each_backward
+def test_backward_of_weights_is_registered_as_torch_expects(
+    sample: Sample, wanted: str, average_heads: bool
+) -> None:
+    call = of_weights(sample.arguments()) | {"average_heads": average_heads}
+    incoming = direction(weights(**call))
+    names = [name for name in DIFFERENTIABLE if name != "value"]
+    options = {"wanted": wanted_of(call, names, wanted)}
+    inputs = [call.pop(name) for name in ("query", "key", "w1", "w2")]
+    torch.library.opcheck(
+        operators.implicit_kernel_weights_backward.default, (incoming, *inputs), call | options
+    )
+
+
+@pytest.mark.parametrize("stationary", [False, True])
+def test_features_and_mask_are_registered_as_torch_expects(stationary: bool) -> None:
+    arguments = Sample("registered features", stationary=stationary).arguments()
+    x, w1 = (arguments[name].detach().requires_grad_() for name in ("query", "w1"))
+    w2 = None if stationary else arguments["w2"].requires_grad_()
+    torch.library.opcheck(operators.spectral_features.default, (x, w1, w2))
+    incoming = direction(ikattn.spectral_features(x, w1, w2))
+    for wanted in ([True, True, not stationary], [False, True, False], [False] * 3):
+        plain = (x.detach(), w1.detach(), None if w2 is None else w2.detach())
+        torch.library.opcheck(
+            operators.spectral_features_backward.default, (incoming, *plain, wanted)
+        )
+    torch.library.opcheck(
+        operators.dropout_keep_mask.default, (torch.tensor([1, 2]), 1, 2, 3, 4, 0.5)
+    )
+
+
+def fake_copy(arguments: Arguments, mode: FakeTensorMode) -> Arguments:
+    return {n: mode.from_tensor(x) if torch.is_tensor(x) else x for n, x in arguments.items()}
+
+
+@each_function
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_fake_results_have_the_shapes_types_and_strides_of_real_ones(
+    sample: Sample, dtype: torch.dtype, function: Callable[..., Tensor]
+) -> None:
+    arguments = arguments_for(function, sample.arguments(dtype))
+    mode = FakeTensorMode()
+    fake = fake_copy(arguments, mode)
+    with mode:
+        expected = [function(**fake), *gradients(function, fake).values()]
+    found = [function(**arguments), *gradients(function, arguments).values()]
+    for real, imagined in zip(found, expected, strict=True):
+        for attribute in ("shape", "dtype", "device"):
+            assert getattr(real, attribute) == getattr(imagined, attribute)
+        assert real.stride() == imagined.stride() or real.numel() == 0
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_results_on_the_meta_device_differ_from_real_ones_in_having_no_numbers(
+    sample: Sample,
+) -> None:
+    arguments = sample.arguments(torch.bfloat16)
+    on_meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in arguments.items()}
+    for function in (operators.implicit_kernel_attention, weights, average_weights):
+        takes_a_value = function is operators.implicit_kernel_attention
+        calls = [x if takes_a_value else of_weights(x) for x in (arguments, on_meta)]
+        real, imagined = (torch.utils._pytree.tree_leaves(function(**call)) for call in calls)
+        for one, other in zip(real, imagined, strict=True):
+            assert other.device.type == "meta"
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert one.stride() == other.stride() or one.numel() == 0
+
+
+# --- torch.func -----------------------------------------------------------------------------------
+
+
+@each_tiny
+@each_function
+def test_func_grad_is_autograds(function: Callable[..., Tensor], sample: Sample) -> None:
+    call, tensors = positional(function, sample.arguments())
+    incoming = direction(call(*tensors))
+    expected = torch.autograd.grad(call(*(inputs := leaves(tensors))), inputs, incoming)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return (call(*inputs) * incoming).sum()
+
+    found = torch.func.grad(loss, argnums=tuple(range(len(tensors))))(*tensors)
+    for got, truth in zip(found, expected, strict=True):
+        assert_close(got, truth, 1e-12, scale=1.0)
+
+
+@each_tiny
+@each_function
+def test_jvp_and_duals_are_the_jacobian_times_the_tangent(
+    function: Callable[..., Tensor], sample: Sample
+) -> None:
+    call, tensors = positional(function, sample.arguments())
+    tangents = tuple(direction(tensor) for tensor in tensors)
+    jacobians = torch.autograd.functional.jacobian(call, tensors)
+    expected = sum(
+        (jacobian.flatten(-tangent.dim()) @ tangent.flatten()).view(call(*tensors).shape)
+        for jacobian, tangent in zip(jacobians, tangents, strict=True)
+    )
+    _, found = torch.func.jvp(call, tensors, tangents)
+    assert_close(found, expected, 1e-11, scale=1.0)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
+        assert_close(forward_ad.unpack_dual(call(*duals)).tangent, expected, 1e-11, scale=1.0)
+
+
+@each_function
+def test_a_tangent_of_one_argument_alone_is_enough(function: Callable[..., Tensor]) -> None:
+    arguments = arguments_for(function, SIDES.arguments())
+    for name in differentiable(arguments):
+        call, (tensor,) = positional(function, arguments, [name])
+        _, found = torch.func.jvp(call, (tensor,), (direction(tensor),))
+        step = 1e-6 * direction(tensor)
+        expected = (call(tensor + step) - call(tensor - step)) / 2e-6
+        assert_close(found, expected, 1e-6, name, scale=1.0)
+
+
+@each_function
+@pytest.mark.parametrize("sample", [PLAIN, SIDES, GROUPED, DROPOUT], ids=name_of)
+def test_vmap_is_a_loop(function: Callable[..., Tensor], sample: Sample) -> None:
+    call, tensors = positional(function, sample.arguments())
+    stacks = tuple(torch.stack([x, -x, 0.5 * x]) for x in tensors)
+    expected = [call(*(stack[i] for stack in stacks)) for i in range(3)]
+    assert_close(torch.vmap(call)(*stacks), torch.stack(expected), 1e-13)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "w1", "key_bias", "attn_mask"])
+def test_vmap_over_one_argument_shares_the_others(name: str) -> None:
+    call, (tensor,) = positional(attention, SIDES.arguments(), [name])
+    stack = torch.stack([tensor, -tensor], dim=-1)
+    expected = torch.stack([call(tensor), call(-tensor)], dim=-1)
+    assert_close(torch.vmap(call, in_dims=-1, out_dims=-1)(stack), expected, 1e-13)
+
+
+def test_vmap_over_bool_masks_is_a_loop() -> None:
+    arguments = BOOL_MASK.arguments()
+    masks = torch.stack([arguments["attn_mask"], ~arguments["attn_mask"]])
+    found = torch.vmap(lambda mask: attention(**(arguments | {"attn_mask": mask})))(masks)
+    for i in range(2):
+        assert_close(found[i], attention(**(arguments | {"attn_mask": masks[i]})), 1e-13)
+
+
+def test_vmap_over_seeds_drops_differently() -> None:
+    arguments = DROPOUT.arguments() | {"attn_mask": None}
+    seeds = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*performance drop.*")
+        found = torch.vmap(lambda seed: attention(**(arguments | {"dropout_seed": seed})))(seeds)
+    for i in range(3):
+        assert_close(found[i], attention(**(arguments | {"dropout_seed": seeds[i]})), 1e-13)
+
+
+def test_vmap_of_grad_gives_gradients_per_example() -> None:
+    call, tensors = positional(attention, SIDES.arguments())
+    incoming = direction(call(*tensors))
+    stacks = tuple(torch.stack([x, -x, 0.5 * x]) for x in tensors)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return (call(*inputs) * incoming).sum()
+
+    every = tuple(range(len(tensors)))
+    found = torch.vmap(torch.func.grad(loss, argnums=every))(*stacks)
+    for i in range(3):
+        own = leaves(tuple(stack[i] for stack in stacks))
+        expected = torch.autograd.grad(call(*own), own, incoming)
+        for stack, truth in zip(found, expected, strict=True):
+            assert_close(stack[i], truth, 1e-12, scale=1.0)
+
+
+def test_hessian_is_the_jacobian_of_the_gradient() -> None:
+    call, tensors = positional(attention, CAUSAL.arguments(), ["key", "w1"])
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return call(*inputs).square().sum()
+
+    found = torch.func.hessian(loss, argnums=(0, 1))(*tensors)
+    expected = torch.autograd.functional.hessian(loss, tensors)
+    for row, true_row in zip(found, expected, strict=True):
+        for block, truth in zip(row, true_row, strict=True):
+            assert_close(block, truth, 1e-10)
+
+
+# --- Graphs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def output_and_average(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return attention(**arguments), average_weights(**of_weights(arguments))
+
+
+def with_gradients_of(function: Callable[..., tuple[Tensor, ...]], call: Arguments) -> list[Tensor]:
+    """The results of a call, then its gradients."""
+    call = with_gradients(call)
+    outputs = function(**call)
+    inputs = [call[name] for name in differentiable(call)]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, [direction(x) for x in outputs])]
+
+
+# The first pair differs from every other size, or the compiler would take them for the same symbol.
+LENGTHS = ((9, 11), (5, 7), (70, 131), (64, 64))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("mask_kind", "dropout_p"), [("float", 0.0), ("float", 0.4), ("bool", 0.4)]
+)
+def test_compiled_once_for_every_length_it_computes_what_eager_does(
+    mask_kind: str, dropout_p: float
+) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(output_and_average, backend=counter, fullgraph=True, dynamic=True)
+    frames = 0
+    for length, keys in LENGTHS:
+        sample = Sample("compiled", B=3, L=length, S=keys, mask="B1LS", mask_kind=mask_kind)
+        call = sample.arguments() | {"is_causal": True, "dropout_p": dropout_p}
+        results = []
+        for function in (compiled, output_and_average):
+            torch.manual_seed(5)
+            results.append(with_gradients_of(function, call))
+        for got, expected in zip(*results, strict=True):
+            assert_close(got, expected, 1e-12)
+        frames = counter.frame_count if (length, keys) == LENGTHS[0] else frames
+        assert counter.frame_count == frames, f"compiled again for {length} queries, {keys} keys"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_default_compiler_computes_what_eager_does() -> None:
+    compiled = torch.compile(output_and_average, fullgraph=True, dynamic=True)
+    call = BY_NAME["6 of 2 heads, dropout, mask"].arguments(torch.float32)
+    found, expected = (with_gradients_of(f, call) for f in (compiled, output_and_average))
+    for got, truth in zip(found, expected, strict=True):
+        assert_close(got, truth, 1e-5)
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, sample: Sample) -> None:
+        super().__init__()
+        arguments = sample.arguments()
+        self.w1, self.w2 = (torch.nn.Parameter(arguments[name]) for name in ("w1", "w2"))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor) -> Tensor:
+        return attention(query, key, value, self.w1, self.w2, key_bias=key_bias, is_causal=True)
+
+
+def test_exported_with_dynamic_batch_and_length_it_computes_what_eager_does() -> None:
+    def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
+        sample = Sample("exported", B=batch, L=length, S=length, key_bias="BHS")
+        arguments = sample.arguments()
+        return tuple(arguments[name] for name in ("query", "key", "value", "key_bias"))
+
+    module = Exported(Sample("exported"))
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2)
+    axes = {0: batch, 2: length}
+    program = torch.export.export(module, inputs(2, 5), dynamic_shapes=(axes, axes, axes, axes))
+    for size in ((2, 5), (7, 66), (1, 130)):
+        assert_identical([program.module()(*inputs(*size))], [module(*inputs(*size))])
+
+
+# --- Autocast, checkpointing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("sample", FEW, ids=name_of)
+def test_autocast_lowers_the_tokens_and_leaves_the_frequencies(
+    sample: Sample, lower: torch.dtype
+) -> None:
+    arguments = sample.arguments(torch.float32)
+    lowered = arguments | {n: arguments[n].to(lower) for n in ("query", "key", "value")}
+    for function in FUNCTIONS.values():
+        call = with_gradients(arguments_for(function, arguments))
+        with torch.autocast("cpu", lower):
+            output = function(**call)
+        assert output.dtype == lower
+        expected = arguments_for(function, lowered)
+        assert_identical([output], [function(**expected)])
+        names = differentiable(call)
+        found = torch.autograd.grad(output, [call[n] for n in names], direction(output))
+        for gradient, of_lowered in zip(found, gradients(function, expected).values(), strict=True):
+            assert gradient.dtype == torch.float32
+            assert_identical([gradient], [of_lowered.float()])
+
+
+def test_autocast_lowers_the_features_but_not_their_angles() -> None:
+    arguments = BY_NAME["15 queries, 17 keys"].arguments(torch.float32)
+    call = {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ikattn.spectral_features(**call)
+    lowered = call | {"x": call["x"].bfloat16()}
+    assert found.dtype == torch.bfloat16
+    assert_identical([found], [ikattn.spectral_features(**lowered)])
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    arguments = FEW[0].arguments()
+    expected = attention(**arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_identical([attention(**arguments)], [expected])
+
+
+def test_autocast_accepts_tokens_of_either_precision() -> None:
+    """As where a projection ran under autocast and a residual did not."""
+    arguments = FEW[0].arguments(torch.float32)
+    mixed = arguments | {"key": arguments["key"].bfloat16()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_identical([attention(**mixed)], [attention(**arguments)])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_dropout_is_the_same_in_both_forwards(use_reentrant: bool) -> None:
+    arguments = Sample("checkpointed", L=20, S=30).arguments() | {"dropout_p": 0.4}
+    call, tensors = positional(attention, arguments)
+    results = []
+    for function in (call, functools.partial(checkpoint, call, use_reentrant=use_reentrant)):
+        inputs = leaves(tensors)
+        torch.manual_seed(6)
+        output = function(*inputs)
+        torch.rand(3)
+        output.backward(direction(output))
+        results.append([output, *(x.grad for x in inputs)])
+    assert_identical(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_create_graph_gives_the_gradients_of_the_kernels(dtype: torch.dtype) -> None:
+    arguments = BY_NAME["15 queries, 17 keys, causal, masked"].arguments(dtype)
+    call = with_gradients(arguments)
+    output = attention(**call)
+    inputs = [call[name] for name in differentiable(call)]
+    found = torch.autograd.grad(output, inputs, direction(output), create_graph=True)
+    tolerance = {torch.float64: 1e-11, torch.float32: 1e-4}.get(dtype, 5e-2)
+    for gradient, expected in zip(found, gradients(attention, arguments).values(), strict=True):
+        assert gradient.requires_grad
+        assert_close(gradient, expected, tolerance)

@@ -1,0 +1,326 @@
+"""The page: what stands in it, and what a reader sees and does in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ikattn
+from chromium import Tab, browser_tab, find_chromium
+from ikattn.analysis import Batch, Layer, Recording
+from recordings import encoder_recording, random_maps, tokens_of, translation_recording
+
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def contents_of(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.S)
+    assert found is not None
+    return dict(json.loads(found.group(1)))
+
+
+def array_of(path: Path, entry: dict[str, Any]) -> list[float]:
+    """An array as the page's script decodes it."""
+    pattern = rf'<script type="text/plain" id="{entry["id"]}">(.*?)</script>'
+    found = re.search(pattern, path.read_text(encoding="utf-8"))
+    assert found is not None
+    raw = base64.b64decode(found.group(1))
+    codes = struct.unpack(f"<{len(raw) // 2}H", raw)
+    special = {0: 0.0, 65535: math.nan}
+    return [special.get(c, math.exp(entry["lo"] + entry["step"] * (c - 1))) for c in codes]
+
+
+# --- What stands in it
+
+
+def test_page_holds_every_map_without_padding(tmp_path: Path) -> None:
+    recording = encoder_recording(batches=2)
+    size = recording.to_html(tmp_path / "maps.html")
+    assert size == (tmp_path / "maps.html").stat().st_size
+    contents = contents_of(tmp_path / "maps.html")
+    assert len(contents["sequences"]) == 4
+    short = contents["sequences"][3]
+    assert short["labels"] == [tokens_of("b1t")[1]]
+    layer = short["layers"][1]
+    assert (layer["T"], layer["S"]) == (3, 3)
+    maps = recording.batches[1]["encoder.layer.1.attention.self"]
+    assert "per_head" not in layer["maps"]  # weights x value norms, which are there
+    for name in ("weights", "value_norms", "summed", "encoder", "similarity", "magnitude"):
+        expected = getattr(maps, name)[1][..., :3]
+        expected = expected if name in ("value_norms", "magnitude") else expected[..., :3, :]
+        found = torch.tensor(array_of(tmp_path / "maps.html", layer["maps"][name]))
+        torch.testing.assert_close(found, expected.flatten(), rtol=5e-4, atol=0)
+
+
+def test_stated_precision_holds_over_twenty_decades(tmp_path: Path) -> None:
+    values = torch.logspace(-15, 5, 2000, dtype=torch.float64).reshape(1, 40, 50)
+    values[0, 0, :3] = torch.tensor([0.0, float("nan"), float("inf")])
+    layer = Layer("cross", "cross", "decoder", 1, "none", "torch")
+    recording = Recording(
+        "M", (), {"cross": layer}, [Batch({"cross": ikattn.Contributions(summed=values)})]
+    )
+    recording.to_html(tmp_path / "maps.html")
+    contents = contents_of(tmp_path / "maps.html")
+    stated = float(re.search(r"within ([\d.]+) %", contents["precision"])[1]) / 100  # type: ignore[index]
+    entry = contents["sequences"][0]["layers"][0]["maps"]["summed"]
+    found = torch.tensor(array_of(tmp_path / "maps.html", entry), dtype=torch.float64)
+    assert found[0] == 0
+    assert found[1:3].isnan().all()
+    error = (found[3:] / values.flatten()[3:] - 1).abs().max()
+    assert error < 1.1 * stated < 1e-3
+
+
+def test_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
+    encoder_recording().to_html(tmp_path / "maps.html")
+    text = (tmp_path / "maps.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://|@import|url\(|<link|<img|src=", text)
+    assert "{{" not in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([["a"] * 4, ["a"] * 3], r"sequence 0 of batch 0 must be 5, .* got 4"),
+        ([["a"] * 5, ["a"] * 5], r"sequence 1 of batch 0 must be 3, .* got 5"),
+        ([["a"] * 5], r"each of the 2 sequences of the recording, got 1"),
+        (["a"] * 5, r"each of the 2 sequences of the recording, got 1"),
+    ],
+)
+def test_tokens_that_do_not_match_are_an_error(
+    tmp_path: Path, tokens: list[Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        encoder_recording().to_html(tmp_path / "maps.html", tokens=tokens)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_tokens_become_numbers(tmp_path: Path) -> None:
+    recording = encoder_recording()
+    recording.batches[0].tokens = None
+    recording.to_html(tmp_path / "maps.html")
+    labels = [sequence["labels"] for sequence in contents_of(tmp_path / "maps.html")["sequences"]]
+    assert labels == [[["1", "2", "3", "4", "5"]], [["1", "2", "3"]]]
+
+
+def test_nothing_to_show_is_an_error(tmp_path: Path) -> None:
+    layer = Layer("layer", "self", "encoder", 2, "none", "torch")
+    norms = ikattn.Contributions(value_norms=torch.ones(1, 2, 3))
+    for batches in ([], [Batch({"layer": norms})]):
+        with pytest.raises(ValueError, match="holds no map of any sequence"):
+            Recording("M", (), {"layer": layer}, batches).to_html(tmp_path / "maps.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"cannot write .*maps\.html: No space left on device"):
+        encoder_recording().to_html(tmp_path / "maps.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_page_names_the_model_but_not_its_directory(tmp_path: Path) -> None:
+    recording = encoder_recording()
+    recording.model = "BertModel /home/someone/models/tiny"
+    recording.to_html(tmp_path / "maps.html")
+    text = (tmp_path / "maps.html").read_text(encoding="utf-8")
+    assert "someone" not in text
+    assert "<title>BertModel models/tiny</title>" in text
+
+
+# --- What a reader sees and does
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no chromium is installed: apt-get install chromium")
+    pytest.importorskip("websocket", reason="pip install websocket-client")
+    with browser_tab(program) as opened:
+        yield opened
+
+
+def open_page(tab: Tab, path: Path) -> None:
+    tab.complaints.clear()
+    tab.requests.clear()
+    tab.open(path.as_uri())
+    assert tab.complaints == []
+
+
+def picture(tab: Tab, figure: str = "right") -> str:
+    return str(tab.evaluate(f"document.querySelector('#{figure} canvas').toDataURL()"))
+
+
+def text_of(tab: Tab, selector: str) -> str:
+    return str(tab.evaluate(f"document.querySelector({selector!r}).innerText"))
+
+
+def click(tab: Tab, strip: str, position: int) -> None:
+    tab.evaluate(f"document.querySelector('#{strip}').children[{position}].click()")
+
+
+def centre_of_cell(tab: Tab, figure: str, t: int, s: int) -> tuple[float, float]:
+    found = tab.evaluate(
+        f"(() => {{ const c = document.querySelector('#{figure} canvas'); c.scrollIntoView();"
+        f"const b = c.getBoundingClientRect(), l = c.layout;"
+        f"const x = l.left + l.cell * ({s} + .5), y = l.top + l.cell * ({t} + .5);"
+        f"return [b.left + x, b.top + y]; }})()"
+    )
+    return float(found[0]), float(found[1])
+
+
+def test_page_renders_and_a_click_on_a_layer_changes_the_map(tab: Tab, tmp_path: Path) -> None:
+    encoder_recording().to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    assert [url for url in tab.requests if not url.startswith("file:")] == []
+    assert text_of(tab, "h1") == "BertModel where/tiny"
+    assert tab.evaluate("document.querySelector('#layer').children.length") == 2
+    assert tab.evaluate("document.querySelector('#head').children.length") == 3
+    assert len(tab.screenshot()) > 20_000  # something is drawn
+    seen = {picture(tab), picture(tab, "left")}
+    click(tab, "layer", 1)
+    seen |= {picture(tab), picture(tab, "left")}
+    click(tab, "head", 2)
+    assert "head 1" in text_of(tab, "#left figcaption")
+    assert "head 1" in text_of(tab, "#right figcaption")
+    seen |= {picture(tab), picture(tab, "left")}
+    click(tab, "head", 0)
+    click(tab, "map", 3)
+    assert "N_Enc" in text_of(tab, "#right figcaption")
+    seen |= {picture(tab)}
+    tab.evaluate("document.querySelector('#theme').click()")
+    seen |= {picture(tab)}
+    assert len(seen) == 8
+    assert tab.complaints == []
+
+
+def test_hover_and_click_show_the_ledger_of_a_pair(tab: Tab, tmp_path: Path) -> None:
+    recording = encoder_recording()
+    recording.to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    maps = recording["encoder.layer.0.attention.self"]
+    tab.move(*centre_of_cell(tab, "right", 1, 3))
+    assert text_of(tab, "#pair") == "b0t1 (1) reads b0t3 (3)"
+    rows = tab.evaluate(
+        "[...document.querySelectorAll('#ledger tbody tr')]"
+        ".slice(0, 2).map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert len(rows) == 2
+    for head, row in enumerate(rows):
+        names = ("similarity", "magnitude", "weights", "value_norms")
+        values = [getattr(maps, name)[0, head] for name in names]
+        expected = [float(value[1, 3] if value.dim() == 2 else value[3]) for value in values]
+        expected.append(expected[2] * expected[3])
+        assert [float(cell) for cell in row] == pytest.approx([head, *expected], rel=6e-3)
+    assert f"here {float(maps.summed[0, 1, 3]):.3g}"[:9] in text_of(tab, "#right .legend")
+    tab.click(*centre_of_cell(tab, "left", 2, 0))
+    tab.move(1, 1)
+    assert text_of(tab, "#pair") == "b0t2 (2) reads b0t0 (0)"
+    assert "norm of their sum" in text_of(tab, "#ledger")
+
+
+def test_keyboard_alone_reaches_everything(tab: Tab, tmp_path: Path) -> None:
+    encoder_recording().to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    tab.evaluate("document.querySelector('#right canvas').focus()")
+    before = text_of(tab, "#pair")
+    moves = {"ArrowRight": (0, 1), "ArrowLeft": (0, -1), "ArrowDown": (1, 0), "ArrowUp": (-1, 0)}
+    place = [int(number) for number in re.findall(r"\((\d)\)", before)]
+    for key in ("ArrowLeft", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowUp"):
+        tab.press(key)
+        place = [max(0, min(4, at + step)) for at, step in zip(place, moves[key], strict=True)]
+        found = re.findall(r"\((\d)\)", text_of(tab, "#pair"))
+        assert [int(number) for number in found] == place
+    chosen = "document.querySelector('#{} [aria-checked=true]').dataset.value"
+    tab.press("]")
+    assert tab.evaluate(chosen.format("layer")) == "1"
+    tab.press(".")
+    assert tab.evaluate(chosen.format("head")) == "0"
+    tab.evaluate("document.querySelector('#map [aria-checked=true]').focus()")
+    tab.press("ArrowRight")
+    assert tab.evaluate(chosen.format("map")) == "with_residual"
+    focused = "document.activeElement.dataset.value"
+    assert tab.evaluate(focused) == "with_residual"  # the focus went along
+
+
+def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
+    recording = encoder_recording()
+    recording.model = HOSTILE
+    layer = Layer(HOSTILE, "self", "encoder", 2, "post", "bert")
+    recording.layers = {HOSTILE: layer}
+    recording.batches = [Batch({HOSTILE: random_maps()})]
+    tokens = [[HOSTILE, "<b>bold</b>", "&lt;", "\u2028", "${1}"], ["<!--", "--><script>", "\\"]]
+    recording.to_html(tmp_path / "maps.html", tokens=tokens, title=HOSTILE)
+    open_page(tab, tmp_path / "maps.html")
+    assert text_of(tab, "h1") == HOSTILE
+    assert tab.evaluate("document.title") == HOSTILE
+    assert tab.evaluate("document.querySelectorAll('img, b.bold, #queries b').length") == 0
+    shown = tab.evaluate("[...document.querySelectorAll('#queries button')].map(b => b.title)")
+    assert shown == tokens[0]
+    # And should markup get in all the same, the page's own policy stops it.
+    tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
+    tab.evaluate("new Promise(done => setTimeout(done, 300))")
+    assert tab.evaluate("document.title") == HOSTILE
+
+
+def test_cross_attention_names_both_texts(tab: Tab, tmp_path: Path) -> None:
+    translation_recording().to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    labels = "[...document.querySelectorAll('#layer button')].map(b => b.innerText.trim())"
+    assert tab.evaluate(labels) == ["enc 0", "dec 0", "cross 0"]
+    click(tab, "layer", 2)
+    queries = tab.evaluate("[...document.querySelectorAll('#queries button')].map(b => b.title)")
+    assert queries == ["</s>", "ein", "kleines", "Tier"]
+    keys = tab.evaluate(
+        "[...document.querySelector('#draws .tokens').children].map(s => s.innerText)"
+    )
+    assert keys == [f"s{i}" for i in range(5)]
+    assert tab.complaints == []
+
+
+def test_page_of_summed_maps_alone_has_one_heat_map(tab: Tab, tmp_path: Path) -> None:
+    layer = Layer("layer", "self", "encoder", 2, "none", "torch")
+    maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
+    recording = Recording("M", ("summed",), {"layer": layer}, [Batch({"layer": maps})])
+    recording.to_html(tmp_path / "maps.html", tokens=["a", "b", "c"])
+    open_page(tab, tmp_path / "maps.html")
+    assert tab.evaluate("document.querySelector('#left').hidden")
+    assert not tab.evaluate("document.querySelector('#right').hidden")
+    assert tab.evaluate("document.querySelector('#head').children.length") == 1
+    assert tab.complaints == []
+
+
+def test_large_page_stays_quick(tab: Tab, tmp_path: Path) -> None:
+    """128 tokens, 12 layers, 12 heads: as large as it should get. Seconds, on any machine."""
+    layers = {str(i): Layer(str(i), "self", "encoder", 12, "post", "bert") for i in range(12)}
+    weights = torch.randn(12, 1, 12, 128, 128).softmax(-1)
+    batch = Batch(
+        {
+            name: ikattn.Contributions(
+                weights=weights[int(name)],
+                value_norms=torch.rand(1, 12, 128),
+                summed=torch.rand(1, 128, 128),
+            )
+            for name in layers
+        }
+    )
+    size = Recording("M", (), layers, [batch]).to_html(tmp_path / "maps.html")
+    assert size < 8e6
+    open_page(tab, tmp_path / "maps.html")
+    click(tab, "layer", 11)
+    assert tab.complaints == []
