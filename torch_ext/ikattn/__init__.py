@@ -5,8 +5,9 @@ from ikattn import _library
 # Before the other modules, which register fake kernels of the operators.
 __version__ = _library.load()
 
-from ikattn import reference
+from ikattn import analysis, reference
 from ikattn._library import cmake_prefix_path
+from ikattn.analysis.rollout import rollout
 from ikattn.contributions import (
     Contributions,
     NormStats,
@@ -29,6 +30,7 @@ __all__ = [
     "MultiheadAttention",
     "NormStats",
     "__version__",
+    "analysis",
     "cmake_prefix_path",
     "contributions",
     "convert",
@@ -38,6 +40,7 @@ __all__ = [
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "reference",
+    "rollout",
     "spectral_features",
     "streamed_contributions",
 ]

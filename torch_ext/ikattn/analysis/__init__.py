@@ -1,0 +1,47 @@
+"""What attention really does: recordings of real models, maps, rollouts, files and pictures."""
+
+from .alignment import (
+    AlignmentScores,
+    GoldAlignments,
+    alignment_error_rate,
+    alignment_scores,
+    read_alignments,
+    read_gold_alignments,
+    word_alignment,
+    words_of_subwords,
+)
+from .recording import Batch, Layer, Recording
+from .rollout import RankedToken, rank_tokens, token_importance
+from .summary import (
+    Factors,
+    LedgerShares,
+    head_mean,
+    layer_maps,
+    layer_mean,
+    ledger_shares,
+    token_mean,
+)
+
+__all__ = [
+    "AlignmentScores",
+    "Batch",
+    "Factors",
+    "GoldAlignments",
+    "Layer",
+    "LedgerShares",
+    "RankedToken",
+    "Recording",
+    "alignment_error_rate",
+    "alignment_scores",
+    "head_mean",
+    "layer_maps",
+    "layer_mean",
+    "ledger_shares",
+    "rank_tokens",
+    "read_alignments",
+    "read_gold_alignments",
+    "token_importance",
+    "token_mean",
+    "word_alignment",
+    "words_of_subwords",
+]

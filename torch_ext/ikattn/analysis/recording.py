@@ -1,0 +1,179 @@
+"""What a recording holds: for every forward call, the maps of every layer of attention."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..contributions import Contributions
+
+__all__ = ["Batch", "Layer", "Recording"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of one layer of attention.
+
+    Attributes:
+        name: Its module's name in the model; ``name#2`` for the second run of a shared module.
+        kind: Whether queries and keys are the same tokens.
+        side: Which part of the model it belongs to.
+        heads: H.
+        block: Where the block normalises: after the residual sum ("post"), before the attention
+            ("pre"), or nobody told ("none": the attention stands alone).
+        family: The resolver that found its parts, for example "bert".
+    """
+
+    name: str
+    kind: Literal["self", "cross"]
+    side: Literal["encoder", "decoder"]
+    heads: int
+    block: Literal["post", "pre", "none"]
+    family: str
+
+
+@dataclass
+class Batch(Mapping[str, Contributions]):
+    """The maps of one forward call, by layer name in the order the layers ran.
+
+    Attributes:
+        layers: The maps.
+        tokens: For each sequence of the batch its tokens, without padding; None: unknown. Those
+            that a decoder reads are in target_tokens.
+        target_tokens: Likewise for the decoder of a sequence-to-sequence model.
+    """
+
+    layers: dict[str, Contributions] = field(default_factory=dict)
+    tokens: Sequence[Sequence[str]] | None = None
+    target_tokens: Sequence[Sequence[str]] | None = None
+
+    def __getitem__(self, name: str) -> Contributions:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+@dataclass
+class Recording:
+    """The maps of a model's attention over one or more forward calls.
+
+    Attributes:
+        model: The model's class, and its name or path where it has one.
+        maps: The names of the maps that were asked for.
+        layers: What is known of each layer, in the order they first ran.
+        batches: One entry for each forward call.
+    """
+
+    model: str
+    maps: tuple[str, ...]
+    layers: dict[str, Layer] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers of attention, in the order they ran."""
+        return list(self.layers)
+
+    def __getitem__(self, name: str) -> Contributions:
+        """The maps of one layer, where one forward call was recorded.
+
+        Raises:
+            KeyError: No such layer; the message names those there are.
+            LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
+        """
+        if self.layers and name not in self.layers:
+            raise KeyError(f"no layer {name!r} was recorded; there are {', '.join(self.names)}")
+        if self.layers and not self.batches:
+            raise LookupError("this recording keeps no maps: they were handed to on_layer")
+        if len(self.batches) != 1:
+            raise LookupError(
+                f"{len(self.batches)} forward calls were recorded: "
+                "take recording.batches[i][name] of one of them"
+            )
+        return self.batches[0][name]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the maps to a file, which appears whole or not at all.
+
+        Args:
+            path: Ends in .safetensors, .npz (needs NumPy) or .json. Read it back with
+                :func:`ikattn.load_maps`. To write while a model runs, take
+                :class:`ikattn.analysis.MapWriter`.
+
+        Raises:
+            ValueError: Another ending.
+            OSError: The path cannot be written, or the disk is full.
+        """
+        from . import files
+
+        files.save(self, path)
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        *,
+        title: str | None = None,
+    ) -> int:
+        """Writes a page to look at: one file that asks for nothing from outside.
+
+        Choose sentence, layer, head and map; hover a token to see where it draws from; click a
+        pair for its ledger. Numbers are kept to three digits or better; the page says how well.
+
+        Args:
+            path: Of the page.
+            tokens: For each sequence, over all batches, its tokens without padding; of a single
+                sequence the tokens themselves. None: as recorded, or numbers.
+            target_tokens: Likewise, those a decoder reads.
+            title: None: the model's name.
+
+        Returns:
+            The size of the page in bytes: 2.7 for each number that it shows.
+
+        Raises:
+            ValueError: Tokens that do not match the maps, or nothing was recorded.
+            OSError: The path cannot be written, or the disk is full.
+        """
+        from . import page
+
+        return page.write_page(self, path, tokens, target_tokens, title=title)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        layer: str | int | None = None,
+        map: str = "summed",
+        batch: int = 0,
+        sequence: int = 0,
+        tokens: Sequence[str] | None = None,
+        target_tokens: Sequence[str] | None = None,
+        *,
+        dpi: int = 160,
+    ) -> None:
+        """Draws heat maps with matplotlib, the attention weights beside the map.
+
+        Args:
+            path: Ends in .png, .svg or .pdf.
+            layer: A layer's name or number for one large pair of heat maps; None: every layer.
+            map: A map of queries and keys, for example "summed"; "weights" alone stands alone.
+                Those of each head are averaged over the heads.
+            batch, sequence: Which sequence.
+            tokens: Its tokens without padding. None: as recorded, or numbers.
+            target_tokens: Likewise, those a decoder reads.
+            dpi: Pixels per inch of a .png.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+            ValueError: A map, layer, sequence or number of tokens that does not fit.
+            OSError: The path cannot be written, or the disk is full.
+        """
+        from . import pictures
+
+        pictures.draw(self, path, layer, map, batch, sequence, tokens, target_tokens, dpi=dpi)
