@@ -1,19 +1,142 @@
-"""The command line: python -m ikattn info."""
+"""The command line: python -m ikattn info | analyze."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from ikattn.info import report
 
+_MAPS = ("weights", "value_norms", "summed", "mixing_ratio")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit status."""
+    """Runs one subcommand and returns the exit status: 0, 1 failed, 2 usage, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m ikattn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, instruction set and threads")
+    analyze = _add_analyze(commands)
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
         print(report())
+        return 0
+    return _analyze(analyze, parsed)
+
+
+def _add_analyze(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
+    from ikattn.analysis import _analyze as implementation
+
+    parser = commands.add_parser(
+        "analyze",
+        help="write the attention maps of a model for each line of a text",
+        description="Runs a model of Hugging Face transformers over lines of text and writes the "
+        "maps of each line. The same command goes on where an earlier one stopped.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="its directory, or name on the hub")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", action="append", metavar="T", help="a line; may be repeated")
+    text.add_argument("--file", type=Path, metavar="F", help="UTF-8, one sequence a line")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-text",
+        action="append",
+        metavar="T",
+        help="what the decoder reads; may be repeated",
+    )
+    target.add_argument("--target-file", type=Path, metavar="F", help="likewise, line by line")
+    add(
+        "--maps",
+        default=",".join(_MAPS),
+        help=f"any of {', '.join(_known_maps())}, with commas (default: %(default)s)",
+    )
+    add(
+        "--format",
+        default="html",
+        metavar="FORMATS",
+        help=f"any of {', '.join(implementation.FORMATS)}, with commas (default: %(default)s)",
+    )
+    add("--out", required=True, type=Path, metavar="DIR", help="receives one file for each line")
+    add("--batch-size", type=_positive, default=8, metavar="N", help="default: %(default)s")
+    add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")
+    add("--device", type=_device, default="cpu", help="default: %(default)s")
+    add("--restart", action="store_true", help="replace the results of an earlier run")
+    return parser
+
+
+def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    from ikattn.analysis import _analyze as implementation
+
+    maps = _choices(parser, "--maps", parsed.maps, _known_maps())
+    formats = _choices(parser, "--format", parsed.format, implementation.FORMATS)
+    if {"html", "png"} & set(formats) and not implementation.drawable_maps(maps):
+        parser.error("--format html and png need a map of queries and keys, for example summed")
+    job = implementation.Job(
+        model=parsed.model,
+        texts=parsed.text and tuple(parsed.text),
+        file=parsed.file,
+        target_texts=parsed.target_text and tuple(parsed.target_text),
+        target_file=parsed.target_file,
+        maps=maps,
+        formats=formats,
+        out=parsed.out,
+        batch_size=parsed.batch_size,
+        max_length=parsed.max_length,
+        device=parsed.device,
+        restart=parsed.restart,
+    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    try:
+        count = implementation.analyze(job, say)
+    except implementation.AnalyzeError as error:
+        say(f"ikattn analyze: {error}")
+        return 1
+    except KeyboardInterrupt as stopped:
+        say(
+            f"\ninterrupted after {str(stopped) or 'no'} lines; the same command goes on from there"
+        )
+        return 130
+    print(f"{count} lines in {job.out}")
     return 0
+
+
+def _known_maps() -> tuple[str, ...]:
+    from ikattn.analysis._attention_call import ALL_MAPS
+
+    return (*ALL_MAPS, "ledger")
+
+
+def _choices(
+    parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]
+) -> tuple[str, ...]:
+    """Names with commas, each once and in the order given."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            parser.error(f"{option} must be any of {', '.join(known)}, got {name!r}")
+    if not names:
+        parser.error(f"{option} must name at least one of {', '.join(known)}")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=torch.device(text))
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise argparse.ArgumentTypeError(f"torch cannot compute on {text!r} here") from None
+    return text

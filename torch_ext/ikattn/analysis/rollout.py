@@ -57,9 +57,8 @@ def rollout(
     ``"with_norm"`` (N_ResLN) alone, which gives a ``UserWarning`` (with Python's default filter
     once per line that calls): the first LayerNorm of a trained BERT enlarges a few outlier
     dimensions that the second one shrinks again. A map that ends between them is dominated by those
-    dimensions, in every layer, and rollout multiplies the error. GlobEnc found its rollout to agree
-    with gradient-based saliency much less than that of N_Enc or N_Res. ``"weights"``,
-    ``"per_head"`` and ``"summed"`` hold no residual connection: give ``residual``.
+    dimensions, in every layer, and rollout multiplies the error. ``"weights"``, ``"per_head"`` and
+    ``"summed"`` hold no residual connection: give ``residual``.
 
     Args:
         maps: A Recording of one forward call, one of its batches, or a sequence of ``[B, T, T]``
