@@ -30,7 +30,8 @@ struct AttentionParams {
   bool is_causal = false;
 
   uint32_t dropout_threshold = 0;  // 0: no dropout
-  uint64_t dropout_seed = 0, dropout_offset = 0;
+  uint64_t dropout_seed = 0, dropout_offset = 0;  // on the CPU
+  const int64_t* dropout_state = nullptr;         // on a GPU: both, where the kernel reads them
 
   bool stationary() const { return !w2; }
 };

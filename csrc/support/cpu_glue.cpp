@@ -21,35 +21,7 @@ void run_tasks(int threads, int64_t count, void (*task)(void*, int64_t, int), vo
   });
 }
 
-ElementType element_type(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return ElementType::kFloat64;
-    case at::kFloat:
-      return ElementType::kFloat32;
-    case at::kBFloat16:
-      return ElementType::kBFloat16;
-    case at::kHalf:
-      return ElementType::kFloat16;
-    case at::kBool:
-      return ElementType::kBool;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "no kernel reads ", type);
-  }
-}
-
 }  // namespace
-
-Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes) {
-  const at::Tensor view = tensor.expand(sizes);
-  Array array;
-  array.data = const_cast<void*>(view.const_data_ptr());
-  array.type = element_type(view.scalar_type());
-  for (int64_t axis = 0; axis < view.dim(); ++axis) {
-    array.stride[axis] = view.size(axis) == 1 ? 0 : view.stride(axis);
-  }
-  return array;
-}
 
 TorchExecutor::TorchExecutor(double work) {
   threads = work < kSerialWork || at::in_parallel_region() ? 1 : at::get_num_threads();

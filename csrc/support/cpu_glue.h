@@ -4,8 +4,8 @@
 
 #include <ATen/ATen.h>
 
-#include "support/array.h"
 #include "support/executor.h"
+#include "support/glue.h"
 #include "support/instruction_set.h"
 
 // The table `name` of the instruction set in use; each is declared in its own namespace.
@@ -19,15 +19,6 @@
 #endif
 
 namespace ikattn {
-
-// Where a table has one entry per arithmetic type: 0 float32, 1 float64.
-inline int compute_index(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? 1 : 0;
-}
-
-// A view of `tensor` whose axes are those of `sizes`; broadcast axes get stride 0.
-Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes);
-inline Array array_of(const at::Tensor& tensor) { return array_of(tensor, tensor.sizes()); }
 
 // Runs on torch's threads, on one where `work` multiply-adds are too few to wake others. Its memory
 // is a tensor: counted, and out of memory reported, as torch does.

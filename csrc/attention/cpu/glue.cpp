@@ -1,323 +1,40 @@
-// CPU: tensors to params, threads, the choice of instruction set.
-#include <ATen/ATen.h>
-#include <torch/library.h>
+// CPU: threads and the choice of instruction set.
+#include "attention/glue.h"
 
-#include "attention/arguments.h"
 #include "attention/cpu/kernel.h"
-#include "attention/reference.h"
 #include "support/cpu_glue.h"
-#include "support/philox.h"
 
 namespace ikattn {
 namespace {
 
 const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 
-double pair_work(const AttentionSizes& sizes) {
-  return static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L * sizes.S) *
-             static_cast<double>(2 * sizes.M + sizes.d_v) +
-         static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L + sizes.S) *
-             static_cast<double>(2 * sizes.M * sizes.d);
-}
-
-Array frequencies(const at::Tensor& w, const AttentionSizes& sizes) {
-  return array_of(w, {sizes.frequency_batches, w.size(-3), w.size(-2), w.size(-1)});
-}
-
-void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
-  params.B = sizes.B;
-  params.H = sizes.H;
-  params.G = sizes.G;
-  params.L = sizes.L;
-  params.S = sizes.S;
-  params.d = sizes.d;
-  params.d_v = sizes.d_v;
-  params.M = sizes.M;
-  params.frequency_heads = sizes.frequency_heads;
-  params.frequency_batches = sizes.frequency_batches;
-}
-
-// key_bias as [B, key heads, S]: repeated within groups where it has fewer heads than the prepared
-// keys.
-at::Tensor bias_per_key_head(const at::Tensor& bias, const AttentionSizes& sizes,
-                             int64_t key_heads) {
-  at::Tensor result = bias;
-  while (result.dim() < 3) result = result.unsqueeze(0);
-  if (result.size(1) != 1 && result.size(1) != key_heads) {
-    result = result.repeat_interleave(key_heads / result.size(1), 1);
+struct Cpu {
+  static void forward(const AttentionParams& params, const at::Tensor& query, double work) {
+    kernels().forward[compute_index(query)](with_dropout(params), TorchExecutor(work));
   }
-  return result.expand({sizes.B, key_heads, sizes.S});
-}
-
-bool has_bias_per_query_head(const AttentionOptions& options, const AttentionSizes& sizes) {
-  if (!is_present(options.key_bias) || options.key_bias->dim() < 2) return false;
-  const int64_t heads = options.key_bias->size(-2);
-  return heads == sizes.H && heads != sizes.G;
-}
-
-// Everything but value, output and gradients. `bias` keeps a repeated key_bias alive.
-void set_common(AttentionParams& params, const AttentionSizes& sizes, const at::Tensor& query,
-                const at::Tensor& key, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-                const AttentionOptions& options, at::Tensor& bias) {
-  set_sizes(params, sizes);
-  const bool per_query_head =
-      sizes.frequency_heads != sizes.G || has_bias_per_query_head(options, sizes);
-  params.key_heads = per_query_head ? sizes.H : sizes.G;
-  params.query = array_of(query);
-  params.key = array_of(key);
-  params.w1 = frequencies(w1, sizes);
-  if (is_present(w2)) params.w2 = frequencies(*w2, sizes);
-  if (is_present(options.key_bias)) {
-    bias = bias_per_key_head(*options.key_bias, sizes, params.key_heads);
-    params.key_bias = array_of(bias);
+  static void backward(const AttentionBackwardParams& params, const at::Tensor& query,
+                       double work) {
+    kernels().backward[compute_index(query)](with_dropout(params), TorchExecutor(work));
   }
-  if (is_present(options.attn_mask)) {
-    params.mask = array_of(*options.attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
+  static void weights(const WeightsParams& params, const at::Tensor& query, double work) {
+    kernels().weights[compute_index(query)](with_dropout(params), TorchExecutor(work));
   }
-  params.p = options.p.value_or(0.0);
-  params.magnitude_scale = magnitude_scale_or_default(options.magnitude_scale, sizes.d);
-  params.eps = options.eps;
-  params.is_causal = options.is_causal;
-  if (options.dropout_p > 0) {
-    params.dropout_threshold = dropout_threshold(options.dropout_p);
-    const at::Tensor seed = options.dropout_seed->contiguous();
-    params.dropout_seed = static_cast<uint64_t>(seed.const_data_ptr<int64_t>()[0]);
-    params.dropout_offset = static_cast<uint64_t>(seed.const_data_ptr<int64_t>()[1]);
+  static void features(const FeaturesParams& params, bool backward, const at::Tensor& x,
+                       double work) {
+    kernels().features[compute_index(x)](params, backward, TorchExecutor(work));
   }
-}
 
-// [B, H, L, d_v] laid out as [B, L, H, d_v], which is how the projection after it reads it.
-at::Tensor empty_output(const at::Tensor& query, const AttentionSizes& sizes) {
-  return at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, query.options()).transpose(1, 2);
-}
-
-std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const at::Tensor& key,
-                                                 const at::Tensor& value, const at::Tensor& w1,
-                                                 const std::optional<at::Tensor>& w2,
-                                                 IKATTN_OPTION_PARAMETERS) {
-  const AttentionOptions options{IKATTN_OPTION_VALUES};
-  const AttentionSizes sizes =
-      check_attention("implicit_kernel_attention", query, key, value, w1, w2, options);
-  at::Tensor output = empty_output(query, sizes);
-  // float64: it stands in the backward's exponents, where float32 would cost |log Z| 6e-8 of every
-  // weight.
-  at::Tensor log_normalizer =
-      at::empty({sizes.B, sizes.H, sizes.L}, query.options().dtype(at::kDouble));
-  AttentionParams params;
-  at::Tensor bias;
-  set_common(params, sizes, query, key, w1, w2, options, bias);
-  params.value = array_of(value);
-  params.output = array_of(output);
-  params.log_normalizer = array_of(log_normalizer);
-  kernels().forward[compute_index(query)](params, TorchExecutor(pair_work(sizes)));
-  return {output, log_normalizer};
-}
-
-at::Tensor not_wanted(const at::Tensor& like) { return at::empty({0}, like.options()); }
-
-// Sums the gradient [B, key heads, ...] over the query heads of each group where key heads are
-// query heads.
-at::Tensor sum_groups(const at::Tensor& gradient, int64_t heads) {
-  if (gradient.size(1) == heads) return gradient;
-  return gradient.unflatten(1, {heads, -1}).sum(2);
-}
-
-// Where the kernel writes the gradient of key or value: in place, or per query head to be summed.
-at::Tensor key_side_gradient(const at::Tensor& tensor, int64_t key_heads) {
-  if (tensor.size(1) == key_heads) return at::empty_like(tensor);
-  return at::empty({tensor.size(0), key_heads, tensor.size(2), tensor.size(3)},
-                   tensor.options().dtype(compute_type(tensor.scalar_type())));
-}
-
-at::Tensor finish_key_side(const at::Tensor& gradient, const at::Tensor& like) {
-  if (gradient.size(1) == like.size(1)) return gradient;
-  return at::empty_like(like).copy_(sum_groups(gradient, like.size(1)));
-}
-
-// Contiguous, in the shape and type of the argument that was broadcast.
-at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument) {
-  return at::sum_to(gradient, argument.sizes()).to(argument.scalar_type()).contiguous();
-}
-
-// The mask gradient is summed over broadcast axes by the kernel, except that one value per row also
-// keeps its heads and rows apart: several threads may add to the same row.
-at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes, at::ScalarType type) {
-  at::Tensor shape = mask;
-  while (shape.dim() < 4) shape = shape.unsqueeze(0);
-  std::vector<int64_t> axes = shape.sizes().vec();
-  if (axes[3] == 1) {
-    axes[1] = sizes.H;
-    axes[2] = sizes.L;
+ private:
+  template <typename Params>
+  static Params with_dropout(Params params) {
+    if (params.dropout_state != nullptr) {
+      params.dropout_seed = static_cast<uint64_t>(params.dropout_state[0]);
+      params.dropout_offset = static_cast<uint64_t>(params.dropout_state[1]);
+    }
+    return params;
   }
-  return at::zeros(axes, mask.options().dtype(type));
-}
-
-// Gradients are asked for only of inputs that are there.
-template <size_t kCount>
-void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
-                  const std::array<bool, kCount>& present) {
-  for (size_t i = 0; i < kCount; ++i) {
-    TORCH_CHECK(!wanted[i] || present[i], function, ": wanted[", i,
-                "] must be false, for that input is absent or not floating point");
-  }
-}
-
-AttentionGradients attention_backward_cpu(const at::Tensor& grad_output, const at::Tensor& query,
-                                          const at::Tensor& key, const at::Tensor& value,
-                                          const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-                                          const at::Tensor& output,
-                                          const at::Tensor& log_normalizer,
-                                          IKATTN_OPTION_PARAMETERS,
-                                          std::array<bool, kAttentionGradients> wanted) {
-  const AttentionOptions options{IKATTN_OPTION_VALUES};
-  const char* function = "implicit_kernel_attention_backward";
-  const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
-  const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
-  check_like(function, "output", output, output_sizes, query.scalar_type(), query.device());
-  check_like(function, "log_normalizer", log_normalizer, {sizes.B, sizes.H, sizes.L}, at::kDouble,
-             query.device());
-  check_like(function, "grad_output", grad_output, output_sizes, query.scalar_type(),
-             query.device());
-  check_wanted(function, wanted,
-               {true, true, true, true, is_present(w2), is_present(key_bias),
-                is_present(attn_mask) && attn_mask->is_floating_point()});
-  const at::ScalarType type = compute_type(query.scalar_type());
-  const auto compute = query.options().dtype(type);
-  AttentionBackwardParams params;
-  at::Tensor bias;
-  set_common(params, sizes, query, key, w1, w2, options, bias);
-  params.value = array_of(value);
-  params.output = array_of(output);
-  params.log_normalizer = array_of(log_normalizer);
-  params.grad_output = array_of(grad_output);
-
-  const auto fill = [&](bool want, const at::Tensor& gradient, Array& array) {
-    if (want) array = array_of(gradient);
-    return gradient;
-  };
-  const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.frequency_heads,
-                                                sizes.d, sizes.M};
-  at::Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
-  if (wanted[0]) grad_query = fill(true, at::empty_like(query), params.grad_query);
-  if (wanted[1]) grad_key = fill(true, key_side_gradient(key, params.key_heads), params.grad_key);
-  if (wanted[2]) {
-    grad_value = fill(true, key_side_gradient(value, params.key_heads), params.grad_value);
-  }
-  if (wanted[3]) grad_w1 = fill(true, at::empty(frequency_sizes, compute), params.grad_w1);
-  if (wanted[4]) grad_w2 = fill(true, at::empty(frequency_sizes, compute), params.grad_w2);
-  if (wanted[5]) {
-    grad_bias =
-        fill(true, at::empty({sizes.B, params.key_heads, sizes.S}, compute), params.grad_key_bias);
-  }
-  if (wanted[6]) {
-    grad_mask = mask_gradient(*options.attn_mask, sizes, type);
-    params.grad_mask = array_of(grad_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
-  }
-  kernels().backward[compute_index(query)](params, TorchExecutor(2.5 * pair_work(sizes)));
-
-  const auto none = [&] { return not_wanted(query); };
-  if (wanted[5]) {
-    const int64_t heads = key_bias->dim() >= 2 ? key_bias->size(-2) : 1;
-    if (heads != 1) grad_bias = sum_groups(grad_bias, heads);
-    grad_bias = finish_broadcast(grad_bias, *key_bias);
-  }
-  return {wanted[0] ? grad_query : none(),
-          wanted[1] ? finish_key_side(grad_key, key) : none(),
-          wanted[2] ? finish_key_side(grad_value, value) : none(),
-          wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none(),
-          wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none(),
-          wanted[5] ? grad_bias : none(),
-          wanted[6] ? finish_broadcast(grad_mask, *attn_mask) : none()};
-}
-
-at::Tensor weights_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
-                       const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
-                       bool average_heads) {
-  const AttentionOptions options{IKATTN_OPTION_VALUES};
-  const AttentionSizes sizes =
-      check_attention("implicit_kernel_weights", query, key, at::Tensor(), w1, w2, options);
-  WeightsParams params;
-  at::Tensor bias;
-  set_common(params, sizes, query, key, w1, w2, options, bias);
-  params.average_heads = average_heads;
-  const at::Tensor weights = average_heads
-                                 ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
-                                 : at::empty({sizes.B, sizes.H, sizes.L, sizes.S}, query.options());
-  params.weights = array_of(average_heads ? weights.unsqueeze(1) : weights);
-  kernels().weights[compute_index(query)](params, TorchExecutor(pair_work(sizes)));
-  return weights;
-}
-
-WeightsGradients weights_backward_cpu(const at::Tensor& grad_weights, const at::Tensor& query,
-                                      const at::Tensor& key, const at::Tensor& w1,
-                                      const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
-                                      bool average_heads,
-                                      std::array<bool, kWeightsGradients> wanted) {
-  const AttentionOptions options{IKATTN_OPTION_VALUES};
-  const char* function = "implicit_kernel_weights_backward";
-  const AttentionSizes sizes = check_attention(function, query, key, at::Tensor(), w1, w2, options);
-  std::vector<int64_t> weights_sizes = {sizes.B, sizes.L, sizes.S};
-  if (!average_heads) weights_sizes.insert(weights_sizes.begin() + 1, sizes.H);
-  check_like(function, "grad_weights", grad_weights, weights_sizes, query.scalar_type(),
-             query.device());
-  check_wanted(function, wanted,
-               {true, true, true, is_present(w2), is_present(key_bias),
-                is_present(attn_mask) && attn_mask->is_floating_point()});
-  return weights_gradients_by_head(grad_weights, query, key, w1, w2, options, average_heads,
-                                   wanted);
-}
-
-FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x, const at::Tensor& w1,
-                               const std::optional<at::Tensor>& w2, const at::Tensor& features) {
-  FeaturesParams params;
-  params.B = sizes.B;
-  params.H = sizes.H;
-  params.N = sizes.N;
-  params.d = sizes.d;
-  params.M = sizes.M;
-  params.frequency_batches = sizes.frequency_batches;
-  params.x = array_of(x);
-  const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d, sizes.M};
-  params.w1 = array_of(w1, frequency_sizes);
-  if (is_present(w2)) params.w2 = array_of(*w2, frequency_sizes);
-  params.features = array_of(features);
-  return params;
-}
-
-double feature_work(const FeatureSizes& sizes) {
-  return static_cast<double>(sizes.B * sizes.H * sizes.N) *
-         static_cast<double>(sizes.d * sizes.M * 2);
-}
-
-at::Tensor features_cpu(const at::Tensor& x, const at::Tensor& w1,
-                        const std::optional<at::Tensor>& w2) {
-  const FeatureSizes sizes = check_features(x, w1, w2);
-  at::Tensor features = at::empty({sizes.B, sizes.H, sizes.N, 2 * sizes.M}, x.options());
-  kernels().features[compute_index(x)](features_params(sizes, x, w1, w2, features), false,
-                                       TorchExecutor(feature_work(sizes)));
-  return features;
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> features_backward_cpu(
-    const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
-    const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
-  const char* function = "spectral_features_backward";
-  const FeatureSizes sizes = check_features(x, w1, w2);
-  check_like(function, "grad_features", grad_features, {sizes.B, sizes.H, sizes.N, 2 * sizes.M},
-             x.scalar_type(), x.device());
-  check_wanted(function, wanted, {true, true, is_present(w2)});
-  FeaturesParams params = features_params(sizes, x, w1, w2, grad_features);
-  const auto compute = x.options().dtype(compute_type(x.scalar_type()));
-  const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d, sizes.M};
-  at::Tensor grad_x = not_wanted(x), grad_w1 = not_wanted(x), grad_w2 = not_wanted(x);
-  if (wanted[0]) params.grad_x = array_of(grad_x = at::empty_like(x));
-  if (wanted[1]) params.grad_w1 = array_of(grad_w1 = at::empty(frequency_sizes, compute));
-  if (wanted[2]) params.grad_w2 = array_of(grad_w2 = at::empty(frequency_sizes, compute));
-  kernels().features[compute_index(x)](params, true, TorchExecutor(2.5 * feature_work(sizes)));
-  if (wanted[1]) grad_w1 = grad_w1.view(w1.sizes()).to(w1.scalar_type());
-  if (wanted[2]) grad_w2 = grad_w2.view(w1.sizes()).to(w1.scalar_type());
-  return {grad_x, grad_w1, grad_w2};
-}
+};
 
 at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
                                  int64_t S, double dropout_p) {
@@ -351,12 +68,7 @@ at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int6
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
-  m.impl("implicit_kernel_attention", attention_cpu);
-  m.impl("implicit_kernel_attention_backward", attention_backward_cpu);
-  m.impl("implicit_kernel_weights", weights_cpu);
-  m.impl("implicit_kernel_weights_backward", weights_backward_cpu);
-  m.impl("spectral_features", features_cpu);
-  m.impl("spectral_features_backward", features_backward_cpu);
+  AttentionOperators<Cpu>::register_in(m);
   m.impl("dropout_keep_mask", dropout_keep_mask_cpu);
 }
 

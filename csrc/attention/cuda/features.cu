@@ -1,0 +1,442 @@
+// Tokens to features and logits, and the way back of their gradients.
+#include "attention/cuda/tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kTokens = 16;  // of one block
+constexpr int kTokenThreads = 128;
+constexpr double kTwoPi = 6.283185307179586476925;
+
+// Where the features of one side come from. heads: of the features; a head of x serves several.
+struct FeatureSource {
+  Array x;       // [B, x_heads, N, d]
+  Array w1, w2;  // [frequency_batches, frequency_heads, d, M]; w2 none: stationary
+  int64_t B, heads, x_heads, N, d, M, frequency_heads, frequency_batches;
+
+  __device__ int64_t frequency_base(const Array& w, int64_t b, int64_t head) const {
+    return (frequency_batches == 1 ? 0 : b) * w.stride[0] +
+           head * frequency_heads / heads * w.stride[1];
+  }
+};
+
+__device__ __forceinline__ void sincos_turns(float turns, float& sine, float& cosine) {
+  sincospif(2 * (turns - rintf(turns)), &sine, &cosine);
+}
+__device__ __forceinline__ void sincos_turns(double turns, double& sine, double& cosine) {
+  sincospi(2 * (turns - rint(turns)), &sine, &cosine);
+}
+
+// cos t1 + cos t2 = 2 cos u cos v, sin t1 + sin t2 = 2 sin u cos v, u and v the half sum and half
+// difference.
+template <typename T>
+struct Angle {
+  T sin_u, cos_u, sin_v, cos_v;
+
+  __device__ __forceinline__ void set(T u, T v, bool stationary) {
+    sincos_turns(u, sin_u, cos_u);
+    sin_v = 0;
+    cos_v = 1;
+    if (!stationary) sincos_turns(v, sin_v, cos_v);
+  }
+};
+
+// u and v of `kTokens` tokens for frequency m, in turns.
+//   x [kTokens][d] in shared memory
+template <typename T>
+__device__ __forceinline__ void half_angles(const FeatureSource& source, int64_t b, int64_t head,
+                                            int64_t m, Shared<T> x, T (&u)[kTokens],
+                                            T (&v)[kTokens]) {
+  const bool stationary = source.w2.type == ElementType::kNone;
+  const int64_t base1 = source.frequency_base(source.w1, b, head) + m * source.w1.stride[3];
+  const int64_t base2 = source.frequency_base(source.w2, b, head) + m * source.w2.stride[3];
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) u[t] = v[t] = 0;
+  for (int64_t c = 0; c < source.d; ++c) {
+    const T w1 = load_element<T>(source.w1, base1 + c * source.w1.stride[2]);
+    const T w2 = stationary ? w1 : load_element<T>(source.w2, base2 + c * source.w2.stride[2]);
+    const T sum = (w1 + w2) / 2, difference = (w1 - w2) / 2;
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const T value = x[t * source.d + c];
+      u[t] += value * sum;
+      v[t] += value * difference;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
+                                            int64_t first, Shared<T> x) {
+  const Tokens tokens(source.x, b, head * source.x_heads / source.heads);
+  for (int64_t index = threadIdx.x; index < kTokens * source.d; index += kTokenThreads) {
+    const int64_t token = first + index / source.d;
+    x[index] = token < source.N ? tokens.load<T>(token, index % source.d) : T(0);
+  }
+  __syncthreads();
+}
+
+// phi [B, heads, N, 2M], cosines first. logits: of the keys; NaN: the features are zero.
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads)
+    feature_kernel(FeatureSource source, Array phi, const T* logits) {
+  Shared<T> x = dynamic_shared<T>();
+  const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
+  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
+  const int64_t b = bh / source.heads, head = bh % source.heads;
+  load_tokens(source, b, head, first, x);
+  const Tokens out(phi, b, head);
+  const bool stationary = source.w2.type == ElementType::kNone;
+  for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
+    T u[kTokens], v[kTokens];
+    half_angles(source, b, head, m, x, u, v);
+    for (int t = 0; t < kTokens && first + t < source.N; ++t) {
+      Angle<T> angle;
+      angle.set(u[t], v[t], stationary);
+      const T logit = logits == nullptr ? T(0) : logits[bh * source.N + first + t];
+      const T scale = logit != logit ? T(0) : 2 * angle.cos_v;
+      out.store<T>(first + t, m, scale == T(0) ? T(0) : scale * angle.cos_u);
+      out.store<T>(first + t, source.M + m, scale == T(0) ? T(0) : scale * angle.sin_u);
+    }
+  }
+}
+
+// --- The keys' logits: one warp per key
+
+__device__ __forceinline__ double sum_of_warp(double x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+__device__ __forceinline__ double max_of_warp(double x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+// |k|_p of a row of a warp's own. Scaled by the largest element, so that powers neither overflow
+// nor vanish.
+__device__ __forceinline__ double p_norm(const Tokens& key, int64_t j, int64_t d, double p,
+                                         int lane) {
+  double largest = 0;
+  for (int64_t c = lane; c < d; c += 32) largest = fmax(largest, fabs(key.load<double>(j, c)));
+  largest = max_of_warp(largest);
+  double sum = 0;
+  for (int64_t c = lane; c < d && largest > 0; c += 32) {
+    const double x = fabs(key.load<double>(j, c)) / largest;
+    sum += p == 2 ? x * x : p == 1 ? x : pow(x, p);
+  }
+  sum = sum_of_warp(sum);
+  return largest == 0 ? 0 : largest * (p == 2 ? sqrt(sum) : p == 1 ? sum : pow(sum, 1 / p));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads)
+    logit_kernel(AttentionParams params, SplitLogits<T> logits) {
+  constexpr int kWarps = kTokenThreads / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t keys = params.B * params.key_heads * params.S;
+  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (index >= keys) return;  // the whole warp
+  const int64_t j = index % params.S, bh = index / params.S;
+  const int64_t b = bh / params.key_heads, head = bh % params.key_heads;
+  const int64_t group = head * params.G / params.key_heads;
+  const Tokens key(params.key, b, group), value(params.value, b, group);
+  double logit = 0;
+  if (params.key_bias.type != ElementType::kNone) {
+    const int64_t* stride = params.key_bias.stride;
+    logit = load_element<double>(params.key_bias, b * stride[0] + head * stride[1] + j * stride[2]);
+  }
+  bool finite = true;
+  for (int64_t c = lane; c < params.d; c += 32) {
+    finite = finite && is_finite(key.load<double>(j, c));
+  }
+  if (params.value.type != ElementType::kNone) {
+    for (int64_t c = lane; c < params.d_v; c += 32) {
+      finite = finite && is_finite(value.load<double>(j, c));
+    }
+  }
+  finite = __all_sync(0xffffffffu, finite);
+  if (logit != minus_infinity<double>()) {
+    if (params.p > 0 && finite) {
+      const double norm = p_norm(key, j, params.d, params.p, lane);
+      logit += params.magnitude_scale * norm * norm;
+    }
+    if (!finite || !is_finite(logit)) logit = NAN;
+  }
+  if (lane == 0) store_split(logits, index, logit);
+}
+
+// --- The way back
+
+// Gradients of u and v, in units of x.w: [B, heads, N, M] each.
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads)
+    angle_gradient_kernel(FeatureSource source, Array grad_phi, T* grad_u, T* grad_v) {
+  Shared<T> x = dynamic_shared<T>();
+  const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
+  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
+  const int64_t b = bh / source.heads, head = bh % source.heads;
+  load_tokens(source, b, head, first, x);
+  const Tokens incoming(grad_phi, b, head);
+  const bool stationary = source.w2.type == ElementType::kNone;
+  for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
+    T u[kTokens], v[kTokens];
+    half_angles(source, b, head, m, x, u, v);
+    for (int t = 0; t < kTokens && first + t < source.N; ++t) {
+      Angle<T> angle;
+      angle.set(u[t], v[t], stationary);
+      const T grad_cos = incoming.load<T>(first + t, m);
+      const T grad_sin = incoming.load<T>(first + t, source.M + m);
+      const int64_t index = (bh * source.N + first + t) * source.M + m;
+      if (grad_cos == T(0) && grad_sin == T(0)) {  // a hidden token may hold NaN
+        grad_u[index] = grad_v[index] = 0;
+        continue;
+      }
+      const T scale = static_cast<T>(2 * kTwoPi);
+      grad_u[index] = scale * angle.cos_v * (angle.cos_u * grad_sin - angle.sin_u * grad_cos);
+      grad_v[index] = -scale * angle.sin_v * (angle.cos_u * grad_cos + angle.sin_u * grad_sin);
+    }
+  }
+}
+
+// grad_x[n][c] = sum_m grad_u W+[c][m] + grad_v W-[c][m], and the magnitude's part:
+// grad_logits scale d|x|_p^2 / dx_c.
+//   out [B, heads, N, d]
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads)
+    token_gradient_kernel(FeatureSource source, Array out, const T* grad_u, const T* grad_v,
+                          const T* grad_logits, const T* logits, double p, double magnitude_scale) {
+  const int64_t bh = blockIdx.x / source.N, token = blockIdx.x % source.N;
+  const int64_t b = bh / source.heads, head = bh % source.heads;
+  const bool stationary = source.w2.type == ElementType::kNone;
+  const int64_t base1 = source.frequency_base(source.w1, b, head);
+  const int64_t base2 = source.frequency_base(source.w2, b, head);
+  const Tokens x(source.x, b, head * source.x_heads / source.heads), gradient(out, b, head);
+  const T* du = grad_u + (bh * source.N + token) * source.M;
+  const T* dv = grad_v + (bh * source.N + token) * source.M;
+  const bool has_magnitude = grad_logits != nullptr && p > 0;
+  T factor = 0;
+  double norm = 0;
+  if (has_magnitude) {
+    const T logit = logits[bh * source.N + token];
+    norm = p_norm(x, token, source.d, p, threadIdx.x % 32);  // by each warp
+    const bool counts = logit != minus_infinity<T>() && norm != 0;
+    factor =
+        counts ? grad_logits[bh * source.N + token] * static_cast<T>(2 * magnitude_scale) : T(0);
+  }
+  for (int64_t c = threadIdx.x; c < source.d; c += kTokenThreads) {
+    T sum = 0;
+    for (int64_t m = 0; m < source.M; ++m) {
+      const T w1 =
+          load_element<T>(source.w1, base1 + c * source.w1.stride[2] + m * source.w1.stride[3]);
+      const T w2 = stationary ? w1
+                              : load_element<T>(source.w2, base2 + c * source.w2.stride[2] +
+                                                               m * source.w2.stride[3]);
+      sum += du[m] * ((w1 + w2) / 2) + dv[m] * ((w1 - w2) / 2);
+    }
+    if (factor != T(0)) {
+      const T value = x.load<T>(token, c);
+      if (p == 2) {
+        sum += factor * value;
+      } else if (value != T(0)) {
+        const double slope = norm * pow(fabs(static_cast<double>(value)) / norm, p - 1);
+        sum += factor * static_cast<T>(value < T(0) ? -slope : slope);
+      }
+    }
+    gradient.store<T>(token, c, sum);
+  }
+}
+
+// grad_w1 and grad_w2 (+=) of one frequency batch and head, summed over the tokens in a fixed
+// order: a thread per (dimension, frequency).
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads)
+    frequency_gradient_kernel(FeatureSource source, const T* grad_u, const T* grad_v, T* grad_w1,
+                              T* grad_w2) {
+  const int64_t size = source.d * source.M;
+  const int64_t blocks = (size + kTokenThreads - 1) / kTokenThreads;
+  const int64_t which = blockIdx.x / blocks;
+  const int64_t element = blockIdx.x % blocks * kTokenThreads + threadIdx.x;
+  if (element >= size) return;
+  const int64_t frequency_batch = which / source.frequency_heads;
+  const int64_t frequency_head = which % source.frequency_heads;
+  const int64_t c = element / source.M, m = element % source.M;
+  const int64_t group = source.heads / source.frequency_heads;
+  T plus = 0, minus = 0;
+  const int64_t first_batch = source.frequency_batches == 1 ? 0 : frequency_batch;
+  const int64_t end_batch = source.frequency_batches == 1 ? source.B : frequency_batch + 1;
+  for (int64_t b = first_batch; b < end_batch; ++b) {
+    for (int64_t head = frequency_head * group; head < (frequency_head + 1) * group; ++head) {
+      const Tokens x(source.x, b, head * source.x_heads / source.heads);
+      const int64_t base = (b * source.heads + head) * source.N;
+      for (int64_t token = 0; token < source.N; ++token) {
+        const T value = x.load<T>(token, c);
+        const int64_t index = (base + token) * source.M + m;
+        const T du = grad_u[index], dv = grad_v[index];
+        // A token without gradient has none, whatever it holds.
+        if (du != T(0)) plus += value * du;
+        if (dv != T(0)) minus += value * dv;
+      }
+    }
+  }
+  const bool stationary = source.w2.type == ElementType::kNone;
+  const int64_t index = which * size + element;
+  if (grad_w1 != nullptr) grad_w1[index] += stationary ? plus : (plus + minus) / 2;
+  if (grad_w2 != nullptr) grad_w2[index] += (plus - minus) / 2;
+}
+
+FeatureSource source_of(const AttentionParams& params, bool keys) {
+  FeatureSource source;
+  source.x = keys ? params.key : params.query;
+  source.w1 = params.w1;
+  source.w2 = params.w2;
+  source.B = params.B;
+  source.heads = keys ? params.key_heads : params.H;
+  source.x_heads = keys ? params.G : params.H;
+  source.N = keys ? params.S : params.L;
+  source.d = params.d;
+  source.M = params.M;
+  source.frequency_heads = params.frequency_heads;
+  source.frequency_batches = params.frequency_batches;
+  return source;
+}
+
+FeatureSource source_of(const FeaturesParams& params) {
+  FeatureSource source;
+  source.x = params.x;
+  source.w1 = params.w1;
+  source.w2 = params.w2;
+  source.B = params.B;
+  source.heads = source.x_heads = source.frequency_heads = params.H;
+  source.N = params.N;
+  source.d = params.d;
+  source.M = params.M;
+  source.frequency_batches = params.frequency_batches;
+  return source;
+}
+
+template <typename T>
+Array contiguous(T* data, int64_t heads, int64_t N, int64_t width) {
+  Array array;
+  array.data = const_cast<void*>(static_cast<const void*>(data));
+  array.type = sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
+  array.stride[0] = heads * N * width;
+  array.stride[1] = N * width;
+  array.stride[2] = width;
+  array.stride[3] = 1;
+  return array;
+}
+
+template <typename T>
+const char* launch_features(const FeatureSource& source, const Array& phi, const T* logits,
+                            Stream stream) {
+  const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
+  return launch(feature_kernel<T>, dim3(blocks), dim3(kTokenThreads),
+                kTokens * source.d * int64_t{sizeof(T)}, stream, source, phi, logits);
+}
+
+// The gradients of one side's features, back to its tokens and (+=) to the frequencies.
+template <typename T>
+const char* side_gradients(const FeatureSource& source, const Array& grad_phi, const Array& grad_x,
+                           T* grad_w1, T* grad_w2, const T* grad_logits, const T* logits, double p,
+                           double magnitude_scale, const DeviceExecutor& executor) {
+  const int64_t count = source.B * source.heads * source.N * source.M;
+  T* grad_u = executor.take<T>(count);
+  T* grad_v = executor.take<T>(count);
+  const auto token_blocks =
+      static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
+  if (const char* error = launch(angle_gradient_kernel<T>, dim3(token_blocks), dim3(kTokenThreads),
+                                 kTokens * source.d * int64_t{sizeof(T)}, executor.stream, source,
+                                 grad_phi, grad_u, grad_v)) {
+    return error;
+  }
+  if (grad_x.type != ElementType::kNone) {
+    const auto tokens = static_cast<unsigned>(source.B * source.heads * source.N);
+    const T *read_u = grad_u, *read_v = grad_v;
+    if (const char* error =
+            launch(token_gradient_kernel<T>, dim3(tokens), dim3(kTokenThreads), 0, executor.stream,
+                   source, grad_x, read_u, read_v, grad_logits, logits, p, magnitude_scale)) {
+      return error;
+    }
+  }
+  if (grad_w1 == nullptr && grad_w2 == nullptr) return nullptr;
+  const auto elements = static_cast<unsigned>(source.frequency_batches * source.frequency_heads *
+                                              ceil_div(source.d * source.M, kTokenThreads));
+  const T *read_u = grad_u, *read_v = grad_v;
+  return launch(frequency_gradient_kernel<T>, dim3(elements), dim3(kTokenThreads), 0,
+                executor.stream, source, read_u, read_v, grad_w1, grad_w2);
+}
+
+template <typename T>
+T* data_of(const Array& array) {
+  return array.type == ElementType::kNone ? nullptr : static_cast<T*>(array.data);
+}
+
+}  // namespace
+
+template <typename T>
+const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
+                           PreparedTokens<T>& prepared) {
+  const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
+  T* phi_q = executor.take<T>(params.B * params.H * params.L * F);
+  T* phi_k = executor.take<T>(keys * F);
+  prepared.phi_q = phi_q;
+  prepared.phi_k = phi_k;
+  prepared.keys = {executor.take<T>(keys), executor.take<T>(keys)};
+  constexpr int kWarps = kTokenThreads / 32;
+  if (const char* error =
+          launch(logit_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, kWarps))),
+                 dim3(kTokenThreads), 0, executor.stream, params, prepared.keys)) {
+    return error;
+  }
+  if (const char* error = launch_features<T>(source_of(params, true),
+                                             contiguous(phi_k, params.key_heads, params.S, F),
+                                             prepared.keys.high, executor.stream)) {
+    return error;
+  }
+  return launch_features<T>(source_of(params, false), contiguous(phi_q, params.H, params.L, F),
+                            nullptr, executor.stream);
+}
+
+template <typename T>
+const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                            const PreparedTokens<T>& prepared, const T* grad_phi_q,
+                            const T* grad_phi_k, const T* grad_logits) {
+  const int64_t F = 2 * params.M;
+  T* grad_w1 = data_of<T>(params.grad_w1);
+  T* grad_w2 = data_of<T>(params.grad_w2);
+  const bool frequencies = grad_w1 != nullptr || grad_w2 != nullptr;
+  if (params.grad_query || frequencies) {
+    if (const char* error = side_gradients<T>(
+            source_of(params, false), contiguous(grad_phi_q, params.H, params.L, F),
+            params.grad_query, grad_w1, grad_w2, nullptr, nullptr, 0, 0, executor)) {
+      return error;
+    }
+  }
+  if (!params.grad_key && !frequencies) return nullptr;
+  return side_gradients<T>(source_of(params, true),
+                           contiguous(grad_phi_k, params.key_heads, params.S, F), params.grad_key,
+                           grad_w1, grad_w2, grad_logits, prepared.keys.high, params.p,
+                           params.magnitude_scale, executor);
+}
+
+template <typename T>
+const char* features(const FeaturesParams& params, bool backward, const DeviceExecutor& executor) {
+  const FeatureSource source = source_of(params);
+  if (!backward) return launch_features<T>(source, params.features, nullptr, executor.stream);
+  return side_gradients<T>(source, params.features, params.grad_x, data_of<T>(params.grad_w1),
+                           data_of<T>(params.grad_w2), nullptr, nullptr, 0, 0, executor);
+}
+
+#define IKATTN_INSTANTIATE(T)                                                                      \
+  template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,            \
+                                         PreparedTokens<T>&);                                      \
+  template const char* token_gradients<T>(const AttentionBackwardParams&, const DeviceExecutor&,   \
+                                          const PreparedTokens<T>&, const T*, const T*, const T*); \
+  template const char* features<T>(const FeaturesParams&, bool, const DeviceExecutor&);
+IKATTN_INSTANTIATE(float)
+IKATTN_INSTANTIATE(double)
+#undef IKATTN_INSTANTIATE
+
+}  // namespace ikattn::cuda

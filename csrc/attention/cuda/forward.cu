@@ -1,0 +1,143 @@
+// The forward pass: one block per 64 queries of a head, and per 64 columns of the value.
+//
+// The general form: a running maximum of the logits per row rescales what came before. The logits
+// do not depend on the scores, so that no score enters an exponential.
+#include "attention/cuda/tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Shared memory: operands of the scores, the weights, the values.
+template <typename T>
+constexpr int64_t forward_shared() {
+  return (2 * kDepth * kPitch + 2 * kTile * kPitch) * int64_t{sizeof(T)};
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_kernel(AttentionParams params, PreparedTokens<T> tokens) {
+  Shared<T> operands = dynamic_shared<T>();
+  Shared<T> weights = operands + 2 * kDepth * kPitch;  // [64 queries][64 keys]
+  Shared<T> values = weights + kTile * kPitch;         // [64 keys][64 columns]
+  const ThreadTile at;
+  const int64_t row_blocks = (params.L + kTile - 1) / kTile;
+  const int64_t bh = blockIdx.x / row_blocks, i0 = blockIdx.x % row_blocks * kTile;
+  const int64_t b = bh / params.H, h = bh % params.H;
+  const int64_t key_head = h * params.key_heads / params.H, F = 2 * params.M;
+  const int64_t key_base = (b * params.key_heads + key_head) * params.S;
+  const int64_t column0 = int64_t{blockIdx.y} * kTile;
+  const T* phi_q = tokens.phi_q + (bh * params.L + i0) * F;
+  const T* phi_k = tokens.phi_k + key_base * F;
+  const Tokens value(params.value, b, h * params.G / params.H);
+  const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
+
+  T output[kPerThread][kPerThread] = {};
+  T largest[kPerThread], sum[kPerThread];
+#pragma unroll
+  for (int r = 0; r < kPerThread; ++r) {
+    largest[r] = minus_infinity<T>();
+    sum[r] = 0;
+  }
+  const int64_t end = visible_keys(params, i0);
+  for (int64_t j0 = 0; j0 < end; j0 += kTile) {
+    T s[kPerThread][kPerThread];
+    dot_tile<T>(
+        at, F, [&](int row, int64_t f) { return i0 + row < params.L ? phi_q[row * F + f] : T(0); },
+        [&](int key, int64_t f) { return j0 + key < params.S ? phi_k[(j0 + key) * F + f] : T(0); },
+        operands, s);
+    const Dropout dropout(params, bh, i0 + at.row_lane / 4 * 16, j0 + at.column_lane / 4 * 16,
+                          at.row_lane % 4, at.column_lane % 4, true);
+#pragma unroll
+    for (int r = 0; r < kPerThread; ++r) {
+      const int64_t i = i0 + at.row(r);
+      T high[kPerThread], rest[kPerThread];
+      bool visible[kPerThread];
+      T tile_largest = minus_infinity<T>();
+#pragma unroll
+      for (int c = 0; c < kPerThread; ++c) {
+        const int64_t j = j0 + at.column(c);
+        visible[c] = is_visible(params, b, h, i, j, rest[c]);
+        high[c] = visible[c] ? tokens.keys.high[key_base + j] : minus_infinity<T>();
+        visible[c] = visible[c] && high[c] != minus_infinity<T>();
+        const T logit = visible[c] ? high[c] + rest[c] : minus_infinity<T>();
+        if (visible[c]) rest[c] += tokens.keys.low[key_base + j];
+        tile_largest = logit > tile_largest ? logit : tile_largest;  // passes over NaN
+      }
+      const T before = largest[r];
+      tile_largest = max_over_columns(tile_largest);
+      largest[r] = tile_largest > before ? tile_largest : before;
+      const T reference = largest[r] == minus_infinity<T>() ? T(0) : largest[r];
+      const T rescale = before == minus_infinity<T>() ? T(0) : exponential(before - reference);
+      sum[r] = before == minus_infinity<T>() ? sum[r] : sum[r] * rescale;
+#pragma unroll
+      for (int c = 0; c < kPerThread; ++c) {
+        // Nothing but NaN can be there before the first finite logit.
+        if (before != minus_infinity<T>()) output[r][c] *= rescale;
+        const T score = s[r][c] * norm;
+        const T weight = visible[c]
+                             ? (score * score + eps) * exponential((high[c] - reference) + rest[c])
+                             : T(0);
+        sum[r] += weight;
+        weights[at.row(r) * kPitch + at.column(c)] = dropout.keeps(r, c) ? weight : T(0);
+      }
+    }
+    fill_tile<T>(values, [&](int key, int column) {
+      if (j0 + key >= params.S || column0 + column >= params.d_v) return T(0);
+      const T x = value.load<T>(j0 + key, column0 + column);
+      return is_finite(x) ? x : T(0);  // its key is poisoned
+    });
+    __syncthreads();
+    accumulate_tile<T>(at, weights, values, output);
+  }
+  const T kept = static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const Tokens out(params.output, b, h);
+#pragma unroll
+  for (int r = 0; r < kPerThread; ++r) {
+    const int64_t i = i0 + at.row(r);
+    const T total = sum_over_columns(sum[r]);
+    if (i >= params.L) continue;
+    if (blockIdx.y == 0 && at.column_lane == 0) {
+      static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
+          total == 0 ? minus_infinity<double>()
+                     : static_cast<double>(largest[r] == minus_infinity<T>() ? T(0) : largest[r]) +
+                           log(static_cast<double>(total));
+    }
+#pragma unroll
+    for (int c = 0; c < kPerThread; ++c) {
+      const int64_t column = column0 + slice_column(at, c);
+      if (column >= params.d_v) continue;
+      // A poisoned key's values are zero: what it does to the row is in the sum.
+      T result = total == 0 ? T(0) : output[r][c] * (kept / total);
+      if (total != total) result = total;
+      out.store<T>(i, column, result);
+    }
+  }
+}
+
+}  // namespace
+
+template <typename T>
+const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor,
+                              const PreparedTokens<T>& tokens) {
+  const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kTile));
+  const auto slices = static_cast<unsigned>(params.d_v > 0 ? ceil_div(params.d_v, kTile) : 1);
+  return launch(forward_kernel<T>, dim3(blocks, slices), dim3(kThreads), forward_shared<T>(),
+                executor.stream, params, tokens);
+}
+
+template <typename T>
+const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
+  PreparedTokens<T> tokens;
+  if (const char* error = prepare_tokens(params, executor, tokens)) return error;
+  return attention_forward(params, executor, tokens);
+}
+
+#define IKATTN_INSTANTIATE(T)                                                              \
+  template const char* attention_forward<T>(const AttentionParams&, const DeviceExecutor&, \
+                                            const PreparedTokens<T>&);                     \
+  template const char* attention_forward<T>(const AttentionParams&, const DeviceExecutor&);
+IKATTN_INSTANTIATE(float)
+IKATTN_INSTANTIATE(double)
+#undef IKATTN_INSTANTIATE
+
+}  // namespace ikattn::cuda

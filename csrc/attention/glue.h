@@ -1,0 +1,344 @@
+// Tensors to params and back, the same for every device: the operators over a Device that has
+//   forward(params, query, work), backward(...), weights(...), features(params, backward, x, work)
+// where `work` is the number of multiply-adds.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "attention/arguments.h"
+#include "attention/params.h"
+#include "attention/reference.h"
+#include "support/glue.h"
+#include "support/philox.h"
+
+namespace ikattn {
+namespace {
+
+inline double pair_work(const AttentionSizes& sizes) {
+  return static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L * sizes.S) *
+             static_cast<double>(2 * sizes.M + sizes.d_v) +
+         static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L + sizes.S) *
+             static_cast<double>(2 * sizes.M * sizes.d);
+}
+
+inline Array frequencies(const at::Tensor& w, const AttentionSizes& sizes) {
+  return array_of(w, {sizes.frequency_batches, w.size(-3), w.size(-2), w.size(-1)});
+}
+
+inline void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
+  params.B = sizes.B;
+  params.H = sizes.H;
+  params.G = sizes.G;
+  params.L = sizes.L;
+  params.S = sizes.S;
+  params.d = sizes.d;
+  params.d_v = sizes.d_v;
+  params.M = sizes.M;
+  params.frequency_heads = sizes.frequency_heads;
+  params.frequency_batches = sizes.frequency_batches;
+}
+
+// key_bias as [B, key heads, S]: repeated within groups where it has fewer heads than the prepared
+// keys.
+inline at::Tensor bias_per_key_head(const at::Tensor& bias, const AttentionSizes& sizes,
+                                    int64_t key_heads) {
+  at::Tensor result = bias;
+  while (result.dim() < 3) result = result.unsqueeze(0);
+  if (result.size(1) != 1 && result.size(1) != key_heads) {
+    result = result.repeat_interleave(key_heads / result.size(1), 1);
+  }
+  return result.expand({sizes.B, key_heads, sizes.S});
+}
+
+inline bool has_bias_per_query_head(const AttentionOptions& options, const AttentionSizes& sizes) {
+  if (!is_present(options.key_bias) || options.key_bias->dim() < 2) return false;
+  const int64_t heads = options.key_bias->size(-2);
+  return heads == sizes.H && heads != sizes.G;
+}
+
+// What a call's params point to beside its arguments.
+struct Kept {
+  at::Tensor bias, dropout_seed;
+};
+
+// Everything but value, output and gradients.
+inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
+                       const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                       const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+                       Kept& kept) {
+  set_sizes(params, sizes);
+  const bool per_query_head =
+      sizes.frequency_heads != sizes.G || has_bias_per_query_head(options, sizes);
+  params.key_heads = per_query_head ? sizes.H : sizes.G;
+  params.query = array_of(query);
+  params.key = array_of(key);
+  params.w1 = frequencies(w1, sizes);
+  if (is_present(w2)) params.w2 = frequencies(*w2, sizes);
+  if (is_present(options.key_bias)) {
+    kept.bias = bias_per_key_head(*options.key_bias, sizes, params.key_heads);
+    params.key_bias = array_of(kept.bias);
+  }
+  if (is_present(options.attn_mask)) {
+    params.mask = array_of(*options.attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
+  }
+  params.p = options.p.value_or(0.0);
+  params.magnitude_scale = magnitude_scale_or_default(options.magnitude_scale, sizes.d);
+  params.eps = options.eps;
+  params.is_causal = options.is_causal;
+  if (options.dropout_p > 0) {
+    params.dropout_threshold = dropout_threshold(options.dropout_p);
+    kept.dropout_seed = options.dropout_seed->contiguous();
+    params.dropout_state = kept.dropout_seed.const_data_ptr<int64_t>();
+  }
+}
+
+// [B, H, L, d_v] laid out as [B, L, H, d_v], which is how the projection after it reads it.
+inline at::Tensor empty_output(const at::Tensor& query, const AttentionSizes& sizes) {
+  return at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, query.options()).transpose(1, 2);
+}
+
+inline at::Tensor not_wanted(const at::Tensor& like) { return at::empty({0}, like.options()); }
+
+// Sums the gradient [B, key heads, ...] over the query heads of each group where key heads are
+// query heads.
+inline at::Tensor sum_groups(const at::Tensor& gradient, int64_t heads) {
+  if (gradient.size(1) == heads) return gradient;
+  return gradient.unflatten(1, {heads, -1}).sum(2);
+}
+
+// Where the kernel writes the gradient of key or value: in place, or per query head to be summed.
+inline at::Tensor key_side_gradient(const at::Tensor& tensor, int64_t key_heads) {
+  if (tensor.size(1) == key_heads) return at::empty_like(tensor);
+  return at::empty({tensor.size(0), key_heads, tensor.size(2), tensor.size(3)},
+                   tensor.options().dtype(compute_type(tensor.scalar_type())));
+}
+
+inline at::Tensor finish_key_side(const at::Tensor& gradient, const at::Tensor& like) {
+  if (gradient.size(1) == like.size(1)) return gradient;
+  return at::empty_like(like).copy_(sum_groups(gradient, like.size(1)));
+}
+
+// Contiguous, in the shape and type of the argument that was broadcast.
+inline at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument) {
+  return at::sum_to(gradient, argument.sizes()).to(argument.scalar_type()).contiguous();
+}
+
+// The mask gradient is summed over broadcast axes by the kernel, except that one value per row also
+// keeps its heads and rows apart: several threads may add to the same row.
+inline at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes,
+                                at::ScalarType type) {
+  at::Tensor shape = mask;
+  while (shape.dim() < 4) shape = shape.unsqueeze(0);
+  std::vector<int64_t> axes = shape.sizes().vec();
+  if (axes[3] == 1) {
+    axes[1] = sizes.H;
+    axes[2] = sizes.L;
+  }
+  return at::zeros(axes, mask.options().dtype(type));
+}
+
+// Gradients are asked for only of inputs that are there.
+template <size_t kCount>
+inline void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
+                         const std::array<bool, kCount>& present) {
+  for (size_t i = 0; i < kCount; ++i) {
+    TORCH_CHECK(!wanted[i] || present[i], function, ": wanted[", i,
+                "] must be false, for that input is absent or not floating point");
+  }
+}
+
+inline FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x,
+                                      const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                      const at::Tensor& features) {
+  FeaturesParams params;
+  params.B = sizes.B;
+  params.H = sizes.H;
+  params.N = sizes.N;
+  params.d = sizes.d;
+  params.M = sizes.M;
+  params.frequency_batches = sizes.frequency_batches;
+  params.x = array_of(x);
+  const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d, sizes.M};
+  params.w1 = array_of(w1, frequency_sizes);
+  if (is_present(w2)) params.w2 = array_of(*w2, frequency_sizes);
+  params.features = array_of(features);
+  return params;
+}
+
+inline double feature_work(const FeatureSizes& sizes) {
+  return static_cast<double>(sizes.B * sizes.H * sizes.N) *
+         static_cast<double>(sizes.d * sizes.M * 2);
+}
+
+template <typename Device>
+struct AttentionOperators {
+  static std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query,
+                                                      const at::Tensor& key,
+                                                      const at::Tensor& value, const at::Tensor& w1,
+                                                      const std::optional<at::Tensor>& w2,
+                                                      IKATTN_OPTION_PARAMETERS) {
+    const AttentionOptions options{IKATTN_OPTION_VALUES};
+    const AttentionSizes sizes =
+        check_attention("implicit_kernel_attention", query, key, value, w1, w2, options);
+    at::Tensor output = empty_output(query, sizes);
+    // float64: it stands in the backward's exponents, where float32 would cost |log Z| 6e-8 of
+    // every weight.
+    at::Tensor log_normalizer =
+        at::empty({sizes.B, sizes.H, sizes.L}, query.options().dtype(at::kDouble));
+    AttentionParams params;
+    Kept kept;
+    set_common(params, sizes, query, key, w1, w2, options, kept);
+    params.value = array_of(value);
+    params.output = array_of(output);
+    params.log_normalizer = array_of(log_normalizer);
+    Device::forward(params, query, pair_work(sizes));
+    return {output, log_normalizer};
+  }
+
+  static AttentionGradients attention_backward(
+      const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+      const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+      const at::Tensor& output, const at::Tensor& log_normalizer, IKATTN_OPTION_PARAMETERS,
+      std::array<bool, kAttentionGradients> wanted) {
+    const AttentionOptions options{IKATTN_OPTION_VALUES};
+    const char* function = "implicit_kernel_attention_backward";
+    const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
+    const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
+    check_like(function, "output", output, output_sizes, query.scalar_type(), query.device());
+    check_like(function, "log_normalizer", log_normalizer, {sizes.B, sizes.H, sizes.L}, at::kDouble,
+               query.device());
+    check_like(function, "grad_output", grad_output, output_sizes, query.scalar_type(),
+               query.device());
+    check_wanted(function, wanted,
+                 {true, true, true, true, is_present(w2), is_present(key_bias),
+                  is_present(attn_mask) && attn_mask->is_floating_point()});
+    const at::ScalarType type = compute_type(query.scalar_type());
+    const auto compute = query.options().dtype(type);
+    AttentionBackwardParams params;
+    Kept kept;
+    set_common(params, sizes, query, key, w1, w2, options, kept);
+    params.value = array_of(value);
+    params.output = array_of(output);
+    params.log_normalizer = array_of(log_normalizer);
+    params.grad_output = array_of(grad_output);
+
+    const auto fill = [&](bool want, const at::Tensor& gradient, Array& array) {
+      if (want) array = array_of(gradient);
+      return gradient;
+    };
+    const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.frequency_heads,
+                                                  sizes.d, sizes.M};
+    at::Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
+    if (wanted[0]) grad_query = fill(true, at::empty_like(query), params.grad_query);
+    if (wanted[1]) grad_key = fill(true, key_side_gradient(key, params.key_heads), params.grad_key);
+    if (wanted[2]) {
+      grad_value = fill(true, key_side_gradient(value, params.key_heads), params.grad_value);
+    }
+    if (wanted[3]) grad_w1 = fill(true, at::zeros(frequency_sizes, compute), params.grad_w1);
+    if (wanted[4]) grad_w2 = fill(true, at::zeros(frequency_sizes, compute), params.grad_w2);
+    if (wanted[5]) {
+      grad_bias = fill(true, at::empty({sizes.B, params.key_heads, sizes.S}, compute),
+                       params.grad_key_bias);
+    }
+    if (wanted[6]) {
+      grad_mask = mask_gradient(*options.attn_mask, sizes, type);
+      params.grad_mask = array_of(grad_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
+    }
+    Device::backward(params, query, 2.5 * pair_work(sizes));
+
+    const auto none = [&] { return not_wanted(query); };
+    if (wanted[5]) {
+      const int64_t heads = key_bias->dim() >= 2 ? key_bias->size(-2) : 1;
+      if (heads != 1) grad_bias = sum_groups(grad_bias, heads);
+      grad_bias = finish_broadcast(grad_bias, *key_bias);
+    }
+    return {wanted[0] ? grad_query : none(),
+            wanted[1] ? finish_key_side(grad_key, key) : none(),
+            wanted[2] ? finish_key_side(grad_value, value) : none(),
+            wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none(),
+            wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none(),
+            wanted[5] ? grad_bias : none(),
+            wanted[6] ? finish_broadcast(grad_mask, *attn_mask) : none()};
+  }
+
+  static at::Tensor weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
+                            const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
+                            bool average_heads) {
+    const AttentionOptions options{IKATTN_OPTION_VALUES};
+    const AttentionSizes sizes =
+        check_attention("implicit_kernel_weights", query, key, at::Tensor(), w1, w2, options);
+    WeightsParams params;
+    Kept kept;
+    set_common(params, sizes, query, key, w1, w2, options, kept);
+    params.average_heads = average_heads;
+    const at::Tensor weights =
+        average_heads ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
+                      : at::empty({sizes.B, sizes.H, sizes.L, sizes.S}, query.options());
+    params.weights = array_of(average_heads ? weights.unsqueeze(1) : weights);
+    Device::weights(params, query, pair_work(sizes));
+    return weights;
+  }
+
+  static WeightsGradients weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                           const at::Tensor& key, const at::Tensor& w1,
+                                           const std::optional<at::Tensor>& w2,
+                                           IKATTN_OPTION_PARAMETERS, bool average_heads,
+                                           std::array<bool, kWeightsGradients> wanted) {
+    const AttentionOptions options{IKATTN_OPTION_VALUES};
+    const char* function = "implicit_kernel_weights_backward";
+    const AttentionSizes sizes =
+        check_attention(function, query, key, at::Tensor(), w1, w2, options);
+    std::vector<int64_t> weights_sizes = {sizes.B, sizes.L, sizes.S};
+    if (!average_heads) weights_sizes.insert(weights_sizes.begin() + 1, sizes.H);
+    check_like(function, "grad_weights", grad_weights, weights_sizes, query.scalar_type(),
+               query.device());
+    check_wanted(function, wanted,
+                 {true, true, true, is_present(w2), is_present(key_bias),
+                  is_present(attn_mask) && attn_mask->is_floating_point()});
+    return weights_gradients_by_head(grad_weights, query, key, w1, w2, options, average_heads,
+                                     wanted);
+  }
+
+  static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
+                             const std::optional<at::Tensor>& w2) {
+    const FeatureSizes sizes = check_features(x, w1, w2);
+    at::Tensor features = at::empty({sizes.B, sizes.H, sizes.N, 2 * sizes.M}, x.options());
+    Device::features(features_params(sizes, x, w1, w2, features), false, x, feature_work(sizes));
+    return features;
+  }
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> features_backward(
+      const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
+      const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
+    const char* function = "spectral_features_backward";
+    const FeatureSizes sizes = check_features(x, w1, w2);
+    check_like(function, "grad_features", grad_features, {sizes.B, sizes.H, sizes.N, 2 * sizes.M},
+               x.scalar_type(), x.device());
+    check_wanted(function, wanted, {true, true, is_present(w2)});
+    FeaturesParams params = features_params(sizes, x, w1, w2, grad_features);
+    const auto compute = x.options().dtype(compute_type(x.scalar_type()));
+    const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d,
+                                                  sizes.M};
+    at::Tensor grad_x = not_wanted(x), grad_w1 = not_wanted(x), grad_w2 = not_wanted(x);
+    if (wanted[0]) params.grad_x = array_of(grad_x = at::empty_like(x));
+    if (wanted[1]) params.grad_w1 = array_of(grad_w1 = at::zeros(frequency_sizes, compute));
+    if (wanted[2]) params.grad_w2 = array_of(grad_w2 = at::zeros(frequency_sizes, compute));
+    Device::features(params, true, x, 2.5 * feature_work(sizes));
+    if (wanted[1]) grad_w1 = grad_w1.view(w1.sizes()).to(w1.scalar_type());
+    if (wanted[2]) grad_w2 = grad_w2.view(w1.sizes()).to(w1.scalar_type());
+    return {grad_x, grad_w1, grad_w2};
+  }
+
+  static void register_in(torch::Library& m) {
+    m.impl("implicit_kernel_attention", attention);
+    m.impl("implicit_kernel_attention_backward", attention_backward);
+    m.impl("implicit_kernel_weights", weights);
+    m.impl("implicit_kernel_weights_backward", weights_backward);
+    m.impl("spectral_features", features);
+    m.impl("spectral_features_backward", features_backward);
+  }
+};
+
+}  // namespace
+}  // namespace ikattn

@@ -1,0 +1,19 @@
+// Tensors as kernels see them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "support/array.h"
+
+namespace ikattn {
+
+// Where a table has one entry per arithmetic type: 0 float32, 1 float64.
+inline int compute_index(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? 1 : 0;
+}
+
+// A view of `tensor` whose axes are those of `sizes`; broadcast axes get stride 0.
+Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes);
+inline Array array_of(const at::Tensor& tensor) { return array_of(tensor, tensor.sizes()); }
+
+}  // namespace ikattn
