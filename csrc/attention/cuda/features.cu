@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t
 
 // phi [B, heads, N, 2M], cosines first. logits: of the keys; NaN: the features are zero.
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 2)
     feature_kernel(FeatureSource source, Array phi, const T* logits) {
   Shared<T> x = dynamic_shared<T>();
   const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
@@ -131,7 +131,7 @@ __device__ __forceinline__ double p_norm(const Tokens& key, int64_t j, int64_t d
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 2)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
   constexpr int kWarps = kTokenThreads / 32;
   const int lane = threadIdx.x % 32;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kTokenThreads)
 
 // Gradients of u and v, in units of x.w: [B, heads, N, M] each.
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 2)
     angle_gradient_kernel(FeatureSource source, Array grad_phi, T* grad_u, T* grad_v) {
   Shared<T> x = dynamic_shared<T>();
   const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kTokenThreads)
 // grad_logits scale d|x|_p^2 / dx_c.
 //   out [B, heads, N, d]
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 2)
     token_gradient_kernel(FeatureSource source, Array out, const T* grad_u, const T* grad_v,
                           const T* grad_logits, const T* logits, double p, double magnitude_scale) {
   const int64_t bh = blockIdx.x / source.N, token = blockIdx.x % source.N;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kTokenThreads)
 // grad_w1 and grad_w2 (+=) of one frequency batch and head, summed over the tokens in a fixed
 // order: a thread per (dimension, frequency).
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 2)
     frequency_gradient_kernel(FeatureSource source, const T* grad_u, const T* grad_v, T* grad_w1,
                               T* grad_w2) {
   const int64_t size = source.d * source.M;

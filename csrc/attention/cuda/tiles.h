@@ -8,7 +8,7 @@
 // 16, so that one Philox call serves its sixteen pairs.
 #pragma once
 
-#include "attention/cuda/kernels.h"
+#include "attention/cuda/tokens.h"
 #include "support/cuda/float16.h"
 #include "support/cuda/launch.h"
 #include "support/philox.h"
@@ -86,13 +86,6 @@ struct Tokens {
   }
 };
 
-// Logits stand in exponents, where one T would cost |logit| ulp of every weight: they are two.
-template <typename T>
-struct SplitLogits {
-  T* high;
-  T* low;
-};
-
 template <typename T>
 __device__ __forceinline__ void store_split(const SplitLogits<T>& logits, int64_t index,
                                             double value) {
@@ -100,14 +93,6 @@ __device__ __forceinline__ void store_split(const SplitLogits<T>& logits, int64_
   logits.high[index] = high;
   logits.low[index] = is_finite(value) ? static_cast<T>(value - static_cast<double>(high)) : T(0);
 }
-
-// What every pair kernel reads of the tokens, in the compute type.
-template <typename T>
-struct PreparedTokens {
-  const T* phi_q;       // [B, H, L, F]
-  const T* phi_k;       // [B, key_heads, S, F], zero where the key is poisoned
-  SplitLogits<T> keys;  // [B, key_heads, S]  g + key_bias; -inf: hidden; NaN: poisoned
-};
 
 // The place of a thread in its tile.
 struct ThreadTile {
@@ -256,26 +241,5 @@ __device__ __forceinline__ int64_t visible_keys(const AttentionParams& params, i
 }
 
 }  // namespace
-
-// Features of queries and keys and the keys' logits, in memory of the executor. Fills `prepared`.
-template <typename T>
-const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                           PreparedTokens<T>& prepared);
-
-// The features' gradients [B, heads, N, F], back to tokens and frequencies: grad_query and grad_key
-// are written, grad_w1 and grad_w2 added to, those that are there.
-//   grad_logits [B, key_heads, S]: of the keys' logits, for the magnitude's part of grad_key
-template <typename T>
-const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const PreparedTokens<T>& prepared, const T* grad_phi_q,
-                            const T* grad_phi_k, const T* grad_logits);
-
-template <typename T>
-const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor);
-
-// The same with the tokens prepared already.
-template <typename T>
-const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                              const PreparedTokens<T>& tokens);
 
 }  // namespace ikattn::cuda

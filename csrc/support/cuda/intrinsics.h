@@ -1,7 +1,7 @@
 // The instructions that C++ has no words for: all inline PTX of the mma.sync path is in this file.
 //
-// Fragments, by lane: g = lane / 4, t = lane % 4. A register of 16-bit elements holds two, the first
-// in its low half.
+// Fragments, by lane: g = lane / 4, t = lane % 4. A register of 16-bit elements holds two, the
+// first in its low half.
 //   A 16x16, 16-bit  a0 (g, 2t..2t+1)  a1 (g+8, 2t..)  a2 (g, 2t+8..)  a3 (g+8, 2t+8..)
 //   B 16x8  (k, n)   b0 (2t..2t+1, g)  b1 (2t+8..2t+9, g)
 //   C 16x8, fp32     c0, c1 (g, 2t..2t+1)   c2, c3 (g+8, 2t..2t+1)

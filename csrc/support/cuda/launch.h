@@ -54,7 +54,8 @@ using Stream = cudaStream_t;
 template <typename T>
 using Shared = T*;
 
-// Aligned to 1024 bytes, what a TMA box with 128-byte swizzle needs.
+// Aligned to 1024 bytes, what a TMA box with 128-byte swizzle needs. A kernel that has static
+// arrays, too, pays for it with up to 1 KiB.
 template <typename T>
 __device__ __forceinline__ Shared<T> dynamic_shared(uint32_t offset_bytes = 0) {
   extern __shared__ __align__(1024) unsigned char ikattn_dynamic_shared[];

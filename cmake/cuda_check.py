@@ -1,0 +1,206 @@
+"""Compile every CUDA kernel for several architectures, on any machine that has nvcc; no GPU needed.
+
+Fails on an error of the compiler, on register spills (cuda_spills_allowed.txt lists exceptions and
+their reasons) and on wgmma that ptxas serialises. Then checks the syntax of the glue files against
+this environment's torch. `make cuda-check`, or, for one file and architecture while writing it:
+
+    python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/forward.cu
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "build" / "cuda-check"
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+INCLUDES = ["-Icsrc", "-Icsrc/include"]
+
+
+@dataclass
+class Kernel:
+    name: str
+    source: str
+    arch: str
+    registers: int = 0
+    spill_bytes: int = 0  # stores and loads
+    shared_bytes: int = 0  # static
+
+
+@dataclass
+class Compilation:
+    command: list[str]
+    failed: bool
+    output: str
+    kernels: list[Kernel]
+
+
+def demangle(names: list[str]) -> list[str]:
+    filter_ = shutil.which("c++filt")
+    if filter_ is None or not names:
+        return names
+    done = subprocess.run([filter_, *names], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def short(name: str) -> str:
+    """Name and template arguments without namespaces and parameters."""
+    name = re.sub(r"\(anonymous namespace\)::|\b_GLOBAL__N__\w+::", "", name)
+    name = re.sub(r"^void ", "", name).replace("ikattn::", "")
+    end = name.rfind(")")
+    depth = 0
+    while end >= 0:  # the parameters' parenthesis; template arguments have some, too
+        depth += (name[end] == ")") - (name[end] == "(")
+        if depth == 0:
+            break
+        end -= 1
+    return name[:end] if end > 0 else name
+
+
+def kernels_in(output: str, source: str, arch: str) -> list[Kernel]:
+    """Read `ptxas -v`."""
+    kernels: list[Kernel] = []
+    current: Kernel | None = None
+    for line in output.splitlines():
+        if match := re.search(r"Compiling entry function '(\S+)'", line):
+            current = Kernel(match[1], source, arch)
+            kernels.append(current)
+        elif current is None:
+            continue
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            # Functions that are called, not inlined, have such a line, too: theirs count.
+            current.spill_bytes += int(match[1]) + int(match[2])
+        elif match := re.search(r"Used (\d+) registers", line):
+            current.registers = int(match[1])
+            shared = re.search(r"(\d+) bytes smem", line)
+            current.shared_bytes = int(shared[1]) if shared else 0
+    for kernel, name in zip(kernels, demangle([k.name for k in kernels]), strict=True):
+        kernel.name = name
+    return kernels
+
+
+def compile_kernels(nvcc: str, source: Path, arch: str) -> Compilation:
+    name = str(source.relative_to(ROOT))
+    target = OUTPUT / f"{name.replace('/', '-')}.{arch}.o"
+    command = [nvcc, "-std=c++20", "-O3", "-Xptxas", "-v", f"-arch={arch}", *INCLUDES]
+    command += ["-Itests/cpp", "-c", name, "-o", str(target.relative_to(ROOT))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    output = done.stdout + done.stderr
+    return Compilation(command, done.returncode != 0, output, kernels_in(output, name, arch))
+
+
+def check_glue(source: Path, torch: Path, cuda_headers: Path) -> Compilation:
+    # The CPU wheel lacks this one file of torch's CUDA headers; they need nothing that it says.
+    missing = OUTPUT / "include/c10/cuda/impl/cuda_cmake_macros.h"
+    missing.parent.mkdir(parents=True, exist_ok=True)
+    missing.touch()
+    include = torch / "include"
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra"]
+    command += [*INCLUDES, "-isystem", str(include)]
+    command += ["-isystem", str(include / "torch/csrc/api/include")]
+    command += ["-isystem", str(cuda_headers), "-isystem", str(OUTPUT / "include")]
+    command += [str(source.relative_to(ROOT))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return Compilation(command, done.returncode != 0, done.stdout + done.stderr, [])
+
+
+def cuda_headers_of(nvcc: str) -> Path | None:
+    """Where nvcc finds its headers; it may be a link or a script elsewhere."""
+    done = subprocess.run(
+        [nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+    )
+    match = re.search(r'INCLUDES="-I([^"]+?)"', done.stderr)
+    candidates = [Path(match[1])] if match else []
+    candidates += [Path(nvcc).resolve().parent.parent / "include", Path("/usr/local/cuda/include")]
+    return next((c.resolve() for c in candidates if (c / "cuda_runtime_api.h").exists()), None)
+
+
+def allowed_spills() -> list[str]:
+    lines = (ROOT / "cmake" / "cuda_spills_allowed.txt").read_text().splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+
+
+def report(compilations: list[Compilation]) -> bool:
+    """Print the table and what is wrong; whether all is well."""
+    allowed = allowed_spills()
+    kernels = sorted(
+        (k for c in compilations for k in c.kernels), key=lambda k: (k.source, k.name, k.arch)
+    )
+    wrong: list[str] = []
+    if kernels:
+        width = max(len(short(k.name)) for k in kernels)
+        print(f"{'kernel':{width}}  {'arch':7} registers  spills B  static shared B")
+    for k in kernels:
+        print(
+            f"{short(k.name):{width}}  {k.arch:7} {k.registers:9}  {k.spill_bytes:8}"
+            f"  {k.shared_bytes:15}"
+        )
+        if k.spill_bytes and not any(part in k.name for part in allowed):
+            wrong.append(
+                f"{short(k.name)} ({k.source}) spills {k.spill_bytes} bytes on {k.arch}: shorten "
+                "it, or list it with a reason in cmake/cuda_spills_allowed.txt"
+            )
+    for c in compilations:
+        if c.failed:
+            wrong.append(f"{' '.join(c.command)}\n{c.output}")
+        wrong += [line for line in c.output.splitlines() if re.search(r"\bC75\d\d\b", line)]
+        if not c.failed:
+            warnings = [line for line in c.output.splitlines() if "warning" in line]
+            print(*warnings, sep="\n", end="\n" if warnings else "")
+    for text in wrong:
+        print(f"error: {text}", file=sys.stderr)
+    return not wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", action="append", help="default: " + ", ".join(ARCHITECTURES))
+    parser.add_argument("sources", nargs="*", type=Path, help="default: every .cu under csrc")
+    arguments = parser.parse_args()
+
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+    if nvcc is None:
+        print("cuda-check: not run, there is no nvcc here (CUDA toolkit 13; or set NVCC)")
+        return 0
+    # The sample shows that the check works where csrc has no kernel yet.
+    sources = [path.resolve() for path in arguments.sources] or [
+        *sorted((ROOT / "csrc").rglob("*.cu")),
+        *sorted((ROOT / "tests/cpp/simt").glob("*.cu")),
+    ]
+    kernels = [path for path in sources if path.suffix == ".cu"]
+    glue = [path for path in sources if path.suffix == ".cpp"]
+    if not arguments.sources:
+        glue = sorted((ROOT / "csrc").glob("*/cuda/glue.cpp"))
+
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    torch = importlib.util.find_spec("torch")
+    headers = cuda_headers_of(nvcc)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(compile_kernels, nvcc, source, arch)
+            for source in kernels
+            for arch in arguments.arch or ARCHITECTURES
+        ]
+        if glue and torch and torch.origin and headers:
+            jobs += [
+                pool.submit(check_glue, path, Path(torch.origin).parent, headers) for path in glue
+            ]
+        elif glue:
+            print("cuda-check: glue files not checked, torch or CUDA's headers are missing")
+        compilations = [job.result() for job in jobs]
+    return 0 if report(compilations) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

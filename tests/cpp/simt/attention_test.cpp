@@ -1,0 +1,555 @@
+// The attention operators' CUDA kernels in the interpreter, against the CPU kernels in float64 on
+// the same numbers: every argument, every tile edge.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention/cpu/kernel.h"
+#include "attention/cuda/kernels.h"
+#include "simt/interpreter.h"
+#include "support/cuda/float16.h"
+#include "support/philox.h"
+
+namespace ikattn::simt_truth {
+extern const AttentionKernels attention_kernels;
+}
+
+namespace ikattn {
+namespace {
+
+enum class Masking { kNone, kBool, kFloat, kFloatPerKey, kFloatPerRow, kFloatPerHead };
+
+struct Case {
+  std::string name;
+  int64_t B = 2, H = 2, G = 2, L = 5, S = 7, d = 3, d_v = 4, M = 3;
+  int64_t frequency_heads = 2, frequency_batches = 1;
+  bool stationary = false, causal = false, bias = false;
+  Masking masking = Masking::kNone;
+  double p = 2, dropout = 0;
+  friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+  ElementType type = ElementType::kFloat32;
+
+  int64_t key_heads() const { return frequency_heads != G ? H : G; }
+};
+
+// Memory of all arrays of a test, aligned as the executors promise.
+class Memory {
+ public:
+  void* take(int64_t bytes) {
+    blocks_.emplace_back(std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64), std::free);
+    return blocks_.back().get();
+  }
+
+ private:
+  std::deque<std::unique_ptr<void, void (*)(void*)>> blocks_;
+};
+
+int64_t size_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat64:
+      return 8;
+    case ElementType::kFloat32:
+      return 4;
+    case ElementType::kBool:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
+double read(const Array& array, int64_t index) {
+  switch (array.type) {
+    case ElementType::kFloat64:
+      return static_cast<double*>(array.data)[index];
+    case ElementType::kFloat32:
+      return static_cast<float*>(array.data)[index];
+    case ElementType::kBFloat16:
+      return to_float(static_cast<BFloat16*>(array.data)[index]);
+    case ElementType::kFloat16:
+      return to_float(static_cast<Half*>(array.data)[index]);
+    default:
+      return static_cast<uint8_t*>(array.data)[index];
+  }
+}
+
+void write(const Array& array, int64_t index, double value) {
+  switch (array.type) {
+    case ElementType::kFloat64:
+      static_cast<double*>(array.data)[index] = value;
+      break;
+    case ElementType::kFloat32:
+      static_cast<float*>(array.data)[index] = static_cast<float>(value);
+      break;
+    case ElementType::kBFloat16:
+      static_cast<BFloat16*>(array.data)[index] = to_bfloat16(static_cast<float>(value));
+      break;
+    case ElementType::kFloat16:
+      static_cast<Half*>(array.data)[index] = to_half(static_cast<float>(value));
+      break;
+    default:
+      static_cast<uint8_t*>(array.data)[index] = value != 0;
+  }
+}
+
+// A contiguous array of the sizes; axes named by 0 are broadcast and get stride 0.
+struct Tensor {
+  Array array;
+  int64_t count = 0;
+};
+
+Tensor make(Memory& memory, ElementType type, std::vector<int64_t> sizes,
+            std::vector<bool> broadcast = {}) {
+  Tensor tensor;
+  tensor.array.type = type;
+  int64_t stride = 1;
+  for (int axis = static_cast<int>(sizes.size()) - 1; axis >= 0; --axis) {
+    const bool skipped = !broadcast.empty() && broadcast[axis];
+    tensor.array.stride[axis] = skipped ? 0 : stride;
+    if (!skipped) stride *= sizes[axis];
+  }
+  tensor.count = stride;
+  tensor.array.data = memory.take(stride * size_of(type));
+  for (int64_t i = 0; i < stride; ++i) write(tensor.array, i, 0);
+  return tensor;
+}
+
+struct Random {
+  std::mt19937 generator{11};
+  Tensor operator()(Memory& memory, ElementType type, std::vector<int64_t> sizes, double scale,
+                    std::vector<bool> broadcast = {}) {
+    Tensor tensor = make(memory, type, std::move(sizes), std::move(broadcast));
+    std::normal_distribution<double> normal(0, scale);
+    for (int64_t i = 0; i < tensor.count; ++i) write(tensor.array, i, normal(generator));
+    return tensor;
+  }
+};
+
+std::vector<bool> broadcast_of(Masking masking) {
+  switch (masking) {
+    case Masking::kFloatPerKey:
+      return {false, true, true, false};
+    case Masking::kFloatPerRow:
+      return {true, true, false, true};
+    case Masking::kFloatPerHead:
+      return {true, false, true, true};
+    case Masking::kBool:
+      return {false, true, false, false};
+    default:
+      return {true, false, false, false};
+  }
+}
+
+// The arguments of a case, and room for results, gradients, twice.
+class Call {
+ public:
+  explicit Call(const Case& c) : case_(c) {
+    Random random;
+    const ElementType type = c.type;
+    query = random(memory, type, {c.B, c.H, c.L, c.d}, 1);
+    key = random(memory, type, {c.B, c.G, c.S, c.d}, 1);
+    value = random(memory, type, {c.B, c.G, c.S, c.d_v}, 1);
+    const ElementType side =
+        type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
+    const std::vector<int64_t> frequency_sizes = {c.frequency_batches, c.frequency_heads, c.d, c.M};
+    w1 = random(memory, side, frequency_sizes, 0.2);
+    w2 = random(memory, side, frequency_sizes, 0.2);
+    bias = random(memory, side, {c.B, c.key_heads(), c.S}, 1);
+    if (c.masking == Masking::kBool) {
+      mask = make(memory, ElementType::kBool, {c.B, c.H, c.L, c.S}, broadcast_of(c.masking));
+      for (int64_t i = 0; i < mask.count; ++i) write(mask.array, i, random.generator() % 3 != 0);
+      // a row that sees nothing
+      for (int64_t j = 0; j < c.S; ++j) write(mask.array, j, 0);
+    } else if (c.masking != Masking::kNone) {
+      mask = random(memory, side, {c.B, c.H, c.L, c.S}, 1, broadcast_of(c.masking));
+      if (c.masking == Masking::kFloat) write(mask.array, 0, -INFINITY);
+    }
+    grad_output = random(memory, type, {c.B, c.H, c.L, c.d_v}, 1);
+    state_[0] = 1234567890123;
+    state_[1] = 42;
+  }
+
+  template <typename Params>
+  void set(Params& params) const {
+    const Case& c = case_;
+    params.B = c.B;
+    params.H = c.H;
+    params.G = c.G;
+    params.L = c.L;
+    params.S = c.S;
+    params.d = c.d;
+    params.d_v = c.d_v;
+    params.M = c.M;
+    params.key_heads = c.key_heads();
+    params.frequency_heads = c.frequency_heads;
+    params.frequency_batches = c.frequency_batches;
+    params.query = query.array;
+    params.key = key.array;
+    params.value = value.array;
+    params.w1 = w1.array;
+    if (!c.stationary) params.w2 = w2.array;
+    if (c.bias) params.key_bias = bias.array;
+    if (c.masking != Masking::kNone) params.mask = mask.array;
+    params.p = c.p;
+    params.magnitude_scale = 0.5 / std::sqrt(static_cast<double>(c.d));
+    params.is_causal = c.causal;
+    if (c.dropout > 0) {
+      params.dropout_threshold = dropout_threshold(c.dropout);
+      params.dropout_state = state_;
+      params.dropout_seed = static_cast<uint64_t>(state_[0]);
+      params.dropout_offset = static_cast<uint64_t>(state_[1]);
+    }
+  }
+
+  Memory memory;
+  Tensor query, key, value, w1, w2, bias, mask, grad_output;
+
+ private:
+  Case case_;
+  int64_t state_[2];
+};
+
+struct Results {
+  Tensor output, log_normalizer, weights, average;
+  Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
+};
+
+Results room(Memory& memory, const Case& c, ElementType type) {
+  const ElementType side =
+      type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
+  const std::vector<int64_t> frequencies = {c.frequency_batches, c.frequency_heads, c.d, c.M};
+  Results r;
+  r.output = make(memory, type, {c.B, c.H, c.L, c.d_v});
+  r.log_normalizer = make(memory, ElementType::kFloat64, {c.B, c.H, c.L});
+  r.weights = make(memory, type, {c.B, c.H, c.L, c.S});
+  r.average = make(memory, type, {c.B, 1, c.L, c.S});
+  r.grad_query = make(memory, type, {c.B, c.H, c.L, c.d});
+  r.grad_key = make(memory, type, {c.B, c.key_heads(), c.S, c.d});
+  r.grad_value = make(memory, type, {c.B, c.key_heads(), c.S, c.d_v});
+  r.grad_w1 = make(memory, side, frequencies);
+  r.grad_w2 = make(memory, side, frequencies);
+  r.grad_bias = make(memory, side, {c.B, c.key_heads(), c.S});
+  std::vector<bool> broadcast = broadcast_of(c.masking);
+  // One value per row keeps its heads and rows apart: see the glue's mask_gradient.
+  if (broadcast[3]) broadcast[1] = broadcast[2] = false;
+  r.grad_mask = make(memory, side, {c.B, c.H, c.L, c.S}, broadcast);
+  return r;
+}
+
+template <typename Params>
+void set_gradients(Params& params, const Case& c, const Results& r, const Tensor& grad_output) {
+  params.grad_output = grad_output.array;
+  params.grad_query = r.grad_query.array;
+  params.grad_key = r.grad_key.array;
+  params.grad_value = r.grad_value.array;
+  params.grad_w1 = r.grad_w1.array;
+  if (!c.stationary) params.grad_w2 = r.grad_w2.array;
+  if (c.bias) params.grad_key_bias = r.grad_bias.array;
+  const bool floating = c.masking != Masking::kNone && c.masking != Masking::kBool;
+  if (floating) params.grad_mask = r.grad_mask.array;
+}
+
+void run_serially(int, int64_t count, void (*task)(void*, int64_t, int), void* context) {
+  for (int64_t index = 0; index < count; ++index) task(context, index, 0);
+}
+
+Executor cpu_executor(Memory& memory) {
+  Executor executor;
+  executor.run = run_serially;
+  executor.allocate = [](void* owner, int64_t bytes) {
+    return static_cast<Memory*>(owner)->take(bytes);
+  };
+  executor.owner = &memory;
+  return executor;
+}
+
+cuda::DeviceExecutor device_executor(Memory& memory) {
+  cuda::DeviceExecutor executor;
+  executor.allocate = [](void* owner, int64_t bytes) {
+    return static_cast<Memory*>(owner)->take(bytes);
+  };
+  executor.owner = &memory;
+  return executor;
+}
+
+// Everything by the CPU kernels in float64.
+Results truth_of(Call& call, const Case& c) {
+  Results r = room(call.memory, c, ElementType::kFloat64);
+  AttentionBackwardParams params;
+  call.set(params);
+  params.output = r.output.array;
+  params.log_normalizer = r.log_normalizer.array;
+  const auto& kernels = simt_truth::attention_kernels;
+  kernels.forward[1](params, cpu_executor(call.memory));
+  set_gradients(params, c, r, call.grad_output);
+  kernels.backward[1](params, cpu_executor(call.memory));
+  WeightsParams weights;
+  call.set(weights);
+  weights.value = Array();
+  weights.d_v = 0;
+  weights.weights = r.weights.array;
+  kernels.weights[1](weights, cpu_executor(call.memory));
+  weights.average_heads = true;
+  weights.weights = r.average.array;
+  kernels.weights[1](weights, cpu_executor(call.memory));
+  return r;
+}
+
+// The same by the CUDA kernels.
+Results device_results(Call& call, const Case& c) {
+  Results r = room(call.memory, c, c.type);
+  const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
+  AttentionBackwardParams params;
+  call.set(params);
+  params.output = r.output.array;
+  params.log_normalizer = r.log_normalizer.array;
+  const auto& kernels = cuda::attention_kernels;
+  EXPECT_STREQ(kernels.forward[wide](params, device_executor(call.memory)), nullptr);
+  set_gradients(params, c, r, call.grad_output);
+  EXPECT_STREQ(kernels.backward[wide](params, device_executor(call.memory)), nullptr);
+  WeightsParams weights;
+  call.set(weights);
+  weights.value = Array();
+  weights.d_v = 0;
+  weights.weights = r.weights.array;
+  EXPECT_STREQ(kernels.weights[wide](weights, device_executor(call.memory)), nullptr);
+  weights.average_heads = true;
+  weights.weights = r.average.array;
+  EXPECT_STREQ(kernels.weights[wide](weights, device_executor(call.memory)), nullptr);
+  return r;
+}
+
+// The largest difference, relative to the largest element; NaN must meet NaN.
+// `smallest`: of the elements that are added up, where their sum may vanish.
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
+                  const std::string& what, double smallest = 1e-3) {
+  ASSERT_EQ(got.count, expected.count);
+  double largest = smallest, error = 0;
+  for (int64_t i = 0; i < got.count; ++i) {
+    const double x = read(got.array, i), y = read(expected.array, i);
+    if (std::isnan(x) || std::isnan(y) || std::isinf(x) || std::isinf(y)) {
+      EXPECT_TRUE(x == y || (std::isnan(x) && std::isnan(y)))
+          << what << " at " << i << ": " << x << " for " << y;
+      continue;
+    }
+    largest = std::max(largest, std::fabs(y));
+    error = std::max(error, std::fabs(x - y));
+  }
+  EXPECT_LE(error, tolerance * largest) << what;
+}
+
+void compare(const Results& got, const Results& expected, const Case& c, double output,
+             double gradient) {
+  expect_close(got.output, expected.output, output, "output");
+  expect_close(got.log_normalizer, expected.log_normalizer, output, "log_normalizer");
+  expect_close(got.weights, expected.weights, output, "weights");
+  expect_close(got.average, expected.average, output, "average weights");
+  expect_close(got.grad_query, expected.grad_query, gradient, "grad_query");
+  expect_close(got.grad_key, expected.grad_key, gradient, "grad_key");
+  expect_close(got.grad_value, expected.grad_value, gradient, "grad_value");
+  expect_close(got.grad_w1, expected.grad_w1, gradient, "grad_w1");
+  if (!c.stationary) expect_close(got.grad_w2, expected.grad_w2, gradient, "grad_w2");
+  if (c.bias) expect_close(got.grad_bias, expected.grad_bias, gradient, "grad_key_bias");
+  if (c.masking != Masking::kNone && c.masking != Masking::kBool) {
+    // Of a mask that is one number per row the gradient is zero: rows of dlog sum to nothing.
+    expect_close(got.grad_mask, expected.grad_mask, gradient, "grad_mask", 0.1);
+  }
+}
+
+const Case kCases[] = {
+    {.name = "plain"},
+    {.name = "causal", .L = 9, .S = 9, .causal = true},
+    {.name = "bias", .bias = true},
+    {.name = "bool_mask", .masking = Masking::kBool},
+    {.name = "float_mask", .masking = Masking::kFloat},
+    {.name = "float_mask_per_key", .masking = Masking::kFloatPerKey},
+    {.name = "float_mask_per_row", .masking = Masking::kFloatPerRow},
+    {.name = "float_mask_per_head", .masking = Masking::kFloatPerHead},
+    {.name = "causal_and_float_mask", .L = 7, .causal = true, .masking = Masking::kFloat},
+    {.name = "stationary", .stationary = true},
+    {.name = "no_magnitude", .p = 0},
+    {.name = "p_1", .p = 1},
+    {.name = "p_3", .p = 3},
+    {.name = "grouped", .H = 4, .G = 2},
+    {.name = "grouped_own_frequencies", .H = 4, .G = 2, .frequency_heads = 4, .bias = true},
+    {.name = "frequencies_per_sample", .frequency_batches = 2},
+    {.name = "dropout", .L = 20, .S = 35, .dropout = 0.4},
+    {.name = "dropout_and_causal", .L = 40, .S = 40, .causal = true, .dropout = 0.2},
+    {.name = "one_of_everything",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 1,
+     .S = 1,
+     .d = 1,
+     .d_v = 1,
+     .M = 1,
+     .frequency_heads = 1},
+    {.name = "no_keys", .S = 0},
+    {.name = "no_queries", .L = 0},
+    {.name = "no_columns", .d_v = 0},
+    {.name = "tile", .B = 1, .H = 1, .G = 1, .L = 64, .S = 64, .M = 16, .frequency_heads = 1},
+    {.name = "tile_minus_1",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 63,
+     .S = 63,
+     .M = 15,
+     .frequency_heads = 1},
+    {.name = "tile_plus_1",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 65,
+     .S = 65,
+     .M = 17,
+     .frequency_heads = 1},
+    {.name = "slices",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 3,
+     .S = 70,
+     .d = 18,
+     .d_v = 67,
+     .M = 35,
+     .frequency_heads = 1},
+    {.name = "tiles_with_everything",
+     .B = 1,
+     .H = 2,
+     .G = 1,
+     .L = 130,
+     .S = 130,
+     .d_v = 5,
+     .frequency_heads = 1,
+     .causal = true,
+     .bias = true,
+     .masking = Masking::kFloatPerKey,
+     .dropout = 0.1},
+};
+
+class AttentionKernelsOnDevice : public ::testing::TestWithParam<Case> {};
+
+TEST_P(AttentionKernelsOnDevice, Float64EqualsTheCpu) {
+  Case c = GetParam();
+  c.type = ElementType::kFloat64;
+  Call call(c);
+  const Results truth = truth_of(call, c);
+  compare(device_results(call, c), truth, c, 1e-12, 1e-11);
+}
+
+TEST_P(AttentionKernelsOnDevice, Float32ErrsByRounding) {
+  const Case c = GetParam();
+  Call call(c);
+  const Results truth = truth_of(call, c);
+  compare(device_results(call, c), truth, c, 3e-6, 2e-5);
+}
+
+INSTANTIATE_TEST_SUITE_P(Simt, AttentionKernelsOnDevice, ::testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(AttentionKernelsOnDevice, HalfPrecisionComputesInFloat32) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    Case c{.name = "half", .L = 20, .S = 30, .bias = true};
+    c.type = type;
+    Call call(c);
+    const Results truth = truth_of(call, c);
+    const double ulp = type == ElementType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+    compare(device_results(call, c), truth, c, ulp, 4 * ulp);
+  }
+}
+
+// Blocks, warps and lanes in any order give the same bits: nothing adds up by chance.
+TEST(AttentionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
+  const Case c{.name = "order",
+               .L = 70,
+               .S = 70,
+               .bias = true,
+               .masking = Masking::kFloatPerKey,
+               .dropout = 0.2};
+  Call call(c);
+  simt::set_order(simt::Order::kForward);
+  const Results first = device_results(call, c);
+  for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
+    simt::set_order(order);
+    compare(device_results(call, c), first, c, 0, 0);
+  }
+  simt::set_order(simt::Order::kForward);
+}
+
+// NaN behind a mask never shows; a visible one makes exactly the rows that see it NaN.
+TEST(AttentionKernelsOnDevice, NanStaysWhereItIsSeen) {
+  const Case c{
+      .name = "nan", .B = 1, .H = 1, .G = 1, .L = 6, .S = 6, .frequency_heads = 1, .causal = true};
+  for (Tensor Call::* spoiled : {&Call::key, &Call::value, &Call::query}) {
+    Call call(c);
+    const Tensor& tensor = call.*spoiled;
+    const int64_t width = tensor.count / 6;
+    write(tensor.array, 4 * width, NAN);
+    const Results got = device_results(call, c), truth = truth_of(call, c);
+    for (int64_t i = 0; i < 6; ++i) {
+      const bool sees = spoiled == &Call::query ? i == 4 : i >= 4;
+      for (int64_t column = 0; column < c.d_v; ++column) {
+        EXPECT_EQ(std::isnan(read(got.output.array, i * c.d_v + column)), sees);
+      }
+    }
+    // Keys after a poisoned query, and queries before a poisoned key, keep clean gradients.
+    expect_close(got.grad_query, truth.grad_query, 2e-5, "grad_query");
+    expect_close(got.grad_value, truth.grad_value, 2e-5, "grad_value");
+  }
+}
+
+TEST(FeatureKernelsOnDevice, ForwardAndBackwardEqualTheCpu) {
+  for (const bool stationary : {false, true}) {
+    const Case c{.name = "features", .L = 37, .d = 5, .M = 9, .stationary = stationary};
+    Call call(c);
+    Memory& memory = call.memory;
+    const auto params_of = [&](const Tensor& features, ElementType type) {
+      FeaturesParams params;
+      params.B = c.B;
+      params.H = c.H;
+      params.N = c.L;
+      params.d = c.d;
+      params.M = c.M;
+      params.x = call.query.array;
+      params.w1 = call.w1.array;
+      if (!stationary) params.w2 = call.w2.array;
+      params.features = features.array;
+      params.grad_x = make(memory, type, {c.B, c.H, c.L, c.d}).array;
+      params.grad_w1 = make(memory, type, {1, c.H, c.d, c.M}).array;
+      if (!stationary) params.grad_w2 = make(memory, type, {1, c.H, c.d, c.M}).array;
+      return params;
+    };
+    const std::vector<int64_t> sizes = {c.B, c.H, c.L, 2 * c.M};
+    const Tensor truth = make(memory, ElementType::kFloat64, sizes);
+    const Tensor got = make(memory, ElementType::kFloat32, sizes);
+    const auto wide = params_of(truth, ElementType::kFloat64);
+    const auto narrow = params_of(got, ElementType::kFloat32);
+    simt_truth::attention_kernels.features[1](wide, false, cpu_executor(memory));
+    ASSERT_STREQ(cuda::attention_kernels.features[0](narrow, false, device_executor(memory)),
+                 nullptr);
+    expect_close(got, truth, 3e-6, "features");
+    // What came out goes in again as the gradient.
+    simt_truth::attention_kernels.features[1](wide, true, cpu_executor(memory));
+    ASSERT_STREQ(cuda::attention_kernels.features[0](narrow, true, device_executor(memory)),
+                 nullptr);
+    const auto whole = [&](const Array& array, int64_t count) { return Tensor{array, count}; };
+    const int64_t tokens = c.B * c.H * c.L * c.d, frequencies = c.H * c.d * c.M;
+    expect_close(whole(narrow.grad_x, tokens), whole(wide.grad_x, tokens), 1e-5, "grad_x");
+    expect_close(whole(narrow.grad_w1, frequencies), whole(wide.grad_w1, frequencies), 1e-5,
+                 "grad_w1");
+    if (!stationary) {
+      expect_close(whole(narrow.grad_w2, frequencies), whole(wide.grad_w2, frequencies), 1e-5,
+                   "grad_w2");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ikattn

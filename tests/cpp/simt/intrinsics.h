@@ -1,0 +1,94 @@
+// The instructions of support/cuda/intrinsics.h, emulated.
+#pragma once
+
+#include "support/cuda/float16.h"
+
+namespace ikattn {
+namespace simt {
+
+// Arguments of one lane.
+struct Mma {
+  float* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+void mma_f16(void* const* arguments, Place place);
+void mma_bf16(void* const* arguments, Place place);
+void mma_tf32(void* const* arguments, Place place);
+
+struct LoadMatrices {
+  uint32_t row_address;
+  uint32_t* registers;
+};
+void load_matrices(void* const* arguments, Place place);
+void load_matrices_transposed(void* const* arguments, Place place);
+
+}  // namespace simt
+
+template <typename T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                  simt::Place place = simt::Place::current()) {
+  static_assert(std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>);
+  simt::Mma argument{d, a, {b0, b1}};
+  simt::warp_operation(std::is_same_v<T, Half> ? simt::mma_f16 : simt::mma_bf16, &argument,
+                       0xffffffffu, "mma_m16n8k16", place);
+}
+
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                             simt::Place place = simt::Place::current()) {
+  simt::Mma argument{d, a, {b0, b1}};
+  simt::warp_operation(simt::mma_tf32, &argument, 0xffffffffu, "mma_m16n8k8_tf32", place);
+}
+
+inline void ldmatrix_x4(uint32_t (&registers)[4], uint32_t row_address,
+                        simt::Place place = simt::Place::current()) {
+  simt::LoadMatrices argument{row_address, registers};
+  simt::warp_operation(simt::load_matrices, &argument, 0xffffffffu, "ldmatrix_x4", place);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&registers)[4], uint32_t row_address,
+                              simt::Place place = simt::Place::current()) {
+  simt::LoadMatrices argument{row_address, registers};
+  simt::warp_operation(simt::load_matrices_transposed, &argument, 0xffffffffu, "ldmatrix_x4_trans",
+                       place);
+}
+
+inline void cp_async_16(uint32_t shared_address, const void* source, int bytes = 16,
+                        simt::Place place = simt::Place::current()) {
+  if (bytes < 0 || bytes > 16 || reinterpret_cast<uintptr_t>(source) % 16 != 0) {
+    simt::fail("cp_async_16 of " + std::to_string(bytes) +
+                   " bytes, or from an address that is no multiple of 16",
+               place);
+  }
+  unsigned char value[16] = {};
+  memcpy(value, source, static_cast<size_t>(bytes));  // here, where AddressSanitizer looks
+  simt::begin_copy(shared_address, value, place);
+}
+
+inline void cp_async_commit() { simt::commit_copies(); }
+
+template <int kPending>
+void cp_async_wait() {
+  simt::wait_for_copies(kPending);
+}
+
+inline uint32_t pack_f16x2(float low, float high) {
+  return to_half(low).bits | uint32_t{to_half(high).bits} << 16;
+}
+inline uint32_t pack_bf16x2(float low, float high) {
+  return to_bfloat16(low).bits | uint32_t{to_bfloat16(high).bits} << 16;
+}
+
+namespace simt {
+inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+}  // namespace simt
+
+inline float fast_exp2(float x) { return simt::flush(exp2f(x)); }
+inline float fast_sqrt(float x) { return sqrtf(simt::flush(x)); }
+inline float fast_rsqrt(float x) { return 1.0f / sqrtf(simt::flush(x)); }
+
+inline void fast_sincos_turns(float turns, float* sine, float* cosine) {
+  sincospif(2.0f * (turns - rintf(turns)), sine, cosine);
+}
+
+}  // namespace ikattn
