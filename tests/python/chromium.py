@@ -27,6 +27,7 @@ class Tab:
     def __init__(self, socket: Any) -> None:
         self._socket = socket
         self._sent = 0
+        self._loaded = False
         self.complaints: list[str] = []
         self.requests: list[str] = []
 
@@ -44,16 +45,17 @@ class Tab:
         method = message.get("method")
         if method in ("Runtime.exceptionThrown", "Log.entryAdded"):
             self.complaints.append(json.dumps(message["params"])[:500])
+        self._loaded |= method == "Page.loadEventFired"
         if method == "Network.requestWillBeSent":
             self.requests.append(message["params"]["request"]["url"])
 
     def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self._loaded = False
         self.call("Page.navigate", url=url)
-        ready = "new Promise(done => { const wait = () => document.readyState === 'complete' && "
-        ready += "location.href !== 'about:blank' ? done(true) : setTimeout(wait, 20); wait(); })"
-        self.call("Runtime.evaluate", expression=ready, awaitPromise=True)
+        while not self._loaded:
+            self._note(json.loads(self._socket.recv()))
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; a promise is awaited."""

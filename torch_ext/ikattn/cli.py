@@ -11,8 +11,6 @@ import torch
 
 from ikattn.info import report
 
-_MAPS = ("weights", "value_norms", "summed", "mixing_ratio")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status: 0, 1 failed, 2 usage, 130 interrupted."""
@@ -30,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_analyze(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> argparse.ArgumentParser:
-    from ikattn.analysis import _analyze as implementation
+    from ikattn.analysis._analyze_job import FORMATS
 
     parser = commands.add_parser(
         "analyze",
@@ -53,14 +51,15 @@ def _add_analyze(
     target.add_argument("--target-file", type=Path, metavar="F", help="likewise, line by line")
     add(
         "--maps",
-        default=",".join(_MAPS),
-        help=f"any of {', '.join(_known_maps())}, with commas (default: %(default)s)",
+        default="all",
+        help=f"any of {', '.join(_known_maps())}, with commas; each layer gives those that it has; "
+        "all: without those of the ledger (default: %(default)s)",
     )
     add(
         "--format",
         default="html",
         metavar="FORMATS",
-        help=f"any of {', '.join(implementation.FORMATS)}, with commas (default: %(default)s)",
+        help=f"any of {', '.join(FORMATS)}, with commas (default: %(default)s)",
     )
     add("--out", required=True, type=Path, metavar="DIR", help="receives one file for each line")
     add("--batch-size", type=_positive, default=8, metavar="N", help="default: %(default)s")
@@ -71,13 +70,14 @@ def _add_analyze(
 
 
 def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    from ikattn.analysis import _analyze as implementation
+    from ikattn.analysis._analyze import analyze
+    from ikattn.analysis._analyze_job import FORMATS, AnalyzeError, Job, drawable_maps
 
     maps = _choices(parser, "--maps", parsed.maps, _known_maps())
-    formats = _choices(parser, "--format", parsed.format, implementation.FORMATS)
-    if {"html", "png"} & set(formats) and not implementation.drawable_maps(maps):
+    formats = _choices(parser, "--format", parsed.format, FORMATS)
+    if {"html", "png"} & set(formats) and not drawable_maps(maps):
         parser.error("--format html and png need a map of queries and keys, for example summed")
-    job = implementation.Job(
+    job = Job(
         model=parsed.model,
         texts=parsed.text and tuple(parsed.text),
         file=parsed.file,
@@ -96,8 +96,8 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
         print(text, file=sys.stderr)
 
     try:
-        count = implementation.analyze(job, say)
-    except implementation.AnalyzeError as error:
+        count = analyze(job, say)
+    except AnalyzeError as error:
         say(f"ikattn analyze: {error}")
         return 1
     except KeyboardInterrupt as stopped:
@@ -110,9 +110,10 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
 
 
 def _known_maps() -> tuple[str, ...]:
+    from ikattn.analysis._analyze_job import GROUPS
     from ikattn.analysis._attention_call import ALL_MAPS
 
-    return (*ALL_MAPS, "ledger")
+    return (*ALL_MAPS, *GROUPS)
 
 
 def _choices(

@@ -1,5 +1,6 @@
 """What attention really does: recordings of real models, maps, rollouts, files and pictures."""
 
+from ._resolvers import register_resolver
 from .alignment import (
     AlignmentScores,
     GoldAlignments,
@@ -10,6 +11,8 @@ from .alignment import (
     word_alignment,
     words_of_subwords,
 )
+from .files import MapFileError, MapWriter, load_maps
+from .record import record
 from .recording import Batch, Layer, Recording
 from .rollout import RankedToken, rank_tokens, token_importance
 from .summary import (
@@ -29,6 +32,8 @@ __all__ = [
     "GoldAlignments",
     "Layer",
     "LedgerShares",
+    "MapFileError",
+    "MapWriter",
     "RankedToken",
     "Recording",
     "alignment_error_rate",
@@ -37,9 +42,12 @@ __all__ = [
     "layer_maps",
     "layer_mean",
     "ledger_shares",
+    "load_maps",
     "rank_tokens",
     "read_alignments",
     "read_gold_alignments",
+    "record",
+    "register_resolver",
     "token_importance",
     "token_mean",
     "word_alignment",

@@ -1,0 +1,508 @@
+"""``python -m ikattn analyze``: what it writes, how it goes on after a stop, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ikattn import cli
+from ikattn.analysis import _analyze, _analyze_results
+from ikattn.analysis.files import load_maps
+from ikattn.analysis.record import record
+
+transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
+tokenizers = pytest.importorskip("tokenizers", reason="pip install 'ikattn[analyze]'")
+
+WORDS = [
+    "the",
+    "animal",
+    "did",
+    "not",
+    "cross",
+    "street",
+    "because",
+    "it",
+    "was",
+    "too",
+    "tired",
+    "she",
+    "poured",
+    "water",
+    ".",
+    "ein",
+    "Tier",
+]
+LINES = (
+    "the animal did not cross the street",
+    "",
+    "she poured water .",
+    "it was too tired",
+    "water",
+)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 32, "max_position_embeddings": 16}
+BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 2}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+LAYER = "encoder.layer.1.attention.self"
+
+
+def save_model(folder: Path, family: str, **options: Any) -> Path:
+    """A tiny model with random weights and a tokenizer of a few words."""
+    vocabulary = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS]
+    places = {word: place for place, word in enumerate(vocabulary)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(places, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    padding = {} if family == "GPT2" else {"pad_token": "[PAD]"}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[SEP]", **padding
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(vocabulary), pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
+    )
+    getattr(transformers, f"{family}Model")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "bert", "Bert", **SIZES)
+
+
+@pytest.fixture(scope="session")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "bart", "Bart", **BART)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("\n".join(LINES) + "\n")
+    return tmp_path / "text.txt"
+
+
+def analyze(*arguments: object) -> int:
+    return cli.main(["analyze", *map(str, arguments)])
+
+
+def entries_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+
+
+def recorded_alone(folder: Path, text: str, maps: tuple[str, ...]) -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad(), record(model, maps) as recording:
+        model(**tokenizer(text, return_tensors="pt"))
+    return recording
+
+
+def test_every_line_gets_its_maps_without_padding(tmp_path: Path, bert: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--maps", "weights,summed,mixing_ratio", "--format", "npz", "--batch-size", 3)
+    assert analyze("--model", bert, "--file", text, "--out", out, *options) == 0
+    entries = entries_in(out)
+    assert [entry["line"] for entry in entries] == [1, 2, 3, 4, 5]
+    for entry, line in zip(entries, LINES, strict=True):
+        assert entry["text"] == line
+        assert entry["files"] == [f"line-{entry['line']:06d}.npz"]
+        found = load_maps(out / entry["files"][0])
+        if not line:
+            assert entry["empty"]
+            assert found.batches[0].tokens == [[]]
+            assert found.names == []
+            continue
+        assert found.batches[0].tokens == [["[CLS]", *line.split(), "[SEP]"]] == [entry["tokens"]]
+        alone = recorded_alone(bert, line, ("weights", "summed", "mixing_ratio"))
+        assert found.layers == alone.layers
+        for name in ("weights", "summed"):
+            mine, theirs = getattr(found[LAYER], name), getattr(alone[LAYER], name)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found[LAYER].mixing_ratio["encoder"],
+            alone[LAYER].mixing_ratio["encoder"],
+            rtol=1e-4,
+            atol=1e-6,
+        )
+
+
+def test_all_formats_and_an_index_of_pages(tmp_path: Path, bert: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'ikattn[viz]'")
+    pytest.importorskip("safetensors", reason="pip install safetensors")
+    out = tmp_path / "new" / "out"
+    options = ("--format", "html,npz,safetensors,json,png", "--maps", "ledger,weights,summed")
+    texts = ("--text", "water <b>", "--text", " ", "--text", "water <b>")
+    assert analyze("--model", bert, *texts, "--out", out, *options) == 0
+    first, second, third = entries_in(out)
+    kinds = [Path(name).suffix for name in first["files"]]
+    assert kinds == [".html", ".npz", ".safetensors", ".json", ".png"]
+    assert [Path(name).suffix for name in second["files"]] == [".npz", ".safetensors", ".json"]
+    assert all((out / name).stat().st_size for name in first["files"] + third["files"])
+    index = (out / "index.html").read_text()
+    assert '<li value=1><a href="line-000001.html">water &lt;b&gt;</a>' in index
+    assert "<li value=2><i>empty</i>" in index
+
+
+def test_long_line_is_cut_with_a_notice(
+    tmp_path: Path, bert: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_bytes("\ufeffwater\r\n".encode() + b"the " * 30 + b"\nwater")
+    out = tmp_path / "out"
+    assert (
+        analyze("--model", bert, "--file", tmp_path / "text", "--out", out, "--format", "npz") == 0
+    )
+    assert "line 2: 32 tokens, cut to 16" in capsys.readouterr().err
+    entries = entries_in(out)
+    assert [entry["truncated"] for entry in entries] == [False, True, False]
+    assert [len(entry["tokens"]) for entry in entries] == [3, 16, 3]
+    assert entries[0]["text"] == "water"
+
+
+def test_decoder_without_a_padding_token(tmp_path: Path) -> None:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    gpt2 = save_model(tmp_path / "gpt2", "GPT2", **sizes)
+    out = tmp_path / "out"
+    texts = ("--text", "the animal did not", "--text", "water")
+    assert analyze("--model", gpt2, *texts, "--out", out, "--format", "npz,html") == 0
+    found = load_maps(out / "line-000002.npz")
+    assert found.batches[0].tokens == [["[CLS]", "water", "[SEP]"]]
+    weights = found[found.names[0]].weights
+    assert weights.shape == (1, 2, 3, 3)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
+    assert weights.triu(1).max() == 0
+
+
+def test_target_text_is_read_by_the_decoder(tmp_path: Path, bart: Path) -> None:
+    (tmp_path / "source").write_text("the animal was tired\nwater\nit was\n")
+    (tmp_path / "target").write_text("ein Tier\nein Tier ein Tier\n\n")
+    out = tmp_path / "out"
+    files = ("--file", tmp_path / "source", "--target-file", tmp_path / "target")
+    assert analyze("--model", bart, *files, "--out", out, "--format", "npz,html") == 0
+    found = load_maps(out / "line-000001.npz")
+    assert found.batches[0].tokens == [["[CLS]", "the", "animal", "was", "tired", "[SEP]"]]
+    assert found.batches[0].target_tokens == [["[SEP]", "[CLS]", "ein", "Tier"]]
+    shapes = {
+        (layer.kind, layer.side): found[name].summed.shape for name, layer in found.layers.items()
+    }
+    assert shapes == {
+        ("self", "encoder"): (1, 6, 6),
+        ("self", "decoder"): (1, 4, 4),
+        ("cross", "decoder"): (1, 4, 6),
+    }
+    cross = next(name for name, layer in found.layers.items() if layer.kind == "cross")
+    assert found[cross].with_residual is None  # which no cross-attention has
+    assert found[cross].with_norm is not None
+    assert all(found[name].with_residual is not None for name in found.names if name != cross)
+    assert entries_in(out)[2]["empty"]
+
+
+# --- Going on after a stop
+
+
+def stop_after(
+    monkeypatch: pytest.MonkeyPatch, lines: int, error: type[BaseException] = KeyboardInterrupt
+) -> None:
+    """Raises before the entry after so many lines is written, when its files are."""
+    added = _analyze_results.Ledger.add
+    count = iter(range(lines + 1))
+
+    def add(ledger: Any, entry: dict[str, Any]) -> None:
+        if next(count) == lines:
+            raise error
+        added(ledger, entry)
+
+    monkeypatch.setattr(_analyze_results.Ledger, "add", add)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 4])
+def test_interrupted_run_goes_on_without_losing_or_repeating(
+    tmp_path: Path,
+    bert: Path,
+    text: Path,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    arguments = (
+        "--model",
+        bert,
+        "--file",
+        text,
+        "--out",
+        out,
+        "--format",
+        "npz",
+        "--batch-size",
+        2,
+    )
+    with monkeypatch.context() as patched:
+        stop_after(patched, lines)
+        assert analyze(*arguments) == 130
+    said = capsys.readouterr().err
+    assert f"interrupted after {lines} of 5 lines; the same command goes on from there" in said
+    written = [path for path in out.glob("line-*") if path.stat().st_mtime_ns]
+    times = {path: path.stat().st_mtime_ns for path in written[:lines]}
+    assert analyze(*arguments, "--batch-size", 3) == 0
+    assert sorted(entry["line"] for entry in entries_in(out)) == [1, 2, 3, 4, 5]
+    done_before = {out / f"line-{n:06d}.npz" for n in range(1, lines + 1)}
+    assert all(path.stat().st_mtime_ns == times[path] for path in done_before & times.keys())
+    before = sorted(out.rglob("*"))
+    assert analyze(*arguments) == 0
+    assert "all 5 lines are done already" in capsys.readouterr().err
+    assert sorted(out.rglob("*")) == before
+
+
+def test_killed_process_goes_on(tmp_path: Path, bert: Path) -> None:
+    """kill -9 at any moment, twice; then the results are those of a run that nobody disturbed."""
+    (tmp_path / "text").write_text("".join(f"water {'the ' * (i % 9)}\n" for i in range(400)))
+    out = tmp_path / "out"
+    arguments = ["--model", bert, "--file", tmp_path / "text", "--out", out, "--format", "npz,json"]
+    command = [sys.executable, "-m", "ikattn", "analyze", *map(str, arguments)]
+    for kill_at in (30, 200):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and len(list(out.glob("line-*"))) < kill_at:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done = len(entries_in(out)) if (out / "lines.jsonl").read_bytes().endswith(b"\n") else 0
+        assert done < 400
+    assert analyze(*arguments) == 0
+    assert [entry["line"] for entry in entries_in(out)] == list(range(1, 401))
+    assert not list(out.glob(".ikattn-*"))
+    assert analyze(*arguments[:5], tmp_path / "again", *arguments[6:]) == 0
+    for number in range(1, 401):
+        name = f"line-{number:06d}.npz"
+        mine, theirs = load_maps(out / name), load_maps(tmp_path / "again" / name)
+        assert mine.batches[0].tokens == theirs.batches[0].tokens
+        torch.testing.assert_close(mine[LAYER].summed, theirs[LAYER].summed)
+
+
+def test_torn_entry_and_lost_file_are_done_again(tmp_path: Path, bert: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("--model", bert, "--file", text, "--out", out, "--format", "npz")
+    assert analyze(*arguments) == 0
+    ledger = out / "lines.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-20])
+    (out / "line-000003.npz").unlink()
+    (out / ".ikattn-abc.part").write_text("of a run that was killed")
+    assert analyze(*arguments) == 0
+    assert sorted(entry["line"] for entry in entries_in(out)) == [1, 2, 3, 4, 5]
+    assert (out / "line-000003.npz").exists()
+    assert not list(out.glob(".ikattn-*"))
+
+
+Change = Callable[[Path, Path], list[object]]
+CHANGES: dict[str, Change] = {
+    "text": lambda text, bert: text.write_text("other\n" * 5) and [],
+    "model, model files": lambda text, bert: ["--model", f"{bert}/../bert"],
+    "maps": lambda text, bert: ["--maps", "weights"],
+    "formats": lambda text, bert: ["--format", "json"],
+    "max-length": lambda text, bert: ["--max-length", 8],
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_other_wishes_are_refused(
+    tmp_path: Path, bert: Path, text: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["--model", bert, "--file", text, "--out", out, "--format", "npz"]
+    assert analyze(*arguments) == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    arguments += CHANGES[what](text, bert)
+    assert analyze(*arguments) == 1
+    said = capsys.readouterr().err
+    assert f"other {what.partition(',')[0]}" in said
+    assert "--restart" in said
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    (out / "notes.txt").write_text("not ours")
+    assert analyze(*arguments, "--restart") == 0
+    assert (out / "notes.txt").exists()
+    assert len(entries_in(out)) == 5
+
+
+def test_changed_weights_are_refused(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model", "Bert", **SIZES)
+    arguments = ("--model", model, "--file", text, "--out", tmp_path / "out", "--format", "npz")
+    assert analyze(*arguments) == 0
+    os.utime(model / "model.safetensors", (1, 1))
+    assert analyze(*arguments) == 1
+    assert "a run with other model files" in capsys.readouterr().err
+
+
+def test_second_run_at_the_same_time_is_refused(
+    tmp_path: Path, bert: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fcntl
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert analyze("--model", bert, "--file", text, "--out", out) == 1
+    assert "another run is writing to" in capsys.readouterr().err
+
+
+# --- What is refused
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--maps", "summed,sumed", "--maps must be any of weights, .* got 'sumed'"),
+        ("--maps", ",", "--maps must name at least one"),
+        ("--maps", "value_norms", "need a map of queries and keys"),
+        ("--format", "pdf", "--format must be any of html, npz, .* got 'pdf'"),
+        ("--batch-size", "0", "must be a whole number of at least 1, got '0'"),
+        ("--max-length", "many", "got 'many'"),
+        ("--device", "gpu", "torch cannot compute on 'gpu' here"),
+        ("--text", "also", "not allowed with argument"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    tmp_path: Path,
+    text: Path,
+    option: str,
+    value: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stopped:
+        analyze("--model", "nowhere", "--file", text, "--out", out, option, value)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said), said
+    assert not out.exists()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert analyze(*arguments) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1, said
+    return said
+
+
+def test_what_cannot_be_done_is_said_in_one_line(
+    tmp_path: Path, bert: Path, bart: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    write = ("--out", out, "--format", "npz")
+    said = refused(capsys, "--model", "./nowhere", "--file", text, *write)
+    assert "there is no model directory ./nowhere" in said
+    said = refused(capsys, "--model", tmp_path, "--file", text, *write)
+    assert f"cannot load the model {tmp_path}" in said
+    said = refused(capsys, "--model", bert, "--file", tmp_path / "none", *write)
+    assert "cannot read" in said
+    assert "none: No such file" in said
+    (tmp_path / "latin").write_bytes(b"water\nTier\xe4\n")
+    said = refused(capsys, "--model", bert, "--file", tmp_path / "latin", *write)
+    assert "latin must be UTF-8" in said
+    (tmp_path / "nothing").touch()
+    said = refused(capsys, "--model", bert, "--file", tmp_path / "nothing", *write)
+    assert "nothing holds no line" in said
+    said = refused(capsys, "--model", bert, "--file", text, "--out", text)
+    assert f"cannot write to {text}" in said
+
+
+def test_target_and_model_must_fit(
+    tmp_path: Path, bert: Path, bart: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = ("--format", "npz", "--out")
+    said = refused(capsys, "--model", bart, "--text", "water", *write, tmp_path / "a")
+    assert "(bart) needs a target text: give --target-text" in said
+    target = ("--text", "water", "--target-text", "Tier")
+    said = refused(capsys, "--model", bert, *target, *write, tmp_path / "b")
+    assert "has no decoder that reads a target text: leave out" in said
+    said = refused(capsys, "--model", bart, "--file", text, *target[2:], *write, tmp_path / "c")
+    assert "as many lines as the text, 5, got 1" in said
+    longer = ("--text", "water", "--max-length", 17)
+    said = refused(capsys, "--model", bert, *longer, *write, tmp_path / "d")
+    assert "--max-length must be at most 16" in said
+
+
+def test_map_that_the_model_has_not_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    gpt2 = save_model(tmp_path / "gpt2", "GPT2", **sizes)
+    arguments = ("--text", "water", "--maps", "encoder", "--format", "npz", "--out", tmp_path / "o")
+    assert analyze("--model", gpt2, *arguments) == 1
+    assert (
+        "has the map 'encoder': its block normalises before the attention"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [("transformers", "'ikattn[analyze]'"), ("matplotlib", "'ikattn[viz]'")],
+)
+def test_missing_library_is_named_with_its_command(
+    tmp_path: Path,
+    text: Path,
+    library: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(_analyze, "find_spec", lambda name: None if name == library else object())
+    arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
+    said = refused(capsys, "--model", "model", *arguments)
+    assert f"this needs {library}: pip install {command}" in said
+
+
+def test_full_disk_keeps_what_is_finished(
+    tmp_path: Path,
+    bert: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--model", bert, "--file", text, "--out", tmp_path / "out", "--format", "npz")
+    with monkeypatch.context() as patched:
+        save = _analyze.Recording.save
+
+        def full(recording: Any, path: Path) -> None:
+            if "000003" in path.name:
+                raise OSError(28, f"cannot write {path}: No space left on device")
+            save(recording, path)
+
+        patched.setattr(_analyze.Recording, "save", full)
+        assert analyze(*arguments) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert [entry["line"] for entry in entries_in(tmp_path / "out")] == [1, 2]
+    assert analyze(*arguments) == 0
+    assert len(entries_in(tmp_path / "out")) == 5
+
+
+def test_progress_is_plain_without_tqdm(
+    tmp_path: Path,
+    bert: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = _analyze.find_spec
+    monkeypatch.setattr(_analyze, "find_spec", lambda name: None if name == "tqdm" else real(name))
+    out = tmp_path / "out"
+    assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
+    assert "5 of 5 lines" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""One sequence of a recording at a time, its padding cut off: what pages and pictures show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..contributions import Contributions
+from .recording import Layer, Recording
+
+__all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
+
+# The axes of each map after the batch: H heads, T queries, S keys.
+AXES = {
+    "value_norms": "HS",
+    "per_head": "HTS",
+    "summed": "TS",
+    "with_residual": "TS",
+    "with_norm": "TS",
+    "encoder": "TS",
+    "weights": "HTS",
+    "similarity": "HTS",
+    "magnitude": "HS",
+}
+
+
+@dataclass(frozen=True)
+class SequenceMaps:
+    """The maps of one sequence.
+
+    Attributes:
+        batch: The forward call it was part of.
+        index: Its place in that batch.
+        tokens: Its tokens; None: unknown.
+        target_tokens: Those that a decoder reads beside them.
+        layers: Its maps by layer name; the shapes of :class:`Contributions` without B.
+    """
+
+    batch: int
+    index: int
+    tokens: Sequence[str] | None
+    target_tokens: Sequence[str] | None
+    layers: dict[str, Contributions]
+
+    def labels(self, layer: Layer) -> tuple[list[str], list[str]]:
+        """The tokens of a layer's queries ``[T]`` and keys ``[S]``; their numbers where unknown.
+
+        Raises:
+            ValueError: As many tokens as the maps have rows or columns are needed.
+        """
+        own = self.tokens
+        if layer.side == "decoder" and self.target_tokens is not None:
+            own = self.target_tokens
+        of_keys = self.tokens if layer.kind == "cross" else own
+        if layer.kind == "cross" and self.target_tokens is None:
+            own = None
+        maps = self.layers[layer.name]
+        sizes = {axis: _size(maps, axis) for axis in "TS"}
+        queries = self._named("queries", own, sizes["T"] or 0, layer)
+        keys = self._named("keys", of_keys, sizes["S"] or 0, layer)
+        return queries, keys
+
+    def _named(self, what: str, tokens: Sequence[str] | None, size: int, layer: Layer) -> list[str]:
+        if tokens is None:
+            return [str(position) for position in range(1, size + 1)]
+        if size and len(tokens) != size:
+            raise ValueError(
+                f"tokens of sequence {self.index} of batch {self.batch} must be {size}, one for "
+                f"each of the {what} of layer {layer.name!r} without padding, got {len(tokens)}"
+            )
+        return list(tokens)
+
+
+def sequences(
+    recording: Recording,
+    tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+) -> Iterator[SequenceMaps]:
+    """Every sequence of every batch, in order.
+
+    Args:
+        recording: Of any number of forward calls.
+        tokens: In place of the recorded ones: for each sequence, over all batches, its tokens
+            without padding; of a single sequence the tokens themselves.
+        target_tokens: Likewise, for a decoder.
+
+    Raises:
+        ValueError: Not as many lists of tokens as sequences.
+    """
+    total = sum(sequence_count(list(batch.values())) for batch in recording.batches)
+    given = _per_sequence("tokens", tokens, total)
+    given_target = _per_sequence("target_tokens", target_tokens, total)
+    number = 0
+    for b, batch in enumerate(recording.batches):
+        for i in range(sequence_count(list(batch.values()))):
+            yield SequenceMaps(
+                b,
+                i,
+                given[number] if given else _listed(batch.tokens, i, b),
+                given_target[number] if given_target else _listed(batch.target_tokens, i, b),
+                {name: cut(maps, i) for name, maps in batch.items()},
+            )
+            number += 1
+
+
+def sequence_count(layers: Sequence[Contributions]) -> int:
+    """B of a batch's maps; 0 where there are none."""
+    for maps in layers:
+        for tensor in _tensors(maps).values():
+            return tensor.shape[0]
+    return 0
+
+
+def cut(maps: Contributions, index: int) -> Contributions:
+    """One sequence's maps, without the batch axis and without padding."""
+    kept = {
+        "T": None if maps.query_padding is None else (~maps.query_padding[index]).nonzero()[:, 0],
+        "S": None if maps.key_padding is None else (~maps.key_padding[index]).nonzero()[:, 0],
+    }
+
+    def of_sequence(tensor: Tensor | None, axes: str) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor.detach()[index]
+        for dim, axis in enumerate(axes):
+            chosen = kept.get(axis)
+            if chosen is not None:
+                tensor = tensor.index_select(dim, chosen.to(tensor.device))
+        return tensor
+
+    found = {name: of_sequence(getattr(maps, name), axes) for name, axes in AXES.items()}
+    ratios = {name: of_sequence(ratio, "T") for name, ratio in maps.mixing_ratio.items()}
+    return replace(
+        maps,
+        **found,
+        mixing_ratio={name: ratio for name, ratio in ratios.items() if ratio is not None},
+        query_padding=None,
+        key_padding=None,
+    )
+
+
+def batch_of_one(maps: Contributions) -> Contributions:
+    """One sequence's maps, as :func:`cut` gives them, with the batch axis again."""
+    found = {name: getattr(maps, name) for name in AXES}
+    return replace(
+        maps,
+        **{name: None if tensor is None else tensor[None] for name, tensor in found.items()},
+        mixing_ratio={name: ratio[None] for name, ratio in maps.mixing_ratio.items()},
+    )
+
+
+def _tensors(maps: Contributions) -> dict[str, Tensor]:
+    """The maps that are there, by name; mixing ratios last."""
+    found = {name: getattr(maps, name) for name in AXES if getattr(maps, name) is not None}
+    found |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
+    return found
+
+
+def _size(maps: Contributions, axis: str) -> int | None:
+    """T or S of one sequence's maps, None where none of them has that axis."""
+    for name, axes in AXES.items():
+        tensor = getattr(maps, name)
+        if tensor is not None and axis in axes:
+            return int(tensor.shape[axes.index(axis)])
+    if axis == "T":
+        return next((ratio.shape[0] for ratio in maps.mixing_ratio.values()), None)
+    return None
+
+
+def _per_sequence(
+    name: str, tokens: Sequence[Sequence[str]] | Sequence[str] | None, total: int
+) -> list[list[str]] | None:
+    if tokens is None:
+        return None
+    flat = [token for token in tokens if isinstance(token, str)]
+    lists = [flat] if flat and len(flat) == len(tokens) else [list(item) for item in tokens]
+    if len(lists) != total:
+        raise ValueError(
+            f"{name} must hold one list of tokens for each of the {total} sequences of the "
+            f"recording, got {len(lists)}"
+        )
+    return lists
+
+
+def _listed(tokens: Sequence[Sequence[str]] | None, index: int, batch: int) -> Sequence[str] | None:
+    if tokens is None:
+        return None
+    if index >= len(tokens):
+        raise ValueError(
+            f"tokens of batch {batch} must hold a list for each of its sequences, "
+            f"got {len(tokens)} lists"
+        )
+    return tokens[index]

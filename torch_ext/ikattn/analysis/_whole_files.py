@@ -1,0 +1,83 @@
+"""A file stands under its name whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["PARTIAL", "whole_file"]
+
+PARTIAL = ".ikattn-*.part"  # what a process that was killed may leave beside its files
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a file that gets its name, and replaces one of that name, when the block ends well.
+
+    Until then it stands in the same directory under another name. An exception in the block, also
+    a KeyboardInterrupt, removes it and leaves what stood under the name as it was.
+
+    Args:
+        path: Its name.
+
+    Yields:
+        The file, binary and seekable.
+
+    Raises:
+        OSError: The path is not writable or the disk is full; the message names the path.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> path = Path(tempfile.mkdtemp(), "answer.txt")
+        >>> with whole_file(path) as file:
+        ...     _ = file.write(b"42")
+        >>> path.read_text()
+        '42'
+    """
+    final = Path(os.path.realpath(path))  # through a link, not in its place
+    partial = final.with_name(PARTIAL.replace("*", secrets.token_hex(6)))
+    if final.is_dir():
+        raise IsADirectoryError(errno.EISDIR, f"cannot write {path}: it is a directory")
+    with _naming(path):
+        file = partial.open("xb")
+    try:
+        with _naming(path, only=_WRITING_FAILED), file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        with _naming(path):
+            partial.replace(final)
+            _sync_directory(final.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+# What a failed write says; any other error in the block may have to do with another file.
+_WRITING_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str], only: Container[int] | None = None) -> Iterator[None]:
+    """Makes an OSError name the path that was asked for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (only is not None and error.errno not in only):
+            raise
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+def _sync_directory(folder: Path) -> None:
+    """Makes the new name survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What connects this package with others: imported on demand, never required."""

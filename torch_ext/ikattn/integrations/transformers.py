@@ -1,0 +1,382 @@
+"""Hugging Face transformers: attention implementations that record, or return maps.
+
+transformers 5 looks its attention functions up by the name in a model's config, and the functions
+that make its masks by the same name. While a model is recorded, its config names a function of this
+module which calls the one named before, so that outputs stay what they are, and then tells those
+who listen what the attention was given.
+
+Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis._attention_call import (
+    AttentionCall,
+    Surroundings,
+    make_maps,
+    widened,
+    without_autocast,
+)
+from ..analysis._resolvers import AttentionParts, Site, find_attention
+
+__all__ = ["register"]
+
+NORMS = "ikattn_norms"
+_RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
+_RECORDABLE = ("eager", "sdpa", NORMS)
+_MAPS_WITHOUT_BLOCK = ("summed", "per_head", "weights", "similarity")
+# The lowest float16: what masks of any type mean by "never" is at most that.
+_LOWEST = -65504.0
+
+
+class Given(NamedTuple):
+    """What an attention module passed to its attention function."""
+
+    query: Tensor  # [B, H, T, d]
+    key: Tensor  # [B, G, S, d]
+    value: Tensor  # [B, G, S, d_v]
+    attention_mask: Tensor | None  # broadcastable to [B, H, T, S]; bool: True = may attend
+    implementation: str  # that computed the output
+    options: dict[str, Any]  # the other arguments
+
+
+Listener: TypeAlias = Callable[[nn.Module, Given], None]
+
+
+class _Switched:
+    """A config that names a recording implementation, and by how many recordings."""
+
+    def __init__(self, config: Any, before: str | None) -> None:
+        self.config, self.before, self.users = config, before, 0
+
+
+_lock = threading.Lock()
+_listeners: WeakKeyDictionary[nn.Module, tuple[Listener, ...]] = WeakKeyDictionary()
+_switched: dict[int, _Switched] = {}  # by id of the config
+
+
+# --- For users
+
+
+def register(*, map: str = "summed") -> None:
+    """Registers the attention implementation ``"ikattn_norms"`` with transformers.
+
+    A model with that implementation computes its outputs as under "sdpa", and returns maps where
+    attention weights would be: with ``output_attentions=True`` they are ``outputs.attentions``, or
+    ``encoder_attentions``, ``decoder_attentions`` and ``cross_attentions``. ``ikattn.record`` gives
+    all maps, also those that need the residual and norms around the attention.
+
+    Args:
+        map: Which: "summed", N of every layer, ``[B, T, S]``; "per_head", ``[B, H, T, S]``; or
+            "weights" or "similarity", ``[B, H, T, S]``. A later call changes it for all models.
+
+    Raises:
+        ValueError: The map is none of these.
+        ImportError: transformers is missing.
+
+    Example:
+        >>> import pytest
+        >>> transformers = pytest.importorskip("transformers")
+        >>> import ikattn.integrations.transformers
+        >>> ikattn.integrations.transformers.register()
+        >>> sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=9)
+        >>> model = transformers.BertModel(config).eval()
+        >>> model.set_attn_implementation("ikattn_norms")
+        >>> tokens = torch.tensor([[1, 2, 3, 4, 5]])
+        >>> model(tokens, output_attentions=True).attentions[0].shape
+        torch.Size([1, 5, 5])
+    """
+    if map not in _MAPS_WITHOUT_BLOCK:
+        raise ValueError(
+            f"register: map must be one of {', '.join(_MAPS_WITHOUT_BLOCK)}, got {map!r}"
+        )
+    _register(NORMS, _NormsAttention(map), masks_of="sdpa")
+
+
+class _NormsAttention:
+    """The attention function "ikattn_norms"."""
+
+    def __init__(self, name: str) -> None:
+        self._map = name
+        self._parts: WeakKeyDictionary[nn.Module, AttentionParts] = WeakKeyDictionary()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        attend = _attention_function(module, "sdpa")
+        options.pop("output_attentions", None)  # of which sdpa would warn that it gives none
+        output, _ = attend(module, query, key, value, attention_mask, **options)
+        given = Given(query, key, value, attention_mask, NORMS, options)
+        parts = self._parts_of(module)
+        call = interface_call(module, given, parts.kind)
+        with without_autocast(query.device):
+            maps = make_maps(call, parts, Surroundings(), {self._map})
+        found = getattr(maps, self._map)
+        assert isinstance(found, Tensor)
+        return output, found
+
+    def _parts_of(self, module: nn.Module) -> AttentionParts:
+        if module not in self._parts:
+            for site in find_attention(_root_around(module)):
+                if site.module is module:
+                    self._parts[module] = _known_parts(site)
+        return self._parts[module]
+
+
+def _root_around(module: nn.Module) -> nn.Module:
+    """The outermost module that is running and holds ``module``.
+
+    A module does not know what it is part of, and BERT's out-projection is in the parent of what
+    calls the attention function; so the stack is searched, once for each module.
+    """
+    root, frame = module, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and any(part is root for part in running.modules()):
+            root = running
+    return root
+
+
+def _known_parts(site: Site) -> AttentionParts:
+    if isinstance(site.parts, str):
+        raise NotImplementedError(f"{NORMS}: {site.name}: {site.parts}")
+    return site.parts
+
+
+# --- For ikattn.record
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether the module has a config that names its attention implementation."""
+    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")
+
+
+@contextlib.contextmanager
+def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
+    """For the time of the block, tells ``listener`` of each call of an attention function.
+
+    The listener is called when the output has been computed, in the thread that computed it.
+
+    Args:
+        model: The model; every config in it is switched.
+        modules: The attention modules to listen to.
+        listener: Called with the module and what it passed.
+
+    Raises:
+        ValueError: The model's attention implementation is one whose masks or weights this package
+            does not know.
+    """
+    modules = list(modules)
+    configs = _configs(model)
+    with _lock:
+        for config in configs:
+            _check_implementation(config)
+        for config in configs:
+            _switch(config)
+        for module in modules:
+            _listeners[module] = (*_listeners.get(module, ()), listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            for module in modules:
+                others = tuple(one for one in _listeners[module] if one is not listener)
+                if others:
+                    _listeners[module] = others
+                else:
+                    del _listeners[module]
+            for config in configs:
+                _switch_back(config)
+
+
+def interface_call(module: nn.Module, given: Given, kind: str | None) -> AttentionCall:
+    """What the attention of a call of an attention function was given.
+
+    A key that no query of the call sees counts as padding.
+
+    Raises:
+        NotImplementedError: The call asks for something that this package cannot compute.
+    """
+    for option in ("softcap", "s_aux"):
+        if given.options.get(option) is not None:
+            raise NotImplementedError(
+                f"record: {type(module).__name__} passes {option}, with which attention weights "
+                "are no softmax of query . key; that is not supported"
+            )
+    scaling = given.options.get("scaling")
+    with without_autocast(given.query.device):
+        call = AttentionCall(
+            query=widened(given.query),
+            key=widened(given.key),
+            value=widened(given.value),
+            kind="cross" if kind == "cross" else "self",
+            scaling=None if scaling is None else float(scaling),
+            attn_mask=_mask(module, given),
+        )
+        _fill_padding(call, is_masked=given.attention_mask is not None)
+    return call
+
+
+# --- Implementations and configs
+
+
+def _register(name: str, attend: Callable[..., Any], *, masks_of: str) -> None:
+    """Makes ``attend`` an attention function that gets the masks of another one.
+
+    Without the second registration transformers would hand it no masks at all.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    masks = transformers.AttentionMaskInterface
+    transformers.AttentionInterface.register(name, attend)
+    masks.register(name, masks()[masks_of])
+
+
+def _attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
+    """What the module would call under the implementation of that name.
+
+    "eager" stands for a function of the file that the module's class comes from.
+    """
+    for kind in type(module).__mro__:
+        namespace = vars(sys.modules[kind.__module__])
+        if "ALL_ATTENTION_FUNCTIONS" in namespace:
+            interface = namespace["ALL_ATTENTION_FUNCTIONS"]
+            eager = namespace.get("eager_attention_forward")
+            return interface.get_interface(name, eager)  # type: ignore[no-any-return]
+    raise NotImplementedError(
+        f"record: {type(module).__name__} calls transformers' AttentionInterface from a file that "
+        "does not import it as ALL_ATTENTION_FUNCTIONS"
+    )
+
+
+class _TellingAttention:
+    """An attention function that computes as another one does and then tells the listeners."""
+
+    def __init__(self, implementation: str) -> None:
+        self._implementation = implementation
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        attend = _attention_function(module, self._implementation)
+        output = attend(module, query, key, value, attention_mask, **options)
+        for listener in _listeners.get(module, ()):
+            given = Given(query, key, value, attention_mask, self._implementation, options)
+            listener(module, given)
+        return output
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every config in the model that names an attention implementation, once."""
+    found = {
+        id(module.config): module.config for module in model.modules() if uses_interface(module)
+    }
+    return list(found.values())
+
+
+def _check_implementation(config: Any) -> None:
+    name = config._attn_implementation_internal
+    if name in (None, *_RECORDABLE) or name.startswith(_RECORDING):
+        return
+    raise ValueError(
+        f"record: the model's attention implementation must be one of {', '.join(_RECORDABLE)}, "
+        f'got {name!r}; call model.set_attn_implementation("sdpa") before'
+    )
+
+
+def _switch(config: Any) -> None:
+    entry = _switched.get(id(config))
+    if entry is None:
+        before = config._attn_implementation_internal
+        entry = _switched[id(config)] = _Switched(config, before)
+        implementation = before or "eager"
+        name = _RECORDING + implementation
+        _register(name, _TellingAttention(implementation), masks_of=implementation)
+        config._attn_implementation_internal = name
+    entry.users += 1
+
+
+def _switch_back(config: Any) -> None:
+    entry = _switched[id(config)]
+    entry.users -= 1
+    if entry.users:
+        return
+    del _switched[id(config)]
+    # unless the user set another one meanwhile
+    if (config._attn_implementation_internal or "").startswith(_RECORDING):
+        config._attn_implementation_internal = entry.before
+
+
+# --- Masks
+
+
+def _mask(module: nn.Module, given: Given) -> Tensor | None:
+    """The mask of a call with its position bias, as ``AttentionCall.attn_mask``."""
+    mask, bias = given.attention_mask, given.options.get("position_bias")
+    if mask is not None and mask.dim() != 4:
+        raise NotImplementedError(
+            f"record: {type(module).__name__} got an attention mask of shape {list(mask.shape)}; "
+            "masks must have shape [B, H or 1, T, S]"
+        )
+    if mask is None and _is_causal(module, given):
+        sizes = (given.query.size(2), given.key.size(2))
+        mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=given.query.device).tril()
+    if mask is None:
+        return None if bias is None else widened(bias)
+    mask = mask[..., : given.key.size(2)]
+    if mask.dtype == torch.bool:
+        return mask if bias is None else widened(bias).masked_fill(~mask, -math.inf)
+    mask = widened(mask).masked_fill(mask <= _LOWEST, -math.inf)
+    return mask if bias is None else mask + bias
+
+
+def _is_causal(module: nn.Module, given: Given) -> bool:
+    """Whether the attention function hides later keys although it was given no mask."""
+    if given.implementation == "eager" or given.query.size(2) == 1:
+        return False
+    passed = given.options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if passed is None else passed)
+
+
+def _fill_padding(call: AttentionCall, *, is_masked: bool) -> None:
+    """Finds padded keys and, in self-attention, the place and the padding of the queries."""
+    B, _, T, S = call.sizes
+    hidden = call.hidden()
+    seen_until = S
+    if hidden is not None:
+        seen = ~hidden.all(1).all(1).expand(B, S)
+        if is_masked:
+            call.key_padding = ~seen
+        if T != S and bool(seen.any()):
+            seen_until = int(seen.any(0).nonzero().max()) + 1
+    if call.kind == "cross":
+        return
+    # a cache holds earlier tokens, and a static one room for later ones
+    call.diagonal = max(seen_until - T, 0)
+    if call.key_padding is not None:
+        call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + T]
