@@ -3,6 +3,7 @@
 #pragma once
 
 #include "support/array.h"
+#include "support/host_device.h"
 
 namespace ikattn {
 
@@ -10,7 +11,7 @@ namespace ikattn {
 constexpr int64_t kFactorBlock = 64;
 
 // Entries of an upper triangular H x H matrix, row by row.
-constexpr int64_t triangle(int64_t H) { return H * (H + 1) / 2; }
+IKATTN_HOST_DEVICE constexpr int64_t triangle(int64_t H) { return H * (H + 1) / 2; }
 
 // The linear part of a normalisation layer: y -> (y - mean y) * weight, or y * weight.
 struct NormLayer {

@@ -14,8 +14,14 @@ std::string build_info() {
 #if defined(IKATTN_HAVE_X86_ISAS)
   isas += ", \"avx2\", \"avx512\"";
 #endif
+#if defined(IKATTN_HAVE_CUDA)
+  const char* cuda = "true";
+#else
+  const char* cuda = "false";
+#endif
   return std::string("{\"version\": \"") + IKATTN_VERSION + "\", \"torch\": \"" + TORCH_VERSION +
-         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas + "], \"cuda\": false}";
+         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas + "], \"cuda\": " + cuda +
+         "}";
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

@@ -9,11 +9,7 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__)
-#define IKATTN_HOST_DEVICE __host__ __device__
-#else
-#define IKATTN_HOST_DEVICE
-#endif
+#include "support/host_device.h"
 
 namespace ikattn {
 namespace {

@@ -29,4 +29,7 @@ struct AttentionKernels {
 
 extern const AttentionKernels attention_kernels;
 
+// keep [B, H, L, S]: what dropout keeps, from B, H, L, S, dropout_threshold and dropout_state.
+const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep, Stream stream);
+
 }  // namespace ikattn::cuda

@@ -3,9 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <deque>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,6 +10,7 @@
 #include "attention/cpu/kernel.h"
 #include "attention/cuda/kernels.h"
 #include "simt/interpreter.h"
+#include "simt/memory.h"
 #include "support/cuda/float16.h"
 #include "support/philox.h"
 
@@ -36,18 +34,6 @@ struct Case {
   ElementType type = ElementType::kFloat32;
 
   int64_t key_heads() const { return frequency_heads != G ? H : G; }
-};
-
-// Memory of all arrays of a test, aligned as the executors promise.
-class Memory {
- public:
-  void* take(int64_t bytes) {
-    blocks_.emplace_back(std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64), std::free);
-    return blocks_.back().get();
-  }
-
- private:
-  std::deque<std::unique_ptr<void, void (*)(void*)>> blocks_;
 };
 
 int64_t size_of(ElementType type) {
@@ -252,20 +238,6 @@ void set_gradients(Params& params, const Case& c, const Results& r, const Tensor
   if (c.bias) params.grad_key_bias = r.grad_bias.array;
   const bool floating = c.masking != Masking::kNone && c.masking != Masking::kBool;
   if (floating) params.grad_mask = r.grad_mask.array;
-}
-
-void run_serially(int, int64_t count, void (*task)(void*, int64_t, int), void* context) {
-  for (int64_t index = 0; index < count; ++index) task(context, index, 0);
-}
-
-Executor cpu_executor(Memory& memory) {
-  Executor executor;
-  executor.run = run_serially;
-  executor.allocate = [](void* owner, int64_t bytes) {
-    return static_cast<Memory*>(owner)->take(bytes);
-  };
-  executor.owner = &memory;
-  return executor;
 }
 
 cuda::DeviceExecutor device_executor(Memory& memory) {

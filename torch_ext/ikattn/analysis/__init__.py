@@ -1,6 +1,6 @@
 """What attention really does: recordings of real models, maps, rollouts, files and pictures."""
 
-from ._resolvers import register_resolver
+from ._resolvers import AttentionParts, register_resolver
 from .alignment import (
     AlignmentScores,
     GoldAlignments,
@@ -26,6 +26,7 @@ from .summary import (
 )
 
 __all__ = [
+    "AttentionParts",
     "AlignmentScores",
     "Batch",
     "Factors",

@@ -17,7 +17,15 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ..multihead_attention import MultiheadAttention
 
-__all__ = ["AttentionParts", "Resolver", "Site", "find_attention", "register_resolver"]
+__all__ = [
+    "AttentionParts",
+    "Resolver",
+    "Site",
+    "find_attention",
+    "out_proj_weight",
+    "register_resolver",
+    "resolve",
+]
 
 Side: TypeAlias = Literal["encoder", "decoder"]
 
@@ -109,7 +117,7 @@ def find_attention(model: nn.Module) -> list[Site]:
     sites = []
     for name, module, ancestors in _walk(model, "", (), set()):
         try:
-            parts: AttentionParts | str | None = _resolve(module, ancestors)
+            parts: AttentionParts | str | None = resolve(module, ancestors)
         except NotImplementedError as reason:
             parts = str(reason)
         if parts is not None:
@@ -149,7 +157,12 @@ def _walk(
         yield from _walk(child, full_name, (module, *ancestors), seen)
 
 
-def _resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts | None:
+def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts | None:
+    """The parts of an attention module among ``ancestors``, innermost first; None: it is none.
+
+    Raises:
+        NotImplementedError: It is attention that cannot be recorded, or that no resolver knows.
+    """
     resolvers = [*reversed(_registered.values()), _torch_attention, _transformers_attention]
     for resolver in resolvers:
         parts = resolver(module, ancestors)

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ..analysis._attention_call import (
     widened,
     without_autocast,
 )
-from ..analysis._resolvers import AttentionParts, Site, find_attention
+from ..analysis._resolvers import AttentionParts, find_attention, resolve
 
 __all__ = ["register"]
 
@@ -111,7 +111,8 @@ class _NormsAttention:
 
     def __init__(self, name: str) -> None:
         self._map = name
-        self._parts: WeakKeyDictionary[nn.Module, AttentionParts] = WeakKeyDictionary()
+        # Of modules that have run, the modules around them, innermost first.
+        self._around: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -135,11 +136,18 @@ class _NormsAttention:
         return output, found
 
     def _parts_of(self, module: nn.Module) -> AttentionParts:
-        if module not in self._parts:
+        """The parts as they are now: adapters may have taken a projection's place meanwhile.
+
+        Raises:
+            NotImplementedError: The attention cannot be recorded, or no resolver knows it.
+        """
+        if module not in self._around:
             for site in find_attention(_root_around(module)):
-                if site.module is module:
-                    self._parts[module] = _known_parts(site)
-        return self._parts[module]
+                self._around[site.module] = [ref(ancestor) for ancestor in site.ancestors]
+        around = [ancestor() for ancestor in self._around.get(module, ())]
+        parts = resolve(module, [ancestor for ancestor in around if ancestor is not None])
+        assert parts is not None  # it called an attention function
+        return parts
 
 
 def _root_around(module: nn.Module) -> nn.Module:
@@ -155,12 +163,6 @@ def _root_around(module: nn.Module) -> nn.Module:
         if isinstance(running, nn.Module) and any(part is root for part in running.modules()):
             root = running
     return root
-
-
-def _known_parts(site: Site) -> AttentionParts:
-    if isinstance(site.parts, str):
-        raise NotImplementedError(f"{NORMS}: {site.name}: {site.parts}")
-    return site.parts
 
 
 # --- For ikattn.record

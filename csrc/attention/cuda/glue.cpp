@@ -1,0 +1,73 @@
+// CUDA: tensors to params, the stream. Built where torch has CUDA.
+#include "attention/glue.h"
+
+#include "attention/cuda/kernels.h"
+#include "support/cuda/glue.h"
+
+namespace ikattn {
+namespace {
+
+struct Cuda {
+  static void forward(const AttentionParams& params, const at::Tensor& query, double) {
+    run("implicit_kernel_attention", query, cuda::attention_kernels.forward, params);
+  }
+  static void backward(const AttentionBackwardParams& params, const at::Tensor& query, double) {
+    run("implicit_kernel_attention_backward", query, cuda::attention_kernels.backward, params);
+  }
+  static void weights(const WeightsParams& params, const at::Tensor& query, double) {
+    run("implicit_kernel_weights", query, cuda::attention_kernels.weights, params);
+  }
+  static void features(const FeaturesParams& params, bool backward, const at::Tensor& x, double) {
+    cuda::Call call("spectral_features", x);
+    call.check(
+        cuda::attention_kernels.features[compute_index(x)](params, backward, executor_of(call)));
+  }
+
+ private:
+  static cuda::DeviceExecutor executor_of(cuda::Call& call) {
+    cuda::DeviceExecutor executor;
+    executor.stream = call.stream();
+    executor.allocate = [](void* owner, int64_t bytes) {
+      return static_cast<cuda::Call*>(owner)->allocate(bytes);
+    };
+    executor.owner = &call;
+    return executor;
+  }
+
+  template <typename Params>
+  static void run(const char* function, const at::Tensor& query,
+                  const char* (*const (&kernels)[2])(const Params&, const cuda::DeviceExecutor&),
+                  const Params& params) {
+    cuda::Call call(function, query);
+    call.check(kernels[compute_index(query)](params, executor_of(call)));
+  }
+};
+
+at::Tensor dropout_keep_mask_cuda(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
+                                  int64_t S, double dropout_p) {
+  check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
+  TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
+              "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ", S);
+  const at::Tensor keep = at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
+  if (dropout_p == 0) return keep;
+  const at::Tensor state = dropout_seed.contiguous();
+  AttentionParams params;
+  params.B = B;
+  params.H = H;
+  params.L = L;
+  params.S = S;
+  params.dropout_threshold = dropout_threshold(dropout_p);
+  params.dropout_state = state.const_data_ptr<int64_t>();
+  const cuda::Call call("dropout_keep_mask", keep);
+  call.check(cuda::dropout_keep_mask(
+      params, reinterpret_cast<uint8_t*>(keep.mutable_data_ptr<bool>()), call.stream()));
+  return keep;
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CUDA, m) {
+  AttentionOperators<Cuda>::register_in(m);
+  m.impl("dropout_keep_mask", dropout_keep_mask_cuda);
+}
+
+}  // namespace
+}  // namespace ikattn

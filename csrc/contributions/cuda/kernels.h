@@ -1,0 +1,19 @@
+// The CUDA kernels' doors: what glue.cpp calls, with the parameters the CPU kernels take.
+#pragma once
+
+#include "contributions/params.h"
+#include "support/cuda/launch.h"
+
+namespace ikattn::cuda {
+
+// Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
+// float64.
+struct ContributionKernels {
+  // scratch: as large as params.vectors
+  const char* (*factors[2])(const FactorParams&, void* scratch, Stream);
+  const char* (*pair_norms[2])(const PairParams&, Stream);
+};
+
+extern const ContributionKernels contribution_kernels;
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,239 @@
+// The maps on any device, over a Device that has
+//   factors(params, vectors, work), pair_norms(params, like, work)
+// where `work` is the number of multiply-adds. The products of matrices are torch's, a bounded
+// number of tokens at a time.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "contributions/arguments.h"
+#include "contributions/operators.h"
+#include "contributions/params.h"
+#include "contributions/reference.h"
+#include "support/glue.h"
+
+namespace ikattn {
+namespace {
+
+// What the maps need of the keys, once for all queries. Everything in the arithmetic type.
+struct Keys {
+  at::Tensor value;                   // [B, G, S, d_v], zero where padding
+  at::Tensor projection;              // [D, H d_v]
+  std::array<at::Tensor, 2> weights;  // [D], of the norms
+  // [B, blocks, triangle(H), 64]; variants as in FactorParams, undefined where no map needs them
+  std::array<at::Tensor, 3> factors;
+  at::Tensor value_norms;  // [B, H, S]
+};
+
+inline bool needs_variant(const Block& block, int variant) {
+  switch (variant) {
+    case 0:
+      return block.maps[kSummed] || block.maps[kWithResidual];
+    case 1:
+      return block.maps[kWithNorm];
+    default:
+      return block.maps[kEncoder];
+  }
+}
+
+template <typename Device>
+Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes) {
+  const auto [B, H, G, T, S, d_v, D] = sizes;
+  const Block& block = call.block;
+  const auto options = call.value.options().dtype(arithmetic_type(call));
+  Keys keys;
+  keys.value = call.value.to(options.dtype());
+  if (block.key_padding.defined()) {
+    keys.value = keys.value.masked_fill(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);
+  }
+  keys.projection = call.out_proj_weight.to(options.dtype());
+  FactorParams params;
+  params.B = B;
+  params.H = H;
+  params.S = S;
+  params.D = D;
+  for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
+    keys.weights[n] = block.norm_weight[n].to(options.dtype()).contiguous();
+    params.norms[n] = {keys.weights[n].const_data_ptr(), block.centered[n]};
+  }
+  bool needed = block.maps[kValueNorms];
+  if (needed) {
+    keys.value_norms = at::empty({B, H, S}, options);
+    params.value_norms = keys.value_norms.mutable_data_ptr();
+  }
+  const int64_t blocks = (S + kFactorBlock - 1) / kFactorBlock;
+  for (int variant = 0; variant < 3; ++variant) {
+    if (!needs_variant(block, variant)) continue;
+    needed = true;
+    keys.factors[variant] = at::zeros({B, blocks, triangle(H), kFactorBlock}, options);
+    params.factors[variant] = keys.factors[variant].mutable_data_ptr();
+  }
+  if (!needed) return keys;
+
+  // Vectors f_h(x_j) of about 2 MiB at a time: made by one product per head, read while in cache.
+  const int64_t per_token = std::max<int64_t>(1, B * H * D);
+  const int64_t step =
+      std::clamp<int64_t>((int64_t{1} << 19) / per_token, 16, std::max<int64_t>(16, S));
+  const at::Tensor buffer = at::empty({H * B * std::min(step, S) * D}, options);
+  for (params.j0 = 0; params.j0 < S; params.j0 += step) {
+    params.tokens = std::min(step, S - params.j0);
+    const at::Tensor vectors =
+        buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
+    for (int64_t h = 0; h < H; ++h) {
+      const at::Tensor tokens =
+          keys.value.select(1, h / (H / G)).narrow(1, params.j0, params.tokens);
+      at::Tensor target = vectors.select(0, h);
+      at::mm_out(target, tokens.reshape({B * params.tokens, d_v}),
+                 keys.projection.narrow(1, h * d_v, d_v).t());
+    }
+    params.vectors = vectors.const_data_ptr();
+    const double work = static_cast<double>(B * params.tokens * H) * static_cast<double>(H * D);
+    Device::factors(params, vectors, work);
+  }
+  return keys;
+}
+
+// norms[variant] [B, rows, S], for every variant whose map is there.
+template <typename Device>
+void pair_norms(const at::Tensor& weights, const Keys& keys, const Block& block,
+                const std::array<at::Tensor, 3>& norms) {
+  PairParams params;
+  params.B = weights.size(0);
+  params.H = weights.size(1);
+  params.rows = weights.size(2);
+  params.S = weights.size(3);
+  params.weights = array_of(weights);
+  if (block.query_padding.defined()) params.query_padding = array_of(block.query_padding);
+  if (block.key_padding.defined()) params.key_padding = array_of(block.key_padding);
+  for (int variant = 0; variant < 3; ++variant) {
+    if (!norms[variant].defined()) continue;
+    params.factors[params.variants] = keys.factors[variant].const_data_ptr();
+    params.norms[params.variants++] = array_of(norms[variant]);
+  }
+  if (params.variants == 0) return;
+  const double work = static_cast<double>(params.B * params.rows) *
+                      static_cast<double>(params.S * triangle(params.H) * params.variants);
+  Device::pair_norms(params, keys.value, work);
+}
+
+// --- A query's own pair, and the sum over the others: vectors [B, rows, D]
+
+inline at::Tensor project(const at::Tensor& heads, const at::Tensor& projection) {
+  return at::matmul(heads.transpose(1, 2).flatten(2), projection.t());
+}
+
+// [B, H, rows, *] as [B, G, H / G * rows, *], the rows that meet the same value head together.
+inline at::Tensor by_value_head(const at::Tensor& heads, int64_t G) {
+  return heads.reshape({heads.size(0), G, heads.size(1) / G * heads.size(2), heads.size(3)});
+}
+
+inline at::Tensor own_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
+  const int64_t G = keys.value.size(1), H = weights.size(1), rows = weights.size(2);
+  const at::Tensor own = weights.diagonal(block.diagonal, 2, 3).to(keys.value.scalar_type());
+  const at::Tensor value =
+      at::repeat_interleave(keys.value.narrow(2, block.diagonal, rows), H / G, 1);
+  return project(own.unsqueeze(-1) * value, keys.projection);
+}
+
+inline at::Tensor other_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
+  const int64_t G = keys.value.size(1), H = weights.size(1), rows = weights.size(2);
+  at::Tensor others = at::empty(weights.sizes(), keys.value.options()).copy_(weights);
+  others.diagonal(block.diagonal, 2, 3).zero_();
+  if (block.key_padding.defined()) {
+    others.masked_fill_(block.key_padding.unsqueeze(1).unsqueeze(1), 0);
+  }
+  const at::Tensor heads = at::matmul(by_value_head(others, G), keys.value);
+  return project(heads.view({weights.size(0), H, rows, keys.value.size(3)}), keys.projection);
+}
+
+inline void apply_norm_(at::Tensor& vectors, const at::Tensor& weight, bool centered) {
+  if (centered) vectors.sub_(vectors.mean(-1, true));
+  vectors.mul_(weight);
+}
+
+inline at::Tensor ratio_of(const at::Tensor& own, const at::Tensor& others) {
+  const at::Tensor sum = own + others;
+  return (others / sum).masked_fill_(sum == 0, 0);
+}
+
+inline at::Tensor norms_of(const at::Tensor& vectors, const at::Tensor& padding) {
+  at::Tensor norms = at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1});
+  if (padding.defined()) norms.masked_fill_(padding, 0);
+  return norms;
+}
+
+// The maps' own pairs and the mixing ratios of some rows. maps: [B, rows, S], ratios [4, B, rows].
+inline void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& block,
+                      const MapTensors& maps) {
+  const int64_t rows = weights.size(2);
+  at::Tensor padding = block.query_padding;
+  if (block.key_padding.defined()) {
+    const at::Tensor own = block.key_padding.narrow(1, block.diagonal, rows);
+    padding = padding.defined() ? at::logical_or(padding, own) : own;
+  }
+  at::Tensor own = own_vectors(weights, keys, block), others, scale;
+  if (block.maps[kMixingRatios]) others = other_vectors(weights, keys, block);
+  const auto finish = [&](Map map) {
+    at::Tensor norms = norms_of(own, padding);
+    if (others.defined()) {
+      maps[kMixingRatios]
+          .select(0, map - kSummed)
+          .copy_(ratio_of(norms, norms_of(others, block.query_padding)));
+    }
+    if (map == kSummed || !block.maps[map]) return;
+    if (scale.defined()) {
+      maps[map].div_(scale.unsqueeze(-1));
+      norms.div_(scale);
+    }
+    maps[map].diagonal(block.diagonal, 1, 2).copy_(norms);
+  };
+  finish(kSummed);
+  if (!block.residual.defined()) return;
+  own.add_(block.residual);
+  finish(kWithResidual);
+  for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
+    apply_norm_(own, keys.weights[n], block.centered[n]);
+    if (others.defined()) apply_norm_(others, keys.weights[n], block.centered[n]);
+    at::Tensor norm_scale = block.norm_scale[n].to(own.scalar_type());
+    if (block.query_padding.defined()) {
+      norm_scale = norm_scale.masked_fill(block.query_padding, 1);
+    }
+    scale = scale.defined() ? scale * norm_scale : norm_scale;
+    finish(n == 0 ? kWithNorm : kEncoder);
+  }
+}
+
+template <typename Device>
+MapTensors contribution_maps_of(const ContributionCall& call) {
+  const ContributionSizes sizes = check_contributions(call);
+  const Block& block = call.block;
+  const Keys keys = prepare_keys<Device>(call, sizes);
+  const auto options = call.value.options().dtype(arithmetic_type(call));
+  MapTensors maps;
+  maps[kValueNorms] = keys.value_norms;
+  for (int map = kSummed; map < kMixingRatios; ++map) {
+    if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.T, sizes.S}, options);
+  }
+  if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
+
+  const bool needs_own = block.residual.defined() || block.maps[kMixingRatios];
+  const bool at_once = call.source.attn_weights.defined() && !needs_own;
+  const int64_t step = at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes);
+  for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
+    const int64_t rows = std::min(step, sizes.T - i0);
+    const ContributionCall round = rows_of(call, i0, rows);
+    const at::Tensor weights = weights_of(round.source);
+    MapTensors part = maps;
+    for (int map = kSummed; map < kMaps; ++map) {
+      if (part[map].defined()) part[map] = part[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows);
+    }
+    const at::Tensor first = block.maps[kSummed] ? part[kSummed] : part[kWithResidual];
+    pair_norms<Device>(weights, keys, round.block, {first, part[kWithNorm], part[kEncoder]});
+    if (block.maps[kSummed] && block.maps[kWithResidual]) part[kWithResidual].copy_(first);
+    if (needs_own) own_pairs(weights, keys, round.block, part);
+  }
+  return maps;
+}
+
+}  // namespace
+}  // namespace ikattn

@@ -1,0 +1,46 @@
+// What the glue of every CUDA kernel needs: the stream, memory, errors. Includes torch.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <vector>
+
+namespace ikattn::cuda {
+
+// The device of a call made current, its stream, and memory that lives as long as this object: the
+// allocator hands it out again only to work queued after.
+class Call {
+ public:
+  Call(const char* function, const at::Tensor& like)
+      : function_(function),
+        device_(like.device()),
+        guard_(like.device()),
+        stream_(c10::cuda::getCurrentCUDAStream(like.device().index())) {}
+
+  cudaStream_t stream() const { return stream_.stream(); }
+
+  void* allocate(int64_t bytes) {
+    memory_.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
+    return memory_.back().mutable_data_ptr();
+  }
+
+  // `error` is what a launch returned.
+  void check(const char* error) const {
+    TORCH_CHECK(error == nullptr, function_, ": the CUDA kernels could not be launched: ", error,
+                error != nullptr && std::string(error).find("no kernel image") != std::string::npos
+                    ? " (ikattn was built for other architectures than this GPU's: set "
+                      "TORCH_CUDA_ARCH_LIST and build again)"
+                    : "");
+  }
+
+ private:
+  const char* function_;
+  at::Device device_;
+  c10::cuda::CUDAGuard guard_;
+  c10::cuda::CUDAStream stream_;
+  std::vector<at::Tensor> memory_;
+};
+
+}  // namespace ikattn::cuda

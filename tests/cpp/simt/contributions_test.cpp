@@ -1,0 +1,202 @@
+// The contribution operators' CUDA kernels in the interpreter, against the CPU kernels in float64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "contributions/cpu/kernel.h"
+#include "contributions/cuda/kernels.h"
+#include "simt/interpreter.h"
+#include "simt/memory.h"
+
+namespace ikattn::simt_truth {
+extern const ContributionKernels contribution_kernels;
+}
+
+namespace ikattn {
+namespace {
+
+struct Case {
+  std::string name;
+  int64_t B = 2, H = 4, T = 5, S = 7, D = 20;
+  bool padding = false;
+  friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+};
+
+// Everything of one call in one arithmetic type.
+template <typename T>
+struct Call {
+  explicit Call(const Case& c) : case_(c) {
+    std::mt19937 generator(5);
+    std::normal_distribution<double> normal;
+    const auto fill = [&](std::vector<T>& values, int64_t count) {
+      values.resize(count + 1);
+      for (T& value : values) value = static_cast<T>(static_cast<float>(normal(generator)));
+    };
+    fill(vectors, c.H * c.B * c.S * c.D);
+    fill(norm_weights[0], c.D);
+    fill(norm_weights[1], c.D);
+    fill(weights, c.B * c.H * c.T * c.S);
+    for (int64_t j = 0; j < c.S && c.T > 0; ++j) weights[j] = 0;  // of one head and query
+    const int64_t blocks = (c.S + kFactorBlock - 1) / kFactorBlock;
+    for (int variant = 0; variant < 3; ++variant) {
+      factors[variant].resize(c.B * blocks * triangle(c.H) * kFactorBlock + 1);
+      norms[variant].resize(c.B * c.T * c.S + 1);
+    }
+    value_norms.resize(c.B * c.H * c.S + 1);
+    query_padding.resize(c.B * c.T + 1);
+    key_padding.resize(c.B * c.S + 1);
+    if (c.padding) {
+      query_padding[c.T - 1] = 1;
+      key_padding[c.S - 1] = key_padding[c.B * c.S - 2] = 1;
+    }
+  }
+
+  FactorParams factor_params() {
+    FactorParams params;
+    params.B = case_.B;
+    params.H = case_.H;
+    params.S = params.tokens = case_.S;
+    params.D = case_.D;
+    params.vectors = vectors.data();
+    params.norms[0] = {norm_weights[0].data(), true};
+    params.norms[1] = {norm_weights[1].data(), false};
+    for (int variant = 0; variant < 3; ++variant) params.factors[variant] = factors[variant].data();
+    params.value_norms = value_norms.data();
+    return params;
+  }
+
+  PairParams pair_params() {
+    PairParams params;
+    params.B = case_.B;
+    params.H = case_.H;
+    params.rows = case_.T;
+    params.S = case_.S;
+    constexpr ElementType kType = sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
+    const int64_t H = case_.H, rows = case_.T, S = case_.S;
+    params.weights = Array{weights.data(), kType, {H * rows * S, rows * S, S, 1}};
+    if (case_.padding) {
+      params.query_padding = Array{query_padding.data(), ElementType::kBool, {rows, 1, 0, 0}};
+      params.key_padding = Array{key_padding.data(), ElementType::kBool, {S, 1, 0, 0}};
+    }
+    params.variants = 3;
+    for (int variant = 0; variant < 3; ++variant) {
+      params.factors[variant] = factors[variant].data();
+      params.norms[variant] = Array{norms[variant].data(), kType, {rows * S, S, 1, 0}};
+    }
+    return params;
+  }
+
+  std::vector<T> vectors, weights, norm_weights[2], factors[3], norms[3], value_norms;
+  std::vector<uint8_t> query_padding, key_padding;
+
+ private:
+  Case case_;
+};
+
+Call<double> truth_of(const Case& c) {
+  Call<double> call(c);
+  Memory memory;
+  const auto& kernels = simt_truth::contribution_kernels;
+  kernels.factors[1](call.factor_params(), cpu_executor(memory));
+  kernels.pair_norms[1](call.pair_params(), cpu_executor(memory));
+  return call;
+}
+
+template <typename T>
+Call<T> on_device(const Case& c) {
+  Call<T> call(c);
+  std::vector<T> scratch(call.vectors.size());
+  const auto& kernels = cuda::contribution_kernels;
+  constexpr int kIndex = sizeof(T) == 8 ? 1 : 0;
+  EXPECT_STREQ(kernels.factors[kIndex](call.factor_params(), scratch.data(), nullptr), nullptr);
+  EXPECT_STREQ(kernels.pair_norms[kIndex](call.pair_params(), nullptr), nullptr);
+  return call;
+}
+
+template <typename T>
+void expect_close(const std::vector<T>& got, const std::vector<double>& expected, double tolerance,
+                  const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size());
+  double largest = 1e-30, error = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    largest = std::max(largest, std::fabs(expected[i]));
+    error = std::max(error, std::fabs(static_cast<double>(got[i]) - expected[i]));
+  }
+  EXPECT_LE(error, tolerance * largest) << what;
+}
+
+template <typename T>
+void compare(const Case& c, double tolerance) {
+  const Call<double> truth = truth_of(c);
+  const Call<T> got = on_device<T>(c);
+  expect_close(got.value_norms, truth.value_norms, tolerance, "value norms");
+  for (int variant = 0; variant < 3; ++variant) {
+    const std::string name = "variant " + std::to_string(variant);
+    expect_close(got.norms[variant], truth.norms[variant], tolerance, name);
+  }
+}
+
+const Case kCases[] = {
+    {.name = "plain"},
+    {.name = "padding", .padding = true},
+    {.name = "one_head", .H = 1},
+    {.name = "twelve_heads", .B = 1, .H = 12, .T = 9, .S = 33, .D = 40},
+    {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
+    {.name = "blocks", .B = 1, .H = 3, .T = 67, .S = 65, .D = 33, .padding = true},
+    {.name = "no_queries", .T = 0},
+};
+
+class ContributionKernelsOnDevice : public ::testing::TestWithParam<Case> {};
+
+TEST_P(ContributionKernelsOnDevice, Float64EqualsTheCpu) { compare<double>(GetParam(), 1e-13); }
+
+TEST_P(ContributionKernelsOnDevice, Float32ErrsByRounding) { compare<float>(GetParam(), 2e-6); }
+
+INSTANTIATE_TEST_SUITE_P(Simt, ContributionKernelsOnDevice, ::testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
+  const Case c{.name = "order", .H = 5, .T = 70, .S = 40};
+  const Call<float> first = on_device<float>(c);
+  for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
+    simt::set_order(order);
+    const Call<float> other = on_device<float>(c);
+    for (int variant = 0; variant < 3; ++variant) {
+      EXPECT_EQ(other.norms[variant], first.norms[variant]);
+    }
+  }
+  simt::set_order(simt::Order::kForward);
+}
+
+TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {
+  const Case c{.name = "cancel", .B = 1, .H = 6, .T = 1, .S = 4, .D = 32};
+  Call<float> call(c);
+  const int64_t pitch = c.S * c.D;  // between heads
+  for (int64_t i = 0; i < pitch; ++i) {
+    double sum = 0;
+    for (int64_t h = 0; h + 1 < c.H; ++h) sum += call.vectors[h * pitch + i];
+    float& last = call.vectors[(c.H - 1) * pitch + i];
+    last = static_cast<float>(1e-3 * last - sum);
+  }
+  std::fill(call.weights.begin(), call.weights.end(), 1.0f);
+  std::vector<float> scratch(call.vectors.size());
+  const auto& kernels = cuda::contribution_kernels;
+  ASSERT_STREQ(kernels.factors[0](call.factor_params(), scratch.data(), nullptr), nullptr);
+  ASSERT_STREQ(kernels.pair_norms[0](call.pair_params(), nullptr), nullptr);
+  for (int64_t j = 0; j < c.S; ++j) {
+    double square = 0;
+    for (int64_t column = 0; column < c.D; ++column) {
+      double sum = 0;
+      for (int64_t h = 0; h < c.H; ++h) sum += call.vectors[h * pitch + j * c.D + column];
+      square += sum * sum;
+    }
+    EXPECT_NEAR(call.norms[0][j] / std::sqrt(square), 1, 1e-3);
+  }
+}
+
+}  // namespace
+}  // namespace ikattn

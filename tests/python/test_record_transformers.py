@@ -1,0 +1,776 @@
+"""``ikattn.record`` on models of Hugging Face transformers, tiny and with random weights."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from agreement import assert_close, assert_identical
+from ikattn.analysis import _attention_call
+from ikattn.analysis._resolvers import find_attention, out_proj_weight
+from ikattn.analysis.record import record
+from ikattn.contributions import NormStats
+from ikattn.integrations.transformers import register
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-11  # all of it in float64
+FLOAT32_SOFTMAX = 2e-7  # what the eager implementation of many families has in float64 too
+SUMMED = ("summed", "with_residual", "with_norm", "encoder")
+TEXT = {"vocab_size": 30, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT = TEXT | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT |= {"intermediate_size": 32, "max_position_embeddings": 32, "type_vocab_size": 2}
+GROUPED = BERT | {"num_key_value_heads": 2}
+BART = TEXT | {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "forced_eos_token_id": None}
+IMAGE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGE |= {"intermediate_size": 32, "image_size": 8, "patch_size": 4}
+T5 = TEXT | {"d_model": 16, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
+WHISPER = BART | {"num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 8}
+
+# class, its config, what the blocks are, and what is fed to it
+FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "bert": ("Bert", BERT, "post", "text"),
+    "roberta": ("Roberta", BERT, "post", "text"),
+    "xlm-roberta": ("XLMRoberta", BERT, "post", "text"),
+    "camembert": ("Camembert", BERT, "post", "text"),
+    "electra": ("Electra", BERT | {"embedding_size": 8}, "post", "text"),
+    "distilbert": (
+        "DistilBert",
+        TEXT | {"dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 32},
+        "post",
+        "text",
+    ),
+    "albert": ("Albert", BERT | {"embedding_size": 8}, "post", "text"),
+    "modernbert": (
+        "ModernBert",
+        BERT | {"local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1},
+        "pre",
+        "text",
+    ),
+    "gpt2": ("GPT2", TEXT | {"n_embd": 16, "n_layer": 2, "n_head": 4}, "pre", "text"),
+    "gpt-neox": ("GPTNeoX", BERT, "parallel", "text"),
+    "opt": ("OPT", BERT | {"ffn_dim": 32, "word_embed_proj_dim": 16}, "pre", "text"),
+    "opt, post-norm": (
+        "OPT",
+        BERT | {"ffn_dim": 32, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        "post",
+        "text",
+    ),
+    "llama": ("Llama", GROUPED, "pre", "text"),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 3}, "pre", "text"),
+    "mixtral": ("Mixtral", GROUPED | MOE, "pre", "text"),
+    "qwen2": ("Qwen2", GROUPED, "pre", "text"),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 6}, "pre", "text"),
+    "gemma": ("Gemma", GROUPED | {"head_dim": 6}, "pre", "text"),
+    "vit": ("ViT", IMAGE, "pre", "image"),
+    "clip text": ("CLIPText", BERT, "pre", "text"),
+    "clip vision": ("CLIPVision", IMAGE, "pre", "image"),
+    "siglip vision": ("SiglipVision", IMAGE, "pre", "image"),
+    "t5": ("T5", T5, "pre", "pair"),
+    "bart": ("Bart", BART, "post", "pair"),
+    "marian": ("Marian", BART, "post", "pair"),
+    "mbart": ("MBart", BART, "pre", "pair"),
+    "pegasus": ("Pegasus", BART, "pre", "pair"),
+    "whisper": ("Whisper", WHISPER, "pre", "sound"),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def build(family: str, implementation: str = "sdpa", **changes: Any) -> Any:
+    name, options, _, _ = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**options | changes)
+    config._attn_implementation = implementation
+    config._experts_implementation = "eager"  # the other one knows no float64
+    model = getattr(transformers, f"{name}Model")(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def inputs_of(family: str) -> dict[str, Tensor]:
+    """A batch of two with padding, where the model has such."""
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
+    text = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
+    target = torch.tensor([[1, 4, 3, 5], [1, 7, 9, 0]])
+    kind = FAMILIES[family][3]
+    if kind == "image":
+        return {"pixel_values": torch.randn(2, 3, 8, 8)}
+    if kind == "sound":
+        return {"input_features": torch.randn(2, 4, 12), "decoder_input_ids": target}
+    if kind == "pair":
+        mask = (target != 0).long()
+        return text | {"decoder_input_ids": target, "decoder_attention_mask": mask}
+    return text
+
+
+class Probe:
+    """What every module that ran was given and gave, in the order of the runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inputs: dict[nn.Module, list[Tensor]] = {}
+        self.outputs: dict[nn.Module, list[Tensor]] = {}
+        for module in model.modules():
+            module.register_forward_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        found = output[0] if isinstance(output, tuple) else output
+        self.inputs.setdefault(module, []).append(given[0] if given else torch.empty(0))
+        if isinstance(found, Tensor):
+            self.outputs.setdefault(module, []).append(found)
+
+    def was_input(self, x: Tensor) -> bool:
+        """Whether some module was given ``x``, [B, T, D]."""
+        every = (given for runs in self.inputs.values() for given in runs)
+        same = (given for given in every if given.numel() == x.numel())
+        return any(torch.allclose(given.reshape(x.shape), x, atol=1e-10) for given in same)
+
+
+def norms(y: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(y, dim=-1)
+
+
+def vectors(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+    """y_ij of each pair, [B, T, S, D], the slow way."""
+    heads = weights.size(1)
+    value = value.repeat_interleave(heads // value.size(1), 1)
+    transformed = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (heads, -1)))
+    return torch.einsum("bhts,bhsd->btsd", weights, transformed)
+
+
+def through(y: Tensor, norm: nn.Module, norm_input: Tensor) -> Tensor:
+    stats = NormStats.of(norm, norm_input)
+    return (y - y.mean(-1, keepdim=True)) * stats.weight / stats.scale[..., None, None]
+
+
+def eager_weights(family: str, model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Attention weights as transformers returns them, of encoder, then of decoder layers."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = model(**inputs, output_attentions=True)
+    model.set_attn_implementation("sdpa")
+    if "decoder_attentions" not in outputs:
+        return list(outputs.attentions)
+    of_decoder = zip(outputs.decoder_attentions, outputs.cross_attentions, strict=True)
+    return [*outputs.encoder_attentions, *(weights for pair in of_decoder for weights in pair)]
+
+
+def values_passed(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The value [B, G, S, d_v] of every call of F.scaled_dot_product_attention."""
+    values: list[Tensor] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        values.append(value)
+        return original(query, key, value, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = spy
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+    return values
+
+
+def outputs_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    found = model(**inputs)
+    return [x for x in found.to_tuple() if isinstance(x, Tensor)]
+
+
+def without_padding(pairs: Tensor, maps: Any) -> Tensor:
+    """[B, (H,) T, S] with 0 where query or key is padding."""
+    heads = (slice(None),) + (None,) * (pairs.dim() - 3)
+    if maps.query_padding is not None:
+        pairs = pairs.masked_fill(maps.query_padding[heads][..., None], 0)
+    if maps.key_padding is not None:
+        pairs = pairs.masked_fill(maps.key_padding[heads][..., None, :], 0)
+    return pairs
+
+
+# --- Every family
+
+
+@families
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_recording_changes_no_output_and_leaves_no_trace(family: str, implementation: str) -> None:
+    model, inputs = build(family, implementation), inputs_of(family)
+    with torch.no_grad():
+        before = outputs_of(model, inputs)
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        with record(model, maps=None):
+            during = outputs_of(model, inputs)
+        after = outputs_of(model, inputs)
+    assert_identical(during, before)
+    assert_identical(after, before)
+    assert model.config._attn_implementation == implementation
+    left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert left == hooks
+
+
+@families
+def test_weights_are_those_of_the_eager_implementation(family: str) -> None:
+    model, inputs = build(family), inputs_of(family)
+    expected = eager_weights(family, model, inputs)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad(), record(model, maps=("weights",)) as recording:
+            model(**inputs)
+        found = [maps for name, maps in recording.batches[0].items() if "head" not in name]
+        assert len(found) == len(expected)
+        for maps, weights in zip(found, expected, strict=True):
+            assert_close(maps.weights, without_padding(weights, maps), FLOAT32_SOFTMAX)
+
+
+@families
+def test_vectors_with_the_norms_found_make_up_what_the_blocks_compute(family: str) -> None:
+    model, inputs = build(family), inputs_of(family)
+    block = FAMILIES[family][2]
+    values = values_passed(model, inputs)
+    with torch.no_grad():
+        with record(model, maps=None) as recording, record(model, maps="weights") as weights:
+            model(**inputs)
+        probe = Probe(model)
+        model(**inputs)
+    sites = {site.name: site for site in find_attention(model)}
+    runs: dict[nn.Module, int] = {}
+    for name, maps in recording.batches[0].items():
+        site = sites[name.split("#")[0]]
+        parts: Any = site.parts
+        if isinstance(site.module, nn.MultiheadAttention):
+            continue  # the pooling head of SigLIP
+        run = runs[site.module] = runs.get(site.module, -1) + 1
+        value = values.pop(0)
+        a = weights[name].weights
+        y = vectors(a, value, out_proj_weight(parts.out_proj))
+        assert_close(maps.summed, norms(y), TOLERANCE, "summed")
+        # rows of padding are no rows of the output
+        bias = getattr(parts.out_proj, "bias", None)
+        output = y.sum(2) if bias is None else y.sum(2) + bias
+        rows = torch.ones(output.shape[:2], dtype=torch.bool)
+        if maps.query_padding is not None:
+            rows = ~maps.query_padding
+        assert_close(output[rows], probe.outputs[parts.out_proj][run][rows], TOLERANCE, "output")
+
+        entrance = parts.pre_norm or site.module
+        residual = probe.inputs[entrance][run]
+        total = probe.outputs[parts.out_proj][run] + residual
+        assert recording.layers[name].block == ("pre" if block == "parallel" else block)
+        if block != "parallel":
+            assert probe.was_input(total), "the residual is not what is added"
+        if parts.kind == "self":
+            own = torch.eye(y.size(1))[None, :, :, None]
+            y = (y + own * residual.unsqueeze(2)) * rows[..., None, None]
+            assert_close(maps.with_residual, norms(y), TOLERANCE, "with_residual")
+        if block == "post":
+            assert torch.allclose(probe.inputs[parts.norm][run], total, atol=1e-10)
+            y = through(y, parts.norm, probe.inputs[parts.norm][run])
+            assert_close(maps.with_norm, norms(y), TOLERANCE, "with_norm")
+            if parts.second_norm is not None:
+                second = probe.inputs[parts.second_norm][run].reshape(total.shape)
+                y = through(y, parts.second_norm, second)
+                assert_close(maps.encoder, norms(y), TOLERANCE, "encoder")
+        else:
+            assert maps.with_norm is None
+            assert maps.encoder is None
+    assert not values
+
+
+@families
+def test_padding_and_sides(family: str) -> None:
+    model, inputs = build(family), inputs_of(family)
+    with torch.no_grad(), record(model) as recording:
+        model(**inputs)
+    padding = inputs.get("attention_mask")
+    target_padding = inputs.get("decoder_attention_mask")
+    for name, maps in recording.batches[0].items():
+        layer = recording.layers[name]
+        of_keys, of_queries = padding, padding
+        if layer.side == "decoder" and FAMILIES[family][3] in ("pair", "sound"):
+            of_queries = target_padding
+            of_keys = target_padding if layer.kind == "self" else padding
+        for found, expected in ((maps.key_padding, of_keys), (maps.query_padding, of_queries)):
+            if expected is None:
+                assert found is None or not found.any()
+            else:
+                assert found.equal(expected == 0), name
+
+
+@families
+def test_ledger_makes_up_the_weights(family: str) -> None:
+    model, inputs = build(family), inputs_of(family)
+    with torch.no_grad(), record(model, maps="ledger") as recording:
+        model(**inputs)
+    for name, maps in recording.batches[0].items():
+        if family == "t5":
+            continue  # its position bias is a third factor
+        product = maps.similarity * maps.magnitude.unsqueeze(-2)
+        sums = product.sum(-1, keepdim=True)
+        assert_close(product / sums.clamp_min(1e-300), maps.weights, 1e-9, name)
+        assert_close(maps.per_head, maps.weights * maps.value_norms.unsqueeze(-2), TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "mistral", "t5", "bart"])
+def test_large_weights_are_never_held_and_maps_are_the_same(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were held")
+
+    for implementation in ("sdpa", "eager"):
+        model, inputs = build(family, implementation), inputs_of(family)
+        with torch.no_grad():
+            with record(model, maps=None) as held:
+                model(**inputs)
+            with monkeypatch.context() as patch, record(model, maps=None) as streamed:
+                patch.setattr(_attention_call, "MOST_WEIGHTS", 0)
+                patch.setattr(_attention_call, "contributions", refuse)
+                model(**inputs)
+        for name in held.names:
+            for map_name in ("value_norms", *SUMMED):
+                one, other = (getattr(r[name], map_name) for r in (streamed, held))
+                assert (one is None) == (other is None)
+                if one is not None:
+                    assert_close(one, other, TOLERANCE, map_name)
+
+
+# --- Particular models
+
+
+def test_shared_layers_of_albert_are_numbered() -> None:
+    model = build("albert", num_hidden_layers=3)
+    with torch.no_grad(), record(model, maps=("encoder",)) as recording:
+        model(**inputs_of("albert"))
+    assert [name.partition("#")[2] for name in recording.names] == ["", "2", "3"]
+
+
+def test_unpadded_causal_model_hides_the_future() -> None:
+    for implementation in ("sdpa", "eager"):
+        model = build("gpt2", implementation)
+        with torch.no_grad(), record(model) as recording:
+            model(torch.tensor([[5, 6, 7, 8]]))
+        found = recording[recording.names[0]].summed
+        assert (found.triu(1) == 0).all()
+        assert (found.tril() > 0).sum() == 10
+
+
+def test_cached_steps_put_the_residual_where_the_token_is() -> None:
+    model = build("llama")
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        with record(model, maps=None) as whole:
+            model(tokens)
+        with record(model, maps=None) as steps:
+            cache = model(tokens[:, :3], use_cache=True).past_key_values
+            cache = model(tokens[:, 3:4], past_key_values=cache).past_key_values
+            model(tokens[:, 4:], past_key_values=cache)
+    for name in whole.names:
+        for map_name in ("summed", "with_residual"):
+            expected = getattr(whole[name], map_name)
+            first, second, third = (getattr(batch[name], map_name) for batch in steps.batches)
+            assert_close(first, expected[:, :3, :3], TOLERANCE)
+            assert_close(second, expected[:, 3:4, :4], TOLERANCE)
+            assert_close(third, expected[:, 4:], TOLERANCE)
+        ratios = [batch[name].mixing_ratio["with_residual"] for batch in steps.batches]
+        assert_close(torch.cat(ratios, 1), whole[name].mixing_ratio["with_residual"], TOLERANCE)
+
+
+def test_left_padding_is_the_same_as_none() -> None:
+    model = build("llama")
+    tokens = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask = (tokens != 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        with record(model, maps=None) as padded:
+            model(tokens, attention_mask=mask, position_ids=positions)
+        with record(model, maps=None) as alone:
+            model(tokens[:1, 2:])
+    for name in padded.names:
+        found, expected = padded[name].with_residual[0], alone[name].with_residual[0]
+        assert_close(found[2:, 2:], expected, TOLERANCE)
+        assert (found[:2] == 0).all()
+        assert (found[:, :2] == 0).all()
+
+
+def test_static_cache_keeps_the_diagonal() -> None:
+    model = build("llama")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        with record(model, maps=None) as whole:
+            model(tokens)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=7)
+        with record(model, maps=None) as steps:
+            model(tokens[:, :3], past_key_values=cache)
+            model(tokens[:, 3:], past_key_values=cache)
+    for name in whole.names:
+        expected = whole[name].with_residual
+        first, second = (batch[name].with_residual for batch in steps.batches)
+        assert_close(first[..., :3], expected[:, :3, :3], TOLERANCE)
+        assert (first[..., 3:] == 0).all()
+        assert_close(second[..., :4], expected[:, 3:], TOLERANCE)
+
+
+def test_each_step_of_generate_is_a_batch() -> None:
+    config = transformers.GPT2Config(**FAMILIES["gpt2"][1])
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    tokens = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    expected = model.generate(tokens, **options)
+    with record(model) as recording:
+        found = model.generate(tokens, **options)
+    assert found.equal(expected)
+    shapes = [tuple(batch[recording.names[0]].summed.shape) for batch in recording.batches]
+    assert shapes == [(1, 3, 3), (1, 1, 4), (1, 1, 5)]
+
+
+def test_encoder_pass_of_generate_is_a_batch_of_its_own() -> None:
+    config = transformers.BartConfig(**BART)
+    model = transformers.BartForConditionalGeneration(config).double().eval()
+    with record(model, maps=("summed",)) as recording:
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, min_new_tokens=2)
+    sides = [{recording.layers[name].side for name in batch} for batch in recording.batches]
+    assert sides[0] == {"encoder"}
+    assert sides[1:]
+    assert all(side == {"decoder"} for side in sides[1:])
+
+
+def test_bert_decoder_with_cross_attention() -> None:
+    model = build("bert", is_decoder=True, add_cross_attention=True)
+    memory = torch.randn(2, 3, 16)
+    with torch.no_grad(), record(model, maps=None) as recording:
+        model(**inputs_of("bert"), encoder_hidden_states=memory)
+    own = recording["encoder.layer.0.attention.self"]
+    cross = recording["encoder.layer.0.crossattention.self"]
+    assert recording.layers["encoder.layer.0.crossattention.self"].kind == "cross"
+    assert own.with_norm.shape == (2, 6, 6)
+    assert own.encoder is None
+    assert cross.with_residual is None
+    assert cross.encoder.shape == (2, 6, 3)
+
+
+def test_gpt2_with_cross_attention() -> None:
+    model = build("gpt2", add_cross_attention=True)
+    memory = torch.randn(2, 3, 16)
+    with torch.no_grad(), record(model, maps=None) as recording:
+        model(**inputs_of("gpt2"), encoder_hidden_states=memory)
+    assert recording["h.0.attn"].with_residual.shape == (2, 6, 6)
+    assert recording["h.0.crossattention"].summed.shape == (2, 6, 3)
+    assert recording["h.0.crossattention"].with_residual is None
+
+
+def test_task_model_and_its_part_are_recorded_alike() -> None:
+    config = transformers.BertConfig(**BERT)
+    model = transformers.BertForSequenceClassification(config).double().eval()
+    inputs = inputs_of("bert")
+    with torch.no_grad(), record(model, maps=None) as whole, record(model.bert, maps=None) as part:
+        model(**inputs)
+    assert whole.names == [f"bert.{name}" for name in part.names]
+    for name in part.names:
+        assert_identical([part[name].encoder], [whole[f"bert.{name}"].encoder])
+
+
+def test_half_precision_model_gives_float32_maps() -> None:
+    model = build("llama").bfloat16()
+    with torch.no_grad(), record(model, maps=None) as recording:
+        model(**inputs_of("llama"))
+    found = recording[recording.names[-1]]
+    assert found.with_residual.dtype == torch.float32
+    assert found.with_residual.isfinite().all()
+
+
+def test_autocast() -> None:
+    model = build("bert").float()
+    with torch.no_grad(), record(model, maps=None) as exact:
+        model(**inputs_of("bert"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = outputs_of(model, inputs_of("bert"))
+        with record(model, maps=None) as recording:
+            after = outputs_of(model, inputs_of("bert"))
+    assert_identical(after, before)
+    for name in recording.names:
+        found, expected = (r[name].encoder for r in (recording, exact))
+        assert found.dtype == torch.float32
+        assert_close(found, expected, 5e-2)
+
+
+def test_maps_have_a_gradient_on_demand() -> None:
+    model = build("bert")
+    with record(model, maps=("encoder",), detach=False) as recording:
+        model(**inputs_of("bert"))
+    recording[recording.names[1]].encoder.sum().backward()
+    for part in ("query", "value"):
+        gradient = getattr(model.encoder.layer[0].attention.self, part).weight.grad
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() > 0
+
+
+# --- The config
+
+
+def test_implementation_is_restored_when_an_exception_leaves_the_block() -> None:
+    model = build("bert", "eager")
+    with pytest.raises(ZeroDivisionError), record(model):
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == "eager"
+
+
+def test_nested_recordings_restore_the_implementation_at_the_end() -> None:
+    model, inputs = build("bert"), inputs_of("bert")
+    with torch.no_grad(), record(model) as outer:
+        with record(model) as inner:
+            model(**inputs)
+        model(**inputs)
+    assert (len(outer.batches), len(inner.batches)) == (2, 1)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_model_that_shares_a_config_is_not_disturbed() -> None:
+    model = build("bert")
+    other = transformers.BertModel(model.config).double().eval()
+    inputs = inputs_of("bert")
+    with torch.no_grad():
+        before = outputs_of(other, inputs)
+        with record(model) as recording:
+            assert_identical(outputs_of(other, inputs), before)
+    assert recording.batches == []
+
+
+def test_threads_that_record_models_with_one_config() -> None:
+    first = build("bert")
+    models = [first, transformers.BertModel(first.config).double().eval()]
+    tokens = [torch.randint(1, 30, (1, length)) for length in range(1, 7)]
+    found: dict[tuple[int, int], Tensor] = {}
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for ids in tokens:
+                with torch.no_grad(), record(models[number], maps=("encoder",)) as recording:
+                    models[number](ids)
+                found[number, ids.size(1)] = recording[recording.names[1]].encoder
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert first.config._attn_implementation == "sdpa"
+    for (number, length), encoder_map in found.items():
+        with torch.no_grad(), record(models[number], maps=("encoder",)) as recording:
+            models[number](tokens[length - 1])
+        assert_close(encoder_map, recording[recording.names[1]].encoder, TOLERANCE)
+    assert len(found) == 12
+
+
+def test_one_model_is_run_by_two_threads() -> None:
+    model = build("llama")
+    tokens = [torch.randint(1, 30, (1, length)) for length in range(1, 7)]
+
+    def work(share: list[Tensor]) -> None:
+        with torch.no_grad():
+            for ids in share:
+                model(ids)
+
+    with record(model) as recording:
+        threads = [threading.Thread(target=work, args=(tokens[start::2],)) for start in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    name = recording.names[0]
+    lengths = sorted(batch[name].summed.size(1) for batch in recording.batches)
+    assert lengths == [1, 2, 3, 4, 5, 6]
+    assert all(len(batch) == 2 for batch in recording.batches)
+
+
+def test_parts_of_one_model_may_have_different_implementations() -> None:
+    config = transformers.CLIPConfig(text_config=BERT, vision_config=IMAGE, projection_dim=8)
+    model = transformers.CLIPModel(config).double().eval()
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    inputs = inputs_of("clip text") | inputs_of("clip vision")
+    with torch.no_grad():
+        before = outputs_of(model, inputs)
+        with record(model, maps=None) as recording:
+            after = outputs_of(model, inputs)
+    assert_identical(after, before)
+    assert len(recording.names) == 4
+    assert model.text_model.config._attn_implementation == "eager"
+    assert model.vision_model.config._attn_implementation == "sdpa"
+
+
+def test_recording_keeps_the_model_alive_no_longer() -> None:
+    model, inputs = build("bert"), inputs_of("bert")
+    seen = [weakref.ref(module) for module in model.modules()] + [weakref.ref(model.config)]
+    with torch.no_grad(), record(model, maps=None) as recording:
+        model(**inputs)
+    del model
+    gc.collect()
+    assert not [reference() for reference in seen if reference() is not None]
+    assert recording.names
+
+
+# --- ikattn_norms
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "vit", "t5", "bart"])
+def test_norms_come_in_the_place_of_attentions(family: str) -> None:
+    register()
+    model, inputs = build(family), inputs_of(family)
+    with torch.no_grad():
+        before = model(**inputs)
+        with record(model) as recording:
+            model(**inputs)
+        model.set_attn_implementation("ikattn_norms")
+        after = model(**inputs, output_attentions=True)
+    assert_identical([after.last_hidden_state], [before.last_hidden_state])
+    slots = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+    found = [x for slot in slots for x in after.get(slot) or ()]
+    assert len(found) == len(recording.names)
+    expected = [maps.summed for maps in recording.batches[0].values()]
+    if FAMILIES[family][3] == "pair":
+        layers = recording.layers
+        by_slot: dict[tuple[str, str], list[Tensor]] = {}
+        for name, maps in recording.batches[0].items():
+            key = (layers[name].side, layers[name].kind)
+            by_slot.setdefault(key, []).append(maps.summed)
+        keys = [("encoder", "self"), ("decoder", "self"), ("decoder", "cross")]
+        expected = [x for key in keys for x in by_slot[key]]
+    for one, other in zip(found, expected, strict=True):
+        rows = (other > 0).any(-1)  # a recording knows padded queries of cross-attention too
+        assert_close(one[rows], other[rows], TOLERANCE)
+
+
+def test_norms_are_an_implementation_to_load_a_model_with(tmp_path: Path) -> None:
+    register()
+    model, inputs = build("gpt2"), inputs_of("gpt2")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.GPT2Model.from_pretrained(
+        tmp_path, attn_implementation="ikattn_norms", dtype=torch.float64
+    )
+    with torch.no_grad(), record(model) as recording:
+        model(**inputs)
+    with torch.no_grad():
+        found = loaded(**inputs, output_attentions=True).attentions
+    assert_identical(found, [recording[name].summed for name in recording.names])
+
+
+def test_norms_may_be_another_map() -> None:
+    register(map="per_head")
+    try:
+        model = build("bert")
+        model.set_attn_implementation("ikattn_norms")
+        with torch.no_grad():
+            found = model(**inputs_of("bert"), output_attentions=True).attentions
+        assert found[0].shape == (2, 4, 6, 6)
+    finally:
+        register()
+    with pytest.raises(ValueError, match="'encoder'"):
+        register(map="encoder")
+
+
+def test_model_with_norms_can_be_recorded_as_well() -> None:
+    register()
+    model, inputs = build("bert"), inputs_of("bert")
+    model.set_attn_implementation("ikattn_norms")
+    with torch.no_grad(), record(model, maps=None) as recording:
+        found = model(**inputs, output_attentions=True).attentions
+    assert_identical([recording[name].summed for name in recording.names], found)
+    assert model.config._attn_implementation == "ikattn_norms"
+
+
+def test_norms_follow_a_projection_that_was_exchanged() -> None:
+    register()
+    model, inputs = build("bert"), inputs_of("bert")
+    model.set_attn_implementation("ikattn_norms")
+    with torch.no_grad():
+        before = model(**inputs, output_attentions=True).attentions[1]
+        dense = model.encoder.layer[1].attention.output.dense
+        twice = nn.Linear(16, 16)
+        twice.weight.copy_(2 * dense.weight)
+        model.encoder.layer[1].attention.output.dense = twice
+        after = model(**inputs, output_attentions=True).attentions[1]
+    assert_close(after, 2 * before, TOLERANCE)
+
+
+def test_norms_train() -> None:
+    register()
+    model = build("bert").train()
+    model.set_attn_implementation("ikattn_norms")
+    loss = sum(x.sum() for x in model(**inputs_of("bert"), output_attentions=True).attentions)
+    loss.backward()
+    assert model.encoder.layer[0].attention.output.dense.weight.grad.abs().max() > 0
+
+
+# --- Bad input
+
+
+def refused(model: nn.Module, **options: Any) -> str:
+    with pytest.raises((ValueError, NotImplementedError)) as error, record(model, **options):
+        pass
+    return str(error.value)
+
+
+def test_maps_that_a_family_has_not_are_refused_before_anything_runs() -> None:
+    for family in ("gpt2", "llama", "t5", "vit"):
+        assert "before the attention" in refused(build(family), maps=("with_norm",))
+    assert "not among its keys" in refused(build("bart"), maps=("with_residual",))
+    model = build("bart")
+    with torch.no_grad(), record(model, maps=("encoder",), layers="encoder.*") as recording:
+        model(**inputs_of("bart"))
+    assert recording.names == ["encoder.layers.0.self_attn"]
+
+
+def test_deberta_and_gemma_2_are_refused_by_name() -> None:
+    config = transformers.DebertaV2Config(**BERT)
+    assert "never calls" in refused(transformers.DebertaV2Model(config))
+    config = transformers.Gemma2Config(**GROUPED, head_dim=4)
+    assert "softcap" in refused(transformers.Gemma2Model(config))
+
+
+def test_unknown_family_says_how_to_register_a_resolver() -> None:
+    config = transformers.Olmo2Config(**GROUPED)
+    message = refused(transformers.Olmo2Model(config))
+    assert "Olmo2Attention" in message
+    assert "register_resolver" in message
+
+
+def test_other_implementations_are_refused() -> None:
+    model = build("bert")
+    model.config._attn_implementation_internal = "flex_attention"
+    assert "flex_attention" in refused(model)
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_chunked_feed_forward_is_refused_with_its_norm() -> None:
+    model = build("bert", chunk_size_feed_forward=2)
+    with torch.no_grad(), record(model, maps=("with_norm",)):
+        model(**inputs_of("bert"))
+    with (
+        torch.no_grad(),
+        record(model, maps=("encoder",)),
+        pytest.raises(RuntimeError, match="chunk_size_feed_forward"),
+    ):
+        model(**inputs_of("bert"))
