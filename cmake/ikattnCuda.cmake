@@ -38,7 +38,8 @@ endfunction()
 
 # CMAKE_CUDA_ARCHITECTURES: what the user says, else the GPU that is here, else what torch supports.
 function(ikattn_cuda_architectures)
-  if(CMAKE_CUDA_ARCHITECTURES)
+  if(CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS} AND NOT DEFINED ENV{TORCH_CUDA_ARCH_LIST})
+    # given, or decided when this directory was configured first
     set(architectures_reason "CMAKE_CUDA_ARCHITECTURES" PARENT_SCOPE)
     return()
   endif()
@@ -86,11 +87,12 @@ macro(ikattn_add_cuda)
   add_library(ikattn_cuda OBJECT ${ARGN})
   target_include_directories(ikattn_cuda PRIVATE ${PROJECT_SOURCE_DIR}/csrc
                                                  ${PROJECT_SOURCE_DIR}/csrc/include)
-  target_compile_options(ikattn_cuda PRIVATE -O3 -lineinfo)
-  set_target_properties(
-    ikattn_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
-                           POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden
-                           CXX_VISIBILITY_PRESET hidden)
+  # As an option, and the property, which holds for CUDA too, unset: CMake before 3.25.2 does not know
+  # that nvcc has C++20.
+  set_property(TARGET ikattn_cuda PROPERTY CXX_STANDARD)
+  target_compile_options(ikattn_cuda PRIVATE -std=c++20 -O3 -lineinfo)
+  set_target_properties(ikattn_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON
+                                               CUDA_VISIBILITY_PRESET hidden)
   # Torch's own copy of the runtime is the one in the process; kernels register with that.
   set_target_properties(ikattn_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Shared)
   set_target_properties(ikattn PROPERTIES CUDA_RUNTIME_LIBRARY Shared LINKER_LANGUAGE CXX)
