@@ -1,4 +1,7 @@
 // Tokens to features and logits, and the way back of their gradients.
+#include <cmath>
+
+#include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
 
 namespace ikattn::cuda {
@@ -76,10 +79,12 @@ __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t
   __syncthreads();
 }
 
-// phi [B, heads, N, 2M], cosines first. logits: of the keys; NaN: the features are zero.
+// phi [B, heads, N, width >= 2M], cosines first, zeros beyond 2M. logits, scales [B, heads, N]: a
+// token whose logit is NaN has features of zero; features are multiplied by the scale.
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, 2)
-    feature_kernel(FeatureSource source, Array phi, const T* logits) {
+    feature_kernel(FeatureSource source, Array phi, int64_t width, const T* logits,
+                   const T* scales) {
   Shared<T> x = dynamic_shared<T>();
   const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
   const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
@@ -93,11 +98,16 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     for (int t = 0; t < kTokens && first + t < source.N; ++t) {
       Angle<T> angle;
       angle.set(u[t], v[t], stationary);
-      const T logit = logits == nullptr ? T(0) : logits[bh * source.N + first + t];
-      const T scale = logit != logit ? T(0) : 2 * angle.cos_v;
+      const int64_t token = bh * source.N + first + t;
+      const T logit = logits == nullptr ? T(0) : logits[token];
+      const T factor = scales == nullptr ? T(2) : 2 * scales[token];
+      const T scale = logit != logit || factor == T(0) ? T(0) : factor * angle.cos_v;
       out.store<T>(first + t, m, scale == T(0) ? T(0) : scale * angle.cos_u);
       out.store<T>(first + t, source.M + m, scale == T(0) ? T(0) : scale * angle.sin_u);
     }
+  }
+  for (int64_t f = 2 * source.M + threadIdx.x; f < width; f += kTokenThreads) {
+    for (int t = 0; t < kTokens && first + t < source.N; ++t) out.store<T>(first + t, f, T(0));
   }
 }
 
@@ -330,10 +340,11 @@ Array contiguous(T* data, int64_t heads, int64_t N, int64_t width) {
 
 template <typename T>
 const char* launch_features(const FeatureSource& source, const Array& phi, const T* logits,
-                            Stream stream) {
+                            Stream stream, int64_t width = 0, const T* scales = nullptr) {
   const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
   return launch(feature_kernel<T>, dim3(blocks), dim3(kTokenThreads),
-                kTokens * source.d * int64_t{sizeof(T)}, stream, source, phi, logits);
+                kTokens * source.d * int64_t{sizeof(T)}, stream, source, phi, width, logits,
+                scales);
 }
 
 // The gradients of one side's features, back to its tokens and (+=) to the frequencies.
@@ -376,27 +387,130 @@ T* data_of(const Array& array) {
 }  // namespace
 
 template <typename T>
-const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                           PreparedTokens<T>& prepared) {
+const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
+                           SplitLogits<T>& logits) {
+  const int64_t keys = params.B * params.key_heads * params.S;
+  logits = {executor.take<T>(keys), executor.take<T>(keys)};
+  constexpr int kWarps = kTokenThreads / 32;
+  return launch(logit_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, kWarps))),
+                dim3(kTokenThreads), 0, executor.stream, params, logits);
+}
+
+template <typename T>
+const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
+                             PreparedTokens<T>& prepared) {
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   T* phi_q = executor.take<T>(params.B * params.H * params.L * F);
   T* phi_k = executor.take<T>(keys * F);
   prepared.phi_q = phi_q;
   prepared.phi_k = phi_k;
-  prepared.keys = {executor.take<T>(keys), executor.take<T>(keys)};
-  constexpr int kWarps = kTokenThreads / 32;
-  if (const char* error =
-          launch(logit_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, kWarps))),
-                 dim3(kTokenThreads), 0, executor.stream, params, prepared.keys)) {
-    return error;
-  }
+  const T* logits = prepared.keys.high;
   if (const char* error = launch_features<T>(source_of(params, true),
                                              contiguous(phi_k, params.key_heads, params.S, F),
-                                             prepared.keys.high, executor.stream)) {
+                                             logits, executor.stream)) {
     return error;
   }
   return launch_features<T>(source_of(params, false), contiguous(phi_q, params.H, params.L, F),
                             nullptr, executor.stream);
+}
+
+template <typename T>
+const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
+                           PreparedTokens<T>& prepared) {
+  if (const char* error = prepare_logits(params, executor, prepared.keys)) return error;
+  return prepare_features(params, executor, prepared);
+}
+
+// --- The folded form
+
+namespace {
+
+// Over one key head, a block: max and spread of the logits, what is hidden and poisoned left out;
+// then scales c sqrt(e_j) and K eps e_j.
+__global__ void __launch_bounds__(256, 2)
+    fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
+                float most_spread, float* scales, float* eps, float* largest, uint32_t* state) {
+  IKATTN_SHARED(float, maxima, 8);
+  IKATTN_SHARED(float, minima, 8);
+  const int64_t S = params.S, padded = (S + 63) / 64 * 64;
+  const float* high = logits.high + blockIdx.x * S;
+  const float* low = logits.low + blockIdx.x * S;
+  float most = -INFINITY, least = INFINITY;
+  bool poisoned = false;
+  for (int64_t j = threadIdx.x; j < S; j += 256) {
+    const float logit = high[j];
+    poisoned = poisoned || logit != logit;
+    if (!is_finite(logit)) continue;
+    most = logit > most ? logit : most;
+    least = logit < least ? logit : least;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
+  }
+  if (threadIdx.x % 32 == 0) {
+    maxima[threadIdx.x / 32] = most;
+    minima[threadIdx.x / 32] = least;
+  }
+  const bool any_poisoned = __syncthreads_or(poisoned) != 0;
+  for (int warp = 0; warp < 8; ++warp) {
+    const float a = maxima[warp], z = minima[warp];
+    most = a > most ? a : most;
+    least = z < least ? z : least;
+  }
+  const float reference = most == -INFINITY ? 0.0f : most;
+  if (threadIdx.x == 0) {
+    largest[blockIdx.x] = reference;
+    state[blockIdx.x] =
+        (most - least > most_spread ? kSpread : 0u) | (any_poisoned ? kPoisoned : 0u);
+  }
+  for (int64_t j = threadIdx.x; j < padded; j += 256) {
+    const float logit = j < S ? high[j] : -INFINITY;
+    float e = logit == -INFINITY ? 0.0f : expf((logit - reference) + low[j]);
+    eps[blockIdx.x * padded + j] = scaled_eps * e;  // NaN where the key is poisoned
+    if (j < S) scales[blockIdx.x * S + j] = e == e ? c * sqrtf(e) : 0.0f;
+  }
+}
+
+}  // namespace
+
+const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
+                        const SplitLogits<float>& logits, FoldedTokens& folded) {
+  const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
+  const int64_t F = padded_features(2 * params.M);
+  const bool is_half = params.value.type == ElementType::kFloat16;
+  // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
+  const double four_m = 4.0 * static_cast<double>(params.M);
+  const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
+  const double K = four_m * c * four_m * c;
+  Half* phi_q = executor.take<Half>(params.B * params.H * params.L * F);
+  Half* phi_k = executor.take<Half>(keys * F);
+  float* scales = executor.take<float>(keys);
+  float* eps = executor.take<float>(key_heads * ceil_div(params.S, 64) * 64);
+  float* largest = executor.take<float>(key_heads);
+  uint32_t* state = executor.take<uint32_t>(key_heads);
+  folded = {phi_q, phi_k, eps, largest, state, static_cast<float>(std::log(K))};
+  const float most_spread = is_half ? 12.0f : 36.0f;
+  if (const char* error =
+          launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,
+                 params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
+                 most_spread, scales, eps, largest, state)) {
+    return error;
+  }
+  const auto rows_of_half = [&](Half* data, int64_t heads, int64_t N) {
+    Array array = contiguous(data, heads, N, F);
+    array.type = ElementType::kFloat16;
+    return array;
+  };
+  const float *read_scales = scales, *high = logits.high;
+  if (const char* error = launch_features<float>(source_of(params, true),
+                                                 rows_of_half(phi_k, params.key_heads, params.S),
+                                                 high, executor.stream, F, read_scales)) {
+    return error;
+  }
+  return launch_features<float>(source_of(params, false), rows_of_half(phi_q, params.H, params.L),
+                                nullptr, executor.stream, F);
 }
 
 template <typename T>
@@ -430,6 +544,10 @@ const char* features(const FeaturesParams& params, bool backward, const DeviceEx
 }
 
 #define IKATTN_INSTANTIATE(T)                                                                      \
+  template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&,            \
+                                         SplitLogits<T>&);                                         \
+  template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&,          \
+                                           PreparedTokens<T>&);                                    \
   template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,            \
                                          PreparedTokens<T>&);                                      \
   template const char* token_gradients<T>(const AttentionBackwardParams&, const DeviceExecutor&,   \

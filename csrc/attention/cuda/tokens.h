@@ -20,6 +20,14 @@ struct PreparedTokens {
   SplitLogits<T> keys;  // [B, key_heads, S]  g + key_bias; -inf: hidden; NaN: poisoned
 };
 
+// The keys' logits, and the features of queries and keys, one after the other.
+template <typename T>
+const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
+                           SplitLogits<T>& logits);
+template <typename T>
+const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
+                             PreparedTokens<T>& prepared);
+
 // Features of queries and keys and the keys' logits, in memory of the executor. Fills `prepared`.
 template <typename T>
 const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,

@@ -29,7 +29,7 @@ struct Case {
   int64_t frequency_heads = 2, frequency_batches = 1;
   bool stationary = false, causal = false, bias = false;
   Masking masking = Masking::kNone;
-  double p = 2, dropout = 0;
+  double p = 2, dropout = 0, magnitude = 1;  // the magnitude scale, times its default
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
   ElementType type = ElementType::kFloat32;
 
@@ -182,7 +182,7 @@ class Call {
     if (c.bias) params.key_bias = bias.array;
     if (c.masking != Masking::kNone) params.mask = mask.array;
     params.p = c.p;
-    params.magnitude_scale = 0.5 / std::sqrt(static_cast<double>(c.d));
+    params.magnitude_scale = 0.5 * c.magnitude / std::sqrt(static_cast<double>(c.d));
     params.is_causal = c.causal;
     if (c.dropout > 0) {
       params.dropout_threshold = dropout_threshold(c.dropout);
@@ -426,16 +426,158 @@ TEST_P(AttentionKernelsOnDevice, Float32ErrsByRounding) {
 INSTANTIATE_TEST_SUITE_P(Simt, AttentionKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
 
-TEST(AttentionKernelsOnDevice, HalfPrecisionComputesInFloat32) {
-  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    Case c{.name = "half", .L = 20, .S = 30, .bias = true};
-    c.type = type;
-    Call call(c);
-    const Results truth = truth_of(call, c);
-    const double ulp = type == ElementType::kBFloat16 ? 0x1p-8 : 0x1p-11;
-    compare(device_results(call, c), truth, c, ulp, 4 * ulp);
+// What goes to the tensor cores, and what of it comes back because magnitudes differ too much.
+const Case kHalfCases[] = {
+    {.name = "plain", .L = 20, .S = 30, .d_v = 8},
+    {.name = "not_a_multiple_of_8", .L = 20, .S = 30, .d_v = 12, .bias = true},
+    {.name = "tiles",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 130,
+     .S = 130,
+     .d = 8,
+     .d_v = 64,
+     .M = 64,
+     .frequency_heads = 1},
+    {.name = "narrow_features_wide_value",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 33,
+     .S = 65,
+     .d = 8,
+     .d_v = 72,
+     .M = 20,
+     .frequency_heads = 1},
+    {.name = "causal", .B = 1, .L = 150, .S = 150, .d_v = 16, .M = 9, .causal = true},
+    {.name = "bool_mask", .L = 40, .S = 70, .d_v = 8, .masking = Masking::kBool},
+    {.name = "dropout", .L = 40, .S = 70, .d_v = 8, .dropout = 0.3},
+    {.name = "dropout_and_causal", .L = 70, .S = 70, .d_v = 8, .causal = true, .dropout = 0.3},
+    {.name = "grouped", .H = 4, .G = 2, .L = 20, .S = 70, .d_v = 8, .bias = true},
+    {.name = "large_magnitudes", .L = 20, .S = 70, .d_v = 8, .M = 32, .magnitude = 40},
+    {.name = "large_magnitudes_and_causal",
+     .L = 70,
+     .S = 70,
+     .d_v = 8,
+     .causal = true,
+     .magnitude = 40},
+    {.name = "large_magnitudes_and_dropout",
+     .L = 20,
+     .S = 70,
+     .d_v = 8,
+     .dropout = 0.3,
+     .magnitude = 40},
+};
+
+class HalfAttentionOnDevice : public ::testing::TestWithParam<Case> {};
+
+// phi of queries or keys, in float64.
+Tensor features_of(Call& call, const Case& c, const Tensor& tokens, int64_t heads, int64_t N) {
+  FeaturesParams params;
+  params.B = c.B;
+  params.H = heads;
+  params.N = N;
+  params.d = c.d;
+  params.M = c.M;
+  params.x = tokens.array;
+  params.w1 = call.w1.array;
+  params.w2 = call.w2.array;
+  if (c.frequency_heads != heads) {  // grouped: the query heads of a group share theirs
+    params.w1.stride[1] = params.w2.stride[1] = 0;
+  }
+  const Tensor features = make(call.memory, ElementType::kFloat64, {c.B, heads, N, 2 * c.M});
+  params.features = features.array;
+  simt_truth::attention_kernels.features[1](params, false, cpu_executor(call.memory));
+  return features;
+}
+
+// How far the tensor cores may be off, at most: a weight by its own rounding and by that of both
+// features, in Half whatever the type; the output by those of its weights, and by its own.
+struct Bounds {
+  std::vector<double> output, log_normalizer;
+};
+
+Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundoff) {
+  Case undropped = c;
+  undropped.dropout = 0;
+  Call same(undropped);
+  const Results plain = truth_of(same, undropped);
+  const Tensor phi_q = features_of(call, c, call.query, c.H, c.L);
+  const Tensor phi_k = features_of(call, c, call.key, c.G, c.S);
+  const double kept = c.dropout > 0 ? dropout_rescale(dropout_threshold(c.dropout)) : 1;
+  const int64_t F = 2 * c.M;
+  Bounds bounds;
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      const int64_t bk = b * c.G + h * c.G / c.H;
+      for (int64_t i = 0; i < c.L; ++i) {
+        const int64_t row = (b * c.H + h) * c.L + i;
+        double log_bound = 1e-6;
+        std::vector<double> output(c.d_v, 1e-6);
+        for (int64_t j = 0; j < c.S; ++j) {
+          double score = 0, sizes = 0;
+          for (int64_t f = 0; f < F; ++f) {
+            const double product =
+                read(phi_q.array, row * F + f) * read(phi_k.array, (bk * c.S + j) * F + f);
+            score += product;
+            sizes += std::fabs(product);
+          }
+          score /= static_cast<double>(4 * c.M);
+          const double off = 0x1p-11 * 1.01 * sizes / static_cast<double>(4 * c.M) + 1e-6;
+          const double similarity = score * score + 1e-5;
+          const double relative = (2 * std::fabs(score) + off) * off / similarity;
+          const double weight = read(plain.weights.array, row * c.S + j);
+          log_bound += weight * relative;
+          for (int64_t column = 0; column < c.d_v; ++column) {
+            const double value = std::fabs(read(call.value.array, (bk * c.S + j) * c.d_v + column));
+            const double result = std::fabs(read(truth.output.array, row * c.d_v + column));
+            output[column] += weight * ((relative + 2 * roundoff) * kept * value +
+                                        (relative + 2 * roundoff) * result);
+          }
+        }
+        bounds.log_normalizer.push_back(log_bound);
+        bounds.output.insert(bounds.output.end(), output.begin(), output.end());
+      }
+    }
+  }
+  return bounds;
+}
+
+void expect_within(const Tensor& got, const Tensor& expected, const std::vector<double>& bounds,
+                   const std::string& what) {
+  ASSERT_EQ(got.count, static_cast<int64_t>(bounds.size()));
+  for (int64_t i = 0; i < got.count; ++i) {
+    const double x = read(got.array, i), y = read(expected.array, i);
+    if (x == y) continue;  // infinite, too
+    EXPECT_LE(std::fabs(x - y), bounds[i]) << what << " at " << i << ": " << x << " for " << y;
   }
 }
+
+TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    Case c = GetParam();
+    c.type = type;
+    Call call(c);
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+    const Bounds bounds = bounds_of(call, c, truth, roundoff);
+    expect_within(got.output, truth.output, bounds.output, "output");
+    expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
+                  "log_normalizer");
+    // delta comes from the rounded output, which tells where single keys dominate.
+    if (c.magnitude != 1) continue;
+    for (const auto& [gradient, expected] : {std::pair{got.grad_query, truth.grad_query},
+                                             {got.grad_key, truth.grad_key},
+                                             {got.grad_value, truth.grad_value},
+                                             {got.grad_w1, truth.grad_w1}}) {
+      expect_close(gradient, expected, 12 * roundoff, "gradient");
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Simt, HalfAttentionOnDevice, ::testing::ValuesIn(kHalfCases),
+                         [](const auto& info) { return info.param.name; });
 
 // Blocks, warps and lanes in any order give the same bits: nothing adds up by chance.
 TEST(AttentionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
@@ -474,6 +616,30 @@ TEST(AttentionKernelsOnDevice, NanStaysWhereItIsSeen) {
     // Keys after a poisoned query, and queries before a poisoned key, keep clean gradients.
     expect_close(got.grad_query, truth.grad_query, 2e-5, "grad_query");
     expect_close(got.grad_value, truth.grad_value, 2e-5, "grad_value");
+  }
+}
+
+TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    Case c{.name = "nan",
+           .B = 1,
+           .H = 1,
+           .G = 1,
+           .L = 70,
+           .S = 70,
+           .d_v = 8,
+           .frequency_heads = 1,
+           .causal = true};
+    c.type = type;
+    for (Tensor Call::* spoiled : {&Call::key, &Call::value}) {
+      Call call(c);
+      const Tensor& tensor = call.*spoiled;
+      write(tensor.array, 40 * (tensor.count / 70), NAN);
+      const Results got = device_results(call, c);
+      for (int64_t i = 0; i < 70; ++i) {
+        EXPECT_EQ(std::isnan(read(got.output.array, i * c.d_v)), i >= 40) << i;
+      }
+    }
   }
 }
 
