@@ -79,18 +79,15 @@ __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t
   __syncthreads();
 }
 
-// phi [B, heads, N, width >= 2M], cosines first, zeros beyond 2M. logits, scales [B, heads, N]: a
-// token whose logit is NaN has features of zero; features are multiplied by the scale.
-template <typename T>
-__global__ void __launch_bounds__(kTokenThreads, 2)
-    feature_kernel(FeatureSource source, Array phi, int64_t width, const T* logits,
-                   const T* scales) {
+// visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens and
+// all frequencies.
+template <typename T, typename Visit>
+__device__ __forceinline__ void visit_angles(const FeatureSource& source, const Visit& visit) {
   Shared<T> x = dynamic_shared<T>();
   const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
   const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
   const int64_t b = bh / source.heads, head = bh % source.heads;
   load_tokens(source, b, head, first, x);
-  const Tokens out(phi, b, head);
   const bool stationary = source.w2.type == ElementType::kNone;
   for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
     T u[kTokens], v[kTokens];
@@ -98,17 +95,27 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     for (int t = 0; t < kTokens && first + t < source.N; ++t) {
       Angle<T> angle;
       angle.set(u[t], v[t], stationary);
-      const int64_t token = bh * source.N + first + t;
-      const T logit = logits == nullptr ? T(0) : logits[token];
-      const T factor = scales == nullptr ? T(2) : 2 * scales[token];
-      const T scale = logit != logit || factor == T(0) ? T(0) : factor * angle.cos_v;
-      out.store<T>(first + t, m, scale == T(0) ? T(0) : scale * angle.cos_u);
-      out.store<T>(first + t, source.M + m, scale == T(0) ? T(0) : scale * angle.sin_u);
+      visit(b, head, bh * source.N + first + t, first + t, m, angle);
     }
   }
-  for (int64_t f = 2 * source.M + threadIdx.x; f < width; f += kTokenThreads) {
-    for (int t = 0; t < kTokens && first + t < source.N; ++t) out.store<T>(first + t, f, T(0));
-  }
+}
+
+// phi [B, heads, N, width >= 2M], cosines first, zeros beyond 2M. logits, scales [B, heads, N]: a
+// token whose logit is NaN has features of zero; features are multiplied by the scale.
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads, 2)
+    feature_kernel(FeatureSource source, Array phi, int64_t width, const T* logits,
+                   const T* scales) {
+  visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
+                              const Angle<T>& angle) {
+    const T logit = logits == nullptr ? T(0) : logits[index];
+    const T factor = scales == nullptr ? T(2) : 2 * scales[index];
+    const T scale = logit != logit || factor == T(0) ? T(0) : factor * angle.cos_v;
+    const Tokens out(phi, b, head);
+    out.store<T>(token, m, scale == T(0) ? T(0) : scale * angle.cos_u);
+    out.store<T>(token, source.M + m, scale == T(0) ? T(0) : scale * angle.sin_u);
+    for (int64_t f = 2 * source.M + m; f < width; f += source.M) out.store<T>(token, f, T(0));
+  });
 }
 
 // --- The keys' logits: one warp per key
@@ -183,31 +190,20 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, 2)
     angle_gradient_kernel(FeatureSource source, Array grad_phi, T* grad_u, T* grad_v) {
-  Shared<T> x = dynamic_shared<T>();
-  const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
-  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
-  const int64_t b = bh / source.heads, head = bh % source.heads;
-  load_tokens(source, b, head, first, x);
-  const Tokens incoming(grad_phi, b, head);
-  const bool stationary = source.w2.type == ElementType::kNone;
-  for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
-    T u[kTokens], v[kTokens];
-    half_angles(source, b, head, m, x, u, v);
-    for (int t = 0; t < kTokens && first + t < source.N; ++t) {
-      Angle<T> angle;
-      angle.set(u[t], v[t], stationary);
-      const T grad_cos = incoming.load<T>(first + t, m);
-      const T grad_sin = incoming.load<T>(first + t, source.M + m);
-      const int64_t index = (bh * source.N + first + t) * source.M + m;
-      if (grad_cos == T(0) && grad_sin == T(0)) {  // a hidden token may hold NaN
-        grad_u[index] = grad_v[index] = 0;
-        continue;
-      }
+  visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
+                              const Angle<T>& angle) {
+    const Tokens incoming(grad_phi, b, head);
+    const T grad_cos = incoming.load<T>(token, m);
+    const T grad_sin = incoming.load<T>(token, source.M + m);
+    T du = 0, dv = 0;
+    if (grad_cos != T(0) || grad_sin != T(0)) {  // a hidden token may hold NaN
       const T scale = static_cast<T>(2 * kTwoPi);
-      grad_u[index] = scale * angle.cos_v * (angle.cos_u * grad_sin - angle.sin_u * grad_cos);
-      grad_v[index] = -scale * angle.sin_v * (angle.cos_u * grad_cos + angle.sin_u * grad_sin);
+      du = scale * angle.cos_v * (angle.cos_u * grad_sin - angle.sin_u * grad_cos);
+      dv = -scale * angle.sin_v * (angle.cos_u * grad_cos + angle.sin_u * grad_sin);
     }
-  }
+    grad_u[index * source.M + m] = du;
+    grad_v[index * source.M + m] = dv;
+  });
 }
 
 // grad_x[n][c] = sum_m grad_u W+[c][m] + grad_v W-[c][m], and the magnitude's part:
