@@ -1,0 +1,171 @@
+"""The operators on a GPU, against the CPU's float64 reference, over the samples all tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import (
+    assert_close,
+    assert_gradients_accurate,
+    assert_identical,
+    direction,
+    error,
+    gradient_scales,
+    gradients,
+    in_float64,
+)
+from contribution_samples import SAMPLES as CONTRIBUTION_SAMPLES
+from contribution_samples import Sample as ContributionSample
+from contribution_samples import definition, named
+from samples import DTYPES, FEW, SAMPLES, Arguments, Sample, converted, name_of
+
+if not torch.cuda.is_available():
+    pytest.skip("this machine has no GPU", allow_module_level=True)
+if not torch._C._dispatch_has_kernel_for_dispatch_key("ikattn::spectral_features", "CUDA"):
+    pytest.skip("ikattn was built without its CUDA kernels", allow_module_level=True)
+
+reference = ikattn.reference.implicit_kernel_attention
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+
+# On tensor cores a weight is rounded to the input's type before it meets the value, and features to
+# float16 before they meet each other: what that can cost, in units of the largest value.
+WEIGHT_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def on_gpu(arguments: Arguments) -> Arguments:
+    return {
+        name: value.cuda() if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+@every_dtype
+@every_sample
+def test_output_is_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    output = ikattn.implicit_kernel_attention(**on_gpu(arguments))
+    assert output.is_cuda
+    assert output.dtype == dtype
+    truth = in_float64(reference, arguments)
+    allowed = 2 * error(reference(**arguments), truth) + 6 * torch.finfo(torch.float32).eps
+    if dtype == torch.float64:
+        allowed = 3e-14
+    elif dtype in WEIGHT_ROUNDING and truth.numel():
+        values = arguments["value"].double().nan_to_num().abs().max().item()
+        largest = truth.nan_to_num().abs().max().item()
+        allowed += WEIGHT_ROUNDING[dtype] * values / max(largest, 1e-300)
+    assert_close(output.cpu(), truth, allowed)
+
+
+@every_dtype
+@every_sample
+def test_gradients_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    with torch.no_grad():
+        incoming = direction(reference(**arguments))
+    got = gradients(
+        ikattn.implicit_kernel_attention, on_gpu(arguments), grad_output=incoming.cuda()
+    )
+    assert_gradients_accurate(
+        {name: gradient.cpu() for name, gradient in got.items()},
+        gradients(reference, arguments, grad_output=incoming),
+        gradients(reference, converted(arguments, torch.float64), grad_output=incoming.double()),
+        gradient_scales(arguments, incoming),
+        dtype,
+    )
+
+
+@every_sample
+def test_weights_are_those_of_the_cpu(sample: Sample) -> None:
+    arguments = sample.arguments()
+    arguments.pop("value")
+    for average in (False, True):
+        got = ikattn.implicit_kernel_weights(**on_gpu(arguments), average_heads=average)
+        expected = ikattn.implicit_kernel_weights(**arguments, average_heads=average)
+        assert_close(got.cpu(), expected, 3e-14)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 17, 33), (1, 2, 130, 65)])
+def test_dropout_keeps_what_the_cpu_keeps(shape: tuple[int, int, int, int]) -> None:
+    seed = torch.tensor([2**61 + 7, 3])
+    on_cpu = ikattn.dropout_keep_mask(seed, shape, 0.3)
+    assert torch.equal(ikattn.dropout_keep_mask(seed.cuda(), shape, 0.3).cpu(), on_cpu)
+
+
+@pytest.mark.parametrize("sample", FEW, ids=name_of)
+def test_the_same_call_gives_the_same_bits(sample: Sample) -> None:
+    arguments = on_gpu(sample.arguments(torch.float32))
+    runs = []
+    for _ in range(3):
+        found = gradients(ikattn.implicit_kernel_attention, arguments)
+        runs.append([gradient.cpu() for gradient in found.values()])
+    for run in runs[1:]:
+        assert_identical(runs[0], run)
+
+
+def test_a_call_runs_on_the_current_stream_and_in_a_graph() -> None:
+    q, k, v = torch.randn(3, 2, 4, 100, 32, device="cuda", dtype=torch.bfloat16).unbind()
+    w = 0.1 * torch.randn(4, 32, 16, device="cuda")
+    seed = torch.tensor([1, 2], device="cuda")
+
+    def call() -> Tensor:
+        return ikattn.implicit_kernel_attention(q, k, v, w, dropout_p=0.2, dropout_seed=seed)
+
+    expected = [call()]
+    seed[1] = 3
+    expected.append(call())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+    for offset, each in zip((2, 3), expected, strict=True):  # the seed is read at every replay
+        seed[1] = offset
+        graph.replay()
+        assert torch.equal(output, each)
+
+
+def test_many_heads_and_offsets_beyond_32_bits() -> None:
+    q = torch.randn(1, 70_000, 2, 8, device="cuda", dtype=torch.float16)
+    w = 0.1 * torch.randn(1, 8, 4, device="cuda").expand(70_000, 8, 4)
+    many = ikattn.implicit_kernel_attention(q, q, q, w)
+    few = ikattn.implicit_kernel_attention(q[:, -3:], q[:, -3:], q[:, -3:], w[-3:])
+    assert torch.equal(many[:, -3:], few)
+    mask = torch.zeros(46_400, 46_400, device="cuda", dtype=torch.bfloat16)
+    mask[-1, :-1] = -torch.inf
+    x = torch.randn(1, 1, 46_400, 8, device="cuda")
+    output = ikattn.implicit_kernel_attention(x, x, x, w[:1], attn_mask=mask.float())
+    assert_close(output[0, 0, -1].cpu(), x[0, 0, -1].cpu(), 1e-5)
+
+
+@pytest.mark.parametrize("sample", CONTRIBUTION_SAMPLES, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name_of)
+def test_contributions_are_those_of_the_definition(
+    sample: ContributionSample, dtype: torch.dtype
+) -> None:
+    arguments: dict[str, Any] = sample.arguments(dtype)
+    call = on_gpu(arguments)
+    for name in ("norm", "second_norm"):
+        if name in call:
+            stats = call[name]
+            call[name] = ikattn.NormStats(stats.weight.cuda(), stats.scale.cuda(), stats.centered)
+    got = named(ikattn.contributions(**call, per_head=True))
+    expected = named(definition(arguments))
+    assert got.keys() == expected.keys()
+    for name, map_ in got.items():
+        assert_close(map_.cpu(), expected[name], 1e-13 if dtype == torch.float64 else 2e-6, name)
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    q, w = torch.randn(1, 2, 4, 8), torch.randn(2, 8, 4)
+    with pytest.raises(RuntimeError, match="w1 must be on the device of query, cuda:0, got cpu"):
+        ikattn.implicit_kernel_attention(q.cuda(), q.cuda(), q.cuda(), w)
