@@ -27,7 +27,10 @@ at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t H) {
 at::Tensor squared_norm(const at::Tensor& x, double p) {
   if (p == 2) return (x * x).sum(-1);
   if (p == 1) return x.abs().sum(-1).square();
-  return at::linalg_vector_norm(x, p, {-1}).square();
+  // Every derivative of a zero vector is 0; the norm's own second one would be NaN.
+  const at::Tensor zero = (x == 0).all(-1);
+  const at::Tensor norm = at::linalg_vector_norm(x.masked_fill(zero.unsqueeze(-1), 1), p, {-1});
+  return norm.square().masked_fill(zero, 0);
 }
 
 struct Logits {

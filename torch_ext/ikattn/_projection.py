@@ -5,6 +5,8 @@ Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 # Private, but what upstream's own forward is made of: equal numbers, errors in the same words.
@@ -15,46 +17,77 @@ from torch.nn.functional import (  # type: ignore[attr-defined]
 )
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-__all__ = ["check_axes", "merge_heads", "project"]
+__all__ = ["InProjection", "check_axes", "merge_heads", "project"]
 
 check_axes = _mha_shape_check
 
 
+class InProjection(NamedTuple):
+    """The weights of an in-projection: packed, or one for each of query, key and value."""
+
+    embed_dim: int
+    num_heads: int
+    weight: Tensor | None  # [3 E, E]
+    weights: tuple[Tensor | None, Tensor | None, Tensor | None] | None  # [E, E], [E, kdim], ...
+    bias: Tensor | None  # [3 E]
+
+    @classmethod
+    def of(cls, module: StockMultiheadAttention) -> InProjection:
+        """Returns the weights of a module, as they are now."""
+        separate = None
+        if not module._qkv_same_embed_dim:
+            separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        return cls(
+            module.embed_dim,
+            module.num_heads,
+            module.in_proj_weight if separate is None else None,
+            separate,
+            module.in_proj_bias,
+        )
+
+
 def project(
-    module: StockMultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+    source: InProjection | StockMultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch_first: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks the sizes of batched inputs and applies the in-projection.
 
     Args:
-        module: Whose weights to use, as they are now.
-        query: [N, L, E] if ``module.batch_first``, else [L, N, E].
+        source: The weights to use, or the module whose they are.
+        query: [N, L, E] if ``batch_first``, else [L, N, E].
         key: [N, S, kdim] or [S, N, kdim].
         value: [N, S, vdim] or [S, N, vdim].
+        batch_first: The order of axes; None: the module's.
 
     Returns:
         Queries [N, H, L, d], keys and values [N, H, S, d].
 
     Raises:
-        AssertionError: Sizes do not fit the module or each other.
+        AssertionError: Sizes do not fit the weights or each other, or a weight is missing.
         RuntimeError: query and key differ in batch size.
     """
-    _check_sizes(module, query, key, value)
-    if module._qkv_same_embed_dim:
-        projected = _in_projection_packed(
-            query, key, value, module.in_proj_weight, module.in_proj_bias
-        )
+    if not isinstance(source, InProjection):
+        batch_first = source.batch_first
+        source = InProjection.of(source)
+    assert batch_first is not None
+    _check_sizes(source, query, key, value, batch_first)
+    bias = source.bias
+    if source.weights is None:
+        if source.weight is None:
+            raise AssertionError("use_separate_proj_weight is False but in_proj_weight is None")
+        projected = _in_projection_packed(query, key, value, source.weight, bias)
     else:
-        bias = module.in_proj_bias
-        projected = _in_projection(
-            query,
-            key,
-            value,
-            module.q_proj_weight,
-            module.k_proj_weight,
-            module.v_proj_weight,
-            *((None, None, None) if bias is None else bias.chunk(3)),
-        )
-    q, k, v = (_split_heads(x, module.num_heads, module.batch_first) for x in projected)
+        for name, weight in zip("qkv", source.weights, strict=True):
+            if weight is None:
+                raise AssertionError(
+                    f"use_separate_proj_weight is True but {name}_proj_weight is None"
+                )
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        projected = _in_projection(query, key, value, *source.weights, *biases)
+    q, k, v = (_split_heads(x, source.num_heads, batch_first) for x in projected)
     if k.size(0) != q.size(0):
         raise RuntimeError(
             f"shape '[{k.size(2)}, {q.size(0) * q.size(1)}, {q.size(3)}]' "
@@ -74,15 +107,18 @@ def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
 
 
 def _check_sizes(
-    module: StockMultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+    source: InProjection, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
 ) -> None:
-    if query.size(-1) != module.embed_dim:
+    size = query.size(-1)
+    if size != source.embed_dim:
         raise AssertionError(
-            f"was expecting embedding dimension of {module.embed_dim}, but got {query.size(-1)}"
+            f"was expecting embedding dimension of {source.embed_dim}, but got {size}"
         )
-    if module.batch_first:  # upstream's messages give sizes in sequence-first order
+    if size % source.num_heads != 0:
+        raise AssertionError(f"embed_dim {size} not divisible by num_heads {source.num_heads}")
+    if batch_first:  # upstream's messages give sizes in sequence-first order
         key, value = key.transpose(0, 1), value.transpose(0, 1)
-    if module._qkv_same_embed_dim:
+    if source.weights is None:
         if key.shape != value.shape:
             raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
     elif key.shape[:2] != value.shape[:2]:

@@ -86,7 +86,9 @@ def rbf_key_bias(key: Tensor, p: float | None) -> Tensor | None:
     wide = key if key.dtype == torch.float64 else key.float()
     bias = -wide.square().sum(dim=-1)
     if p is not None:
-        bias = bias + torch.linalg.vector_norm(wide, p, dim=-1).square()
+        zero = (wide == 0).all(dim=-1)  # whose second derivative by the norm itself would be NaN
+        norm = torch.linalg.vector_norm(wide.masked_fill(zero.unsqueeze(-1), 1.0), p, dim=-1)
+        bias = bias + norm.square().masked_fill(zero, 0.0)
     return (bias / (2 * math.sqrt(key.size(-1)))).to(key.dtype).unsqueeze(-2)
 
 

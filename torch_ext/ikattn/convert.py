@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.multihead_attention import Kernel, MultiheadAttention, check_kernel
+from ikattn.functional import Kernel, check_kernel
+from ikattn.multihead_attention import MultiheadAttention
 
 Selection: TypeAlias = Callable[[str, nn.Module], bool] | str | Sequence[str]
 Model = TypeVar("Model", bound=nn.Module)

@@ -1,8 +1,7 @@
 """The drop-in module: nn.MultiheadAttention with a choice of kernel.
 
-A call's way: check and project as upstream -> append learned and zero keys -> attention of the
-chosen kernel on [N, H, L, d] -> ``self.out_proj``. Sizes: N batch, L queries, S keys, E model size,
-H heads, d = E / H head size, M frequencies.
+The module holds parameters and state; what a call computes is in ``ikattn.functional``. Sizes: N
+batch, L queries, S keys, E model size, H heads, d = E / H head size, M frequencies.
 
 Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention`` or
 ``F.multi_head_attention_forward`` may be somebody's replacement that calls this module.
@@ -11,21 +10,19 @@ Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import Tensor, fx, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn._masks import Masks, as_bias, as_visible, check_types, hidden
+from ikattn._masks import Masks, check_types
 from ikattn._nested import attend_padded
-from ikattn._projection import check_axes, merge_heads, project
-from ikattn._softmax import rbf_key_bias, select_away, softmax_attention
-from ikattn.ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
+from ikattn._projection import InProjection, check_axes
+from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.spectral import make_spectral
 
-Kernel = Literal["dot", "rbf", "implicit"]
+__all__ = ["MultiheadAttention"]
 
 _logger = logging.getLogger("ikattn")
 _stock_forward = StockMultiheadAttention.forward
@@ -200,6 +197,17 @@ class MultiheadAttention(StockMultiheadAttention):
         Raises:
             AssertionError, RuntimeError: As nn.MultiheadAttention, in its words.
         """
+        if isinstance(query, fx.Proxy):
+            return self._as_leaf(
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(
                 query,
@@ -212,30 +220,20 @@ class MultiheadAttention(StockMultiheadAttention):
                 is_causal,
             )
         check_types(key_padding_mask, attn_mask)
-        is_batched = check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
-        if is_causal and attn_mask is None:
-            raise RuntimeError(
-                "Need attn_mask if specifying the is_causal hint. "
-                "You may use the Transformer module method "
-                "`generate_square_subsequent_mask` to create this mask."
-            )
-        batch_axis = 0 if self.batch_first else 1
-        if not is_batched:
-            query, key, value = (x.unsqueeze(batch_axis) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-
-        q, k, v = project(self, query, key, value)
-        hint = is_causal and self._can_use_causal_hint(key_padding_mask, need_weights)
-        masks = Masks(key_padding_mask, None if hint else attn_mask, hint).four_axes(q, k)
-        k, v, masks = self._append_keys(k, v, masks)
-        attend = self._attend_implicit if self.kernel == "implicit" else self._attend_softmax
-        output, weights = attend(q, k, v, masks, query.dtype, need_weights, average_attn_weights)
-        output = self.out_proj(merge_heads(output, self.batch_first))
-
-        if not is_batched:
-            output = output.squeeze(batch_axis)
-            weights = None if weights is None else weights.squeeze(0)
-        return output, weights
+        check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        return attend(
+            query,
+            key,
+            value,
+            InProjection.of(self),
+            ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn),
+            KernelOptions(self.kernel, self.p, self.spectral),
+            Masks(key_padding_mask, attn_mask, is_causal),
+            Wanted(need_weights, average_attn_weights),
+            dropout_p=self.dropout if self.training else 0.0,
+            out_proj=self.out_proj,
+            batch_first=self.batch_first,
+        )
 
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
@@ -256,88 +254,23 @@ class MultiheadAttention(StockMultiheadAttention):
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
 
-    def _can_use_causal_hint(self, key_padding_mask: Tensor | None, need_weights: bool) -> bool:
-        """Whether ``is_causal`` may stand for attn_mask, so that the mask need not be read."""
-        if self.kernel == "implicit":
-            # appended keys come last, where causality would hide them
-            return self.bias_k is None and not self.add_zero_attn
-        if self.kernel == "rbf" and self.p != 2:
-            # F.scaled_dot_product_attention takes no bias together with is_causal
-            return False
-        return key_padding_mask is None and not need_weights  # exactly when upstream does
+    def _as_leaf(self, query: fx.Proxy, *args: Any, **kwargs: Any) -> Any:
+        """Makes torch.fx record the call as one node, as it does for the modules of torch.
 
-    def _append_keys(
-        self, key: Tensor, value: Tensor, masks: Masks
-    ) -> tuple[Tensor, Tensor, Masks]:
-        """Appends bias_k and bias_v, then zeros: [N, H, S, d] -> [N, H, S + (0 to 2), d]."""
-        before = key.size(2)
-        if self.bias_k is not None and self.bias_v is not None:
-            key = torch.cat([key, self._like_heads(self.bias_k, key)], dim=2)
-            value = torch.cat([value, self._like_heads(self.bias_v, value)], dim=2)
-        if self.add_zero_attn:
-            key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
-        masks = masks.with_visible_keys(key.size(2) - before)
-        masks.check_padding(key)
-        return key, value, masks
-
-    def _like_heads(self, bias: Tensor, heads: Tensor) -> Tensor:
-        """Turns bias_k or bias_v, [1, 1, E], into one more position of heads [N, H, S, d]."""
-        return bias.view(1, self.num_heads, 1, self.head_dim).expand(heads.size(0), -1, -1, -1)
-
-    def _attend_softmax(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        masks: Masks,
-        mask_dtype: torch.dtype,
-        need_weights: bool,
-        average: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        key, value = select_away(key, value, masks.padding)
-        output, weights = softmax_attention(
-            query,
-            key,
-            value,
-            masks,
-            key_bias=rbf_key_bias(key, self.p) if self.kernel == "rbf" else None,
-            dropout_p=self._dropout_p(),
-            need_weights=need_weights,
-            mask_dtype=mask_dtype,
-        )
-        return output, weights.mean(dim=1) if weights is not None and average else weights
-
-    def _attend_implicit(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        masks: Masks,
-        mask_dtype: torch.dtype,
-        need_weights: bool,
-        average: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        assert self.spectral is not None
-        padding, attention = masks.padding, masks.attention
-        w1, w2 = self.spectral(query, key, None if padding is None else hidden(padding))
-        dropout_p = self._dropout_p()
-        options: dict[str, Any] = {
-            "p": self.p,
-            "key_bias": None if padding is None else as_bias(padding, mask_dtype)[:, None],
-            "attn_mask": None if attention is None else as_visible(attention),
-            "is_causal": masks.is_causal,
-            "dropout_p": dropout_p,
-            # one seed for both calls: the weights returned are the weights used
-            "dropout_seed": draw_dropout_seed(query.device) if dropout_p > 0.0 else None,
-        }
-        output = implicit_kernel_attention(query, key, value, w1, w2, **options)
-        if not need_weights:
-            return output, None
-        weights = implicit_kernel_weights(query, key, w1, w2, **options, average_heads=average)
-        return output, weights
-
-    def _dropout_p(self) -> float:
-        return self.dropout if self.training else 0.0
+        Raises:
+            RuntimeError: There are hooks. They have been traced, or will be, and would run twice.
+        """
+        tracer = query.tracer
+        assert isinstance(tracer, fx.Tracer)
+        name = tracer.path_of_module(self)
+        hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]
+        if any(hook is not _forward_must_run for hook in hooks):
+            raise RuntimeError(
+                f"torch.fx would trace the hooks of {name!r} into the graph and run them again at "
+                "every call; expected none, or a Tracer whose is_leaf_module returns True for "
+                f"ikattn.MultiheadAttention, got {len(hooks)} hooks"
+            )
+        return tracer.create_proxy("call_module", name, (query, *args), kwargs)
 
     def _forward_nested(
         self,
@@ -403,14 +336,6 @@ class MultiheadAttention(StockMultiheadAttention):
         raise RuntimeError(
             "TorchScript cannot compile ikattn.MultiheadAttention; use torch.export.export instead"
         )
-
-
-def check_kernel(kernel: str, p: float | None) -> None:
-    """Raises ValueError for a kernel, or an order of the norm, that does not exist."""
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
-    if p is not None and not 1 <= p < float("inf"):
-        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p}")
 
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
