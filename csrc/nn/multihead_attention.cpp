@@ -1,0 +1,509 @@
+// ikattn::nn::MultiheadAttention, and state_dicts that Python wrote.
+//
+// A call's way is that of torch_ext/ikattn/multihead_attention.py: check and project -> append
+// learned and zero keys -> attention of the chosen kernel on [N, H, L, d] -> out_proj.
+#include "ikattn/multihead_attention.h"
+
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/import_read.h>
+#include <torch/nn/init.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string_view>
+#include <vector>
+
+#include "ikattn/attention.h"
+#include "support/checks.h"
+
+namespace ikattn::nn {
+namespace {
+
+using at::Tensor;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+const char* name_of(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kDot:
+      return "dot";
+    case Kernel::kRbf:
+      return "rbf";
+    case Kernel::kImplicit:
+      return "implicit";
+  }
+  return "unknown";
+}
+
+// --- Checks
+
+void check_options(const MultiheadAttentionOptions& options) {
+  TORCH_CHECK_VALUE(options.embed_dim() > 0 && options.num_heads() > 0,
+                    "MultiheadAttention: embed_dim and num_heads must be positive, got ",
+                    options.embed_dim(), " and ", options.num_heads());
+  TORCH_CHECK_VALUE(options.embed_dim() % options.num_heads() == 0,
+                    "MultiheadAttention: embed_dim must be divisible by num_heads, got ",
+                    options.embed_dim(), " and ", options.num_heads());
+  TORCH_CHECK_VALUE(options.kdim() > 0 && options.vdim() > 0,
+                    "MultiheadAttention: kdim and vdim must be positive, got ", options.kdim(),
+                    " and ", options.vdim());
+  const auto p = options.p();
+  TORCH_CHECK_VALUE(!p.has_value() || (*p >= 1 && *p < kInfinity),
+                    "MultiheadAttention: p must be a real number >= 1, or nullopt for no "
+                    "magnitude, got ",
+                    p.value_or(0));
+}
+
+void check_mask_type(const char* name, const Tensor& mask) {
+  TORCH_CHECK_TYPE(!mask.defined() || mask.scalar_type() == at::kBool || mask.is_floating_point(),
+                   "MultiheadAttention: ", name, " must be bool or floating point, got ",
+                   mask.scalar_type());
+}
+
+struct Inputs {
+  Tensor query, key, value;   // batched, in the module's order of axes
+  Tensor padding, attention;  // key_padding_mask [N, S] and attn_mask as it came, or undefined
+  bool is_batched;
+};
+
+// Axes, sizes and mask types; sizes of the masks are checked where N, L and S are at hand.
+Inputs check_inputs(const MultiheadAttentionOptions& options, const Tensor& query,
+                    const Tensor& key, const Tensor& value, const Tensor& key_padding_mask,
+                    const Tensor& attn_mask) {
+  TORCH_CHECK(query.defined() && key.defined() && value.defined(),
+              "MultiheadAttention: query, key and value must be defined tensors");
+  TORCH_CHECK(query.dim() == 2 || query.dim() == 3,
+              "MultiheadAttention: query must have 2 axes (unbatched) or 3, got ", query.sizes());
+  const bool is_batched = query.dim() == 3;
+  const struct {
+    const char* name;
+    const Tensor& tensor;
+    int64_t size;
+  } sized[] = {{"query", query, options.embed_dim()},
+               {"key", key, options.kdim()},
+               {"value", value, options.vdim()}};
+  for (const auto& [name, tensor, size] : sized) {
+    TORCH_CHECK(tensor.dim() == query.dim(), "MultiheadAttention: ", name, " must have ",
+                query.dim(), " axes, as query, got ", tensor.sizes());
+    TORCH_CHECK(tensor.size(-1) == size, "MultiheadAttention: the last axis of ", name,
+                " must have size ", size, ", got ", tensor.sizes());
+  }
+  const auto tokens = key.sizes().slice(0, key.dim() - 1);
+  TORCH_CHECK(value.sizes().slice(0, value.dim() - 1) == tokens, "MultiheadAttention: value must ",
+              "have the tokens of key, ", tokens, ", got ", value.sizes());
+  const int64_t batch_axis = options.batch_first() ? 0 : 1;
+  TORCH_CHECK(!is_batched || key.size(batch_axis) == query.size(batch_axis),
+              "MultiheadAttention: key must have the batch size of query, ", query.size(batch_axis),
+              ", got ", key.sizes());
+  check_mask_type("key_padding_mask", key_padding_mask);
+  check_mask_type("attn_mask", attn_mask);
+  if (is_batched) return {query, key, value, key_padding_mask, attn_mask, true};
+  return {query.unsqueeze(batch_axis),
+          key.unsqueeze(batch_axis),
+          value.unsqueeze(batch_axis),
+          key_padding_mask.defined() ? key_padding_mask.unsqueeze(0) : Tensor(),
+          attn_mask,
+          false};
+}
+
+// --- Masks: bool (true hides) or floating point (added to the logits), as the caller gave them
+
+struct Masks {
+  Tensor padding;    // [N, S], or undefined
+  Tensor attention;  // [1, 1, L, S] or [N, H, L, S], or undefined
+  bool is_causal;    // query i sees keys 0..i, besides the above
+};
+
+Masks check_masks(const Tensor& padding, const Tensor& attention, const Tensor& q,
+                  const Tensor& k) {
+  const int64_t N = q.size(0), H = q.size(1), L = q.size(2), S = k.size(2);
+  TORCH_CHECK(!padding.defined() || padding.sizes() == at::IntArrayRef({N, S}),
+              "MultiheadAttention: key_padding_mask must have shape [N, S] = [", N, ", ", S,
+              "], or [S] with unbatched input, got ", padding.sizes());
+  if (!attention.defined()) return {padding, attention, false};
+  const bool per_head = attention.dim() == 3;
+  TORCH_CHECK(
+      attention.sizes() == (per_head ? at::IntArrayRef({N * H, L, S}) : at::IntArrayRef({L, S})),
+      "MultiheadAttention: attn_mask must have shape [L, S] = [", L, ", ", S,
+      "] or [N * H, L, S] = [", N * H, ", ", L, ", ", S, "], got ", attention.sizes());
+  return {padding, attention.view({per_head ? N : 1, per_head ? H : 1, L, S}), false};
+}
+
+Tensor hidden(const Tensor& mask) {
+  return mask.scalar_type() == at::kBool ? mask : mask == -kInfinity;
+}
+
+Tensor as_bias(const Tensor& mask, at::ScalarType type) {
+  if (mask.scalar_type() != at::kBool) return mask;
+  return at::zeros_like(mask, mask.options().dtype(type)).masked_fill(mask, -kInfinity);
+}
+
+// --- Projections
+
+// Heads: [N, S, E] or [S, N, E] -> [N, H, S, d].
+Tensor split_heads(const Tensor& x, int64_t num_heads, bool batch_first) {
+  const auto heads = x.unflatten(-1, {num_heads, x.size(-1) / num_heads});
+  return batch_first ? heads.permute({0, 2, 1, 3}) : heads.permute({1, 2, 0, 3});
+}
+
+Tensor merge_heads(const Tensor& x, bool batch_first) {
+  return (batch_first ? x.permute({0, 2, 1, 3}) : x.permute({2, 0, 1, 3})).flatten(2);
+}
+
+struct Heads {
+  Tensor query, key, value;  // [N, H, L, d], [N, H, S, d], [N, H, S, d]
+};
+
+Heads project(const MultiheadAttentionImpl& module, const Inputs& in) {
+  const auto& options = module.options;
+  std::vector<Tensor> weights{module.q_proj_weight, module.k_proj_weight, module.v_proj_weight};
+  std::vector<Tensor> biases(3);
+  if (module._qkv_same_embed_dim) weights = module.in_proj_weight.chunk(3);
+  if (module.in_proj_bias.defined()) biases = module.in_proj_bias.chunk(3);
+
+  std::vector<Tensor> projected;
+  if (module._qkv_same_embed_dim && in.query.is_same(in.key) && in.key.is_same(in.value)) {
+    // self-attention: one product in place of three
+    projected =
+        at::linear(in.query, module.in_proj_weight, or_none(module.in_proj_bias)).chunk(3, -1);
+  } else {
+    const Tensor* inputs[] = {&in.query, &in.key, &in.value};
+    for (int i = 0; i < 3; ++i) {
+      projected.push_back(at::linear(*inputs[i], weights[i], or_none(biases[i])));
+    }
+  }
+  for (auto& x : projected) x = split_heads(x, options.num_heads(), options.batch_first());
+  return {projected[0], projected[1], projected[2]};
+}
+
+// Appends bias_k and bias_v, then zeros, to keys and values; every query sees them.
+void append_keys(const MultiheadAttentionImpl& module, Heads& heads, Masks& masks) {
+  const int64_t before = heads.key.size(2);
+  if (module.bias_k.defined()) {
+    const auto append = [&](const Tensor& x, const Tensor& bias) {
+      const auto token = bias.view({1, x.size(1), 1, x.size(3)}).expand({x.size(0), -1, -1, -1});
+      return at::cat({x, token}, 2);
+    };
+    heads.key = append(heads.key, module.bias_k);
+    heads.value = append(heads.value, module.bias_v);
+  }
+  if (module.options.add_zero_attn()) {
+    heads.key = at::constant_pad_nd(heads.key, {0, 0, 0, 1});
+    heads.value = at::constant_pad_nd(heads.value, {0, 0, 0, 1});
+  }
+  const int64_t count = heads.key.size(2) - before;
+  if (count == 0) return;
+  if (masks.padding.defined()) masks.padding = at::constant_pad_nd(masks.padding, {0, count});
+  if (masks.attention.defined()) masks.attention = at::constant_pad_nd(masks.attention, {0, count});
+}
+
+// --- Attention of the three kernels. Each returns the output [N, H, L, d] and the weights,
+// [N, H, L, S] or averaged [N, L, S], undefined unless wanted.
+
+struct Wanted {
+  bool weights, average;
+  double dropout_p;
+};
+
+// |k_j|_p^2 / (2 sqrt d) - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product
+// ones: [N, H, 1, S], undefined where it is zero.
+Tensor rbf_key_bias(const Tensor& key, std::optional<double> p) {
+  if (p == 2.0) return {};
+  const auto wide = key.to(compute_type(key.scalar_type()));
+  auto bias = -wide.square().sum(-1);
+  if (p.has_value()) bias = bias + at::linalg_vector_norm(wide, *p, at::IntArrayRef{-1}).square();
+  return (bias / (2 * std::sqrt(key.size(-1)))).to(key.scalar_type()).unsqueeze(-2);
+}
+
+std::pair<Tensor, Tensor> attend_softmax(const MultiheadAttentionOptions& options, Heads heads,
+                                         const Masks& masks, at::ScalarType mask_type,
+                                         const Wanted& wanted) {
+  Tensor bias;
+  const auto add = [&bias](const Tensor& term) { bias = bias.defined() ? bias + term : term; };
+  if (masks.padding.defined()) {
+    // The weight of a padded key is 0, but 0 * NaN would reach the output.
+    const auto away = hidden(masks.padding).unsqueeze(1).unsqueeze(-1);
+    heads.key = heads.key.masked_fill(away, 0);
+    heads.value = heads.value.masked_fill(away, 0);
+  }
+  if (options.kernel() == Kernel::kRbf) bias = rbf_key_bias(heads.key, options.p());
+  if (masks.padding.defined()) {
+    add(as_bias(masks.padding, mask_type).unsqueeze(1).unsqueeze(1));
+  }
+  if (masks.attention.defined()) add(as_bias(masks.attention, mask_type));
+
+  Tensor empty;  // rows without a visible key
+  if (bias.defined()) {
+    empty = hidden(bias).all(-1, /*keepdim=*/true);
+    bias = bias.masked_fill(empty, 0);
+  }
+  const auto clear = [&empty](const Tensor& x) {
+    return empty.defined() ? x.masked_fill(empty, 0) : x;
+  };
+  const auto& [query, key, value] = heads;
+  if (!wanted.weights) {
+    return {clear(at::scaled_dot_product_attention(query, key, value, or_none(bias),
+                                                   wanted.dropout_p, masks.is_causal)),
+            Tensor()};
+  }
+  auto logits = (query * std::sqrt(1.0 / query.size(-1))).matmul(key.transpose(-2, -1));
+  if (bias.defined()) logits = logits + bias;
+  auto weights = clear(logits.softmax(-1));
+  if (wanted.dropout_p > 0) weights = at::dropout(weights, wanted.dropout_p, /*train=*/true);
+  return {weights.matmul(value), wanted.average ? weights.mean(1) : weights};
+}
+
+std::pair<Tensor, Tensor> attend_implicit(const MultiheadAttentionImpl& module, const Heads& heads,
+                                          const Masks& masks, at::ScalarType mask_type,
+                                          const Wanted& wanted) {
+  AttentionOptions options;
+  options.p = module.options.p();
+  if (masks.padding.defined()) options.key_bias = as_bias(masks.padding, mask_type).unsqueeze(1);
+  if (masks.attention.defined()) {
+    const bool is_bool = masks.attention.scalar_type() == at::kBool;
+    options.attn_mask = is_bool ? masks.attention.logical_not() : masks.attention;
+  }
+  options.is_causal = masks.is_causal;
+  options.dropout_p = wanted.dropout_p;
+  if (wanted.dropout_p > 0) {
+    // one seed for both calls: the weights returned are the weights used
+    options.dropout_seed = draw_dropout_seed(heads.query.device());
+  }
+  const auto [w1, w2] = module.spectral->frequencies();
+  const auto output =
+      implicit_kernel_attention(heads.query, heads.key, heads.value, w1, w2, options);
+  if (!wanted.weights) return {output, Tensor()};
+  return {output, implicit_kernel_weights(heads.query, heads.key, w1, w2, options, wanted.average)};
+}
+
+// Whether is_causal may stand for attn_mask, so that the mask need not be read.
+bool can_use_causal_hint(const MultiheadAttentionImpl& module, const Tensor& padding,
+                         bool need_weights) {
+  const auto& options = module.options;
+  if (options.kernel() == Kernel::kImplicit) {
+    // appended keys come last, where causality would hide them
+    return !options.add_bias_kv() && !options.add_zero_attn();
+  }
+  // scaled_dot_product_attention takes no bias together with is_causal
+  if (options.kernel() == Kernel::kRbf && options.p() != 2.0) return false;
+  return !padding.defined() && !need_weights;
+}
+
+}  // namespace
+
+// --- Options and frequencies
+
+MultiheadAttentionOptions::MultiheadAttentionOptions(int64_t embed_dim, int64_t num_heads)
+    : embed_dim_(embed_dim), num_heads_(num_heads), kdim_(embed_dim), vdim_(embed_dim) {}
+
+DirectSpectralImpl::DirectSpectralImpl(int64_t num_heads, int64_t head_dim, int64_t num_frequencies,
+                                       bool stationary)
+    : num_heads(num_heads),
+      head_dim(head_dim),
+      num_frequencies(num_frequencies),
+      stationary(stationary) {
+  TORCH_CHECK_VALUE(num_frequencies >= 1,
+                    "MultiheadAttention: num_frequencies must be at least 1, got ",
+                    num_frequencies);
+  reset();
+}
+
+void DirectSpectralImpl::reset() {
+  const int64_t size = num_heads * head_dim * num_frequencies;
+  w1 = register_parameter("w1", at::empty(size));
+  w2 = register_parameter("w2", stationary ? Tensor() : at::empty(size), !stationary);
+  reset_parameters();
+}
+
+void DirectSpectralImpl::reset_parameters() {
+  const torch::NoGradGuard no_grad;
+  const double bound = 1 / std::sqrt(static_cast<double>(num_heads * num_frequencies));
+  w1.uniform_(-bound, bound);
+  if (w2.defined()) w2.uniform_(-bound, bound);
+}
+
+std::pair<Tensor, std::optional<Tensor>> DirectSpectralImpl::frequencies() const {
+  const auto shaped = [this](const Tensor& w) {
+    return w.view({num_heads, head_dim, num_frequencies});
+  };
+  return {shaped(w1), w2.defined() ? std::optional(shaped(w2)) : std::nullopt};
+}
+
+// --- The module
+
+MultiheadAttentionImpl::MultiheadAttentionImpl(const MultiheadAttentionOptions& options)
+    : Cloneable("ikattn::nn::MultiheadAttention"), options(options) {
+  reset();
+}
+
+void MultiheadAttentionImpl::reset() {
+  check_options(options);
+  const int64_t E = options.embed_dim();
+  head_dim = E / options.num_heads();
+  _qkv_same_embed_dim = options.kdim() == E && options.vdim() == E;
+  const auto parameter = [this](const char* name, bool present, at::IntArrayRef sizes) {
+    return register_parameter(name, present ? at::empty(sizes) : Tensor(), present);
+  };
+  in_proj_weight = parameter("in_proj_weight", _qkv_same_embed_dim, {3 * E, E});
+  q_proj_weight = parameter("q_proj_weight", !_qkv_same_embed_dim, {E, E});
+  k_proj_weight = parameter("k_proj_weight", !_qkv_same_embed_dim, {E, options.kdim()});
+  v_proj_weight = parameter("v_proj_weight", !_qkv_same_embed_dim, {E, options.vdim()});
+  in_proj_bias = parameter("in_proj_bias", options.bias(), {3 * E});
+  out_proj = register_module(
+      "out_proj", torch::nn::Linear(torch::nn::LinearOptions(E, E).bias(options.bias())));
+  bias_k = parameter("bias_k", options.add_bias_kv(), {1, 1, E});
+  bias_v = parameter("bias_v", options.add_bias_kv(), {1, 1, E});
+  spectral = nullptr;
+  _reset_parameters();
+  // Last, so that the same seed gives all other parameters the values upstream gives them.
+  if (options.kernel() == Kernel::kImplicit) {
+    spectral = register_module(
+        "spectral", DirectSpectral(options.num_heads(), head_dim, options.num_frequencies(),
+                                   options.stationary()));
+  }
+}
+
+void MultiheadAttentionImpl::reset_parameters() {
+  out_proj->reset_parameters();
+  _reset_parameters();
+}
+
+void MultiheadAttentionImpl::_reset_parameters() {
+  for (auto* weight : {&in_proj_weight, &q_proj_weight, &k_proj_weight, &v_proj_weight}) {
+    if (weight->defined()) torch::nn::init::xavier_uniform_(*weight);
+  }
+  if (in_proj_bias.defined()) {
+    torch::nn::init::constant_(in_proj_bias, 0);
+    torch::nn::init::constant_(out_proj->bias, 0);
+  }
+  if (bias_k.defined()) {
+    torch::nn::init::xavier_normal_(bias_k);
+    torch::nn::init::xavier_normal_(bias_v);
+  }
+  if (spectral) spectral->reset_parameters();
+}
+
+void MultiheadAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << "ikattn::nn::MultiheadAttention(embed_dim=" << options.embed_dim()
+         << ", num_heads=" << options.num_heads() << ", kernel=" << name_of(options.kernel())
+         << ')';
+}
+
+std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_padding_mask,
+    bool need_weights, const Tensor& attn_mask, bool average_attn_weights, bool is_causal) {
+  const auto in = check_inputs(options, query, key, value, key_padding_mask, attn_mask);
+  TORCH_CHECK(!is_causal || attn_mask.defined(),
+              "MultiheadAttention: is_causal is a hint about attn_mask, which must be given too");
+
+  auto heads = project(*this, in);
+  auto masks = check_masks(in.padding, in.attention, heads.query, heads.key);
+  if (is_causal && can_use_causal_hint(*this, in.padding, need_weights)) {
+    masks.attention = Tensor();
+    masks.is_causal = true;
+  }
+  append_keys(*this, heads, masks);
+
+  const Wanted wanted{need_weights, average_attn_weights, is_training() ? options.dropout() : 0.0};
+  auto [output, weights] = options.kernel() == Kernel::kImplicit
+                               ? attend_implicit(*this, heads, masks, query.scalar_type(), wanted)
+                               : attend_softmax(options, heads, masks, query.scalar_type(), wanted);
+  output = out_proj(merge_heads(output, options.batch_first()));
+
+  if (!in.is_batched) {
+    output = output.squeeze(options.batch_first() ? 0 : 1);
+    if (weights.defined()) weights = weights.squeeze(0);
+  }
+  return {output, weights};
+}
+
+// --- Checkpoints
+
+torch::OrderedDict<std::string, Tensor> read_state_dict(const std::string& path) {
+  caffe2::serialize::PyTorchStreamReader reader(path);
+  // torch's unpickler would fail in the midst of it, with an assertion of its own.
+  const auto [pickle, size] = reader.getRecord("data.pkl");
+  const std::string_view head(static_cast<const char*>(pickle.get()), std::min<size_t>(size, 40));
+  TORCH_CHECK(head.find("collections\nOrderedDict") == head.npos, "read_state_dict: ", path,
+              " must hold a plain dict, got an OrderedDict, which LibTorch cannot read; in Python, "
+              "save it with torch.save(dict(module.state_dict()), path)");
+  const auto read = torch::jit::readArchiveAndTensors(
+      "data", /*pickle_prefix=*/"", /*tensor_prefix=*/"data/", /*type_resolver=*/std::nullopt,
+      /*obj_loader=*/std::nullopt, at::Device(at::kCPU), reader);
+  TORCH_CHECK(
+      read.isGenericDict(), "read_state_dict: ", path,
+      " must hold a dict from names to tensors, as torch.save(dict(module.state_dict()), path) "
+      "writes it, got ",
+      read.tagKind());
+  torch::OrderedDict<std::string, Tensor> state("entry");
+  for (const auto& entry : read.toGenericDict()) {
+    TORCH_CHECK(entry.key().isString() && entry.value().isTensor(), "read_state_dict: ", path,
+                " must hold a dict from names to tensors, got an entry from ",
+                entry.key().tagKind(), " to ", entry.value().tagKind());
+    state.insert(entry.key().toStringRef(), entry.value().toTensor());
+  }
+  return state;
+}
+
+namespace {
+
+// Prefixes of the frequencies that a checkpoint may lack, all or none: "self_attn.spectral.".
+std::vector<std::string> prefixes_of_frequencies(const torch::nn::Module& module) {
+  std::vector<std::string> prefixes;
+  for (const auto& entry : module.named_modules("", /*include_self=*/true)) {
+    const auto* attention = entry.value()->as<MultiheadAttentionImpl>();
+    if (attention == nullptr || !attention->spectral) continue;
+    prefixes.push_back(entry.key().empty() ? "spectral." : entry.key() + ".spectral.");
+  }
+  return prefixes;
+}
+
+bool starts_with_any(const std::string& name, const std::vector<std::string>& prefixes) {
+  for (const auto& prefix : prefixes) {
+    if (name.starts_with(prefix)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void load_state_dict(torch::nn::Module& module,
+                     const torch::OrderedDict<std::string, Tensor>& state) {
+  auto absent = prefixes_of_frequencies(module);
+  std::erase_if(absent, [&state](const std::string& prefix) {
+    for (const auto& entry : state) {
+      if (entry.key().starts_with(prefix)) return true;
+    }
+    return false;
+  });
+  std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
+  std::vector<std::string> missing, unexpected;
+  torch::OrderedDict<std::string, Tensor> own = module.named_parameters();
+  own.update(module.named_buffers());
+  for (const auto& entry : own) {
+    const auto* saved = state.find(entry.key());
+    if (saved == nullptr) {
+      if (!starts_with_any(entry.key(), absent)) missing.push_back(entry.key());
+      continue;
+    }
+    TORCH_CHECK(saved->sizes() == entry.value().sizes(), "load_state_dict: ", entry.key(),
+                " must have shape ", entry.value().sizes(), ", as in the module, got ",
+                saved->sizes());
+    copies.emplace_back(entry.value(), *saved);
+  }
+  for (const auto& entry : state) {
+    if (!own.contains(entry.key())) unexpected.push_back(entry.key());
+  }
+  TORCH_CHECK(missing.empty() && unexpected.empty(),
+              "load_state_dict: the checkpoint must have the entries of the module; missing: ",
+              missing, "; unexpected: ", unexpected);
+  const torch::NoGradGuard no_grad;
+  for (auto& [to, from] : copies) to.copy_(from);
+}
+
+void load_state_dict(torch::nn::Module& module, const std::string& path) {
+  load_state_dict(module, read_state_dict(path));
+}
+
+}  // namespace ikattn::nn
