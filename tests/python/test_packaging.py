@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 import ikattn
 from ikattn import _library, cli
+from programs import build_examples, configure_examples, run, run_checked
 
 PACKAGED_FOLDERS = ("csrc", "cmake", "torch_ext", "tests", "examples")
 BUILT = re.compile(r"__pycache__|\.egg-info|torch_ext/ikattn/(lib|include|share|build_info\.json)")
@@ -26,23 +25,6 @@ output = ikattn.implicit_kernel_attention(query, query, query, torch.randn(2, 8,
 assert output.shape == query.shape, output.shape
 print(ikattn.__file__)
 """
-
-
-def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-
-
-def run_checked(*command: object, cwd: Path, **environment: str) -> str:
-    finished = run(*command, cwd=cwd, **environment)
-    output = finished.stdout + finished.stderr
-    assert finished.returncode == 0, output[-8000:]
-    return output
 
 
 def files_in_tree(source_tree: Path) -> set[str]:
@@ -96,17 +78,8 @@ def test_package_installs_from_its_sdist(sdist: Path, tmp_path: Path) -> None:
         assert (site / "ikattn" / name).exists(), name
 
 
-def configure_example(source_tree: Path, build: Path, prefix: str) -> tuple[object, ...]:
-    return (
-        *("cmake", "-S", source_tree / "examples/cpp", "-B", build),
-        *("-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}"),
-    )
-
-
 def train_example(source_tree: Path, build: Path, prefix: Path | str) -> None:
-    prefixes = f"{prefix};{torch.utils.cmake_prefix_path}"
-    run_checked(*configure_example(source_tree, build, prefixes), cwd=source_tree)
-    run_checked("cmake", "--build", build, cwd=source_tree)
+    build_examples(source_tree, build, prefix, "train_regression")
     printed = run_checked(build / "train_regression", cwd=build)
     assert "loss" in printed
 
@@ -141,7 +114,7 @@ def test_find_package_names_both_versions_when_torch_differs(
     numbers = {"MAJOR": 9, "MINOR": 8, "PATCH": 7}
     version.write_text("".join(f"#define TORCH_VERSION_{k} {v}\n" for k, v in numbers.items()))
     prefixes = f"{ikattn.cmake_prefix_path()};{other}"
-    finished = run(*configure_example(source_tree, tmp_path, prefixes), cwd=source_tree)
+    finished = run(*configure_examples(source_tree, tmp_path, prefixes), cwd=source_tree)
     assert finished.returncode != 0
     assert "got torch 9.8.7" in " ".join(finished.stderr.split())
     assert "was built for torch " in " ".join(finished.stderr.split())

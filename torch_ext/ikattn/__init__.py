@@ -6,6 +6,7 @@ from ikattn import _library
 __version__ = _library.load()
 
 from ikattn import analysis, reference
+from ikattn._decompositions import decompositions
 from ikattn._library import cmake_prefix_path
 from ikattn.analysis.files import load_maps
 from ikattn.analysis.record import record
@@ -17,6 +18,7 @@ from ikattn.contributions import (
     streamed_contributions,
 )
 from ikattn.convert import convert
+from ikattn.functional import multi_head_attention_forward
 from ikattn.multihead_attention import MultiheadAttention
 from ikattn.ops import (
     decompose,
@@ -37,11 +39,13 @@ __all__ = [
     "contributions",
     "convert",
     "decompose",
+    "decompositions",
     "draw_dropout_seed",
     "dropout_keep_mask",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "load_maps",
+    "multi_head_attention_forward",
     "record",
     "reference",
     "rollout",

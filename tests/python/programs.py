@@ -1,0 +1,40 @@
+"""Runs programs, and builds the C++ ones in examples/cpp against the installed package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def run_checked(*command: object, cwd: Path, **environment: str) -> str:
+    finished = run(*command, cwd=cwd, **environment)
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output[-8000:]
+    return output
+
+
+def configure_examples(source_tree: Path, build: Path, prefix: str) -> tuple[object, ...]:
+    return (
+        *("cmake", "-S", source_tree / "examples/cpp", "-B", build),
+        *("-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}"),
+    )
+
+
+def build_examples(source_tree: Path, build: Path, prefix: Path | str, *programs: str) -> None:
+    """Builds some of the programs, for each takes half a minute."""
+    prefixes = f"{prefix};{torch.utils.cmake_prefix_path}"
+    run_checked(*configure_examples(source_tree, build, prefixes), cwd=source_tree)
+    run_checked("cmake", "--build", build, "--target", *programs, cwd=source_tree)

@@ -1,0 +1,244 @@
+"""Converted models under torch.compile, torch.export, AOTInductor and torch.onnx.export."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.export import Dim
+
+import ikattn
+from attention_cases import KERNELS
+
+E, H = 16, 4
+# No size equals another or a size of the model, or the compiler would take them for one symbol.
+SIZES = ((3, 9), (5, 7), (6, 33), (2, 64))
+
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+each_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+Call = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class SelfAttention(nn.Module):
+    """One module, whose weights are a result too."""
+
+    def __init__(self, kernel: str, dropout: float) -> None:
+        super().__init__()
+        options = {"kernel": kernel, "p": 3.0, "num_frequencies": 7, "seed": 0}
+        self.attention = ikattn.MultiheadAttention(E, H, dropout, batch_first=True, **options)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        output, weights = self.attention(x, x, x, key_padding_mask=padding)
+        return output + weights.square().sum(dim=-1, keepdim=True)
+
+
+class Encoder(nn.Module):
+    def __init__(self, kernel: str, dropout: float) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(E, H, 32, dropout, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = ikattn.convert(encoder, kernel, p=3.0, num_frequencies=7, seed=0)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+each_model = pytest.mark.parametrize("model_type", [SelfAttention, Encoder])
+
+
+def make(model_type: type[nn.Module], kernel: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return model_type(kernel, dropout).eval()
+
+
+def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """x [N, L, E], and a padding mask that leaves every sequence a token."""
+    torch.manual_seed(batch * 1000 + length)
+    ends = torch.randint(1, length + 1, (batch, 1))
+    return torch.randn(batch, length, E), torch.arange(length) >= ends
+
+
+def of_tokens(output: Tensor, padding: Tensor) -> Tensor:
+    """Without padding, which torch's fused path of the dot kernel leaves undefined."""
+    return output[~padding]
+
+
+def with_gradients(model: nn.Module, call: Call, x: Tensor, padding: Tensor) -> list[Tensor]:
+    torch.manual_seed(5)
+    x = x.clone().requires_grad_()
+    output = of_tokens(call(x, padding), padding)
+    return [output, *torch.autograd.grad(output.sin().sum(), [x, *model.parameters()])]
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@each_mode
+@each_kernel
+@each_model
+def test_compiled_once_it_computes_what_eager_does_for_every_length(
+    model_type: type[nn.Module], kernel: str, training: bool
+) -> None:
+    model = make(model_type, kernel, dropout=0.3).train(training)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for number, size in enumerate(SIZES):
+        x, padding = inputs(*size)
+        once_more = torch._dynamo.config.patch(error_on_recompile=True)
+        with once_more if number else nullcontext():
+            found = with_gradients(model, compiled, x, padding)
+        torch.testing.assert_close(found, with_gradients(model, model, x, padding))
+
+
+@each_kernel
+@each_model
+def test_compiled_without_grad_it_computes_what_eager_does_for_every_length(
+    model_type: type[nn.Module], kernel: str
+) -> None:
+    model = make(model_type, kernel)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for size in SIZES:
+        x, padding = inputs(*size)
+        with torch.no_grad():
+            found, expected = compiled(x, padding), model(x, padding)
+        torch.testing.assert_close(of_tokens(found, padding), of_tokens(expected, padding))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_the_default_compiler_takes_a_converted_encoder(training: bool) -> None:
+    model = make(Encoder, "implicit").train(training)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for size in SIZES[:2]:
+        x, padding = inputs(*size)
+        found, expected = (with_gradients(model, f, x, padding) for f in (compiled, model))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_the_operator_stays_one_operator() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: list[Tensor]) -> Call:
+        graphs.append(graph)
+        return graph.forward
+
+    model = make(SelfAttention, "implicit")
+    with torch.no_grad():
+        torch.compile(model, backend=keep, fullgraph=True, dynamic=True)(*inputs(3, 9))
+    nodes = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
+    calls = [str(node.target) for node in nodes if "ikattn" in str(node.target)]
+    assert len(calls) == 2, calls  # output, weights
+    assert not any("reference" in name for name in calls)
+
+
+# --- torch.export ---------------------------------------------------------------------------------
+
+
+def export(model: nn.Module) -> torch.export.ExportedProgram:
+    axes = {0: Dim("batch"), 1: Dim("length")}
+    with torch.no_grad():
+        return torch.export.export(model, inputs(3, 9), dynamic_shapes=(axes, axes))
+
+
+@each_mode
+@each_kernel
+@each_model
+def test_exported_with_dynamic_shapes_it_computes_what_eager_does(
+    model_type: type[nn.Module], kernel: str, training: bool
+) -> None:
+    model = make(model_type, kernel).train(training)
+    program = export(model).module()
+    for size in SIZES:
+        x, padding = inputs(*size)
+        found, expected = (of_tokens(f(x, padding), padding) for f in (program, model))
+        torch.testing.assert_close(found, expected)
+
+
+def test_an_exported_program_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = make(Encoder, "implicit")
+    torch.export.save(export(model), tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program(*inputs(5, 7)), model(*inputs(5, 7)))
+
+
+@each_kernel
+def test_an_aot_inductor_package_computes_what_eager_does(kernel: str, tmp_path: Path) -> None:
+    model = make(Encoder, kernel)
+    path = str(tmp_path / "model.pt2")
+    package = torch._inductor.aoti_compile_and_package(export(model), package_path=path)
+    loaded = torch._inductor.aoti_load_package(package)
+    for size in SIZES:
+        x, padding = inputs(*size)
+        found, expected = (of_tokens(f(x, padding), padding) for f in (loaded, model))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- ONNX -----------------------------------------------------------------------------------------
+
+
+def test_decompositions_leave_torchs_operators_alone() -> None:
+    program = export(make(Encoder, "implicit")).run_decompositions(ikattn.decompositions())
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not {name for name in names if name.startswith("ikattn")}
+    assert "aten.layer_norm.default" in names
+    torch.testing.assert_close(
+        program.module()(*inputs(5, 7)), make(Encoder, "implicit")(*inputs(5, 7))
+    )
+
+
+def test_the_contribution_operators_decompose_too() -> None:
+    class Norms(nn.Module):
+        def forward(self, query: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+            given = ikattn.contributions(query.softmax(-1), value, weight).summed
+            streamed = ikattn.streamed_contributions(query, query, value, weight).summed
+            assert given is not None
+            assert streamed is not None
+            return given + streamed
+
+    x = torch.randn(2, H, 5, 5), torch.randn(2, H, 5, E // H), torch.randn(E, E)
+    program = torch.export.export(Norms(), x)
+    decomposed = program.run_decompositions(ikattn.decompositions())
+    assert "ikattn" in str(program.graph)
+    assert "ikattn" not in str(decomposed.graph)
+    torch.testing.assert_close(decomposed.module()(*x), Norms()(*x), rtol=1e-4, atol=1e-5)
+
+
+@each_kernel
+@each_model
+def test_exported_to_onnx_it_computes_what_eager_does(
+    model_type: type[nn.Module], kernel: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs it: pip install onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
+    model = make(model_type, kernel)
+    program = export(model).run_decompositions(ikattn.decompositions())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    names = [argument.name for argument in session.get_inputs()]
+    for size in SIZES:
+        x, padding = inputs(*size)
+        arrays = (tensor.numpy() for tensor in (x, padding))
+        (found,) = session.run(None, dict(zip(names, arrays, strict=True)))
+        expected = model(x, padding)
+        torch.testing.assert_close(
+            of_tokens(torch.from_numpy(found), padding),
+            of_tokens(expected, padding),
+            rtol=1e-4,
+            atol=1e-5,
+        )
