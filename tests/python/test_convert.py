@@ -119,6 +119,9 @@ def test_a_shared_module_stays_shared():
         (["0", "*.outer"], ["implicit", "stock", "implicit"]),
         (lambda name, module: name.endswith("inner"), ["stock", "implicit", "stock"]),
         (lambda name, module: module.embed_dim == E, ["implicit"] * 3),
+        (nn.ModuleDict, ["stock", "implicit", "implicit"]),
+        (nn.MultiheadAttention, ["implicit"] * 3),
+        (["0", nn.ModuleDict], ["implicit"] * 3),
     ],
 )
 def test_modules_are_selected_by_pattern_or_predicate(select, expected):
@@ -158,6 +161,91 @@ def test_converting_twice_changes_nothing_and_to_another_kernel_changes_it():
     ikattn.convert(model, "dot")
     assert len(model[0]._forward_pre_hooks) == 0
     assert model.state_dict().keys() == model_of_three().state_dict().keys()
+
+
+def everything_in(model):
+    """All that a model holds, by module; what cannot be compared is compared by name."""
+    return [
+        (
+            name,
+            type(module),
+            {key: vars(module)[key] for key in vars(module) if not key.startswith("_")},
+            {key: id(tensor) for key, tensor in module._parameters.items()},
+            list(module._forward_pre_hooks.values()),
+            list(module._modules),
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@each_kernel
+def test_revert_leaves_nothing_of_convert(kernel):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
+    model.layers[0].self_attn.register_forward_pre_hook(print)
+    before = everything_in(model)
+    ikattn.convert(model, kernel)
+    assert everything_in(model) != before
+    assert ikattn.revert(model) is model
+    assert everything_in(model) == before
+
+
+def test_revert_keeps_what_training_made_of_the_weights():
+    model = ikattn.convert(model_of_three())
+    with torch.no_grad():
+        model[0].in_proj_weight.add_(1.0)
+    expected = make("stock")
+    expected.load_state_dict({k: w for k, w in model[0].state_dict().items() if "spec" not in k})
+    x = torch.randn(L, N, E).double()
+    for got, want in zip(ikattn.revert(model)[0](x, x, x), expected(x, x, x), strict=True):
+        assert torch.equal(got, want)
+    pickle.loads(pickle.dumps(model))
+
+
+def test_revert_of_selected_modules_leaves_encoders_that_need_it_without_nesting():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
+    ikattn.convert(model)
+    ikattn.revert(model, select="layers.0.*")
+    assert kernels_of(model) == ["stock", "implicit"]
+    assert not model.use_nested_tensor
+    ikattn.convert(model, "dot", select="layers.1.*")
+    assert model.use_nested_tensor
+
+
+def test_revert_takes_modules_that_were_made_as_ours_and_leaves_derived_ones(caplog):
+    class Derived(ikattn.MultiheadAttention):
+        pass
+
+    model = nn.ModuleList([make("rbf"), Derived(E, H)])
+    ikattn.revert(model)
+    assert type(model[0]) is nn.MultiheadAttention
+    assert type(model[1]) is Derived
+    assert "not reverted: 1 is a " in caplog.text
+
+
+def test_nothing_to_revert_is_an_error_that_says_what_there_is():
+    with pytest.raises(
+        ValueError, match=r"nothing to revert: 0 is nn\.MultiheadAttention, 1\.inner"
+    ):
+        ikattn.revert(model_of_three())
+
+
+def test_the_report_tells_what_each_module_is():
+    model = model_of_three()
+    model.append(SomebodysAttention(E, H))
+    model.append(model[0])
+    ikattn.convert(model, select=["0", "1.inner"], p=None, num_frequencies=3)
+    ikattn.convert(model[0], "rbf", p=3.0)
+    report = ikattn.conversion_report(model)
+    assert str(report).splitlines() == [
+        "0 = 4    kernel='rbf', p=3.0",
+        "1.inner  kernel='implicit', p=None, Direct",
+        "1.outer  nn.MultiheadAttention",
+        f"3        left alone: a {__name__}.SomebodysAttention",
+    ]
+    assert [len(part) for part in (report, report.converted, report.stock, report.left)] == [
+        *(4, 2, 1, 1)
+    ]
+    assert ikattn.conversion_report(nn.Linear(1, 1)) == ()
 
 
 class SomebodysAttention(nn.MultiheadAttention):

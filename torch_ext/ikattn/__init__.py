@@ -8,6 +8,7 @@ __version__ = _library.load()
 from ikattn import analysis, reference
 from ikattn._decompositions import decompositions
 from ikattn._library import cmake_prefix_path
+from ikattn._selection import ConversionReport, conversion_report
 from ikattn.analysis.files import load_maps
 from ikattn.analysis.record import record
 from ikattn.analysis.rollout import rollout
@@ -17,7 +18,7 @@ from ikattn.contributions import (
     contributions,
     streamed_contributions,
 )
-from ikattn.convert import convert
+from ikattn.convert import convert, revert
 from ikattn.functional import multi_head_attention_forward
 from ikattn.multihead_attention import MultiheadAttention
 from ikattn.ops import (
@@ -31,12 +32,14 @@ from ikattn.ops import (
 
 __all__ = [
     "Contributions",
+    "ConversionReport",
     "MultiheadAttention",
     "NormStats",
     "__version__",
     "analysis",
     "cmake_prefix_path",
     "contributions",
+    "conversion_report",
     "convert",
     "decompose",
     "decompositions",
@@ -48,6 +51,7 @@ __all__ = [
     "multi_head_attention_forward",
     "record",
     "reference",
+    "revert",
     "rollout",
     "spectral_features",
     "streamed_contributions",

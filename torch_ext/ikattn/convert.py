@@ -1,33 +1,23 @@
-"""Swaps the attention of an existing model for ``ikattn.MultiheadAttention``."""
+"""Swaps the attention of an existing model for ``ikattn.MultiheadAttention``, and back."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
+from ikattn._selection import AttentionModule, Selection, select_modules
 from ikattn.functional import Kernel, check_kernel
 from ikattn.multihead_attention import MultiheadAttention
 
-Selection: TypeAlias = Callable[[str, nn.Module], bool] | str | Sequence[str]
 Model = TypeVar("Model", bound=nn.Module)
 
+_NESTED_BEFORE = "_use_nested_tensor_before_ikattn"
+
 _logger = logging.getLogger("ikattn")
-
-
-class _Found(NamedTuple):
-    """An attention module of the model, and every name it goes by there."""
-
-    module: StockMultiheadAttention
-    names: list[str]
-
-    def __str__(self) -> str:
-        return " = ".join(name or "the model itself" for name in self.names)
 
 
 def convert(
@@ -57,8 +47,9 @@ def convert(
         model: Any module; it may be an nn.MultiheadAttention itself.
         kernel: "dot", "rbf" or "implicit".
         select: Which ones. A predicate of name and module; a pattern of names as in a shell
-            ("encoder.*"); a list of patterns; None: all. A module with several names is selected by
-            any of them.
+            ("encoder.*"); a type, of the module or of one that holds it
+            (``nn.TransformerDecoderLayer``); a list of patterns and types; None: all. A module with
+            several names is selected by any of them.
         p, num_frequencies, stationary: As for ``MultiheadAttention``.
         spectral: As for ``MultiheadAttention``; of a module, each attention module gets a copy.
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
@@ -86,60 +77,64 @@ def convert(
         "stationary": stationary,
         "seed": seed,
     }
-    candidates = _select(model, select)
-    convertible = [found for found in candidates if _is_convertible(found.module)]
-    refused = [found for found in candidates if found not in convertible]
+    candidates = select_modules(model, select)
+    convertible = [found for found in candidates if found.is_plain]
+    refused = [found for found in candidates if not found.is_plain]
     if not convertible:
-        raise ValueError(f"nothing that can be converted: {_describe_refused(refused)}")
-    to_change = [found for found in convertible if getattr(found.module, "kernel", None) != kernel]
+        raise ValueError(f"nothing that can be converted: {_describe(refused)}")
+    to_change = [found for found in convertible if found.kernel != kernel]
     for found in to_change:
         _change(found.module, kernel, options)
         options["seed"] = None if seed is None else options["seed"] + 1
-    if kernel != "dot":
-        _stop_nesting(model)
+    _settle_nesting(model)
     if to_change:
         _logger.info("kernel=%r now: %s", kernel, ", ".join(map(str, to_change)))
     if len(to_change) < len(convertible):
         kept = [str(found) for found in convertible if found not in to_change]
         _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
     if refused:
-        _logger.warning("not converted: %s", _describe_refused(refused))
+        _logger.warning("not converted: %s", _describe(refused))
     return model
 
 
-def _select(model: nn.Module, select: Selection | None) -> list[_Found]:
-    """Returns the selected attention modules, each once, in the order of their first names.
+def revert(model: Model, *, select: Selection | None = None) -> Model:
+    """Makes every ``ikattn.MultiheadAttention`` of a model an nn.MultiheadAttention, in place.
+
+    What ``convert`` did is undone: the class, the forward pre-hook, the encoders' nesting of padded
+    input. Weights stay as they are now, trained or not; frequencies are dropped. An optimiser that
+    was told of them keeps them, without gradients. Modules made as ``ikattn.MultiheadAttention``
+    are reverted too; subclasses of it are left, with a warning.
+
+    Args:
+        model: Any module; it may be an ``ikattn.MultiheadAttention`` itself.
+        select: As for ``convert``.
+
+    Returns:
+        ``model``.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There is nothing to revert.
+
+    Example:
+        >>> import torch, ikattn
+        >>> layer = ikattn.convert(torch.nn.TransformerEncoderLayer(16, 4))
+        >>> type(ikattn.revert(layer).self_attn)
+        <class 'torch.nn.modules.activation.MultiheadAttention'>
     """
-    by_module: dict[nn.Module, _Found] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, StockMultiheadAttention):
-            by_module.setdefault(module, _Found(module, [])).names.append(name)
-    if not by_module:
-        types = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}")
-    selected = [found for found in by_module.values() if _is_selected(found, select)]
-    if not selected:
-        names = ", ".join(map(str, by_module.values()))
-        raise ValueError(f"select={select!r} matches none of the attention modules: {names}")
-    return selected
-
-
-def _is_selected(found: _Found, select: Selection | None) -> bool:
-    if select is None:
-        return True
-    if callable(select):
-        return any(select(name, found.module) for name in found.names)
-    patterns = [select] if isinstance(select, str) else select
-    return any(fnmatchcase(name, pattern) for name in found.names for pattern in patterns)
-
-
-def _is_convertible(module: nn.Module) -> bool:
-    """Whether nobody else has changed what the module computes."""
-    is_known = type(module) in (StockMultiheadAttention, MultiheadAttention)
-    return is_known and "forward" not in vars(module)
+    candidates = select_modules(model, select)
+    ours = [found for found in candidates if found.is_ours]
+    refused = [found for found in candidates if not found.is_plain]
+    if not ours:
+        others = ", ".join(f"{found} is {found.describe()}" for found in candidates)
+        raise ValueError(f"nothing to revert: {others}")
+    for found in ours:
+        assert isinstance(found.module, MultiheadAttention)
+        found.module.remove_kernel()
+    _settle_nesting(model)
+    _logger.info("nn.MultiheadAttention again: %s", ", ".join(map(str, ours)))
+    if refused:
+        _logger.warning("not reverted: %s", _describe(refused))
+    return model
 
 
 def _change(module: Any, kernel: Kernel, options: dict[str, Any]) -> None:
@@ -153,19 +148,24 @@ def _change(module: Any, kernel: Kernel, options: dict[str, Any]) -> None:
         raise
 
 
-def _stop_nesting(model: nn.Module) -> None:
-    """Keeps nn.TransformerEncoder from nesting padded input, which pays only on its fused path."""
+def _settle_nesting(model: nn.Module) -> None:
+    """Keeps nn.TransformerEncoder from nesting padded input, which pays only on its fused path.
+
+    That is the path of the dot kernel. Where all kernels are such again, what was set comes back.
+    """
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and any(
-            isinstance(module, MultiheadAttention) and module.kernel != "dot"
-            for module in encoder.modules()
-        ):
+        if not isinstance(encoder, nn.TransformerEncoder):
+            continue
+        if any(getattr(module, "kernel", "dot") != "dot" for module in _ours(encoder)):
+            vars(encoder).setdefault(_NESTED_BEFORE, encoder.use_nested_tensor)
             encoder.use_nested_tensor = False
+        elif _NESTED_BEFORE in vars(encoder):
+            encoder.use_nested_tensor = vars(encoder).pop(_NESTED_BEFORE)
 
 
-def _describe_refused(refused: list[_Found]) -> str:
-    return "; ".join(
-        f"{found} is a {type(found.module).__module__}.{type(found.module).__qualname__}"
-        + (" with a forward of its own" if "forward" in vars(found.module) else "")
-        for found in refused
-    )
+def _ours(model: nn.Module) -> Iterable[MultiheadAttention]:
+    return (module for module in model.modules() if isinstance(module, MultiheadAttention))
+
+
+def _describe(refused: list[AttentionModule]) -> str:
+    return "; ".join(f"{found} is {found.describe()}" for found in refused)

@@ -160,6 +160,17 @@ class MultiheadAttention(StockMultiheadAttention):
         self.register_module("spectral", source)
         self._keep_off_fused_path()
 
+    def remove_kernel(self) -> None:
+        """Makes the module an nn.MultiheadAttention, without frequencies; weights stay.
+
+        Modules that other people derived from this class do not come back from it.
+        """
+        self.kernel = "dot"
+        self._keep_off_fused_path()
+        for name in ("kernel", "p", "spectral"):
+            delattr(self, name)
+        self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
+
     def reset_parameters(self) -> None:
         """Draws every parameter anew, in the order and from the distributions of construction."""
         self.out_proj.reset_parameters()

@@ -13,7 +13,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
+from .._selection import Selection, is_selected
 from ..contributions import Contributions
-from ..convert import Selection
 from ..integrations.transformers import Given, interface_call, listening
 from ._attention_call import (
     ALL_MAPS,
@@ -36,7 +35,7 @@ from ._attention_call import (
     why_undefined,
     without_autocast,
 )
-from ._resolvers import AttentionParts, Site, find_attention, out_proj_weight
+from ._resolvers import AttentionParts, find_attention, out_proj_weight
 from ._torch_attention import torch_call
 from .recording import Batch, Layer, Recording
 
@@ -86,7 +85,8 @@ def record(
             every head and those of the ledger. In cross-attention "with_norm" and "encoder" hold
             what comes from the keys alone: the residual has no column.
         layers: Which layers, as in ``ikattn.convert``: a predicate of name and module; a pattern of
-            names as in a shell ("encoder.*"); a list of patterns; None: all.
+            names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
+            patterns and types; None: all.
         to_cpu: Move maps to the CPU as they are made.
         detach: Maps have no gradient. False: they are differentiable where grad mode is on.
         on_layer: Called with the number of the forward call, the layer and its maps as soon as they
@@ -193,7 +193,7 @@ def _plan(model: nn.Module, asked: tuple[str, ...] | None, layers: Selection | N
         )
     plans = []
     for site in sites:
-        if not _is_selected(site, layers):
+        if not is_selected(model, [site.name], site.module, layers):
             continue
         if isinstance(site.parts, str):
             raise NotImplementedError(f"record: {site.name} cannot be recorded: {site.parts}")
@@ -205,15 +205,6 @@ def _plan(model: nn.Module, asked: tuple[str, ...] | None, layers: Selection | N
         names = ", ".join(site.name for site in sites)
         raise ValueError(f"record: layers={layers!r} selects none of {names}")
     return plans
-
-
-def _is_selected(site: Site, layers: Selection | None) -> bool:
-    if layers is None:
-        return True
-    if callable(layers):
-        return layers(site.name, site.module)
-    patterns = [layers] if isinstance(layers, str) else layers
-    return any(fnmatchcase(site.name, pattern) for pattern in patterns)
 
 
 def _check_names(maps: Iterable[str] | None) -> tuple[str, ...] | None:
