@@ -485,6 +485,66 @@ def test_double_backward(kernel, options, mask):
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
 
 
+# Mean weights of long sequences, which are made part by part
+
+
+@pytest.fixture
+def every_call_is_large(monkeypatch):
+    monkeypatch.setattr(ikattn._softmax, "_LARGE", -1)
+    monkeypatch.setattr(ikattn._softmax, "_PART", 2 * N * S)  # two queries
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_equals_all_at_once(kernel, mask, every_call_is_large):
+    for options in OPTIONS:
+        sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
+        arguments = arguments_of(mask, True, False, **sizes)
+        module = make(kernel, **options)
+        expected = run(module, arguments, functools.partial(explicit, module))
+        assert_same(run(module, arguments), expected, f"{options}")
+
+
+@pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_double_backward_part_by_part(kernel, mask, every_call_is_large):
+    call, inputs = double_backward_case(kernel, {}, mask)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_a_query_that_sees_no_key_gets_zeros(kernel, every_call_is_large):
+    arguments = arguments_of("both bool", True, False)
+    arguments["attn_mask"][1] = True
+    results = run(make(kernel), arguments)
+    assert not results["weights"][:, 1].any()
+    assert all(tensor.isfinite().all() for tensor in results.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_part_by_part_is_as_precise_as_upstream(dtype, monkeypatch):
+    for threshold in (1 << 22, -1):
+        monkeypatch.setattr(ikattn._softmax, "_LARGE", threshold)
+        test_dot_is_as_precise_as_upstream("both float", {}, dtype)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_transforms_take_calls_of_every_size(transform, every_call_is_large):
+    module, x = make("dot"), batch(L, N, E)
+
+    def call(x):
+        return module(x, x, x)[1]
+
+    if transform == "vmap":
+        stacked = torch.func.vmap(call)(torch.stack([x, 2 * x]))
+        torch.testing.assert_close(stacked, torch.stack([call(x), call(2 * x)]))
+    else:
+        direction = torch.ones_like(x)
+        _, along = torch.func.jvp(call, (x,), (direction,))
+        step = 1e-6 * direction
+        torch.testing.assert_close(along, (call(x + step) - call(x - step)) / 2e-6)
+
+
 # Modules among others
 
 

@@ -6,6 +6,8 @@ Sizes: N batch, H heads, L queries, S keys, d head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +25,15 @@ def softmax_attention(
     key_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = False,
+    average: bool = False,
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes softmax(q.k / sqrt(d) + bias) v; a query that sees no key gets zeros.
 
     With ``need_weights`` it forms the weights and draws dropout as nn.MultiheadAttention does;
-    without, it leaves both to F.scaled_dot_product_attention, as that does.
+    without, it leaves both to F.scaled_dot_product_attention, as that does. Mean weights of long
+    sequences are made part by part, so that [N, H, L, S] is never held; not so with dropout,
+    whose mask upstream draws for all heads at once.
 
     Args:
         query: [N, H, L, d].
@@ -38,21 +43,25 @@ def softmax_attention(
         key_bias: [N, H, 1, S], added to the logits.
         dropout_p: Probability on the normalised weights.
         need_weights: Return the weights too.
+        average: Return their mean over heads.
         mask_dtype: The type in which bool masks are added to the logits.
 
     Returns:
-        Output [N, H, L, d], and the weights after dropout, [N, H, L, S], or None.
+        Output [N, H, L, d], and the weights after dropout, [N, H, L, S] or [N, L, S], or None.
     """
-    bias = _total_bias(masks, key_bias, mask_dtype)
-    empty = None
-    if bias is not None:
-        empty = hidden(bias).all(dim=-1, keepdim=True)  # rows without a visible key
-        bias = bias.masked_fill(empty, 0.0)
+    biases = _biases(masks, key_bias, mask_dtype)
+    if need_weights and average and dropout_p == 0.0 and _is_large(query, key):
+        return _MeanWeights.apply(query, key, value, *biases)  # type: ignore[no-untyped-call,no-any-return]
+    bias = _total(biases)
     if need_weights:
-        weights = _weights(query, key, bias, empty)
+        weights = _weights(query, key, bias)
         if dropout_p > 0.0:
             weights = dropout(weights, dropout_p)
-        return weights @ value, weights
+        return weights @ value, weights.mean(dim=1) if average else weights
+    empty = None
+    if bias is not None:
+        empty = _empty_rows(bias)
+        bias = bias.masked_fill(empty, 0.0)
     output = scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
     return output if empty is None else output.masked_fill(empty, 0.0), None
 
@@ -92,19 +101,124 @@ def rbf_key_bias(key: Tensor, p: float | None) -> Tensor | None:
     return (bias / (2 * math.sqrt(key.size(-1)))).to(key.dtype).unsqueeze(-2)
 
 
-def _total_bias(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns the sum of all that is added to the logits, broadcastable to [N, H, L, S]."""
-    total = key_bias
-    if masks.padding is not None:
-        padding = as_bias(masks.padding, dtype)[:, None, None, :]
-        total = padding if total is None else total + padding
-    if masks.attention is not None:
-        attention = as_bias(masks.attention, dtype)
-        total = attention if total is None else total + attention
-    return total
+def _biases(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """Returns all that is added to the logits, each broadcastable to [N, H, L, S]."""
+    padding = None if masks.padding is None else as_bias(masks.padding, dtype)[:, None, None, :]
+    attention = None if masks.attention is None else as_bias(masks.attention, dtype)
+    return [part for part in (key_bias, padding, attention) if part is not None]
 
 
-def _weights(query: Tensor, key: Tensor, bias: Tensor | None, empty: Tensor | None) -> Tensor:
+def _total(biases: Sequence[Tensor]) -> Tensor | None:
+    return sum(biases[1:], biases[0]) if biases else None
+
+
+def _empty_rows(bias: Tensor) -> Tensor:
+    """Returns where a query sees no key, [.., L, 1]."""
+    return hidden(bias).all(dim=-1, keepdim=True)
+
+
+def _weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns softmax(q.k / sqrt(d) + bias), [.., L, S], with zeros for a query that sees no key.
+
+    Args:
+        query: [.., L, d].
+        key: [.., S, d].
+        bias: Broadcastable to [.., L, S].
+    """
     logits = (query * math.sqrt(1.0 / query.size(-1))) @ key.transpose(-2, -1)
-    weights = softmax(logits if bias is None else logits + bias, dim=-1)
-    return weights if empty is None else weights.masked_fill(empty, 0.0)
+    if bias is None:
+        return softmax(logits, dim=-1)
+    empty = _empty_rows(bias)
+    weights = softmax(logits + bias.masked_fill(empty, 0.0), dim=-1)
+    return weights.masked_fill(empty, 0.0)
+
+
+# Above so many weights of all heads, mean weights are made in parts of one head, of so many each.
+_LARGE = 1 << 22
+_PART = 1 << 19
+
+
+def _is_large(query: Tensor, key: Tensor) -> bool:
+    """Whether to go part by part: many weights, and nothing that differentiates in other ways.
+
+    A compiler is shown the plain composition, and so are torch.func and forward-mode duals, for
+    which ``_MeanWeights`` has no rules.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
+        return False
+    return query.shape[:-1].numel() * key.size(-2) > _LARGE
+
+
+class _MeanWeights(torch.autograd.Function):
+    """Output and mean weights of softmax attention, from the weights of some queries of one head.
+
+    The backward pass makes them again; it is differentiable itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, *biases: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(query, key, value, *biases)
+        wide = query.dtype if query.dtype == torch.float64 else torch.float32
+        mean = query.new_zeros(query.size(0), query.size(2), key.size(2), dtype=wide)
+        output = query.new_empty(*query.shape[:-1], value.size(-1))
+        for head, rows in _parts(query, key):
+            bias = _total([_slice(x, head, rows) for x in biases])
+            weights = _weights(query[:, head, rows], key[:, head], bias)
+            output[:, head, rows] = weights @ value[:, head]
+            mean[:, rows] += weights
+        return output, mean.div_(query.size(1)).to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *biases = ctx.saved_tensors
+        inputs = (query, key, value, *biases)
+        grads = [
+            torch.zeros_like(x) if wanted else None
+            for x, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
+        ]
+
+        every, scale = slice(None), math.sqrt(1.0 / query.size(-1))
+        for head, rows in _parts(query, key):
+            q, k, v = query[:, head, rows], key[:, head], value[:, head]
+            weights = _weights(q, k, _total([_slice(x, head, rows) for x in biases]))
+            grad = grad_output[:, head, rows]
+            grad_weights = grad @ v.transpose(-2, -1) + grad_mean[:, rows] / query.size(1)
+            along = (weights * grad_weights).sum(dim=-1, keepdim=True)
+            grad_logits = weights * (grad_weights - along)
+            if grads[0] is not None:
+                _add(grads[0], head, rows, grad_logits @ k * scale)
+            if grads[1] is not None:
+                _add(grads[1], head, every, grad_logits.transpose(-2, -1) @ q * scale)
+            if grads[2] is not None:
+                _add(grads[2], head, every, weights.transpose(-2, -1) @ grad)
+            for of_bias in grads[3:]:
+                if of_bias is not None:
+                    _add(of_bias, head, rows, grad_logits)
+        return tuple(grads)
+
+
+def _parts(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields heads and slices of queries that have about ``_PART`` weights."""
+    batch, heads, length, _ = query.shape
+    step = max(1, _PART // max(1, batch * key.size(2)))
+    for head in range(heads):
+        for start in range(0, length, step):
+            yield head, slice(start, min(start + step, length))
+
+
+def _slice(x: Tensor, head: int, rows: slice) -> Tensor:
+    """Returns x[:, head, rows] of a tensor [N|1, H|1, L|1, .]; an axis of size 1 stands for all."""
+    of_head = x[:, head if x.size(1) > 1 else 0]
+    return of_head[:, rows] if of_head.size(1) > 1 else of_head
+
+
+def _add(total: Tensor, head: int, rows: slice, part: Tensor) -> None:
+    """Adds a part to total[:, head, rows], summed over the axes on which that has size 1."""
+    place = _slice(total, head, rows)
+    place += part.sum_to_size(place.shape)

@@ -348,7 +348,7 @@ def _softmax(
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     key, value = select_away(key, value, masks.padding)
-    output, weights = softmax_attention(
+    return softmax_attention(
         query,
         key,
         value,
@@ -356,9 +356,9 @@ def _softmax(
         key_bias=rbf_key_bias(key, kernel.p) if kernel.name == "rbf" else None,
         dropout_p=dropout_p,
         need_weights=wanted.weights,
+        average=wanted.average,
         mask_dtype=mask_dtype,
     )
-    return output, weights.mean(dim=1) if weights is not None and wanted.average else weights
 
 
 def _implicit(

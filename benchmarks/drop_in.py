@@ -1,0 +1,111 @@
+"""What it costs to have ikattn.MultiheadAttention in nn.MultiheadAttention's place.
+
+export OMP_WAIT_POLICY=passive
+python benchmarks/drop_in.py           # one thread: a training step, weights, tiny calls
+python benchmarks/drop_in.py --memory  # peak memory of need_weights=True, in fresh processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from timing import interleaved, peak_memory, processor, show
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ikattn
+
+
+def training_step(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    return step
+
+
+def compare_steps(seconds: float) -> None:
+    stock = nn.TransformerEncoderLayer(512, 8, batch_first=True)
+    ours = ikattn.convert(copy.deepcopy(stock), "dot")
+    x = torch.randn(8, 128, 512)
+    rivals = {"ikattn": training_step(ours, x), "stock": training_step(stock, x)}
+    show("Training step, E = 512, H = 8, 8 x 128 tokens, dot", interleaved(rivals, seconds))
+
+
+def compare_weights(seconds: float) -> None:
+    stock = nn.MultiheadAttention(512, 8, batch_first=True)
+    ours = ikattn.convert(copy.deepcopy(stock), "dot")
+    x = torch.randn(1, 2048, 512)
+
+    def step(module: nn.Module) -> Callable[[], None]:
+        def call() -> None:
+            output, weights = module(x, x, x)
+            (output.sum() + weights.square().sum()).backward()
+
+        return call
+
+    rivals = {"ikattn": step(ours), "stock": step(stock)}
+    show("Forward + backward with weights, E = 512, H = 8, N = 2048", interleaved(rivals, seconds))
+
+
+def compare_tiny(seconds: float) -> None:
+    x, w = torch.randn(1, 2, 4, 8), torch.randn(2, 8, 4)
+    for grad in (False, True):
+        x.requires_grad_(grad)
+
+        def many(call: Callable[[], object]) -> Callable[[], None]:
+            def repeated() -> None:
+                for _ in range(1000):
+                    call()
+
+            return repeated
+
+        rivals = {
+            "ikattn": many(lambda: ikattn.implicit_kernel_attention(x, x, x, w, w)),
+            "sdpa": many(lambda: F.scaled_dot_product_attention(x, x, x)),
+        }
+        show(f"1000 tiny calls, grad {grad}", interleaved(rivals, seconds))
+
+
+SETUP = """
+    import copy
+    stock = torch.nn.MultiheadAttention(512, 8, batch_first=True)
+    ours = ikattn.convert(copy.deepcopy(stock), {kernel!r})
+    few, x = torch.randn(1, 64, 512), torch.randn(1, {length}, 512)
+    def step(module, x):
+        output, weights = module(x, x, x)
+        (output.sum() + weights.sum()).backward()
+"""
+
+
+def compare_memory(length: int) -> None:
+    one = length * length * 4 / 2**20
+    print(f"MiB above the inputs, N = {length}, H = 8; weights [N, L, S] are {one:.0f}, of all")
+    print(f"heads {8 * one:.0f}")
+    for kernel in ("dot", "rbf", "implicit"):
+        setup = SETUP.format(kernel=kernel, length=length)
+        used = peak_memory(setup, "step(ours, x)", "step(ours, few)")
+        print(f"  {kernel:10s} {used:9.1f}")
+    print(f"  {'stock':10s} {peak_memory(setup, 'step(stock, x)', 'step(stock, few)'):9.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--memory", action="store_true", help="peak memory in fresh processes")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per comparison")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{processor()}, torch {torch.__version__}, ikattn {ikattn.__version__}, one thread")
+    if options.memory:
+        compare_memory(2048)
+        return
+    compare_steps(options.seconds)
+    compare_weights(options.seconds)
+    compare_tiny(options.seconds)
+
+
+if __name__ == "__main__":
+    main()
