@@ -175,3 +175,77 @@ def test_frequencies_survive_the_initialisation_of_nn_transformer():
     for module in whole.modules():
         if isinstance(module, ikattn.MultiheadAttention):
             assert 0.98 / 16 < largest(module) <= 1 / 16
+
+
+# Blocks as other libraries write them
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm, one tensor for all three, no weights: torchvision's ViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(E)
+        self.self_attention = nn.MultiheadAttention(E, H, dropout=0.0, batch_first=True)
+
+    def forward(self, x, padding):
+        x = self.ln_1(x)
+        x, _ = self.self_attention(x, x, x, need_weights=False)
+        return x
+
+
+class ContrastiveBlock(nn.Module):
+    """Sequence first, a causal mask in the input's type: CLIP's text tower."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(E, H)
+        self.ln_1 = nn.LayerNorm(E)
+
+    def forward(self, x, padding):
+        x = x.transpose(0, 1)
+        mask = causal(L).to(x.dtype)
+        normed = self.ln_1(x)
+        x = x + self.attn(normed, normed, normed, need_weights=False, attn_mask=mask)[0]
+        return x.transpose(0, 1)
+
+
+class DetectionBlock(nn.Module):
+    """Positions are added to queries and keys only, weights are made and dropped: DETR."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(E, H, dropout=0.0)
+        self.multihead_attn = nn.MultiheadAttention(E, H, dropout=0.0)
+        self.positions = nn.Parameter(torch.randn(L, 1, E))
+
+    def forward(self, x, padding):
+        source = x.transpose(0, 1)
+        q = k = source + self.positions
+        source = (
+            source + self.self_attn(q, k, value=source, attn_mask=None, key_padding_mask=padding)[0]
+        )
+        target = self.multihead_attn(
+            query=torch.zeros_like(source[:2]) + self.positions[:2],
+            key=source + self.positions,
+            value=source,
+            key_padding_mask=padding,
+        )[0]
+        return target.transpose(0, 1)
+
+
+@pytest.mark.parametrize("block", [VisionBlock, ContrastiveBlock, DetectionBlock])
+@each_kernel
+def test_other_peoples_blocks_equal_the_formulas_and_revert(kernel, block):
+    torch.manual_seed(0)
+    model, (x, padding) = block().double(), sources()
+    stock = copy.deepcopy(model)
+    ikattn.convert(model, kernel, p=3.0, num_frequencies=7)
+    expected = with_explicit_attention(model)(x, padding)
+    for mode in (True, False):
+        torch.testing.assert_close(model.train(mode)(x, padding), expected)
+    if kernel == "dot":
+        torch.testing.assert_close(model(x, padding), stock(x, padding))
+    model(x, padding).square().sum().backward()
+    assert all(w.grad is not None and w.grad.isfinite().all() for w in model.parameters())
+    assert torch.equal(ikattn.revert(model)(x, padding), stock(x, padding))

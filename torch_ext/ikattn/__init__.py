@@ -12,6 +12,7 @@ from ikattn._selection import ConversionReport, conversion_report
 from ikattn.analysis.files import load_maps
 from ikattn.analysis.record import record
 from ikattn.analysis.rollout import rollout
+from ikattn.calibration import CalibratedModule, calibrate
 from ikattn.contributions import (
     Contributions,
     NormStats,
@@ -31,12 +32,14 @@ from ikattn.ops import (
 )
 
 __all__ = [
+    "CalibratedModule",
     "Contributions",
     "ConversionReport",
     "MultiheadAttention",
     "NormStats",
     "__version__",
     "analysis",
+    "calibrate",
     "cmake_prefix_path",
     "contributions",
     "conversion_report",

@@ -6,7 +6,7 @@ Sizes: N batch, H heads, L queries, S keys, d head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ikattn._selection import AttentionModule, Selection, select_modules
+from ikattn.calibration import calibrate
 from ikattn.functional import Kernel, check_kernel
 from ikattn.multihead_attention import MultiheadAttention
 
@@ -30,6 +31,7 @@ def convert(
     spectral: str | nn.Module = "direct",
     stationary: bool = False,
     seed: int | None = None,
+    calibration: Iterable[Any] | None = None,
 ) -> Model:
     """Makes every nn.MultiheadAttention of a model an ``ikattn.MultiheadAttention``, in place.
 
@@ -53,12 +55,15 @@ def convert(
         p, num_frequencies, stationary: As for ``MultiheadAttention``.
         spectral: As for ``MultiheadAttention``; of a module, each attention module gets a copy.
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
+        calibration: Batches of input, to start the implicit kernel near the softmax attention that
+            it replaces: as ``ikattn.calibrate`` does with its own defaults. For trained models.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: There is nothing to convert, or an option is wrong.
+        ValueError: There is nothing to convert, an option is wrong, or there is calibration data
+            for a kernel other than "implicit".
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -70,6 +75,8 @@ def convert(
         'implicit'
     """
     check_kernel(kernel, p)
+    if calibration is not None and kernel != "implicit":
+        raise ValueError(f"calibration is for kernel='implicit', got kernel={kernel!r}")
     options: dict[str, Any] = {
         "p": p,
         "num_frequencies": num_frequencies,
@@ -94,6 +101,10 @@ def convert(
         _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
     if refused:
         _logger.warning("not converted: %s", _describe(refused))
+    if calibration is not None and to_change:
+        names = [found.names[0] for found in to_change]
+        for calibrated in calibrate(model, calibration, select=lambda name, _: name in names):
+            _logger.info("calibrated %s", calibrated)
     return model
 
 

@@ -252,7 +252,7 @@ def attend(
     masks = Masks(masks.padding, None if hint else masks.attention, hint)
     q, k, v = project(projection, query, key, value, batch_first)
     masks = masks.four_axes(q, k)
-    k, v, masks = _with_extra_keys(k, v, masks, extra)
+    k, v, masks = with_extra_keys(k, v, masks, extra)
     compute = _implicit if kernel.name == "implicit" else _softmax
     output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
     output = out_proj(merge_heads(output, batch_first))
@@ -294,7 +294,7 @@ def _can_use_causal_hint(
     return masks.padding is None and not wanted.weights  # exactly when upstream does
 
 
-def _with_extra_keys(
+def with_extra_keys(
     key: Tensor, value: Tensor, masks: Masks, extra: ExtraKeys
 ) -> tuple[Tensor, Tensor, Masks]:
     """Appends bias_k and bias_v, then zeros: [N, H, S, d] -> [N, H, S + (0 to 2), d]."""

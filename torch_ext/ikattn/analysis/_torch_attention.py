@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from .._masks import Masks, as_bias, as_visible, hidden
 from .._projection import project
 from .._softmax import rbf_key_bias, select_away
+from ..functional import ExtraKeys, with_extra_keys
 from ._attention_call import AttentionCall, widened, without_autocast
 
 _signature = inspect.signature(StockMultiheadAttention.forward)
@@ -55,7 +55,8 @@ def torch_call(
     with without_autocast(query.device):
         q, k, v = (widened(x) for x in heads)
         masks = masks.four_axes(q, k)
-        k, v, masks = append_keys(module, k, v, masks)
+        extra = ExtraKeys(module.bias_k, module.bias_v, module.add_zero_attn)
+        k, v, masks = with_extra_keys(k, v, masks, extra)
         k, v = select_away(k, v, masks.padding)
         call = AttentionCall(
             query=q,
@@ -73,25 +74,6 @@ def torch_call(
         if kind == "self":
             call.query_padding = call.key_padding[:, : q.size(2)]
     return call
-
-
-def append_keys(
-    module: StockMultiheadAttention, key: Tensor, value: Tensor, masks: Masks
-) -> tuple[Tensor, Tensor, Masks]:
-    """Appends bias_k and bias_v, then zeros: [N, H, S, d] -> [N, H, S + (0 to 2), d]."""
-    before = key.size(2)
-    if module.bias_k is not None and module.bias_v is not None:
-        key = torch.cat([key, _like_heads(module.bias_k, key)], dim=2)
-        value = torch.cat([value, _like_heads(module.bias_v, value)], dim=2)
-    if module.add_zero_attn:
-        key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
-    return key, value, masks.with_visible_keys(key.size(2) - before)
-
-
-def _like_heads(bias: Tensor, heads: Tensor) -> Tensor:
-    """Turns bias_k or bias_v, [1, 1, E], into one more position of heads [N, H, S, d]."""
-    batch, count, _, size = heads.shape
-    return bias.view(1, count, 1, size).expand(batch, -1, -1, -1).to(heads.dtype)
 
 
 def _are_same_tokens(query: Tensor, key: Tensor) -> bool:

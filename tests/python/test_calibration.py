@@ -1,0 +1,142 @@
+"""ikattn.calibrate, and convert(calibration=...): implicit kernels fitted to softmax attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ikattn
+
+E, H, L = 16, 4, 6
+
+
+@pytest.fixture
+def encoder() -> nn.TransformerEncoder:
+    """Two layers whose attention is far from uniform."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    for part in model.layers:
+        with torch.no_grad():
+            part.self_attn.in_proj_weight.mul_(2.0)
+    return model
+
+
+def data(count: int = 20) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(count, L, E)
+
+
+def weights_of(module: nn.MultiheadAttention, x: Tensor, **masks: Tensor) -> Tensor:
+    with torch.no_grad():
+        return module(x, x, x, average_attn_weights=False, **masks)[1]
+
+
+def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Of each head, [H], from weights [N, H, L, S]."""
+    return ((found - expected).square().sum((0, 2, 3)) / expected.square().sum((0, 2, 3))).sqrt()
+
+
+def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(
+    encoder: nn.TransformerEncoder,
+) -> None:
+    stock = copy.deepcopy(encoder.layers[0].self_attn)
+    model = ikattn.convert(encoder, num_frequencies=32, seed=0)
+    drawn = copy.deepcopy(model.layers[0].self_attn)
+    x = data()
+    report = ikattn.calibrate(model, [x[:10], x[10:]], steps=100)
+    assert [calibrated.names for calibrated in report] == [
+        ["layers.0.self_attn"],
+        ["layers.1.self_attn"],
+    ]
+    # the report's errors are those of one sequence in five
+    held_out = torch.cat([x[:10:5], x[10::5]])
+    expected = weights_of(stock, held_out)
+    before, after = (
+        relative_errors(weights_of(module, held_out), expected)
+        for module in (drawn, model.layers[0].self_attn)
+    )
+    torch.testing.assert_close(report[0].before, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(report[0].after, after, rtol=1e-4, atol=1e-5)
+    assert (after < before).all()
+    assert after.mean() < 0.7 * before.mean()
+    assert str(report[0]).startswith("layers.0.self_attn: error of the weights 0.")
+
+
+def test_only_frequencies_change(encoder: nn.TransformerEncoder) -> None:
+    model = ikattn.convert(encoder, num_frequencies=8, seed=0).train()
+    model.layers[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    ikattn.calibrate(model, [data()], steps=3, select="layers.0.*")
+    changed = {n for n, w in model.state_dict().items() if not torch.equal(w, before[n])}
+    assert changed == {f"layers.0.self_attn.spectral.{w}" for w in ("w1", "w2")}
+    assert [module.training for module in model.modules()] == modes
+    assert {module.kernel for module in model.modules() if hasattr(module, "kernel")} == {
+        "implicit"
+    }
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_padding_has_no_part_in_the_fit(encoder: nn.TransformerEncoder) -> None:
+    module = ikattn.convert(encoder.layers[0].self_attn.double(), num_frequencies=8, seed=0)
+    twin = copy.deepcopy(module)
+    x, padding = data(10).double(), torch.zeros(10, L, dtype=torch.bool)
+    ikattn.calibrate(module, [{"query": x, "key": x, "value": x}], steps=5)
+    longer = torch.cat([x, torch.full((10, 2, E), 9.0).double()], dim=1)
+    padding = torch.cat([padding, torch.ones(10, 2, dtype=torch.bool)], dim=1)
+    batch = {"query": longer, "key": longer, "value": longer, "key_padding_mask": padding}
+    ikattn.calibrate(twin, [batch], steps=5)
+    for found, expected in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_convert_calibrates_what_it_converts(encoder: nn.TransformerEncoder) -> None:
+    by_hand = ikattn.convert(copy.deepcopy(encoder), num_frequencies=4, seed=0)
+    ikattn.calibrate(by_hand, [(data(5),)])
+    ikattn.convert(encoder, num_frequencies=4, seed=0, calibration=[(data(5),)])
+    for found, expected in zip(encoder.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_one_sequence_of_one_token_is_no_error() -> None:
+    module = ikattn.MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(1, 1, E)
+    (report,) = ikattn.calibrate(module, [(x, x, x)], steps=2)
+    assert not report.after.any()
+    assert module.spectral.w1.isfinite().all()
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = ikattn.MultiheadAttention(E, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_errors_say_what_was_expected_and_got(encoder: nn.TransformerEncoder) -> None:
+    with pytest.raises(ValueError, match="expected a model with implicit kernels"):
+        ikattn.calibrate(encoder, [data()])
+    with pytest.raises(ValueError, match="calibration is for kernel='implicit', got kernel='rbf'"):
+        ikattn.convert(encoder, "rbf", calibration=[data()])
+    model = ikattn.convert(encoder, num_frequencies=4)
+    with pytest.raises(ValueError, match="at least one batch"):
+        ikattn.calibrate(model, [])
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        ikattn.calibrate(model, [data()], steps=0)
+    with pytest.raises(ValueError, match="attention was not called in 1 batches"):
+        ikattn.calibrate(Unused(), [data()])
+
+
+def test_a_model_that_fails_is_left_as_it_was(encoder: nn.TransformerEncoder) -> None:
+    model = ikattn.convert(encoder, num_frequencies=4).train()
+    with pytest.raises(Exception, match=r"size|dimension|shape"):
+        ikattn.calibrate(model, [torch.randn(2, 3, E + 1)])
+    assert model.layers[0].self_attn.kernel == "implicit"
+    assert model.layers[0].self_attn.training
+    assert len(model.layers[0].self_attn._forward_pre_hooks) == 1
