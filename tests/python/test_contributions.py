@@ -52,6 +52,24 @@ def test_maps_in_float64_are_those_of_the_definition(sample: Sample) -> None:
         assert_close(map_, expected[name], 1e-13, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("H", range(1, 19))  # up to 16 heads each number has a kernel of its own
+def test_every_number_of_heads_gives_the_definition(H: int, dtype: torch.dtype) -> None:
+    for T, S in ((1, 64), (5, 128), (34, 65), (3, 200)):
+        torch.manual_seed(H)
+        weights = torch.randn(2, H, T, S, dtype=torch.float64).softmax(-1)
+        weights[:, :, :, 1] = -0.0
+        value = torch.randn(2, H, S, 3, dtype=torch.float64)
+        value[:, :, 1] = torch.nan  # has no weight
+        projection = torch.randn(10, 3 * H, dtype=torch.float64)
+        rounded = [x.to(dtype) for x in (weights, value, projection)]
+        found = ikattn.contributions(*rounded, maps=["summed"]).summed
+        vectors = torch.einsum("bhsv,dhv->bshd", value, projection.unflatten(1, (H, 3)))
+        expected = torch.einsum("bhts,bshd->btsd", weights, vectors.nan_to_num()).norm(dim=-1)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
 @every_sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_maps_in_lower_precision_err_by_rounding_only(sample: Sample, dtype: torch.dtype) -> None:

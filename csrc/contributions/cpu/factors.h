@@ -26,61 +26,83 @@ inline T dot_product(int64_t size, const T* a, const T* b) {
   return sum_of_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// a . b[k] for kCount rows b + k * stride at once.
+// a . b[k] for kCount rows b + k * size.
 template <int kCount, typename T>
-inline void dot_products(int64_t size, const T* a, const T* b, int64_t stride, T* result) {
+inline void dot_products(int64_t size, const T* a, const T* b, T* result) {
   Vec<T> sums[kCount] = {};
   for (int64_t c = 0; c < size; c += kLanes<T>) {
     const Vec<T> x = load(a + c);
 #pragma GCC unroll 4
-    for (int k = 0; k < kCount; ++k) sums[k] += x * load(b + k * stride + c);
+    for (int k = 0; k < kCount; ++k) sums[k] += x * load(b + k * size + c);
   }
   for (int k = 0; k < kCount; ++k) result[k] = sum_of_lanes<T>(sums[k]);
 }
 
-// b[k] -= factor[k] a for kCount rows.
+// b[k] -= factor[k] a for kCount rows, and their products with the next row, in one visit.
 template <int kCount, typename T>
-inline void subtract_multiples(int64_t size, const T* a, const T* factor, T* b, int64_t stride) {
-  Vec<T> f[kCount];
+inline void subtract_multiples(int64_t size, const T* a, const T* next, const T* factor, T* b,
+                               T* products) {
+  Vec<T> f[kCount], sums[kCount] = {};
   for (int k = 0; k < kCount; ++k) f[k] = broadcast(factor[k]);
   for (int64_t c = 0; c < size; c += kLanes<T>) {
-    const Vec<T> x = load(a + c);
+    const Vec<T> x = load(a + c), y = load(next + c);
 #pragma GCC unroll 4
     for (int k = 0; k < kCount; ++k) {
-      store(b + k * stride + c, load(b + k * stride + c) - f[k] * x);
+      const Vec<T> rest = load(b + k * size + c) - f[k] * x;
+      store(b + k * size + c, rest);
+      sums[k] += rest * y;
     }
   }
+  for (int k = 0; k < kCount; ++k) products[k] = sum_of_lanes<T>(sums[k]);
 }
 
-// Row h of R against the rows after it, which lose their part along row h.
-template <int kCount, typename T>
-inline void eliminate(int64_t size, const T* row, T* rest, T inverse_norm, T* r) {
-  T products[kCount];
-  dot_products<kCount>(size, row, rest, size, products);
-  for (int k = 0; k < kCount; ++k) {
-    r[k] = products[k] * inverse_norm;
-    products[k] = r[k] * inverse_norm;
+// b -= factor a; returns |b|^2.
+template <typename T>
+inline T subtract_multiple(int64_t size, const T* a, T factor, T* b) {
+  const Vec<T> f = broadcast(factor);
+  Vec<T> sums[4] = {};
+  for (int64_t c = 0; c < size; c += 4 * kLanes<T>) {
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; ++u) {
+      const int64_t at = c + u * kLanes<T>;
+      const Vec<T> rest = load(b + at) - f * load(a + at);
+      store(b + at, rest);
+      sums[u] += rest * rest;
+    }
   }
-  subtract_multiples<kCount>(size, row, products, rest, size);
+  return sum_of_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 // vectors [H][size], destroyed; R in the lane of its key: factors[p * 64], p running over the
-// triangle.
+// triangle. products [H] is scratch. Each step takes the part along row h out of the rows after it
+// and, while they are in registers, multiplies them with the next row: one visit per step.
 template <typename T>
-void factorize(int64_t H, int64_t size, T* vectors, T* r, T* factors) {
+void factorize(int64_t H, int64_t size, T* vectors, T* products, T* factors) {
   constexpr T kSmallest = sizeof(T) == 8 ? T(1e-300) : T(1e-37);
+  T square = dot_product(size, vectors, vectors);
+  int64_t k = 1;
+  for (; k + 4 <= H; k += 4) dot_products<4>(size, vectors, vectors + k * size, products + k);
+  for (; k < H; ++k) dot_products<1>(size, vectors, vectors + k * size, products + k);
   for (int64_t h = 0; h < H; ++h) {
     const T* row = vectors + h * size;
-    const T square = dot_product(size, row, row);
     const bool vanishes = square < kSmallest;  // false for NaN
     const T norm = vanishes ? T(0) : static_cast<T>(__builtin_sqrt(square));
     const T inverse = vanishes ? T(0) : T(1) / norm;
-    factors[0] = norm;
+    *factors = norm;
     factors += kFactorBlock;
-    int64_t k = h + 1;
-    for (; k + 4 <= H; k += 4) eliminate<4>(size, row, vectors + k * size, inverse, r + k);
-    for (; k < H; ++k) eliminate<1>(size, row, vectors + k * size, inverse, r + k);
-    for (k = h + 1; k < H; ++k, factors += kFactorBlock) factors[0] = r[k];
+    for (k = h + 1; k < H; ++k, factors += kFactorBlock) {
+      *factors = products[k] * inverse;
+      products[k] = *factors * inverse;
+    }
+    if (h + 1 == H) break;
+    T* next = vectors + (h + 1) * size;
+    square = subtract_multiple(size, row, products[h + 1], next);
+    for (k = h + 2; k + 4 <= H; k += 4) {
+      subtract_multiples<4>(size, row, next, products + k, vectors + k * size, products + k);
+    }
+    for (; k < H; ++k) {
+      subtract_multiples<1>(size, row, next, products + k, vectors + k * size, products + k);
+    }
   }
 }
 
@@ -106,15 +128,16 @@ void token_factors(const FactorParams& params, const Executor& executor) {
   const int64_t blocks = ceil_div(params.S, kFactorBlock);
   const bool variant[3] = {params.factors[0] != nullptr, params.factors[1] != nullptr,
                            params.factors[2] != nullptr};
+  const int last = variant[2] ? 2 : variant[1] ? 1 : 0;
   struct Scratch {
-    T *vectors, *work, *r;
+    T *vectors, *work, *products;
   };
   const auto cut = [&](Workspace& workspace, int64_t threads, auto&& use) {
     for (int64_t thread = 0; thread < threads; ++thread) {
       Scratch scratch;
       scratch.vectors = workspace.take<T>(H * size);
       scratch.work = workspace.take<T>(H * size);
-      scratch.r = workspace.take<T>(H);
+      scratch.products = workspace.take<T>(H);
       use(thread, scratch);
     }
   };
@@ -150,10 +173,12 @@ void token_factors(const FactorParams& params, const Executor& executor) {
           apply_norm(params.norms[v - 1], H, D, size, scratch.vectors);
         }
         if (!variant[v]) continue;
-        __builtin_memcpy(scratch.work, scratch.vectors, H * size * sizeof(T));
+        const bool is_last = v == last;
+        T* work = is_last ? scratch.vectors : scratch.work;
+        if (!is_last) __builtin_memcpy(work, scratch.vectors, H * size * sizeof(T));
         T* factors = static_cast<T*>(params.factors[v]) +
                      (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
-        factorize(H, size, scratch.work, scratch.r, factors);
+        factorize(H, size, work, scratch.products, factors);
       }
     }
   });

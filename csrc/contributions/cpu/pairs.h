@@ -1,8 +1,13 @@
 // Norms of the summed contributions of every pair: |R_j a_ij|, R_j triangular.
 //
 // A task takes a block of rows through the keys, 64 at a time: their factors stay in the
-// first-level cache while the rows pass, four at a time, so that a factor loaded serves four pairs.
+// first-level cache while the rows pass, a few at a time, so that a factor loaded serves several
+// pairs. Up to 16 heads, the H elements of R a of each row are accumulators in registers and the
+// loops over the triangle are unrolled; weights are then read where they lie.
 #pragma once
+
+#include <type_traits>
+#include <utility>
 
 #include "contributions/params.h"
 #include "support/cpu/elements.h"
@@ -66,39 +71,138 @@ void load_weights(const PairParams& params, int64_t b, int64_t i, int64_t rows, 
   }
 }
 
-// norms [kRowGroup][64] of one group of rows and one block of keys.
-//   weights [H][kRowGroup][64]   factors [triangle(H)][64]
+// Weights of some rows and 64 keys, [H][rows][64] by strides.
 template <typename T>
-void block_norms(int64_t H, const T* weights, const T* factors, T* norms) {
+struct WeightBlock {
+  const T* data;
+  int64_t head_stride, row_stride;
+};
+
+template <typename Function, int... kIndex>
+__attribute__((always_inline)) inline void each(std::integer_sequence<int, kIndex...>,
+                                                Function&& function) {
+  (function(std::integral_constant<int, kIndex>()), ...);
+}
+
+// From the bits of a key's weights, or-ed: whether one is neither 0 nor -0. Where none is, the norm
+// is selected away, for what the key holds may be NaN.
+template <typename T>
+inline Bits<T> is_weighed(Bits<T> bits) {
+  return (bits & ~(Bits<T>)broadcast(T(-0.0))) != 0;
+}
+
+#if defined(__AVX512F__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+constexpr int kMostUnrolledHeads = 16;
+
+// Rows for which the accumulators and what else is live fit the registers.
+constexpr int rows_at_once(int H) {
+  const int fitting = (kRegisters - 3) / (H + 2);
+  return fitting < 1 ? 1 : fitting > kRowGroup ? kRowGroup : fitting;
+}
+
+// norms [kRows][64] of kRows rows and one block of keys.
+//   factors [triangle(kHeads)][64]
+template <typename T, int kHeads, int kRows>
+void unrolled_norms(const WeightBlock<T>& weights, const T* factors, T* norms) {
+  constexpr auto kRowNumbers = std::make_integer_sequence<int, kRows>();
+  for (int64_t c = 0; c < kFactorBlock; c += kLanes<T>) {
+    Vec<T> sums[kRows][kHeads] = {};
+    Bits<T> seen[kRows] = {};
+    each(std::make_integer_sequence<int, kHeads>(), [&](auto k) __attribute__((always_inline)) {
+      Vec<T> a[kRows];
+      each(kRowNumbers, [&](auto m) __attribute__((always_inline)) {
+        a[m] = load(weights.data + k * weights.head_stride + m * weights.row_stride + c);
+        seen[m] |= (Bits<T>)a[m];
+      });
+      each(std::make_integer_sequence<int, k + 1>(), [&](auto h) __attribute__((always_inline)) {
+        constexpr int kEntry = h * kHeads - h * (h - 1) / 2 + (k - h);
+        const Vec<T> factor = load(factors + kEntry * kFactorBlock + c);
+        each(kRowNumbers,
+             [&](auto m) __attribute__((always_inline)) { sums[m][h] += factor * a[m]; });
+      });
+    });
+    each(kRowNumbers, [&](auto m) __attribute__((always_inline)) {
+      Vec<T> squares{};
+      each(std::make_integer_sequence<int, kHeads>(),
+           [&](auto h) __attribute__((always_inline)) { squares += sums[m][h] * sums[m][h]; });
+      store(norms + m * kFactorBlock + c,
+            is_weighed<T>(seen[m]) ? square_root<T>(squares) : Vec<T>{});
+    });
+  }
+}
+
+// The same for any number of heads and kRowGroup rows.
+template <typename T>
+void looped_norms(int64_t H, const WeightBlock<T>& weights, const T* factors, T* norms) {
   for (int64_t c = 0; c < kFactorBlock; c += kLanes<T>) {
     Vec<T> squares[kRowGroup] = {};
-    Bits<T> weighed[kRowGroup] = {};
+    Bits<T> seen[kRowGroup] = {};
     const T* r = factors + c;
     for (int64_t h = 0; h < H; ++h) {
       Vec<T> sums[kRowGroup] = {};
-      const T* a = weights + h * kRowGroup * kFactorBlock + c;
+      const T* a = weights.data + h * weights.head_stride + c;
 #pragma GCC unroll 4
-      for (int m = 0; m < kRowGroup; ++m) weighed[m] |= load(a + m * kFactorBlock) != T(0);
-      for (int64_t k = h; k < H; ++k, r += kFactorBlock, a += kRowGroup * kFactorBlock) {
+      for (int m = 0; m < kRowGroup; ++m) seen[m] |= (Bits<T>)load(a + m * weights.row_stride);
+      for (int64_t k = h; k < H; ++k, r += kFactorBlock, a += weights.head_stride) {
         const Vec<T> factor = load(r);
 #pragma GCC unroll 4
-        for (int m = 0; m < kRowGroup; ++m) sums[m] += factor * load(a + m * kFactorBlock);
+        for (int m = 0; m < kRowGroup; ++m) sums[m] += factor * load(a + m * weights.row_stride);
       }
 #pragma GCC unroll 4
       for (int m = 0; m < kRowGroup; ++m) squares[m] += sums[m] * sums[m];
     }
 #pragma GCC unroll 4
     for (int m = 0; m < kRowGroup; ++m) {
-      // A key without weight is selected away: what it holds may be NaN.
-      store(norms + m * kFactorBlock + c, weighed[m] ? square_root<T>(squares[m]) : Vec<T>{});
+      store(norms + m * kFactorBlock + c,
+            is_weighed<T>(seen[m]) ? square_root<T>(squares[m]) : Vec<T>{});
     }
   }
+}
+
+// What to call for H heads.
+template <typename T>
+struct NormsOfHeads {
+  int rows = kRowGroup;  // at once
+  // for `rows` rows, and for one; nullptr: looped_norms
+  void (*several)(const WeightBlock<T>&, const T*, T*) = nullptr;
+  void (*single)(const WeightBlock<T>&, const T*, T*) = nullptr;
+};
+
+template <typename T>
+NormsOfHeads<T> norms_of_heads(int64_t H) {
+  NormsOfHeads<T> result;
+  each(std::make_integer_sequence<int, kMostUnrolledHeads>(), [&](auto index) {
+    constexpr int kHeads = index + 1, kRows = rows_at_once(kHeads);
+    if (H == kHeads) {
+      result = {kRows, unrolled_norms<T, kHeads, kRows>, unrolled_norms<T, kHeads, 1>};
+    }
+  });
+  return result;
+}
+
+// Whether 64 weights of each of these rows can be read where they lie.
+template <typename T>
+bool lie_ready(const PairParams& params, int64_t b, int64_t i, int64_t rows, int64_t count) {
+  constexpr ElementType kType = sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
+  if (params.weights.type != kType || params.weights.stride[3] != 1 || count < kFactorBlock ||
+      params.key_padding) {
+    return false;
+  }
+  for (int64_t m = 0; m < rows; ++m) {
+    if (is_padding(params.query_padding, b, i + m)) return false;
+  }
+  return true;
 }
 
 template <typename T>
 void pair_norms(const PairParams& params, const Executor& executor) {
   const int64_t H = params.H, S = params.S, entries = triangle(H);
   const int64_t blocks = ceil_div(S, kFactorBlock);
+  const NormsOfHeads<T> kernels = norms_of_heads<T>(H);
   Workspace measure;
   measure.take<T>((H + 1) * kRowGroup * kFactorBlock);
   char* memory = static_cast<char*>(
@@ -107,19 +211,36 @@ void pair_norms(const PairParams& params, const Executor& executor) {
   const int64_t row_blocks = ceil_div(params.rows, kPairRows);
   parallel(executor, params.B * row_blocks, [&](int64_t task, int thread) {
     Workspace workspace(memory + thread * measure.bytes());
-    T* weights = workspace.take<T>((H + 1) * kRowGroup * kFactorBlock);
-    T* norms = weights + H * kRowGroup * kFactorBlock;
+    T* copies = workspace.take<T>((H + 1) * kRowGroup * kFactorBlock);
+    T* norms = copies + H * kRowGroup * kFactorBlock;
     const int64_t b = task / row_blocks, first = task % row_blocks * kPairRows;
     const int64_t end = min_of(first + kPairRows, params.rows);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t j0 = block * kFactorBlock, count = min_of(kFactorBlock, S - j0);
-      for (int64_t i = first; i < end; i += kRowGroup) {
-        const int64_t rows = min_of(kRowGroup, end - i);
-        load_weights(params, b, i, rows, j0, count, weights);
+      for (int64_t i = first; i < end; i += kernels.rows) {
+        const int64_t rows = min_of(kernels.rows, end - i);
+        WeightBlock<T> weights{copies, kRowGroup * kFactorBlock, kFactorBlock};
+        const Array& given = params.weights;
+        if (kernels.several && lie_ready<T>(params, b, i, rows, count)) {
+          const int64_t* stride = given.stride;
+          const int64_t offset = b * stride[0] + i * stride[2] + j0;
+          weights = {static_cast<const T*>(given.data) + offset, stride[1], stride[2]};
+        } else {
+          load_weights(params, b, i, rows, j0, count, copies);
+        }
         for (int v = 0; v < params.variants; ++v) {
           const T* factors = static_cast<const T*>(params.factors[v]) +
                              (b * blocks + block) * entries * kFactorBlock;
-          block_norms(H, weights, factors, norms);
+          if (!kernels.several) {
+            looped_norms(H, weights, factors, norms);
+          } else if (rows == kernels.rows) {
+            kernels.several(weights, factors, norms);
+          } else {
+            WeightBlock<T> row = weights;
+            for (int64_t m = 0; m < rows; ++m, row.data += row.row_stride) {
+              kernels.single(row, factors, norms + m * kFactorBlock);
+            }
+          }
           const Array& out = params.norms[v];
           for (int64_t m = 0; m < rows; ++m) {
             const int64_t offset = b * out.stride[0] + (i + m) * out.stride[1] + j0 * out.stride[2];
