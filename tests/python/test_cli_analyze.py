@@ -415,7 +415,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert "none: No such file" in said
     (tmp_path / "latin").write_bytes(b"water\nTier\xe4\n")
     said = refused(capsys, "--model", bert, "--file", tmp_path / "latin", *write)
-    assert "latin must be UTF-8" in said
+    assert "latin, line 2: must be UTF-8" in said
     (tmp_path / "nothing").touch()
     said = refused(capsys, "--model", bert, "--file", tmp_path / "nothing", *write)
     assert "nothing holds no line" in said

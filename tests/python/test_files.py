@@ -230,6 +230,16 @@ def test_full_file_system_leaves_nothing(tmp_path: Path) -> None:
 
 
 @every_format
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"pipe{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"cannot write .*: it is a device, pipe or socket"):
+        encoder_recording().save(path)
+    assert path.is_fifo()
+    assert names_in(tmp_path) == [path.name]
+
+
+@every_format
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_interrupted_writer_leaves_nothing(
     tmp_path: Path, suffix: str, error: type[BaseException]

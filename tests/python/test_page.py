@@ -136,6 +136,13 @@ def test_full_disk_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_title_is_taken_literally(tmp_path: Path) -> None:
+    recording, title = encoder_recording(), "{{script}} <b> {{arrays}} {{title}}"
+    recording.to_html(tmp_path / "maps.html", title=title)
+    text = (tmp_path / "maps.html").read_text()
+    assert "<title>{{script}} &lt;b&gt; {{arrays}} {{title}}</title>" in text
+
+
 def test_page_names_the_model_but_not_its_directory(tmp_path: Path) -> None:
     recording = encoder_recording()
     recording.model = "BertModel /home/someone/models/tiny"

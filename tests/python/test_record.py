@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -791,12 +792,40 @@ def test_models_that_cannot_be_recorded_are_named() -> None:
         pass
 
 
-def test_nothing_recorded_says_so() -> None:
+def test_nothing_recorded_says_so(tmp_path: Path) -> None:
     with record(encoder()) as recording, torch.no_grad():
         encoder()(torch.randn(1, 3, 16))  # another model
     assert recording.batches == []
-    with pytest.raises(LookupError, match="0 forward calls"):
+    with pytest.raises(LookupError, match="nothing was recorded: call the model inside"):
         recording["layers.0.self_attn"]
+    with pytest.raises(LookupError, match="nothing was recorded"):
+        recording.save(tmp_path / "maps.npz")
+    with pytest.raises(LookupError, match="nothing was recorded"):
+        ikattn.rollout(recording)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiled_model_goes_by_the_names_of_the_model_itself() -> None:
+    model = encoder().eval()
+    compiled = torch.compile(model)
+    with torch.no_grad(), record(compiled, layers="layers.0.*") as recording:
+        compiled(torch.randn(1, 3, 16))
+    assert recording.names == ["layers.0.self_attn"]
+
+
+def test_layers_are_selected_by_type_and_a_model_may_be_attention_itself() -> None:
+    model = nn.ModuleList([encoder(), nn.MultiheadAttention(16, 4)])
+    x = torch.randn(1, 3, 16)
+    with record(model, layers=nn.TransformerEncoderLayer) as recording:
+        model[0](x)
+        model[1](x, x, x)
+    assert recording.names
+    assert all("layers" in name for name in recording.names)
+    with record(model[1], layers=nn.MultiheadAttention) as recording:
+        model[1](x, x, x)
+    assert recording.names == ["MultiheadAttention"]
+    with pytest.raises(ValueError, match="selects none"), record(model[1], layers="x"):
+        pass
 
 
 def test_unknown_layer_is_named_with_those_there_are() -> None:

@@ -253,7 +253,7 @@ def test_recording_takes_self_attention_of_one_side() -> None:
         ),
         (lambda m, r: rollout(r, map="mixing_ratio"), ValueError, "got 'mixing_ratio'"),
         (lambda m, r: rollout(r, layers=["b"]), KeyError, "no layer 'b'; there are a"),
-        (lambda m, r: rollout(Recording("", ())), LookupError, "got one of 0"),
+        (lambda m, r: rollout(Recording("", ())), LookupError, "nothing was recorded"),
         (lambda m, r: token_importance(m, 4), ValueError, r"\[-4, 4\) in sequence 0.*got 4"),
         (lambda m, r: token_importance(m, torch.zeros(2)), ValueError, "int64 tensor"),
         (lambda m, r: token_importance(m, 0, layer=3), IndexError, r"\[-3, 3\), got 3"),

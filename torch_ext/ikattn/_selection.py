@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -120,7 +121,11 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
     if not report:
         types = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}")
-    selected = [found for found in report if is_selected(model, found.names, found.module, select)]
+    selected = []
+    for found in report:
+        path = chain.from_iterable(_path(model, name) for name in found.names)
+        if is_selected(found.names, found.module, path, select):
+            selected.append(found)
     if not selected:
         names = ", ".join(map(str, report))
         raise ValueError(f"select={select!r} matches none of the attention modules: {names}")
@@ -128,9 +133,9 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
 
 
 def is_selected(
-    model: nn.Module, names: Sequence[str], module: nn.Module, select: Selection | None
+    names: Sequence[str], module: nn.Module, path: Iterable[nn.Module], select: Selection | None
 ) -> bool:
-    """Whether ``select`` names the module, which has these names within the model."""
+    """Whether ``select`` names the module, which has these names; ``path`` leads to it."""
     if select is None:
         return True
     if callable(select) and not isinstance(select, type):
@@ -138,11 +143,8 @@ def is_selected(
     wanted: list[Any] = [select] if isinstance(select, str | type) else list(select)
     types = tuple(part for part in wanted if isinstance(part, type))
     patterns = [part for part in wanted if isinstance(part, str)]
-    return any(
-        any(fnmatchcase(name, pattern) for pattern in patterns)
-        or any(isinstance(above, types) for above in _path(model, name))
-        for name in names
-    )
+    by_name = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+    return by_name or any(isinstance(part, types) for part in path)
 
 
 def _path(model: nn.Module, name: str) -> list[nn.Module]:

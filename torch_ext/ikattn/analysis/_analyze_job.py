@@ -108,8 +108,7 @@ class Source:
         except OSError as error:
             raise AnalyzeError(f"cannot read {file}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            where = f"after line {count}"
-            raise AnalyzeError(f"{file} must be UTF-8, and is not {where}: {error}") from error
+            raise AnalyzeError(f"{file}, line {count + 1}: must be UTF-8; {error}") from error
         if count == 0:
             raise AnalyzeError(f"{file or option} holds no line")
         return Source(texts, file, count, digest.hexdigest())
@@ -118,9 +117,10 @@ class Source:
         if self.texts is not None:
             yield from self.texts
         elif self.file is not None:
-            with self.file.open(encoding="utf-8-sig", newline="\n") as lines:
-                for line in lines:
-                    yield line.rstrip("\r\n")
+            with self.file.open("rb") as lines:  # decoded one by one, to know which cannot be
+                for number, line in enumerate(lines):
+                    text = line.decode("utf-8" if number else "utf-8-sig")
+                    yield text.rstrip("\r\n")
 
 
 def read_lines(source: Source, target: Source | None) -> Iterator[Line]:

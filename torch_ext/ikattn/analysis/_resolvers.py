@@ -121,7 +121,8 @@ def find_attention(model: nn.Module) -> list[Site]:
         except NotImplementedError as reason:
             parts = str(reason)
         if parts is not None:
-            sites.append(Site(name or type(module).__name__, module, ancestors, parts))
+            plain = name.replace("_orig_mod.", "")  # what torch.compile puts in between
+            sites.append(Site(plain or type(module).__name__, module, ancestors, parts))
     return sites
 
 

@@ -44,6 +44,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     partial = final.with_name(PARTIAL.replace("*", secrets.token_hex(6)))
     if final.is_dir():
         raise IsADirectoryError(errno.EISDIR, f"cannot write {path}: it is a directory")
+    if final.exists() and not final.is_file():
+        raise OSError(errno.EINVAL, f"cannot write {path}: it is a device, pipe or socket")
     with _naming(path):
         file = partial.open("xb")
     try:

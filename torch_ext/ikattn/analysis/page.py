@@ -13,6 +13,7 @@ import html
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import PurePath
@@ -84,6 +85,9 @@ def write_page(
         return file.tell()
 
 
+_PLACE = re.compile(r"\{\{(policy|title|style|script)\}\}")
+
+
 def _template(title: str) -> tuple[bytes, bytes, bytes]:
     """The page before its arrays, from there to its contents, and after them."""
     folder = files("ikattn.analysis") / "page"
@@ -98,12 +102,10 @@ def _template(title: str) -> tuple[bytes, bytes, bytes]:
     parts = {"policy": policy, "title": html.escape(title), "style": style, "script": script}
     before, rest = page.split("{{arrays}}")
     between, after = rest.split("{{contents}}")
-    filled = []
-    for piece in (before, between, after):
-        for name, text in parts.items():
-            piece = piece.replace(f"{{{{{name}}}}}", text)
-        filled.append(piece.encode())
-    return filled[0], filled[1], filled[2]
+    pieces = [
+        _PLACE.sub(lambda place: parts[place[1]], x).encode() for x in (before, between, after)
+    ]
+    return pieces[0], pieces[1], pieces[2]
 
 
 def _hash(source: str) -> str:

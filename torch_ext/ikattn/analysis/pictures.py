@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -42,8 +42,8 @@ def draw(
     map: str = "summed",
     batch: int = 0,
     sequence: int = 0,
-    tokens: Sequence[str] | None = None,
-    target_tokens: Sequence[str] | None = None,
+    tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
     *,
     dpi: int = 160,
 ) -> None:
@@ -85,9 +85,10 @@ def _chosen_sequence(
     recording: Recording,
     batch: int,
     sequence: int,
-    tokens: Sequence[str] | None,
-    target_tokens: Sequence[str] | None,
+    tokens: Sequence[Sequence[str]] | Sequence[str] | None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None,
 ) -> SequenceMaps:
+    recording.check_recorded()
     if not 0 <= batch < len(recording.batches):
         raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
     one = Recording(recording.model, recording.maps, recording.layers, [recording.batches[batch]])
@@ -96,11 +97,18 @@ def _chosen_sequence(
             return SequenceMaps(
                 batch,
                 sequence,
-                found.tokens if tokens is None else tokens,
-                found.target_tokens if target_tokens is None else target_tokens,
+                found.tokens if tokens is None else _of_one(tokens),
+                found.target_tokens if target_tokens is None else _of_one(target_tokens),
                 found.layers,
             )
     raise ValueError(f"plot: sequence must be one of batch {batch}, got {sequence}")
+
+
+def _of_one(tokens: Sequence[Sequence[str]] | Sequence[str]) -> Sequence[str]:
+    """The tokens of a sequence, given by themselves or in a list of one."""
+    if len(tokens) == 1 and not isinstance(tokens[0], str):
+        return tokens[0]
+    return cast(Sequence[str], tokens)
 
 
 def _chosen_layers(recording: Recording, layer: str | int | None) -> list[Layer]:

@@ -193,7 +193,7 @@ def _plan(model: nn.Module, asked: tuple[str, ...] | None, layers: Selection | N
         )
     plans = []
     for site in sites:
-        if not is_selected(model, [site.name], site.module, layers):
+        if not is_selected([site.name], site.module, (*site.ancestors, site.module), layers):
             continue
         if isinstance(site.parts, str):
             raise NotImplementedError(f"record: {site.name} cannot be recorded: {site.parts}")

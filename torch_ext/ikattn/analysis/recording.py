@@ -89,14 +89,20 @@ class Recording:
         """
         if self.layers and name not in self.layers:
             raise KeyError(f"no layer {name!r} was recorded; there are {', '.join(self.names)}")
-        if self.layers and not self.batches:
-            raise LookupError("this recording keeps no maps: they were handed to on_layer")
+        self.check_recorded()
         if len(self.batches) != 1:
             raise LookupError(
                 f"{len(self.batches)} forward calls were recorded: "
                 "take recording.batches[i][name] of one of them"
             )
         return self.batches[0][name]
+
+    def check_recorded(self) -> None:
+        """Raises LookupError if there are no maps."""
+        if not self.batches and self.layers:
+            raise LookupError("this recording keeps no maps: they were handed to on_layer")
+        if not self.batches:
+            raise LookupError("nothing was recorded: call the model inside the block of record")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the maps to a file, which appears whole or not at all.
@@ -108,10 +114,12 @@ class Recording:
 
         Raises:
             ValueError: Another ending.
+            LookupError: Nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
         """
         from . import files
 
+        self.check_recorded()
         files.save(self, path)
 
     def to_html(
@@ -152,8 +160,8 @@ class Recording:
         map: str = "summed",
         batch: int = 0,
         sequence: int = 0,
-        tokens: Sequence[str] | None = None,
-        target_tokens: Sequence[str] | None = None,
+        tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
         *,
         dpi: int = 160,
     ) -> None:
@@ -165,7 +173,8 @@ class Recording:
             map: A map of queries and keys, for example "summed"; "weights" alone stands alone.
                 Those of each head are averaged over the heads.
             batch, sequence: Which sequence.
-            tokens: Its tokens without padding. None: as recorded, or numbers.
+            tokens: Its tokens without padding, or a list of one such list. None: as recorded, or
+                numbers.
             target_tokens: Likewise, those a decoder reads.
             dpi: Pixels per inch of a .png.
 

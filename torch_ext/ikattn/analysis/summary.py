@@ -118,6 +118,7 @@ def head_mean(
 
 def single_batch(recording: Recording, caller: str) -> Batch:
     """The batch of a recording of one forward call."""
+    recording.check_recorded()
     if len(recording.batches) != 1:
         raise LookupError(
             f"{caller}: maps must be a recording of one forward call, got one of "
