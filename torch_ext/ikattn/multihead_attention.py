@@ -10,6 +10,7 @@ Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn._masks import Masks, check_types
 from ikattn._nested import attend_padded
-from ikattn._projection import InProjection, check_axes
+from ikattn._projection import InProjection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.spectral import make_spectral
 
@@ -236,7 +237,7 @@ class MultiheadAttention(StockMultiheadAttention):
             query,
             key,
             value,
-            InProjection.of(self),
+            partial(project, InProjection.of(self)),
             ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn),
             KernelOptions(self.kernel, self.p, self.spectral),
             Masks(key_padding_mask, attn_mask, is_causal),
