@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,9 +160,11 @@ def test_each_layer_has_a_kernel_of_its_own_for_each_query_head(family: str) -> 
     found = kernels(model)
     assert all(kernel.w1.dtype == torch.float64 for kernel in found.values())
     assert len({kernel.w1.sum().item() for kernel in found.values()}) == len(found)
-    before = copy.deepcopy(model.state_dict())
-    use_implicit_attention(model)  # a second time
-    assert model.state_dict().keys() == before.keys()
+    parameters = {*model.parameters()}
+    use_implicit_attention(model, num_frequencies=M)  # a second time
+    assert {*model.parameters()} == parameters
+    with pytest.raises(ValueError, match=r"has kernels with .*: 5.* already, got .*: 7"):
+        use_implicit_attention(model, num_frequencies=7)
 
 
 # --- Masks
@@ -403,6 +404,37 @@ def test_softmax_is_one_call_away() -> None:
         back = call(model, inputs)["last_hidden_state"]
     assert not torch.allclose(changed[mask], expected[mask])
     assert torch.equal(back[mask], expected[mask])
+
+
+def test_a_model_of_two_models_is_saved_in_pieces_and_loads(tmp_path: Path) -> None:
+    encoder = transformers.BertModel(transformers.BertConfig(**BERT))
+    options = {"is_decoder": True, "add_cross_attention": True}
+    decoder = transformers.BertLMHeadModel(transformers.BertConfig(**BERT | options))
+    model = convert(transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)).eval()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    loaded = from_pretrained(transformers.AutoModelForSeq2SeqLM, tmp_path, dtype=torch.float64)
+    assert len(kernels(loaded)) == 6  # two layers each, and two of cross-attention
+    tokens = torch.tensor([[5, 6, 7]])
+    inputs = {"input_ids": tokens, "decoder_input_ids": tokens}
+    assert_close(loaded(**inputs).logits, model(**inputs).logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_models_compile_as_one_graph_and_export(family: str) -> None:
+    model, inputs = convert(build(family)), inputs_of(family)
+    model.config.use_cache = False
+    expected, grads = trained(model, inputs)
+    found, found_grads = trained(
+        torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True), inputs
+    )
+    assert_close(found, expected, TOLERANCE)
+    for name in grads:
+        assert_close(found_grads[f"_orig_mod.{name}"], grads[name], 1e-8, name, scale=1e-3)
+    with torch.no_grad():
+        program = torch.export.export(model, (), inputs, strict=False).module()
+        exported, eager = call(program, inputs), call(model, inputs)
+    assert_close(exported["last_hidden_state"], eager["last_hidden_state"], TOLERANCE)
 
 
 def test_a_stock_checkpoint_is_told_apart(tmp_path: Path) -> None:

@@ -23,7 +23,15 @@ from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel
 from ...spectral import Direct
 from ._interface import Given, configs_of, is_causal, mask_of, register_attention
 
-__all__ = ["IMPLICIT", "ImplicitKernel", "from_pretrained", "use_implicit_attention"]
+__all__ = [
+    "IMPLICIT",
+    "ImplicitKernel",
+    "from_pretrained",
+    "kernel_of",
+    "scaled_query",
+    "settings_of",
+    "use_implicit_attention",
+]
 
 IMPLICIT = "ikattn_implicit"
 _SETTINGS = "ikattn_implicit"  # in a model's config: the options of use_implicit_attention
@@ -109,8 +117,9 @@ def use_implicit_attention(
 
     Raises:
         TypeError: ``model`` is no transformers model.
-        ValueError: An option is wrong, no module calls the interface, or the number of heads of one
-            that does is not known; nothing has changed then.
+        ValueError: An option is wrong, the model has kernels with other options already, no module
+            calls the interface, or the number of heads of one that does is not known; nothing has
+            changed then.
         ImportError: transformers is missing.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
@@ -134,11 +143,20 @@ def use_implicit_attention(
             f"{type(model).__name__}; for nn.MultiheadAttention there is ikattn.convert"
         )
     options = {"p": p, "num_frequencies": num_frequencies, "stationary": stationary}
+    before = settings_of(model.config)
+    if before != options and any(isinstance(m, ImplicitKernel) for m in model.modules()):
+        raise ValueError(
+            f"use_implicit_attention: the model has kernels with {before} already, got {options}"
+        )
     _attach(model, options, seed, sizes)
     register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
     model.set_attn_implementation(IMPLICIT)  # type: ignore[operator]
     for config in configs_of(model):
         setattr(config, _SETTINGS, options)
+    for module in model.modules():
+        if calls_interface(module):
+            # in a model made of models it may have a config that the call above does not reach
+            module.config._attn_implementation_internal = IMPLICIT  # type: ignore[union-attr]
     return model
 
 
@@ -181,7 +199,7 @@ def from_pretrained(
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
         about = {name: kwargs[name] for name in (*hub, "trust_remote_code") if name in kwargs}
         config = transformers.AutoConfig.from_pretrained(path, **about)
-    settings = getattr(config, _SETTINGS, None)
+    settings = settings_of(config)
     if settings is None:
         raise ValueError(
             f"from_pretrained: {path} was saved without implicit attention; load it with "
@@ -204,6 +222,11 @@ def from_pretrained(
     return (model, info) if wants_info else model
 
 
+def settings_of(config: Any) -> dict[str, Any] | None:
+    """The options a model was given by ``use_implicit_attention``; None: it was not."""
+    return getattr(config, _SETTINGS, None)
+
+
 def kernel_of(module: nn.Module) -> Any:
     """The ``ImplicitKernel`` of an attention module, or what has been put in its place.
 
@@ -223,7 +246,7 @@ def kernel_of(module: nn.Module) -> Any:
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
     """The query [B, H, T, d] whose dot product with a key is to be divided by sqrt(d)."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
-    return query if math.isclose(factor, 1.0) else query * factor
+    return query if abs(factor - 1.0) < 1e-6 else query * factor
 
 
 # --- Into a model
