@@ -254,6 +254,36 @@ def test_clipping_bounds_what_one_sample_can_do() -> None:
     assert step.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_ghost_clipping_gives_the_clipped_sum_of_the_gradients_of_samples() -> None:
+    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(
+        ikattn.convert(layer, num_frequencies=4), nn.Flatten(), nn.Linear(L * E, 2)
+    )
+    x, y, largest = torch.randn(N, L, E), torch.arange(N) % 2, 0.1
+    entropy = nn.CrossEntropyLoss()
+    samples = [list(sample) for sample in zip(x.split(1), y.split(1), strict=True)]
+    alone = one_by_one(model, lambda x, y: entropy(model(x), y), samples)
+    sizes = torch.stack([g.flatten(1).square().sum(1) for g in alone.values()]).sum(0).sqrt()
+    factors = (largest / (sizes + 1e-6)).clamp_max(1)
+    assert (factors < 1).any()
+
+    private, optimiser, criterion, _ = opacus.PrivacyEngine(accountant="rdp").make_private(
+        module=prepare(model),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), N),
+        criterion=entropy,
+        noise_multiplier=0.0,
+        max_grad_norm=largest,
+        grad_sample_mode="ghost",
+        poisson_sampling=False,
+    )
+    optimiser.zero_grad()
+    criterion(private(x), y).backward()
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        expected = torch.einsum("n,n...->...", factors, alone[name])
+        assert_close(parameter.grad, expected, 1e-7, name)
+
+
 # --- Errors
 
 
