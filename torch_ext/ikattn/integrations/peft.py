@@ -62,9 +62,7 @@ def with_trainable_frequencies(model: Model, adapter_name: str = "default") -> M
     for module in attention:
         if isinstance(module.spectral, wrapper):
             continue
-        wrapped = wrapper(module.spectral, adapter_name)
-        wrapped.set_adapter(adapter_name)
-        module.spectral = wrapped
+        module.spectral = wrapper(module.spectral, adapter_name)
     return model
 
 
