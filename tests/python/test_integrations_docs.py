@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+import ikattn
+from ikattn.integrations import transformers as integrations_transformers
+from ikattn.integrations.opacus import prepare
+from ikattn.integrations.peft import with_trainable_frequencies
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 SNIPPETS = dict(
@@ -51,3 +58,21 @@ def test_the_snippet_of_each_section_runs(
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft", "opacus"])
+def test_a_missing_library_is_an_error_that_says_what_to_install(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] == library:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    model = ikattn.convert(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
+    calls: dict[str, Callable[[], object]] = {
+        "transformers": integrations_transformers.register,
+        "peft": lambda: with_trainable_frequencies(model),
+        "opacus": lambda: prepare(model),
+    }
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {library}: pip install .*\[{library}\]"):
+        calls[library]()

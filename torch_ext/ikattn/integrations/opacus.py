@@ -12,7 +12,6 @@ Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size, M
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._masks import Masks, check_types
 from .._projection import check_axes
+from ..analysis._optional import optional
 from ..functional import ExtraKeys, KernelOptions, Wanted, attend
 from ..multihead_attention import MultiheadAttention
 from ..spectral import Direct
@@ -302,7 +302,7 @@ def _move_parameters(module: Any, kind: type[_Private], batch_first: bool) -> No
 
 def _register_samplers() -> None:
     """Tells Opacus about the modules that its hooks will meet."""
-    grad_sample: Any = importlib.import_module("opacus.grad_sample")
+    grad_sample = optional("opacus.grad_sample", "prepare", "'ikattn[opacus]'")
     samplers = grad_sample.GradSampleModule.GRAD_SAMPLERS
     if PerSample not in samplers:
         grad_sample.register_grad_sampler(PerSample)(_gradient_of_each)

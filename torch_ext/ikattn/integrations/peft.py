@@ -7,11 +7,11 @@ for transformers models, but PEFT refuses it within attention that has an adapte
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ..analysis._optional import optional
 from ..multihead_attention import MultiheadAttention
 
 __all__ = ["merge_and_unload", "with_trainable_frequencies"]
@@ -47,7 +47,7 @@ def with_trainable_frequencies(model: Model, adapter_name: str = "default") -> M
         >>> sum("lora_" in name for name in trained), sum(".spectral." in name for name in trained)
         (4, 2)
     """
-    wrapper: Any = importlib.import_module("peft.utils").ModulesToSaveWrapper
+    wrapper = _wrapper()
     attention = [
         module
         for module in model.modules()
@@ -86,10 +86,15 @@ def merge_and_unload(model: Any, **options: Any) -> nn.Module:
         >>> type(merge_and_unload(model).self_attn.spectral).__name__
         'Direct'
     """
-    wrapper: Any = importlib.import_module("peft.utils").ModulesToSaveWrapper
+    wrapper = _wrapper()
     merged: nn.Module = model.merge_and_unload(**options)
     for module in merged.modules():
         if isinstance(module, MultiheadAttention) and isinstance(module.spectral, wrapper):
             wrapped: Any = module.spectral
             module.spectral = wrapped.modules_to_save[wrapped.active_adapters[0]]
     return merged
+
+
+def _wrapper() -> Any:
+    """PEFT's class for modules that are trained in full and saved with the adapter."""
+    return optional("peft.utils", "ikattn.integrations.peft", "'ikattn[peft]'").ModulesToSaveWrapper

@@ -9,7 +9,6 @@ Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -21,7 +20,14 @@ from ...analysis._resolvers import calls_interface
 from ...functional import check_kernel
 from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
 from ...spectral import Direct
-from ._interface import Given, configs_of, is_causal, mask_of, register_attention
+from ._interface import (
+    Given,
+    configs_of,
+    import_transformers,
+    is_causal,
+    mask_of,
+    register_attention,
+)
 
 __all__ = [
     "IMPLICIT",
@@ -193,7 +199,7 @@ def from_pretrained(
         >>> torch.equal(w1, again)
         True
     """
-    transformers: Any = importlib.import_module("transformers")
+    transformers = import_transformers()
     config = kwargs.get("config")
     if config is None:
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")

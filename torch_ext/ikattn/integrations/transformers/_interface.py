@@ -8,7 +8,6 @@ Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...analysis._attention_call import widened
+from ...analysis._optional import optional
 
 __all__ = [
     "Given",
     "attention_function",
     "configs_of",
+    "import_transformers",
     "is_causal",
     "mask_of",
     "register_attention",
@@ -57,12 +58,22 @@ def configs_of(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def import_transformers() -> Any:
+    """The library.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; the message says how to install it.
+    """
+    install = "'ikattn[transformers]'"
+    return optional("transformers", "ikattn.integrations.transformers", install)
+
+
 def register_attention(name: str, attend: Callable[..., Any], *, masks_of: str) -> None:
     """Makes ``attend`` an attention function that gets the masks of another one.
 
     Without the second registration transformers would hand it no masks at all.
     """
-    transformers: Any = importlib.import_module("transformers")
+    transformers = import_transformers()
     masks = transformers.AttentionMaskInterface
     transformers.AttentionInterface.register(name, attend)
     masks.register(name, masks()[masks_of])
