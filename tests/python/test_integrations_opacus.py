@@ -298,8 +298,14 @@ def test_frequencies_that_are_generated_are_refused_by_name() -> None:
     class Generated(nn.Module):
         def forward(self, *_: Any) -> Any: ...
 
-    with pytest.raises(ValueError, match=r"ikattn\.spectral\.Direct, got Generated"):
-        prepare(Attention(spectral=Generated()))
+    class Changed(ikattn.spectral.Direct):
+        def forward(self, *_: Any) -> Any: ...
+
+    for source in (Generated(), Changed(H, E // H, 4)):
+        model = Attention(spectral=source)
+        with pytest.raises(ValueError, match=rf"spectral\.Direct, got {type(source).__name__}"):
+            prepare(model)
+        assert type(model.attention) is ikattn.MultiheadAttention
 
 
 def test_unbatched_input_is_refused() -> None:

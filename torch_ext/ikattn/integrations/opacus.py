@@ -62,14 +62,14 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
     """
     _register_samplers()
     attention = [m for m in model.modules() if type(m) is MultiheadAttention]
-    sources = [m for m in model.modules() if isinstance(m, Direct) and not _is_private(m)]
+    sources = [m for m in model.modules() if _is_plain(m)]
     for module in attention:
         if module.batch_first != batch_first:
             raise ValueError(
                 f"prepare: expected attention with batch_first={batch_first}, as for the other "
                 f"modules that Opacus hooks, got {module}"
             )
-        if module.spectral is not None and not isinstance(module.spectral, Direct):
+        if module.spectral is not None and not _is_plain(module.spectral):
             raise ValueError(
                 "prepare: expected frequencies of ikattn.spectral.Direct, got "
                 f"{type(module.spectral).__name__}"
@@ -281,8 +281,9 @@ class PrivateMultiheadAttention(_Private, MultiheadAttention):
         return q, k, v
 
 
-def _is_private(module: nn.Module) -> bool:
-    return isinstance(module, _Private)
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it gives its own parameters for frequencies, and nobody has changed how."""
+    return isinstance(module, Direct) and type(module).forward is Direct.forward
 
 
 def _move_parameters(module: Any, kind: type[_Private], batch_first: bool) -> None:
