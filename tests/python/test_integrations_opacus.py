@@ -303,7 +303,9 @@ def test_frequencies_that_are_generated_are_refused_by_name() -> None:
 
     for source in (Generated(), Changed(H, E // H, 4)):
         model = Attention(spectral=source)
-        with pytest.raises(ValueError, match=rf"spectral\.Direct, got {type(source).__name__}"):
+        with pytest.raises(
+            ValueError, match=rf"spectral\.Direct, got spectral = {type(source).__name__}"
+        ):
             prepare(model)
         assert type(model.attention) is ikattn.MultiheadAttention
 

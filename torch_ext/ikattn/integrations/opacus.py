@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._masks import Masks, check_types
-from .._projection import check_axes
+from .._projection import Projection
 from ..analysis._optional import optional
-from ..functional import ExtraKeys, KernelOptions, Wanted, attend
+from ..functional import ExtraKeys
 from ..multihead_attention import MultiheadAttention
 from ..spectral import Direct
 
@@ -46,8 +45,8 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
         ``model``.
 
     Raises:
-        ValueError: An attention module has another ``batch_first``, or frequencies that are not the
-            parameters of ``ikattn.spectral.Direct``; nothing has changed then.
+        ValueError: An attention module has another ``batch_first``, or other parameters than
+            projections and frequencies of ``ikattn.spectral.Direct``; nothing has changed then.
         ImportError: Opacus is missing.
 
     Example:
@@ -69,11 +68,12 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
                 f"prepare: expected attention with batch_first={batch_first}, as for the other "
                 f"modules that Opacus hooks, got {module}"
             )
-        if module.spectral is not None and not _is_plain(module.spectral):
-            raise ValueError(
-                "prepare: expected frequencies of ikattn.spectral.Direct, got "
-                f"{type(module.spectral).__name__}"
-            )
+        for name, child in module.named_children():
+            if name != "out_proj" and not _is_plain(child):
+                raise ValueError(
+                    "prepare: expected no parameters but projections and frequencies of "
+                    f"ikattn.spectral.Direct, got {name} = {type(child).__name__}"
+                )
     for source in sources:
         _move_parameters(source, PrivateDirect, batch_first)
     for module in attention:
@@ -208,52 +208,20 @@ class PrivateMultiheadAttention(_Private, MultiheadAttention):
     bias_k = _parameter("bias_k")
     bias_v = _parameter("bias_v")
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As ``MultiheadAttention.forward``, for batched input."""
+    def _projection(self) -> Projection:
+        return self._project if self._wants_samples() else super()._projection()
+
+    def _extra_keys(self, query: Tensor) -> ExtraKeys:
         if not self._wants_samples():
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
-        check_types(key_padding_mask, attn_mask)
-        check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+            return super()._extra_keys(query)
         if query.dim() != 3:
-            raise ValueError(f"expected a batch, [N, L, E], got a query of {list(query.shape)}")
-        batch_size = query.size(0 if self.batch_first else 1)
-        bias_k, bias_v = (self._for_samples(name, batch_size) for name in ("bias_k", "bias_v"))
-        return attend(
-            query,
-            key,
-            value,
-            self._project,
-            ExtraKeys(
-                None if bias_k is None else bias_k.squeeze(1),
-                None if bias_v is None else bias_v.squeeze(1),
-                self.add_zero_attn,
-            ),
-            KernelOptions(self.kernel, self.p, self.spectral),
-            Masks(key_padding_mask, attn_mask, is_causal),
-            Wanted(need_weights, average_attn_weights),
-            dropout_p=self.dropout,
-            out_proj=self.out_proj,
-            batch_first=self.batch_first,
-        )
+            raise ValueError(
+                f"expected a batch, [N, L, E] or [L, N, E], got a query of {list(query.shape)}"
+            )
+        N = query.size(0 if self.batch_first else 1)
+        biases = (self._for_samples(name, N) for name in ("bias_k", "bias_v"))  # [N, 1, 1, E]
+        bias_k, bias_v = (None if bias is None else bias.squeeze(1) for bias in biases)
+        return ExtraKeys(bias_k, bias_v, self.add_zero_attn)
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
