@@ -16,6 +16,7 @@ from agreement import assert_close
 from ikattn.integrations.transformers import (
     ImplicitKernel,
     from_pretrained,
+    register,
     use_implicit_attention,
 )
 from transformers_models import BERT, FAMILIES, GROUPED, T5, build, inputs_of
@@ -470,7 +471,7 @@ def test_a_checkpoint_for_another_head_loads(tmp_path: Path) -> None:
 
 
 def test_a_model_without_frequencies_is_an_error() -> None:
-    convert(build("bert"))  # registers the implementation
+    register()
     model = build("bert")
     model.set_attn_implementation("ikattn_implicit")
     with pytest.raises(RuntimeError, match=r"call .*use_implicit_attention"):

@@ -34,6 +34,7 @@ __all__ = [
     "ImplicitKernel",
     "from_pretrained",
     "kernel_of",
+    "register_implicit",
     "scaled_query",
     "settings_of",
     "use_implicit_attention",
@@ -155,7 +156,7 @@ def use_implicit_attention(
             f"use_implicit_attention: the model has kernels with {before} already, got {options}"
         )
     _attach(model, options, seed, sizes)
-    register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
+    register_implicit()
     model.set_attn_implementation(IMPLICIT)  # type: ignore[operator]
     for config in configs_of(model):
         setattr(config, _SETTINGS, options)
@@ -214,7 +215,7 @@ def from_pretrained(
     if not hasattr(model_class, "set_attn_implementation"):  # an Auto class
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))
-    register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
+    register_implicit()
     kind: Any = _with_kernels(model_class, settings, sizes)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = kind.from_pretrained(
@@ -226,6 +227,11 @@ def from_pretrained(
         if isinstance(kernel, ImplicitKernel):
             kernel.reset_parameters()
     return (model, info) if wants_info else model
+
+
+def register_implicit() -> None:
+    """Registers "ikattn_implicit" with transformers."""
+    register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
 
 
 def settings_of(config: Any) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from ...analysis._attention_call import (
     without_autocast,
 )
 from ...analysis._resolvers import AttentionParts, find_attention, resolve
-from ._implicit import IMPLICIT, kernel_of, scaled_query
+from ._implicit import IMPLICIT, kernel_of, register_implicit, scaled_query
 from ._interface import (
     Given,
     attention_function,
@@ -61,12 +61,15 @@ _switched: dict[int, _Switched] = {}  # by id of the config
 
 
 def register(*, map: str = "summed") -> None:
-    """Registers the attention implementation ``"ikattn_norms"`` with transformers.
+    """Registers the attention implementations "ikattn_norms" and "ikattn_implicit".
 
-    A model with that implementation computes its outputs as under "sdpa", and returns maps where
-    attention weights would be: with ``output_attentions=True`` they are ``outputs.attentions``, or
+    A model with the first computes its outputs as under "sdpa", and returns maps where attention
+    weights would be: with ``output_attentions=True`` they are ``outputs.attentions``, or
     ``encoder_attentions``, ``decoder_attentions`` and ``cross_attentions``. ``ikattn.record`` gives
     all maps, also those that need the residual and norms around the attention.
+
+    The second computes with the kernels that ``use_implicit_attention`` gives a model; that
+    function registers it as well.
 
     Args:
         map: Which: "summed", N of every layer, ``[B, T, S]``; "per_head", ``[B, H, T, S]``; or
@@ -94,6 +97,7 @@ def register(*, map: str = "summed") -> None:
             f"register: map must be one of {', '.join(_MAPS_WITHOUT_BLOCK)}, got {map!r}"
         )
     register_attention(NORMS, _NormsAttention(map), masks_of="sdpa")
+    register_implicit()
 
 
 class _NormsAttention:
