@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from ikattn import cli
 from ikattn.analysis import _analyze, _analyze_results
 from ikattn.analysis.files import load_maps
 from ikattn.analysis.record import record
+from ikattn.integrations.transformers import use_implicit_attention
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'ikattn[analyze]'")
@@ -109,6 +111,21 @@ def recorded_alone(folder: Path, text: str, maps: tuple[str, ...]) -> Any:
     with torch.no_grad(), record(model, maps) as recording:
         model(**tokenizer(text, return_tensors="pt"))
     return recording
+
+
+def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(
+    tmp_path: Path, bert: Path, text: Path
+) -> None:
+    folder, out = shutil.copytree(bert, tmp_path / "implicit"), tmp_path / "out"
+    model = transformers.AutoModel.from_pretrained(bert).eval()
+    use_implicit_attention(model, num_frequencies=4, seed=0).save_pretrained(folder)
+    assert analyze("--model", folder, "--file", text, "--format", "npz", "--out", out) == 0
+    first = load_maps(out / "line-000001.npz")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad(), record(model, ("summed",)) as recording:
+        model(**tokenizer(LINES[0], return_tensors="pt"))
+    mine, theirs = first[LAYER].summed, recording[LAYER].summed
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_every_line_gets_its_maps_without_padding(tmp_path: Path, bert: Path, text: Path) -> None:

@@ -5,7 +5,8 @@ Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -17,9 +18,12 @@ from torch.nn.functional import (  # type: ignore[attr-defined]
 )
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-__all__ = ["InProjection", "check_axes", "merge_heads", "project"]
+__all__ = ["InProjection", "Projection", "check_axes", "merge_heads", "project"]
 
 check_axes = _mha_shape_check
+
+# Batched query, key, value and batch_first -> queries [N, H, L, d], keys and values [N, H, S, d]
+Projection: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 class InProjection(NamedTuple):

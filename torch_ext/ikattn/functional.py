@@ -9,6 +9,7 @@ M frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._masks import Masks, as_bias, as_visible, check_types, hidden
-from ikattn._projection import InProjection, check_axes, merge_heads, project
+from ikattn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn._softmax import rbf_key_bias, select_away, softmax_attention
 from ikattn.ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
 
@@ -183,12 +184,15 @@ def multi_head_attention_forward(
         query,
         key,
         value,
-        InProjection(
-            embed_dim_to_check,
-            num_heads,
-            in_proj_weight,
-            separate if use_separate_proj_weight else None,
-            in_proj_bias,
+        partial(
+            project,
+            InProjection(
+                embed_dim_to_check,
+                num_heads,
+                in_proj_weight,
+                separate if use_separate_proj_weight else None,
+                in_proj_bias,
+            ),
         ),
         ExtraKeys(bias_k, bias_v, add_zero_attn, static_k, static_v),
         KernelOptions(kernel, p, _given_frequencies(kernel, w1, w2)),
@@ -204,7 +208,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    projection: InProjection,
+    projection: Projection,
     extra: ExtraKeys,
     kernel: KernelOptions,
     masks: Masks,
@@ -219,7 +223,8 @@ def attend(
     Args:
         query: [N, L, E] if ``batch_first``, else [L, N, E]; unbatched [L, E].
         key, value: As query, with S for L, and sizes of their own with separate weights.
-        projection, extra, kernel: The layer.
+        projection: From query, key and value to heads.
+        extra, kernel: The layer.
         masks: As the caller gave them; ``is_causal`` is the caller's hint.
         wanted: Whether weights are returned, and how.
         dropout_p: Probability on the normalised weights.
@@ -250,7 +255,7 @@ def attend(
 
     hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
     masks = Masks(masks.padding, None if hint else masks.attention, hint)
-    q, k, v = project(projection, query, key, value, batch_first)
+    q, k, v = projection(query, key, value, batch_first)
     masks = masks.four_axes(q, k)
     k, v, masks = with_extra_keys(k, v, masks, extra)
     compute = _implicit if kernel.name == "implicit" else _softmax
@@ -321,9 +326,9 @@ def with_extra_keys(
 
 
 def _like_heads(bias: Tensor, heads: Tensor) -> Tensor:
-    """Turns bias_k or bias_v, [1, 1, E], into one more position of heads [N, H, S, d]."""
+    """Turns bias_k or bias_v, [1, 1, E] or [N, 1, E], into a position more of [N, H, S, d]."""
     count, size = heads.size(1), heads.size(3)
-    return bias.view(1, count, 1, size).expand(heads.size(0), -1, -1, -1)
+    return bias.view(-1, count, 1, size).expand(heads.size(0), -1, -1, -1)
 
 
 def _static_heads(name: str, static: Tensor, heads: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn._masks import Masks, check_types
 from ikattn._nested import attend_padded
-from ikattn._projection import InProjection, check_axes
+from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.spectral import make_spectral
 
@@ -236,8 +237,8 @@ class MultiheadAttention(StockMultiheadAttention):
             query,
             key,
             value,
-            InProjection.of(self),
-            ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn),
+            self._projection(),
+            self._extra_keys(query),
             KernelOptions(self.kernel, self.p, self.spectral),
             Masks(key_padding_mask, attn_mask, is_causal),
             Wanted(need_weights, average_attn_weights),
@@ -264,6 +265,13 @@ class MultiheadAttention(StockMultiheadAttention):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
+
+    def _projection(self) -> Projection:
+        return partial(project, InProjection.of(self))
+
+    def _extra_keys(self, query: Tensor) -> ExtraKeys:
+        """The keys and values that are appended in a call with this query."""
+        return ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn)
 
     def _as_leaf(self, query: fx.Proxy, *args: Any, **kwargs: Any) -> Any:
         """Makes torch.fx record the call as one node, as it does for the modules of torch.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..contributions import Contributions
+from ..integrations.transformers import from_pretrained
+from ..integrations.transformers._implicit import settings_of
 from ._analyze_job import AnalyzeError, Job, Line, single_maps
 from ._attention_call import why_undefined
 from ._resolvers import find_attention
@@ -42,7 +44,7 @@ class AnalyzedModel:
         transformers.utils.logging.disable_progress_bar()
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
-            module = transformers.AutoModel.from_pretrained(job.model).eval().to(job.device)
+            module = _load_module(transformers, job.model).eval().to(job.device)
         except Exception as error:  # of many libraries, and each of them means this
             cause = str(error).strip().splitlines() or [type(error).__name__]
             raise AnalyzeError(f"cannot load the model {job.model}: {cause[0]}") from error
@@ -179,6 +181,14 @@ def _maps_by_layer(job: Job, module: Any) -> dict[tuple[str, ...], list[str]]:
         if name in missing and not any(name in having for having in layers_of):
             raise AnalyzeError(f"no layer of {job.model} has the map {name!r}: {missing[name]}")
     return layers_of or {wanted: []}  # record will say that there is no attention
+
+
+def _load_module(transformers: Any, name: str) -> Any:
+    """The model, with the frequencies that ``use_implicit_attention`` gave it, if it did."""
+    config = transformers.AutoConfig.from_pretrained(name)
+    if settings_of(config) is None:
+        return transformers.AutoModel.from_pretrained(name)
+    return from_pretrained(transformers.AutoModel, name)
 
 
 def _max_length(job: Job, tokenizer: Any, config: Any) -> int:

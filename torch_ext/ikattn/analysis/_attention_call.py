@@ -81,7 +81,12 @@ class AttentionCall:
         """The normalised weights, before dropout, ``[B, H, T, S]``; 0 for who sees no key."""
         if self.frequencies is not None:
             return implicit_kernel_weights(
-                self.query, self.key, *self.frequencies, p=self.p, **self._masks()
+                self.query,
+                self.key,
+                *self.frequencies,
+                p=self.p,
+                enable_gqa=self.key.size(1) != self.query.size(1),
+                **self._masks(),
             )
         query: Tensor = self.query.unflatten(1, (self.key.size(1), -1))
         logits: Tensor = (query @ self.key.unsqueeze(2).mT).flatten(1, 2)

@@ -21,6 +21,7 @@ __all__ = [
     "AttentionParts",
     "Resolver",
     "Site",
+    "calls_interface",
     "find_attention",
     "out_proj_weight",
     "register_resolver",
@@ -173,7 +174,7 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
         raise NotImplementedError(
             f"{type(module).__name__} is an nn.MultiheadAttention with a forward of its own"
         )
-    if _calls_interface(module):
+    if calls_interface(module):
         raise NotImplementedError(
             f"no resolver knows {type(module).__name__}: write one and pass it to "
             "ikattn.analysis.register_resolver"
@@ -181,7 +182,7 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
     return None
 
 
-def _calls_interface(module: nn.Module) -> bool:
+def calls_interface(module: nn.Module) -> bool:
     """Whether the module's forward calls transformers' AttentionInterface."""
     if not type(module).__module__.startswith("transformers") and not hasattr(module, "config"):
         return False

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .._selection import Selection, is_selected
 from ..contributions import Contributions
-from ..integrations.transformers import Given, interface_call, listening
+from ..integrations.transformers._interface import Given
+from ..integrations.transformers._recording import interface_call, listening
 from ._attention_call import (
     ALL_MAPS,
     LEDGER,

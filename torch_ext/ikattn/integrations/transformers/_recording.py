@@ -1,9 +1,8 @@
-"""Hugging Face transformers: attention implementations that record, or return maps.
+"""Attention implementations that record, or return maps.
 
-transformers 5 looks its attention functions up by the name in a model's config, and the functions
-that make its masks by the same name. While a model is recorded, its config names a function of this
-module which calls the one named before, so that outputs stay what they are, and then tells those
-who listen what the attention was given.
+While a model is recorded, its config names a function of this module which calls the one named
+before, so that outputs stay what they are, and then tells those who listen what the attention was
+given.
 
 Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
 """
@@ -11,46 +10,37 @@ Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
 
-from ..analysis._attention_call import (
+from ...analysis._attention_call import (
     AttentionCall,
     Surroundings,
     make_maps,
     widened,
     without_autocast,
 )
-from ..analysis._resolvers import AttentionParts, find_attention, resolve
+from ...analysis._resolvers import AttentionParts, find_attention, resolve
+from ._implicit import IMPLICIT, kernel_of, register_implicit, scaled_query
+from ._interface import (
+    Given,
+    attention_function,
+    configs_of,
+    mask_of,
+    register_attention,
+)
 
-__all__ = ["register"]
+__all__ = ["interface_call", "listening", "register"]
 
 NORMS = "ikattn_norms"
 _RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
-_RECORDABLE = ("eager", "sdpa", NORMS)
+_RECORDABLE = ("eager", "sdpa", NORMS, IMPLICIT)
 _MAPS_WITHOUT_BLOCK = ("summed", "per_head", "weights", "similarity")
-# The lowest float16: what masks of any type mean by "never" is at most that.
-_LOWEST = -65504.0
-
-
-class Given(NamedTuple):
-    """What an attention module passed to its attention function."""
-
-    query: Tensor  # [B, H, T, d]
-    key: Tensor  # [B, G, S, d]
-    value: Tensor  # [B, G, S, d_v]
-    attention_mask: Tensor | None  # broadcastable to [B, H, T, S]; bool: True = may attend
-    implementation: str  # that computed the output
-    options: dict[str, Any]  # the other arguments
-
 
 Listener: TypeAlias = Callable[[nn.Module, Given], None]
 
@@ -71,12 +61,15 @@ _switched: dict[int, _Switched] = {}  # by id of the config
 
 
 def register(*, map: str = "summed") -> None:
-    """Registers the attention implementation ``"ikattn_norms"`` with transformers.
+    """Registers the attention implementations "ikattn_norms" and "ikattn_implicit".
 
-    A model with that implementation computes its outputs as under "sdpa", and returns maps where
-    attention weights would be: with ``output_attentions=True`` they are ``outputs.attentions``, or
+    A model with the first computes its outputs as under "sdpa", and returns maps where attention
+    weights would be: with ``output_attentions=True`` they are ``outputs.attentions``, or
     ``encoder_attentions``, ``decoder_attentions`` and ``cross_attentions``. ``ikattn.record`` gives
     all maps, also those that need the residual and norms around the attention.
+
+    The second computes with the kernels that ``use_implicit_attention`` gives a model; that
+    function registers it as well.
 
     Args:
         map: Which: "summed", N of every layer, ``[B, T, S]``; "per_head", ``[B, H, T, S]``; or
@@ -87,10 +80,10 @@ def register(*, map: str = "summed") -> None:
         ImportError: transformers is missing.
 
     Example:
-        >>> import pytest
+        >>> import pytest, torch
         >>> transformers = pytest.importorskip("transformers")
-        >>> import ikattn.integrations.transformers
-        >>> ikattn.integrations.transformers.register()
+        >>> from ikattn.integrations.transformers import register
+        >>> register()
         >>> sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
         >>> config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=9)
         >>> model = transformers.BertModel(config).eval()
@@ -103,7 +96,8 @@ def register(*, map: str = "summed") -> None:
         raise ValueError(
             f"register: map must be one of {', '.join(_MAPS_WITHOUT_BLOCK)}, got {map!r}"
         )
-    _register(NORMS, _NormsAttention(map), masks_of="sdpa")
+    register_attention(NORMS, _NormsAttention(map), masks_of="sdpa")
+    register_implicit()
 
 
 class _NormsAttention:
@@ -123,7 +117,7 @@ class _NormsAttention:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        attend = _attention_function(module, "sdpa")
+        attend = attention_function(module, "sdpa")
         options.pop("output_attentions", None)  # of which sdpa would warn that it gives none
         output, _ = attend(module, query, key, value, attention_mask, **options)
         given = Given(query, key, value, attention_mask, NORMS, options)
@@ -168,11 +162,6 @@ def _root_around(module: nn.Module) -> nn.Module:
 # --- For ikattn.record
 
 
-def uses_interface(module: nn.Module) -> bool:
-    """Whether the module has a config that names its attention implementation."""
-    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")
-
-
 @contextlib.contextmanager
 def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
     """For the time of the block, tells ``listener`` of each call of an attention function.
@@ -189,7 +178,7 @@ def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener
             does not know.
     """
     modules = list(modules)
-    configs = _configs(model)
+    configs = configs_of(model)
     with _lock:
         for config in configs:
             _check_implementation(config)
@@ -233,41 +222,15 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
             value=widened(given.value),
             kind="cross" if kind == "cross" else "self",
             scaling=None if scaling is None else float(scaling),
-            attn_mask=_mask(module, given),
+            attn_mask=mask_of(module, given),
         )
+        if given.implementation == IMPLICIT:
+            _use_kernel(call, kernel_of(module))
         _fill_padding(call, is_masked=given.attention_mask is not None)
     return call
 
 
 # --- Implementations and configs
-
-
-def _register(name: str, attend: Callable[..., Any], *, masks_of: str) -> None:
-    """Makes ``attend`` an attention function that gets the masks of another one.
-
-    Without the second registration transformers would hand it no masks at all.
-    """
-    transformers: Any = importlib.import_module("transformers")
-    masks = transformers.AttentionMaskInterface
-    transformers.AttentionInterface.register(name, attend)
-    masks.register(name, masks()[masks_of])
-
-
-def _attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What the module would call under the implementation of that name.
-
-    "eager" stands for a function of the file that the module's class comes from.
-    """
-    for kind in type(module).__mro__:
-        namespace = vars(sys.modules[kind.__module__])
-        if "ALL_ATTENTION_FUNCTIONS" in namespace:
-            interface = namespace["ALL_ATTENTION_FUNCTIONS"]
-            eager = namespace.get("eager_attention_forward")
-            return interface.get_interface(name, eager)  # type: ignore[no-any-return]
-    raise NotImplementedError(
-        f"record: {type(module).__name__} calls transformers' AttentionInterface from a file that "
-        "does not import it as ALL_ATTENTION_FUNCTIONS"
-    )
 
 
 class _TellingAttention:
@@ -285,20 +248,12 @@ class _TellingAttention:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> Any:
-        attend = _attention_function(module, self._implementation)
+        attend = attention_function(module, self._implementation)
         output = attend(module, query, key, value, attention_mask, **options)
         for listener in _listeners.get(module, ()):
             given = Given(query, key, value, attention_mask, self._implementation, options)
             listener(module, given)
         return output
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Every config in the model that names an attention implementation, once."""
-    found = {
-        id(module.config): module.config for module in model.modules() if uses_interface(module)
-    }
-    return list(found.values())
 
 
 def _check_implementation(config: Any) -> None:
@@ -318,7 +273,7 @@ def _switch(config: Any) -> None:
         entry = _switched[id(config)] = _Switched(config, before)
         implementation = before or "eager"
         name = _RECORDING + implementation
-        _register(name, _TellingAttention(implementation), masks_of=implementation)
+        register_attention(name, _TellingAttention(implementation), masks_of=implementation)
         config._attn_implementation_internal = name
     entry.users += 1
 
@@ -334,35 +289,12 @@ def _switch_back(config: Any) -> None:
         config._attn_implementation_internal = entry.before
 
 
-# --- Masks
-
-
-def _mask(module: nn.Module, given: Given) -> Tensor | None:
-    """The mask of a call with its position bias, as ``AttentionCall.attn_mask``."""
-    mask, bias = given.attention_mask, given.options.get("position_bias")
-    if mask is not None and mask.dim() != 4:
-        raise NotImplementedError(
-            f"record: {type(module).__name__} got an attention mask of shape {list(mask.shape)}; "
-            "masks must have shape [B, H or 1, T, S]"
-        )
-    if mask is None and _is_causal(module, given):
-        sizes = (given.query.size(2), given.key.size(2))
-        mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=given.query.device).tril()
-    if mask is None:
-        return None if bias is None else widened(bias)
-    mask = mask[..., : given.key.size(2)]
-    if mask.dtype == torch.bool:
-        return mask if bias is None else widened(bias).masked_fill(~mask, -math.inf)
-    mask = widened(mask).masked_fill(mask <= _LOWEST, -math.inf)
-    return mask if bias is None else mask + bias
-
-
-def _is_causal(module: nn.Module, given: Given) -> bool:
-    """Whether the attention function hides later keys although it was given no mask."""
-    if given.implementation == "eager" or given.query.size(2) == 1:
-        return False
-    passed = given.options.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if passed is None else passed)
+def _use_kernel(call: AttentionCall, kernel: Any) -> None:
+    """Turns a call into one of the implicit kernel, as "ikattn_implicit" computes it."""
+    call.query, call.scaling = scaled_query(call.query, call.scaling), None
+    w1, w2 = kernel(call.query, call.key, None)
+    call.frequencies = (widened(w1), None if w2 is None else widened(w2))
+    call.kernel, call.p = "implicit", kernel.p
 
 
 def _fill_padding(call: AttentionCall, *, is_masked: bool) -> None:

@@ -1,0 +1,114 @@
+"""Two processes train converted models to what one process gets: DDP and FSDP2, over gloo."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distributed_programs
+from agreement import assert_close
+from distributed_programs import PARTS, PROCESSES, Parameters, make_model, train
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+TOLERANCE = 1e-11  # all of it in float64
+each_way = pytest.mark.parametrize("way", ["ddp", *(f"fsdp, {part}" for part in PARTS)])
+each_part = pytest.mark.parametrize("part", PARTS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distributed")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    """Of each rank."""
+    torch.multiprocessing.spawn(distributed_programs.run, args=(str(folder),), nprocs=PROCESSES)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(PROCESSES)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Parameters]:
+    """What one process gets from the whole batch."""
+    return train(make_model(), slice(None))
+
+
+def assert_same(found: Parameters, expected: Parameters, tolerance: float = TOLERANCE) -> None:
+    found = {name.removeprefix("module."): x for name, x in found.items()}
+    assert found.keys() == expected.keys()
+    for name in expected:
+        scale = 1e-3 * max(x.abs().max().item() for x in expected.values())
+        assert_close(found[name], expected[name], tolerance, name, scale)
+
+
+@each_way
+def test_gradients_are_those_of_one_process(
+    way: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
+) -> None:
+    assert any(alone["gradients"][f"layers.{i}.self_attn.spectral.w1"].any() for i in range(2))
+    for of_rank in results:
+        assert_same(of_rank[way]["gradients"], alone["gradients"])
+
+
+@each_way
+def test_training_ends_where_one_process_ends(
+    way: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
+) -> None:
+    start = dict(make_model().named_parameters())
+    assert all((w != start[name]).any() for name, w in alone["parameters"].items())
+    for of_rank in results:
+        assert_same(of_rank[way]["parameters"], alone["parameters"])
+
+
+@each_part
+def test_each_process_holds_its_share_of_the_frequencies(
+    part: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
+) -> None:
+    shares = [of_rank[f"fsdp, {part}"]["share of w1"][""] for of_rank in results]
+    whole = alone["parameters"]["layers.0.self_attn.spectral.w1"]
+    assert all(share.numel() < whole.numel() for share in shares)
+    assert_close(torch.cat(shares), whole, TOLERANCE)
+
+
+@each_part
+def test_a_whole_state_dict_goes_to_a_plain_model_and_to_a_sharded_one(
+    part: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
+) -> None:
+    for of_rank in results:
+        found = of_rank[f"fsdp, {part}"]
+        plain = make_model(seed=1)
+        plain.load_state_dict(found["state"])
+        assert_same(dict(plain.named_parameters()), alone["parameters"])
+        assert_same(found["set again"], alone["parameters"])
+
+
+@each_part
+@pytest.mark.usefixtures("results")
+def test_a_checkpoint_of_shards_loads_in_one_process(
+    part: str, folder: Path, alone: dict[str, Parameters]
+) -> None:
+    plain: nn.Module = make_model(seed=1)
+    state = plain.state_dict()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder / part, no_dist=True)
+    plain.load_state_dict(state)
+    assert_same(dict(plain.named_parameters()), alone["parameters"])
+
+
+def test_sharded_parameters_compute_in_bfloat16(
+    results: list[dict[str, Any]], alone: dict[str, Parameters]
+) -> None:
+    for of_rank in results:
+        found = of_rank["fsdp, bfloat16"]
+        assert_same(found["parameters"], alone["parameters"], 0.05)
+        errors = [(x - alone["parameters"][name]) for name, x in found["parameters"].items()]
+        assert any(error.any() for error in errors)

@@ -1,0 +1,78 @@
+"""The snippets of docs/integrations.md run as shown, each where its libraries are installed."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ikattn
+from ikattn.integrations import transformers as integrations_transformers
+from ikattn.integrations.opacus import prepare
+from ikattn.integrations.peft import with_trainable_frequencies
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+SNIPPETS = dict(
+    re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
+)
+LIBRARIES = {
+    "transformers": "transformers",
+    "PEFT": "peft",
+    "Opacus": "opacus",
+    "PyTorch Geometric": "torch_geometric",
+    "Lightning": "lightning",
+    "DDP and FSDP2": "torch.distributed",
+    "timm": "timm",
+}
+
+
+def test_every_section_has_a_snippet() -> None:
+    assert SNIPPETS.keys() == LIBRARIES.keys()
+    assert len(re.findall("```python", PAGE)) == len(SNIPPETS)
+
+
+@pytest.mark.parametrize("section", LIBRARIES)
+def test_the_snippet_of_each_section_runs(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(LIBRARIES[section], reason=f"{LIBRARIES[section]} is not installed")
+    monkeypatch.chdir(tmp_path)  # which is where snippets save
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    of_torchrun = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if section == "DDP and FSDP2":
+        for name, value in of_torchrun.items():
+            monkeypatch.setenv(name, str(value))
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries
+            exec(compile(SNIPPETS[section], f"docs/integrations.md, {section}", "exec"), {})
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft", "opacus"])
+def test_a_missing_library_is_an_error_that_says_what_to_install(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] == library:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    model = ikattn.convert(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
+    calls: dict[str, Callable[[], object]] = {
+        "transformers": integrations_transformers.register,
+        "peft": lambda: with_trainable_frequencies(model),
+        "opacus": lambda: prepare(model),
+    }
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {library}: pip install .*\[{library}\]"):
+        calls[library]()

@@ -1,0 +1,183 @@
+"""PyTorch Geometric's modules that hold nn.MultiheadAttention, converted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ikattn
+from agreement import assert_close
+
+torch_geometric = pytest.importorskip("torch_geometric", reason="torch_geometric is not installed")
+from torch_geometric.nn import GCNConv, GPSConv, aggr  # noqa: E402
+
+C, H, M = 12, 2, 5
+SIZES = (4, 1, 7)  # nodes of each graph
+TOLERANCE = 1e-11  # all of it in float64
+
+
+class Convolution(nn.Module):
+    """GPSConv with the arguments of an aggregation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.conv = GPSConv(C, GCNConv(C, C), heads=H, norm="layer_norm", **options)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        nodes = torch.arange(len(index))
+        same = index[:-1] == index[1:]  # a path through each graph
+        edges = torch.stack([nodes[:-1][same], nodes[1:][same]])
+        return self.conv(x, edges, index)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "GPSConv": (lambda: Convolution(attn_type="multihead"), 1),
+    "GPSConv with bias_k": (lambda: Convolution(attn_kwargs={"add_bias_kv": True}), 1),
+    "SetTransformerAggregation": (
+        lambda: aggr.SetTransformerAggregation(C, num_seed_points=2, heads=H, layer_norm=True),
+        3,
+    ),
+    "GraphMultisetTransformer": (lambda: aggr.GraphMultisetTransformer(C, k=3, heads=H), 3),
+    "MultiAggregation": (
+        lambda: aggr.MultiAggregation(
+            ["mean", "max", "std"],
+            mode="attn",
+            mode_kwargs={"in_channels": C, "out_channels": C, "num_heads": H},
+        ),
+        1,
+    ),
+}
+each_module = pytest.mark.parametrize("name", MODULES)
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Explicit(ikattn.MultiheadAttention):
+    """The same attention in torch's own functions, and with all weights in memory."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if not self.batch_first:  # of MultiAggregation
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        q, k, v = (
+            nn.functional.linear(x, w, b)
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        visible = None if key_padding_mask is None else ~key_padding_mask
+        if self.bias_k is not None:
+            k, v = (
+                torch.cat([x, more.expand(len(x), 1, -1)], 1)
+                for x, more in ((k, self.bias_k), (v, self.bias_v))
+            )
+            visible = nn.functional.pad(visible, (0, 1), value=True)
+        q, k, v = (x.unflatten(2, (H, -1)).transpose(1, 2) for x in (q, k, v))
+        w1, w2 = self.spectral.frequencies()
+        mask = None if visible is None else visible[:, None, None]
+        output = ikattn.reference.implicit_kernel_attention(
+            q, k, v, w1, w2, p=self.p, attn_mask=mask
+        )
+        output = self.out_proj(output.transpose(1, 2).flatten(2))
+        return output if self.batch_first else output.transpose(0, 1), None
+
+
+def converted(name: str) -> nn.Module:
+    model = ikattn.convert(MODULES[name][0](), num_frequencies=M, p=3.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def attention_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+
+
+def graphs() -> tuple[Tensor, Tensor]:
+    """Nodes of all graphs, and the number of each node's graph."""
+    index = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
+    return torch.randn(len(index), C, requires_grad=True), index
+
+
+@each_module
+def test_all_attention_is_converted(name: str) -> None:
+    modules = attention_of(converted(name))
+    assert len(modules) == MODULES[name][1]
+    assert all(type(module) is ikattn.MultiheadAttention for module in modules)
+
+
+@each_module
+def test_outputs_and_gradients_are_those_of_an_explicit_composition(name: str) -> None:
+    model = converted(name)
+    explicit = copy.deepcopy(model)
+    for module in attention_of(explicit):
+        module.__class__ = Explicit
+    x, index = graphs()
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        output = model(x, index)
+        return [output, *torch.autograd.grad(output.sin().sum(), [x, *model.parameters()])]
+
+    for found, expected in zip(trained(model), trained(explicit), strict=True):
+        assert_close(found, expected, TOLERANCE, scale=1e-3)
+    assert all(module.spectral.w1.requires_grad for module in attention_of(model))
+
+
+@each_module
+def test_graphs_in_a_batch_get_what_each_gets_alone(name: str) -> None:
+    model = converted(name).eval()
+    x, index = graphs()
+    with torch.no_grad():
+        batched = model(x, index)
+        parts = [model(part, torch.zeros(len(part), dtype=torch.long)) for part in x.split(SIZES)]
+    assert_close(batched, torch.cat(parts), TOLERANCE)
+
+
+@each_module
+def test_resetting_parameters_draws_frequencies_anew(name: str) -> None:
+    model = converted(name)
+    owner = model.conv if isinstance(model, Convolution) else model
+    before = [module.spectral.w1.detach().clone() for module in attention_of(model)]
+    owner.reset_parameters()
+    bound = (H * M) ** -0.5
+    for module, old in zip(attention_of(model), before, strict=True):
+        assert (module.spectral.w1 != old).all()
+        assert module.spectral.w1.abs().max() < bound
+
+
+def test_converted_graph_transformers_train() -> None:
+    torch.set_default_dtype(torch.float32)
+    model = ikattn.convert(Convolution(dropout=0.1), seed=0)
+    pool, head = aggr.MeanAggregation(), nn.Linear(C, 2)
+    index = torch.arange(16).repeat_interleave(5)
+    x = torch.randn(80, C)
+    y = (pool(x, index)[:, 0] > 0).long()
+    optimiser = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=0.01)
+    before = model.conv.attn.spectral.w1.detach().clone()
+    losses = []
+    for _ in range(20):
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(head(pool(model(x, index), index)), y)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert (model.conv.attn.spectral.w1 != before).any()
