@@ -13,6 +13,10 @@
 
 // Dispatcher functions take every argument by itself. These are the ones AttentionOptions bundles,
 // in the order of the schema.
+#define IKATTN_OPTION_SCHEMA                                                                    \
+  "*, float? p=2.0, Tensor? key_bias=None, Tensor? attn_mask=None, float dropout_p=0.0, "       \
+  "bool is_causal=False, bool enable_gqa=False, float eps=1e-05, float? magnitude_scale=None, " \
+  "Tensor? dropout_seed=None"
 #define IKATTN_OPTION_PARAMETERS                                                   \
   std::optional<double> p, const std::optional<at::Tensor>&key_bias,               \
       const std::optional<at::Tensor>&attn_mask, double dropout_p, bool is_causal, \

@@ -10,11 +10,6 @@
 namespace ikattn {
 namespace {
 
-#define IKATTN_OPTION_SCHEMA                                                                    \
-  "*, float? p=2.0, Tensor? key_bias=None, Tensor? attn_mask=None, float dropout_p=0.0, "       \
-  "bool is_causal=False, bool enable_gqa=False, float eps=1e-05, float? magnitude_scale=None, " \
-  "Tensor? dropout_seed=None"
-
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -242,3 +243,13 @@ def test_exported_to_onnx_it_computes_what_eager_does(
             rtol=1e-4,
             atol=1e-5,
         )
+
+
+def test_the_examples_of_the_documentation_run(
+    source_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (source_tree / "docs" / "exporting.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert examples
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(examples), "docs/exporting.md", "exec"), {})

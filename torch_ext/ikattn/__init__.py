@@ -7,6 +7,7 @@ __version__ = _library.load()
 
 from ikattn import analysis, reference
 from ikattn._decompositions import decompositions
+from ikattn._info import info
 from ikattn._library import cmake_prefix_path
 from ikattn._selection import ConversionReport, conversion_report
 from ikattn.analysis.files import load_maps
@@ -29,6 +30,7 @@ from ikattn.ops import (
     implicit_kernel_attention,
     implicit_kernel_weights,
     spectral_features,
+    why_not_fast,
 )
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "dropout_keep_mask",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
+    "info",
     "load_maps",
     "multi_head_attention_forward",
     "record",
@@ -58,4 +61,5 @@ __all__ = [
     "rollout",
     "spectral_features",
     "streamed_contributions",
+    "why_not_fast",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ikattn.info import report
+from ikattn._info import info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     analyze = _add_analyze(commands)
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
-        print(report())
+        print(info())
         return 0
     return _analyze(analyze, parsed)
 

@@ -22,6 +22,7 @@ __all__ = [
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "spectral_features",
+    "why_not_fast",
 ]
 
 
@@ -111,6 +112,70 @@ def implicit_kernel_attention(
         dropout_seed=dropout_seed,
     )
     return output  # type: ignore[no-any-return]
+
+
+def why_not_fast(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> str | None:
+    """Tells why a call of :func:`implicit_kernel_attention` would not take the fastest kernels.
+
+    Nothing is computed. On CPU the fastest kernels are those for AVX2 or AVX-512, on CUDA those for
+    tensor cores (of the forward pass; the backward pass has none yet). What depends on numbers is
+    not foreseen: with a mask or causal, heads whose keys differ much in magnitude take the general
+    kernels (on CPU from 50 nats on; docs/cuda.md has the bounds on CUDA).
+
+    Args:
+        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
+        magnitude_scale, dropout_seed: As in :func:`implicit_kernel_attention`.
+        device: Answer for this device; None: that of query.
+
+    Returns:
+        The reason, or None where there is none.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, w = torch.randn(2, 4, 10, 16), torch.randn(4, 16, 32)
+        >>> ikattn.why_not_fast(q, q, q, w, device="xpu")
+        'there are kernels for CPU and CUDA only, not for xpu'
+    """
+    if dropout_p > 0 and dropout_seed is None:
+        dropout_seed = torch.zeros(2, dtype=torch.int64, device=query.device)
+    reason: str = torch.ops.ikattn.why_not_fast(
+        query,
+        key,
+        value,
+        w1,
+        w2,
+        p=p,
+        key_bias=key_bias,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        eps=eps,
+        magnitude_scale=magnitude_scale,
+        dropout_seed=dropout_seed,
+        device="" if device is None else str(device),
+    )
+    return reason or None
 
 
 def implicit_kernel_weights(

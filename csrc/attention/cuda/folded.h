@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/cuda/tokens.h"
+#include "attention/fast_path.h"
 #include "support/cuda/float16.h"
 
 namespace ikattn::cuda {
@@ -27,10 +28,6 @@ struct FoldedTokens {
   float log_scale;  // log K
 };
 constexpr uint32_t kSpread = 1, kPoisoned = 2;
-
-// Whether this call can go to the tensor cores at all: types, sizes and alignment. The rest is
-// decided on the device, by FoldedTokens::state.
-bool can_fold(const AttentionParams& params);
 
 // Where every row sees the largest key, the folded form is right for any spread of magnitudes.
 inline bool every_row_sees_all(const AttentionParams& params) {

@@ -310,20 +310,7 @@ const char* forward_of_type(const AttentionParams& params, const DeviceExecutor&
   }
 }
 
-bool is_multiple(int64_t x, int64_t of) { return x % of == 0; }
-
 }  // namespace
-
-bool can_fold(const AttentionParams& params) {
-  const Array& value = params.value;
-  const bool half = value.type == ElementType::kFloat16 || value.type == ElementType::kBFloat16;
-  const bool float_mask =
-      params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool;
-  return half && !float_mask && 2 * params.M <= 128 && params.d_v >= 8 && params.d_v <= 128 &&
-         is_multiple(params.d_v, 8) && value.stride[3] == 1 && is_multiple(value.stride[0], 8) &&
-         is_multiple(value.stride[1], 8) && is_multiple(value.stride[2], 8) &&
-         is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(value.data)), 16);
-}
 
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens) {

@@ -145,7 +145,7 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
   if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
   const uint32_t* fold_state = nullptr;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (can_fold(params)) {
+    if (why_no_tensor_cores(params) == nullptr) {
       FoldedTokens folded;
       if (const char* error = fold_tokens(params, executor, tokens.keys, folded)) return error;
       if (const char* error = folded_forward(params, executor, folded)) return error;

@@ -7,26 +7,30 @@ import platform
 
 import torch
 
-import ikattn
+from ikattn import _library
+
+__all__ = ["info"]
 
 
-def report() -> str:
+def info() -> str:
     """Versions, instruction set, CUDA and threads, one per line.
 
+    ``ikattn.why_not_fast`` says which kernels one call takes.
+
     Example:
-        >>> from ikattn.info import report
-        >>> print(report())  # doctest: +ELLIPSIS
+        >>> import ikattn
+        >>> print(ikattn.info())  # doctest: +ELLIPSIS
         ikattn           ...
     """
     build = json.loads(torch.ops.ikattn.build_info())
     rows = {
-        "ikattn": ikattn.__version__,
+        "ikattn": _library.load(),
         "torch": f"{torch.__version__} (built for {build['torch']})",
         "Python": platform.python_version(),
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
         "CUDA kernels": "yes" if build["cuda"] else "no",
         "threads": str(torch.get_num_threads()),
-        "C++ package": ikattn.cmake_prefix_path(),
+        "C++ package": _library.cmake_prefix_path(),
     }
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())

@@ -1,0 +1,50 @@
+// why_not_fast: what a call would run on, asked beforehand.
+#include "attention/fast_path.h"
+
+#include "attention/glue.h"
+#include "support/instruction_set.h"
+
+namespace ikattn {
+namespace {
+
+std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                         IKATTN_OPTION_PARAMETERS, const std::string& device) {
+  const AttentionOptions options{IKATTN_OPTION_VALUES};
+  [[maybe_unused]] const AttentionSizes sizes =
+      check_attention("why_not_fast", query, key, value, w1, w2, options);
+  const c10::DeviceType type = device.empty() ? query.device().type() : c10::Device(device).type();
+  if (type == c10::kCPU) {
+    return instruction_set() == InstructionSet::kBaseline
+               ? "the CPU kernels use neither AVX2 with FMA nor AVX-512: the processor has them "
+                 "not, "
+                 "or ATEN_CPU_CAPABILITY forbids them"
+               : "";
+  }
+  if (type != c10::kCUDA) {
+    return "there are kernels for CPU and CUDA only, not for " + c10::DeviceTypeName(type, true);
+  }
+#if !defined(IKATTN_HAVE_CUDA)
+  return "this library was built without CUDA kernels, and a call on a GPU raises an error; "
+         "docs/building.md says how to build them";
+#else
+  AttentionParams params;
+  set_sizes(params, sizes);
+  params.value = array_of(value);
+  if (is_present(attn_mask)) {
+    params.mask = array_of(*attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
+  }
+  const char* reason = why_no_tensor_cores(params);
+  return reason == nullptr ? "" : std::string("not on tensor cores: ") + reason;
+#endif
+}
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  m.def(
+      "why_not_fast(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? "
+      "w2=None, " IKATTN_OPTION_SCHEMA ", str device=\"\") -> str",
+      why_not_fast);
+}
+
+}  // namespace
+}  // namespace ikattn

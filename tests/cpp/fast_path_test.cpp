@@ -1,0 +1,58 @@
+// Which calls the tensor cores take.
+#include "attention/fast_path.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace ikattn {
+namespace {
+
+AttentionParams good_call() {
+  AttentionParams params;
+  params.M = 64;
+  params.d_v = 64;
+  params.value.type = ElementType::kBFloat16;
+  params.value.data = reinterpret_cast<void*>(uintptr_t{64});
+  params.value.stride[0] = 4096;
+  params.value.stride[1] = 1024;
+  params.value.stride[2] = 64;
+  params.value.stride[3] = 1;
+  return params;
+}
+
+template <typename Change>
+std::string reason(const Change& change) {
+  AttentionParams params = good_call();
+  change(params);
+  const char* found = why_no_tensor_cores(params);
+  return found == nullptr ? "" : found;
+}
+
+TEST(FastPath, TakesWhatItIsMadeFor) {
+  EXPECT_EQ(why_no_tensor_cores(good_call()), nullptr);
+  EXPECT_EQ(reason([](auto& call) { call.mask.type = ElementType::kBool; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.is_causal = true; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.value.type = ElementType::kFloat16; }), "");
+}
+
+TEST(FastPath, NamesWhatIsInTheWay) {
+  const auto names = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(names(reason([](auto& call) { call.value.type = ElementType::kFloat32; }), "query"));
+  EXPECT_TRUE(names(reason([](auto& call) { call.mask.type = ElementType::kFloat32; }), "mask"));
+  EXPECT_TRUE(names(reason([](auto& call) { call.M = 65; }), "64 frequencies"));
+  for (const int64_t d_v : {4, 12, 136}) {
+    EXPECT_TRUE(names(reason([=](auto& call) { call.d_v = d_v; }), "head size of value"));
+  }
+  for (int axis = 0; axis < 4; ++axis) {
+    EXPECT_TRUE(names(reason([=](auto& call) { call.value.stride[axis] += 4; }), "contiguous"));
+  }
+  EXPECT_TRUE(
+      names(reason([](auto& call) { call.value.data = reinterpret_cast<void*>(uintptr_t{8}); }),
+            "16 bytes"));
+}
+
+}  // namespace
+}  // namespace ikattn

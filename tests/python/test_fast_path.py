@@ -1,0 +1,68 @@
+"""ikattn.why_not_fast and ikattn.info: what a call would run on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ikattn
+
+HAS_CUDA_KERNELS = "CUDA kernels     yes" in ikattn.info()
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    return (*torch.randn(3, 2, 4, 10, 16), torch.randn(4, 16, 32))
+
+
+def test_nothing_is_in_the_way_on_this_processor() -> None:
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has neither AVX2 nor AVX-512")
+    assert ikattn.why_not_fast(*inputs()) is None
+    assert ikattn.why_not_fast(*inputs(), dropout_p=0.5, is_causal=True) is None
+
+
+def test_a_processor_without_vector_units_is_named() -> None:
+    program = (
+        "import torch, ikattn; x = torch.randn(1, 1, 2, 8); "
+        "print(ikattn.why_not_fast(x, x, x, torch.randn(1, 8, 4)))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"ATEN_CPU_CAPABILITY": "default", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "neither AVX2 with FMA nor AVX-512" in printed
+
+
+@pytest.mark.skipif(HAS_CUDA_KERNELS, reason="this library has CUDA kernels")
+def test_a_library_without_cuda_kernels_says_so() -> None:
+    reason = ikattn.why_not_fast(*inputs(), device="cuda")
+    assert reason is not None
+    assert "built without CUDA kernels" in reason
+
+
+@pytest.mark.skipif(not HAS_CUDA_KERNELS, reason="this library has no CUDA kernels")
+def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
+    reason = ikattn.why_not_fast(*inputs(), device="cuda")
+    assert reason == "not on tensor cores: query, key and value must be float16 or bfloat16"
+    half = [x.half() for x in inputs()[:3]]
+    assert ikattn.why_not_fast(*half, inputs()[3], device="cuda") is None
+
+
+def test_bad_arguments_are_errors_as_in_the_call() -> None:
+    query, key, value, w1 = inputs()
+    with pytest.raises((RuntimeError, ValueError), match=r"why_not_fast: .*key"):
+        ikattn.why_not_fast(query, key[..., :3], value, w1)
+    with pytest.raises(RuntimeError, match="device"):
+        ikattn.why_not_fast(query, key, value, w1, device="nowhere")
+
+
+def test_info_names_versions_and_kernels() -> None:
+    lines = dict(line.split(maxsplit=1) for line in ikattn.info().splitlines())
+    assert lines["ikattn"] == ikattn.__version__
+    assert torch.__version__ in lines["torch"]
