@@ -28,6 +28,7 @@ from ikattn.ops import (
     implicit_kernel_weights,
     spectral_features,
 )
+from ikattn.regularization import regularization_loss
 
 __all__ = [
     "Contributions",
@@ -48,6 +49,7 @@ __all__ = [
     "multi_head_attention_forward",
     "record",
     "reference",
+    "regularization_loss",
     "rollout",
     "spectral_features",
     "streamed_contributions",

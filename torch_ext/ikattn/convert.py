@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
@@ -35,7 +35,7 @@ def convert(
     kernel: Kernel = "implicit",
     *,
     select: Selection | None = None,
-    p: float | None = 2.0,
+    p: float | Literal["learned"] | None = 2.0,
     num_frequencies: int = 64,
     spectral: str | nn.Module = "direct",
     stationary: bool = False,
@@ -78,7 +78,7 @@ def convert(
         >>> ikattn.convert(layer).self_attn.kernel
         'implicit'
     """
-    check_kernel(kernel, p)
+    check_kernel(kernel, None if p == "learned" else p)
     options: dict[str, Any] = {
         "p": p,
         "num_frequencies": num_frequencies,

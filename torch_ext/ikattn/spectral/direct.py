@@ -1,17 +1,4 @@
-"""Where the frequencies of an implicit kernel come from.
-
-A spectral source is any ``torch.nn.Module`` with
-
-    forward(query, key, key_padding_mask) -> (w1, w2)
-        query             [B, H, L, d]  projected queries
-        key               [B, H, S, d]  projected keys
-        key_padding_mask  [B, S] bool, True = ignore this key, or None
-        w1                [H, d, M] or [B, H, d, M]
-        w2                like w1, or None for a stationary kernel
-
-and, if it has random initial values, ``reset_parameters()``. ``Direct`` is the plainest one: the
-frequencies are parameters. Sources that generate frequencies have the same interface.
-"""
+"""Frequencies that are parameters."""
 
 from __future__ import annotations
 
@@ -89,7 +76,7 @@ class Direct(nn.Module):
         bound = (self.num_heads * self.num_frequencies) ** -0.5
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for parameter in self.parameters():
-            _fill_uniform(parameter, bound, generator)
+            fill_uniform(parameter, bound, generator)
 
     def frequencies(self) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 (None if stationary) as views of shape [H, d, M]."""
@@ -109,39 +96,51 @@ class Direct(nn.Module):
         )
 
 
-def make_spectral(
-    spectral: str | nn.Module,
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_frequencies: int,
-    stationary: bool,
-    seed: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> nn.Module:
-    """Returns the spectral source of that name, or the module that was given in place of a name.
+class Stationary(Direct):
+    """Frequencies that are parameters, of a stationary kernel: w2 = w1 (Bochner).
+
+    The parameter is ``w1`` alone, [H * d * M]; ``Direct(..., stationary=True)`` is the same.
+
+    Args:
+        num_heads, head_dim, num_frequencies, seed, device, dtype: As for ``Direct``.
 
     Raises:
-        ValueError: The name is unknown, or an option is out of range.
+        ValueError: num_frequencies is less than 1.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> from ikattn.spectral import Stationary
+        >>> w1, w2 = Stationary(num_heads=2, head_dim=4, num_frequencies=8).frequencies()
+        >>> w1.shape, w2
+        (torch.Size([2, 4, 8]), None)
     """
-    if isinstance(spectral, nn.Module):
-        return spectral
-    if spectral != "direct":
-        raise ValueError(f"spectral must be 'direct' or a torch.nn.Module, got {spectral!r}")
-    return Direct(
-        num_heads,
-        head_dim,
-        num_frequencies,
-        stationary=stationary,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-    )
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_frequencies: int,
+        *,
+        seed: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_dim,
+            num_frequencies,
+            stationary=True,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
 
 
 @torch.no_grad()
-def _fill_uniform(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
+def fill_uniform(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
+    """Draws from U(-bound, bound); a generator gives every device and dtype the same numbers."""
     if generator is None:
         parameter.uniform_(-bound, bound)
     else:  # drawn on the CPU in float64, so that device and dtype change nothing
