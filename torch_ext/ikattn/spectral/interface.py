@@ -69,10 +69,12 @@ def _check_shapes(source: object, w1: object, w2: object, query: Tensor) -> None
             f"{_describe(w2)}"
         )
     batch, heads, _, size = query.shape
-    expected = f"[H, d, M] or [B, H, d, M] with B, H, d = {batch}, {heads}, {size}"
     fits = w1.dim() in (3, 4) and w1.shape[-3:-1] == (heads, size) and w1.size(-1) > 0
     if not fits or (w1.dim() == 4 and w1.size(0) != batch):
-        raise ValueError(f"{_name(source)}: w1 must have shape {expected}, got {list(w1.shape)}")
+        raise ValueError(
+            f"{_name(source)}: w1 must have shape [H, d, M] or [B, H, d, M] with B, H, d = "
+            f"{batch}, {heads}, {size}, got {list(w1.shape)}"
+        )
     if w2 is not None and w2.shape != w1.shape:
         raise ValueError(
             f"{_name(source)}: w2 must be shaped as w1, {list(w1.shape)}, got {list(w2.shape)}"
