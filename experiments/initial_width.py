@@ -22,43 +22,37 @@ from tqdm import tqdm
 import ikattn
 
 CLUSTERS, FEATURES, LENGTH, BATCH = 8, 16, 48, 16
-FREQUENCIES = 64
 
 
-def paper(heads: int, size: int) -> float:
-    """Standard deviation of U(-1/sqrt(HM), 1/sqrt(HM))."""
-    return 1 / math.sqrt(3 * heads * FREQUENCIES)
+STARTS = ("paper", "unit angle", "half angle", "softmax")
 
 
-def unit_angle(heads: int, size: int) -> float:
-    """The angle 2 pi x.w is as large as the root mean square of x, in radians."""
-    return 1 / (2 * math.pi * math.sqrt(size))
+def scale_of(start: str, heads: int, size: int, frequencies: int) -> float:
+    """The standard deviation of the first frequencies.
 
-
-def softmax(heads: int, size: int) -> float:
-    """In the stationary limit the similarity is that of softmax attention."""
-    return 1 / (2 * math.pi * math.sqrt(2) * size**0.25)
-
-
-SCALES = {"paper": paper, "unit angle": unit_angle, "half angle": None, "softmax": softmax}
-
-
-def scale_of(name: str, heads: int, size: int) -> float:
-    rule = SCALES[name]
-    return unit_angle(heads, size) / 2 if rule is None else rule(heads, size)
+    "paper": that of U(-1/sqrt(HM), 1/sqrt(HM)). "unit angle": the angle 2 pi x.w is as large as the
+    root mean square of x, in radians; "half angle": half as large. "softmax": the similarity is, in
+    the stationary limit, that of softmax attention.
+    """
+    if start == "paper":
+        return 1 / math.sqrt(3 * heads * frequencies)
+    if start == "softmax":
+        return 1 / (2 * math.pi * math.sqrt(2) * size**0.25)
+    angle = 1.0 if start == "unit angle" else 0.5
+    return angle / (2 * math.pi * math.sqrt(size))
 
 
 class Recall(nn.Module):
     """Tokens [B, N, FEATURES + 2] to labels [B, N]."""
 
-    def __init__(self, heads: int, size: int, scale: float | None) -> None:
+    def __init__(self, heads: int, size: int, frequencies: int, scale: float | None) -> None:
         super().__init__()
         width = heads * size
         self.embedding = nn.Linear(FEATURES + 2, width)
         self.norm = nn.LayerNorm(width)
         kernel = "dot" if scale is None else "implicit"
         self.attention = ikattn.MultiheadAttention(
-            width, heads, batch_first=True, kernel=kernel, num_frequencies=FREQUENCIES
+            width, heads, batch_first=True, kernel=kernel, num_frequencies=frequencies
         )
         if scale is not None:
             bound = math.sqrt(3) * scale
@@ -81,11 +75,13 @@ def draw(centres: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([features, (labels * shown).unsqueeze(-1), shown.unsqueeze(-1)], -1), labels
 
 
-def loss_after(heads: int, size: int, scale: float | None, steps: int, seed: int) -> float:
+def loss_after(
+    heads: int, size: int, frequencies: int, scale: float | None, steps: int, seed: int
+) -> float:
     """The mean loss of the last fifth of the steps; 1 is what a constant reaches."""
     torch.manual_seed(seed)
     centres = torch.randn(CLUSTERS, FEATURES)
-    model = Recall(heads, size, scale)
+    model = Recall(heads, size, frequencies, scale)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(steps):
@@ -103,6 +99,7 @@ def main() -> None:
     add = parser.add_argument
     add("--head-dims", nargs="+", type=int, default=[8, 16, 32, 64, 128], help="d")
     add("--heads", nargs="+", type=int, default=[1, 4])
+    add("--frequencies", type=int, default=64, help="M")
     add("--steps", type=int, default=300)
     add("--seeds", type=int, default=2)
     add("--quick", action="store_true", help="one seed of 5 steps")
@@ -112,15 +109,15 @@ def main() -> None:
         options.steps, options.seeds = 5, 1
     torch.set_num_threads(1)
     rows = []
-    names = ["dot", *SCALES]
+    names = ["dot", *STARTS]
     print(f"{'H':>3}{'d':>5}" + "".join(f"{name:>12}" for name in names))
     for heads in options.heads:
         for size in options.head_dims:
             line = f"{heads:3}{size:5}"
             for name in tqdm(names, desc=f"H = {heads}, d = {size}", leave=False, disable=None):
-                scale = None if name == "dot" else scale_of(name, heads, size)
+                scale = None if name == "dot" else scale_of(name, heads, size, options.frequencies)
                 found = [
-                    loss_after(heads, size, scale, options.steps, seed)
+                    loss_after(heads, size, options.frequencies, scale, options.steps, seed)
                     for seed in range(options.seeds)
                 ]
                 rows += [(heads, size, name, scale, seed, loss) for seed, loss in enumerate(found)]

@@ -83,6 +83,14 @@ def test_initial_frequencies_have_the_same_scale_at_every_head_size(size):
         assert 0.5 < angle < 2
 
 
+def test_direct_frequencies_may_start_with_unit_angles():
+    for size in (8, 128):
+        w = Direct(1, size, 64, initial="unit angle", seed=0).w1
+        assert abs(2 * math.pi * math.sqrt(size) * w.std() - 1) < 0.1
+    with pytest.raises(ValueError, match=r"initial must be one of .*, got 'wide'"):
+        Direct(1, 8, 64, initial="wide")
+
+
 # Copula
 
 

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
+
+Initial = Literal["paper", "unit angle"]
+
+
+def unit_angle_scale(head_dim: int) -> float:
+    """The standard deviation of frequencies with which kernels start best, 1 / (2 pi sqrt(d)).
+
+    The angle 2 pi x.w of a token is then as large as x's root mean square, in radians, at every
+    head size. docs/spectral.md compares it with others.
+    """
+    return 1 / (2 * math.pi * math.sqrt(head_dim))
 
 
 class Direct(nn.Module):
@@ -19,13 +33,16 @@ class Direct(nn.Module):
         head_dim: d, the head size of query and key.
         num_frequencies: M, per head.
         stationary: One set of frequencies, w2 = w1 (Bochner), in place of two (Yaglom).
+        initial: "paper": from U(-1/sqrt(HM), 1/sqrt(HM)), as the authors. "unit angle": uniform
+            with standard deviation 1 / (2 pi sqrt(d)), which trains at head sizes and numbers of
+            frequencies where the other does not; docs/spectral.md compares them.
         seed: If given, the initial frequencies are a function of it alone: the same on every device
             and, to rounding, in every dtype. Nothing is drawn from torch's default generator then.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: num_frequencies is less than 1.
+        ValueError: num_frequencies is less than 1, or initial is unknown.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147); the initial distribution is that of the authors' code.
@@ -47,6 +64,7 @@ class Direct(nn.Module):
         num_frequencies: int,
         *,
         stationary: bool = False,
+        initial: Initial = "paper",
         seed: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -54,9 +72,12 @@ class Direct(nn.Module):
         super().__init__()
         if num_frequencies < 1:
             raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}")
+        if initial not in get_args(Initial):
+            raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.num_frequencies = num_frequencies
+        self.initial = initial
         self.seed = seed
         size = num_heads * head_dim * num_frequencies
         self.w1 = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -72,8 +93,10 @@ class Direct(nn.Module):
         return self.w2 is None
 
     def reset_parameters(self) -> None:
-        """Draws the frequencies anew from U(-1/sqrt(H M), 1/sqrt(H M))."""
+        """Draws the frequencies anew."""
         bound = (self.num_heads * self.num_frequencies) ** -0.5
+        if self.initial == "unit angle":
+            bound = math.sqrt(3) * unit_angle_scale(self.head_dim)
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for parameter in self.parameters():
             fill_uniform(parameter, bound, generator)

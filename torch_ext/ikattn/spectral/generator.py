@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ikattn.spectral.direct import unit_angle_scale
 from ikattn.spectral.networks import OddNetwork
 
 Evaluation = Literal["points", "mean", "random"]
@@ -96,21 +97,13 @@ class Generator(nn.Module):
         """Whether there is no second network."""
         return self.network2 is None
 
-    def initial_scale(self) -> float:
-        """Standard deviation of the first frequencies, 1 / (2 pi sqrt(d)).
-
-        The angle 2 pi x.w of a token is then as large as x's root mean square, in radians, at every
-        head size. docs/spectral.md compares it with others.
-        """
-        return 1 / (2 * math.pi * math.sqrt(self.head_dim))
-
     def _reset_networks(self, generator: torch.Generator | None, published: bool = False) -> None:
         """Draws the networks anew and fills what is not random."""
         for network in (self.network1, self.network2):
             if network is not None:
                 network.reset_parameters(generator, published=published)
         with torch.no_grad():
-            self.gain.fill_(1.0 if published else self.initial_scale())
+            self.gain.fill_(1.0 if published else unit_angle_scale(self.head_dim))
             self.halves.fill_(1.0)
             self.halves[self.num_frequencies // 2 :].fill_(-1.0)
             if not self.points.is_meta:
