@@ -39,21 +39,31 @@ def train(source: str, frequencies: int, steps: int, seed: int) -> tuple[Recall,
 
 @torch.no_grad()
 def loss_with(noise: str, model: Recall, centres: torch.Tensor, seed: int) -> float:
-    """The mean loss of 100 batches, the same ones for every noise."""
+    """The mean loss of 25 batches for each set of points, the same ones for every noise."""
     source = model.attention.spectral
-    points = source.points.clone()
     source.evaluation = "points" if "points" in noise else noise
-    if noise == "pseudo-random points":
-        source.points.copy_(
-            torch.randn(points.shape, generator=torch.Generator().manual_seed(seed))
-        )
     losses = []
-    for batch in range(100):
-        torch.manual_seed(10_000 + batch)
-        tokens, labels = draw(centres)
-        losses.append((model(tokens) - labels).square().mean().item())
-    source.points.copy_(points)
+    for points_seed in range(POINT_SETS):
+        if "points" in noise:
+            draw_points = sobol_points if "quasi" in noise else normal_points
+            source.points.copy_(draw_points(source.points.shape, POINT_SETS * seed + points_seed))
+        for batch in range(25):
+            torch.manual_seed(10_000 + 25 * points_seed + batch)
+            tokens, labels = draw(centres)
+            losses.append((model(tokens) - labels).square().mean().item())
     return statistics.mean(losses)
+
+
+def normal_points(shape: torch.Size, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sobol_points(shape: torch.Size, seed: int) -> torch.Tensor:
+    """M points in H * d dimensions, made normal: [H, d, M]."""
+    heads, size, count = shape
+    engine = torch.quasirandom.SobolEngine(heads * size, scramble=True, seed=seed)
+    uniform = engine.draw(count).clamp(1e-6, 1 - 1e-6)
+    return torch.special.ndtri(uniform).T.reshape(shape)
 
 
 def main() -> None:

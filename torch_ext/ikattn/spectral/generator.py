@@ -15,7 +15,6 @@ Evaluation = Literal["points", "mean", "random"]
 EVALUATIONS = get_args(Evaluation)
 
 _POINTS_SEED = 2021  # any: the points are the same in every module and process
-_MOST_DIMENSIONS = torch.quasirandom.SobolEngine.MAXDIM
 
 
 class Generator(nn.Module):
@@ -30,7 +29,7 @@ class Generator(nn.Module):
         head_dim: d, the head size of query and key.
         num_frequencies: M, per head; even.
         stationary: One network, w2 = w1, in place of two.
-        evaluation: Noise in eval mode. "points": quasi-random points, always the same ones. "mean":
+        evaluation: Noise in eval mode. "points": fixed draws, the same in every module. "mean":
             none, so z is +-location. "random": as in training.
         prior_scale: Standard deviation of the prior of z, N(0, prior_scale^2).
         kl_weight: Weight of the KL divergence from the prior in the regulariser.
@@ -139,14 +138,9 @@ class Generator(nn.Module):
 
 
 def _fixed_points(heads: int, size: int, count: int) -> Tensor:
-    """Normal quasi-random numbers [H, d, M] in float64: M Sobol points in H * d dimensions."""
-    dimensions = heads * size
-    if dimensions > _MOST_DIMENSIONS:
-        generator = torch.Generator().manual_seed(_POINTS_SEED)
-        return torch.randn((heads, size, count), generator=generator, dtype=torch.float64)
-    engine = torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=_POINTS_SEED)
-    uniform = engine.draw(count, dtype=torch.float64)
-    # a point may lie on the edge of the cube, where the normal quantile is infinite
-    edge = 0.5 / count / dimensions
-    normal: Tensor = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
-    return normal.T.reshape(heads, size, count)
+    """Standard normal numbers [H, d, M] in float64, the same at every call.
+
+    Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
+    """
+    generator = torch.Generator().manual_seed(_POINTS_SEED)
+    return torch.randn((heads, size, count), generator=generator, dtype=torch.float64)

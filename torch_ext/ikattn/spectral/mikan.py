@@ -47,7 +47,7 @@ class Mikan(Generator):
         num_frequencies: M, per head; even.
         stationary: One network, w2 = w1, in place of two.
         pool: "both": average queries and keys. "key": keys alone.
-        evaluation: Noise in eval mode. "points": quasi-random points, always the same ones. "mean":
+        evaluation: Noise in eval mode. "points": fixed draws, the same in every module. "mean":
             none, so z is +-location. "random": as in training.
         prior_scale: Standard deviation of the prior of z, N(0, prior_scale^2).
         kl_weight: Weight of the KL divergences in the regulariser; the authors'.
