@@ -114,9 +114,11 @@ class EagerAttention(ikattn.MultiheadAttention):
         )
         scores = phi_q @ phi_k.mT / (4.0 * FREQUENCIES)
         scores = scores * scores
-        norm = q.norm(p=self.p, dim=-1, keepdim=True) ** 2
-        norm = norm + (k.norm(p=self.p, dim=-1, keepdim=True) ** 2).mT
-        logits = torch.log(scores + 1e-5) + norm / (2 * math.sqrt(q.size(-1)))
+        logits = torch.log(scores + 1e-5)
+        if self.p is not None:
+            norm = q.norm(p=self.p, dim=-1, keepdim=True) ** 2
+            norm = norm + (k.norm(p=self.p, dim=-1, keepdim=True) ** 2).mT
+            logits = logits + norm / (2 * math.sqrt(q.size(-1)))
         output = logits.softmax(-1) @ v
         return self.out_proj(output.transpose(0, 1).flatten(1)), None
 
@@ -366,6 +368,8 @@ def parse_options() -> argparse.Namespace:
             is_order = False
         if not is_order:
             parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
+    if "eager" in options.attention and "learned" in (options.p or []):
+        parser.error("--attention eager takes numbers and 'none' as --p")
     for path in (options.csv, options.plot):
         if path is not None and not path.parent.is_dir():
             parser.error(f"there is no directory {path.parent}")
