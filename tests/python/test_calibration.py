@@ -110,6 +110,23 @@ def test_one_sequence_of_one_token_is_no_error() -> None:
     assert module.spectral.w1.isfinite().all()
 
 
+@pytest.mark.parametrize("options", [{"p": "learned"}, {"spectral": "mikan"}], ids=str)
+def test_generators_and_learned_orders_are_calibrated_too(
+    encoder: nn.TransformerEncoder, options: dict[str, str]
+) -> None:
+    model = ikattn.convert(encoder, num_frequencies=8, seed=0, **options)
+    orders = [module.magnitude and module.magnitude.p for module in attention_modules(model)]
+    report = ikattn.calibrate(model, [data()], steps=20)
+    assert all((calibrated.after.mean() < calibrated.before.mean()) for calibrated in report)
+    for module, order in zip(attention_modules(model), orders, strict=True):
+        assert order is None or torch.equal(module.magnitude.p, order)
+    ikattn.revert(model)
+
+
+def attention_modules(model: nn.Module) -> list[ikattn.MultiheadAttention]:
+    return [part for part in model.modules() if isinstance(part, ikattn.MultiheadAttention)]
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ from ikattn.ops import (
     spectral_features,
     why_not_fast,
 )
+from ikattn.regularization import regularization_loss
 
 __all__ = [
     "CalibratedModule",
@@ -57,6 +58,7 @@ __all__ = [
     "multi_head_attention_forward",
     "record",
     "reference",
+    "regularization_loss",
     "revert",
     "rollout",
     "spectral_features",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from ikattn._masks import Masks, as_bias, hidden
+from ikattn.magnitude import LearnedOrder
 
 
 def softmax_attention(
@@ -80,12 +81,12 @@ def select_away(key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Ten
     return key.masked_fill(away, 0.0), value.masked_fill(away, 0.0)
 
 
-def rbf_key_bias(key: Tensor, p: float | None) -> Tensor | None:
+def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
     """Returns g_j - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product ones.
 
     Args:
         key: [N, H, S, d].
-        p: Order of the norm in g_j = |k_j|_p^2 / (2 sqrt d); None: g_j = 0.
+        p: Order of the norm in g_j = |k_j|_p^2 / (2 sqrt d), or what computes g; None: g_j = 0.
 
     Returns:
         [N, H, 1, S] of key's type, computed in float32 at least; None where it is zero, at p = 2.
@@ -93,7 +94,10 @@ def rbf_key_bias(key: Tensor, p: float | None) -> Tensor | None:
     if p == 2:
         return None
     wide = key if key.dtype == torch.float64 else key.float()
-    bias = -wide.square().sum(dim=-1)
+    bias: Tensor = -wide.square().sum(dim=-1)
+    if isinstance(p, LearnedOrder):
+        bias = bias / (2 * math.sqrt(key.size(-1))) + p(wide)
+        return bias.to(key.dtype).unsqueeze(-2)
     if p is not None:
         zero = (wide == 0).all(dim=-1)  # whose second derivative by the norm itself would be NaN
         norm = torch.linalg.vector_norm(wide.masked_fill(zero.unsqueeze(-1), 1.0), p, dim=-1)

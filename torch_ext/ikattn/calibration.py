@@ -19,6 +19,7 @@ from ikattn._selection import AttentionModule, Selection, select_modules
 from ikattn.analysis._attention_call import AttentionCall
 from ikattn.analysis._torch_attention import torch_call
 from ikattn.multihead_attention import MultiheadAttention
+from ikattn.spectral.interface import call_source
 
 __all__ = ["CalibratedModule", "calibrate"]
 
@@ -200,14 +201,18 @@ def _errors(module: MultiheadAttention, calls: list[AttentionCall]) -> tuple[Ten
     sums: list[Tensor] = []
     for call in calls:
         query, key = call.query, call.key
-        w1, w2 = module.spectral(query, key, call.key_padding)
+        w1, w2, _ = call_source(module.spectral, query, key, call.key_padding, call.query_padding)
+        p, key_bias = module.p, call.key_bias
+        if module.magnitude is not None:
+            magnitude = module.magnitude(key, call.key_padding)
+            p, key_bias = None, magnitude if key_bias is None else magnitude + key_bias
         weights = reference.implicit_kernel_weights(
             query,
             key,
             w1.to(query.dtype),
             None if w2 is None else w2.to(query.dtype),
-            p=module.p,
-            key_bias=call.key_bias,
+            p=p,
+            key_bias=key_bias,
             attn_mask=call.attn_mask,
         )
         error, size = ((weights - call.weights).square(), call.weights.square())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -26,7 +26,7 @@ def convert(
     kernel: Kernel = "implicit",
     *,
     select: Selection | None = None,
-    p: float | None = 2.0,
+    p: float | Literal["learned"] | None = 2.0,
     num_frequencies: int = 64,
     spectral: str | nn.Module = "direct",
     stationary: bool = False,
@@ -74,7 +74,7 @@ def convert(
         >>> ikattn.convert(layer).self_attn.kernel
         'implicit'
     """
-    check_kernel(kernel, p)
+    check_kernel(kernel, None if p == "learned" else p)
     if calibration is not None and kernel != "implicit":
         raise ValueError(f"calibration is for kernel='implicit', got kernel={kernel!r}")
     options: dict[str, Any] = {

@@ -20,14 +20,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ikattn._masks import Masks, as_bias, as_visible, check_types, hidden
 from ikattn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn._softmax import rbf_key_bias, select_away, softmax_attention
+from ikattn.magnitude import LearnedOrder
 from ikattn.ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
 
 __all__ = ["multi_head_attention_forward"]
 
 Kernel = Literal["dot", "rbf", "implicit"]
 
-# Projected queries [N, H, L, d], keys [N, H, S, d], bool padding [N, S] or None -> w1, w2
-Frequencies: TypeAlias = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
+# Projected queries [N, H, L, d], keys [N, H, S, d], bool padding of the keys [N, S] and of the
+# queries [N, L], each or None -> w1, w2
+Frequencies: TypeAlias = Callable[
+    [Tensor, Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor | None]"
+]
 
 
 class KernelOptions(NamedTuple):
@@ -36,6 +40,8 @@ class KernelOptions(NamedTuple):
     name: Kernel
     p: float | None
     frequencies: Frequencies | None  # of "implicit" alone
+    magnitude: LearnedOrder | None = None  # in place of p
+    query_padding: Tensor | None = None  # [N, L], of self-attention, where it is that of the keys
 
 
 class ExtraKeys(NamedTuple):
@@ -253,6 +259,8 @@ def attend(
         if masks.padding is not None:
             masks = masks._replace(padding=masks.padding.unsqueeze(0))
 
+    if key is query:
+        kernel = kernel._replace(query_padding=masks.padding)
     hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
     masks = Masks(masks.padding, None if hint else masks.attention, hint)
     q, k, v = projection(query, key, value, batch_first)
@@ -283,7 +291,7 @@ def _given_frequencies(kernel: str, w1: Tensor | None, w2: Tensor | None) -> Fre
             f"kernel='implicit' and only there; got kernel={kernel!r} with "
             f"w1 {'missing' if w1 is None else 'given'}, w2 {'missing' if w2 is None else 'given'}"
         )
-    return None if w1 is None else lambda query, key, padding: (w1, w2)
+    return None if w1 is None else lambda *_: (w1, w2)
 
 
 def _can_use_causal_hint(
@@ -293,7 +301,7 @@ def _can_use_causal_hint(
     if kernel.name == "implicit":
         # appended keys come last, where causality would hide them
         return extra.bias_k is None and not extra.add_zero
-    if kernel.name == "rbf" and kernel.p != 2:
+    if kernel.name == "rbf" and (kernel.p != 2 or kernel.magnitude is not None):
         # F.scaled_dot_product_attention takes no bias together with is_causal
         return False
     return masks.padding is None and not wanted.weights  # exactly when upstream does
@@ -358,7 +366,7 @@ def _softmax(
         key,
         value,
         masks,
-        key_bias=rbf_key_bias(key, kernel.p) if kernel.name == "rbf" else None,
+        key_bias=rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None,
         dropout_p=dropout_p,
         need_weights=wanted.weights,
         average=wanted.average,
@@ -378,10 +386,17 @@ def _implicit(
 ) -> tuple[Tensor, Tensor | None]:
     assert kernel.frequencies is not None
     padding, attention = masks.padding, masks.attention
-    w1, w2 = kernel.frequencies(query, key, None if padding is None else hidden(padding))
+    of_keys, of_queries = (
+        None if x is None else hidden(x) for x in (padding, kernel.query_padding)
+    )
+    w1, w2 = kernel.frequencies(query, key, of_keys, of_queries)
+    key_bias = None if padding is None else as_bias(padding, mask_dtype)[:, None]
+    if kernel.magnitude is not None:
+        magnitude = kernel.magnitude(key, of_keys)
+        key_bias = magnitude if key_bias is None else magnitude + key_bias
     options: dict[str, Any] = {
         "p": kernel.p,
-        "key_bias": None if padding is None else as_bias(padding, mask_dtype)[:, None],
+        "key_bias": key_bias,
         "attn_mask": None if attention is None else as_visible(attention),
         "is_causal": masks.is_causal,
         "dropout_p": dropout_p,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,7 +21,9 @@ from ikattn._masks import Masks, check_types
 from ikattn._nested import attend_padded
 from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
+from ikattn.magnitude import LearnedOrder
 from ikattn.spectral import make_spectral
+from ikattn.spectral.interface import call_source
 
 __all__ = ["MultiheadAttention"]
 
@@ -54,10 +56,12 @@ class MultiheadAttention(StockMultiheadAttention):
         kernel: "dot": ordinary softmax attention, equal to nn.MultiheadAttention. "rbf": the same
             with the 2-norm in a key's magnitude exchanged for the p-norm. "implicit": a kernel
             learned through its spectral density.
-        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude;
+            "learned": one for each head, a parameter, 2 at first.
         num_frequencies: M, per head; this and the options below are for "implicit".
-        spectral: Where frequencies come from. "direct": they are parameters. Or a module with the
-            interface described in ``ikattn.spectral``.
+        spectral: Where frequencies come from. "direct": they are parameters; "stationary": so, one
+            set per head; "ikan": from a network of noise; "mikan": so, of noise inferred from
+            queries and keys. Or a module with the interface described in ``ikattn.spectral``.
         stationary: One set of frequencies per head in place of two.
         seed: If given, the initial frequencies are a function of it alone, and torch's default
             generator is left as nn.MultiheadAttention would leave it.
@@ -78,8 +82,10 @@ class MultiheadAttention(StockMultiheadAttention):
     """
 
     kernel: Kernel
-    p: float | None
+    p: float | None  # None where it is learned
+    magnitude: LearnedOrder | None
     spectral: nn.Module | None
+    regularization: Tensor | None = None  # of the last call, for ikattn.regularization_loss
 
     def __init__(
         self,
@@ -96,7 +102,7 @@ class MultiheadAttention(StockMultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         kernel: Kernel = "implicit",
-        p: float | None = 2.0,
+        p: float | Literal["learned"] | None = 2.0,
         num_frequencies: int = 64,
         spectral: str | nn.Module = "direct",
         stationary: bool = False,
@@ -128,7 +134,7 @@ class MultiheadAttention(StockMultiheadAttention):
         self,
         kernel: Kernel,
         *,
-        p: float | None = 2.0,
+        p: float | Literal["learned"] | None = 2.0,
         num_frequencies: int = 64,
         spectral: str | nn.Module = "direct",
         stationary: bool = False,
@@ -142,10 +148,17 @@ class MultiheadAttention(StockMultiheadAttention):
         Raises:
             ValueError: An option is wrong; nothing has changed then.
         """
+        weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+        magnitude = None
+        if p == "learned":
+            p = None
+            if kernel != "dot":
+                magnitude = LearnedOrder(
+                    self.num_heads, device=weight.device, dtype=weight.dtype
+                ).train(self.training)
         check_kernel(kernel, p)
         source = None
         if kernel == "implicit":
-            weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
             source = make_spectral(
                 spectral,
                 num_heads=self.num_heads,
@@ -158,7 +171,9 @@ class MultiheadAttention(StockMultiheadAttention):
             ).train(self.training)
         self.kernel = kernel
         self.p = p
+        self.register_module("magnitude", magnitude)
         self.register_module("spectral", source)
+        self.regularization = None
         self._keep_off_fused_path()
 
     def remove_kernel(self) -> None:
@@ -168,7 +183,7 @@ class MultiheadAttention(StockMultiheadAttention):
         """
         self.kernel = "dot"
         self._keep_off_fused_path()
-        for name in ("kernel", "p", "spectral"):
+        for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
             delattr(self, name)
         self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
 
@@ -208,6 +223,8 @@ class MultiheadAttention(StockMultiheadAttention):
 
         Raises:
             AssertionError, RuntimeError: As nn.MultiheadAttention, in its words.
+            RuntimeError: ``is_causal`` with frequencies that depend on whole sequences.
+            TypeError, ValueError: The source of frequencies returned what it must not.
         """
         if isinstance(query, fx.Proxy):
             return self._as_leaf(
@@ -231,6 +248,12 @@ class MultiheadAttention(StockMultiheadAttention):
                 average_attn_weights,
                 is_causal,
             )
+        if is_causal and getattr(self.spectral, "pools", False):
+            raise RuntimeError(
+                f"{type(self.spectral).__name__} averages over whole sequences and would let "
+                "causal attention see the future; expected a source of frequencies that does not, "
+                "such as spectral='direct' or 'ikan'"
+            )
         check_types(key_padding_mask, attn_mask)
         check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         return attend(
@@ -239,7 +262,7 @@ class MultiheadAttention(StockMultiheadAttention):
             value,
             self._projection(),
             self._extra_keys(query),
-            KernelOptions(self.kernel, self.p, self.spectral),
+            KernelOptions(self.kernel, self.p, self._frequencies, self.magnitude),
             Masks(key_padding_mask, attn_mask, is_causal),
             Wanted(need_weights, average_attn_weights),
             dropout_p=self.dropout if self.training else 0.0,
@@ -323,12 +346,32 @@ class MultiheadAttention(StockMultiheadAttention):
 
         return attend_padded(attend, query, key, value)
 
+    def _frequencies(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None,
+        query_padding_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Asks the spectral source, and keeps its regulariser."""
+        assert self.spectral is not None
+        w1, w2, regularization = call_source(
+            self.spectral, query, key, key_padding_mask, query_padding_mask
+        )
+        if not torch.compiler.is_exporting():  # an exported program has no attributes to assign to
+            self.regularization = regularization
+        return w1, w2
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the last call's regulariser out of copies, which have no part in its graph."""
+        return {**self.__dict__, "regularization": None}
+
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
-        spectral = getattr(self, "spectral", None)  # absent while upstream's constructor runs
-        reset = getattr(spectral, "reset_parameters", None)
-        if reset is not None:
-            reset()
+        for name in ("spectral", "magnitude"):  # absent while upstream's constructor runs
+            reset = getattr(getattr(self, name, None), "reset_parameters", None)
+            if reset is not None:
+                reset()
 
     def _keep_off_fused_path(self) -> None:
         """Makes torch call ``forward`` in eval mode without grad, unless the kernel is dot.
@@ -344,11 +387,12 @@ class MultiheadAttention(StockMultiheadAttention):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Lets a checkpoint without frequencies, such as upstream's, leave them as they are."""
-        own = f"{prefix}spectral."
-        if self.spectral is not None and not any(name.startswith(own) for name in state_dict):
-            _logger.info("%s* is not in the checkpoint: frequencies stay as they are", own)
-            state_dict.update(self.spectral.state_dict(prefix=own))
+        """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is."""
+        for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
+            module, own = getattr(self, child), f"{prefix}{child}."
+            if module is not None and not any(name.startswith(own) for name in state_dict):
+                _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
+                state_dict.update(module.state_dict(prefix=own))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> NoReturn:

@@ -105,7 +105,13 @@ def _padded(
 def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None:
     """What is added to the logits of keys [N, H, S, d], as [N, H or 1, S]."""
     bias = None if padding is None else as_bias(padding, key.dtype).unsqueeze(1)
-    rbf = rbf_key_bias(key, module.p) if getattr(module, "kernel", "dot") == "rbf" else None
-    if rbf is None:
+    kernel, learned = getattr(module, "kernel", "dot"), getattr(module, "magnitude", None)
+    own = None
+    if kernel == "rbf":
+        own = rbf_key_bias(key, learned or module.p)
+        own = None if own is None else own.squeeze(-2)
+    elif kernel == "implicit" and learned is not None:
+        own = learned(key, None if padding is None else hidden(padding))
+    if own is None:
         return bias
-    return rbf.squeeze(-2) if bias is None else rbf.squeeze(-2) + bias
+    return own if bias is None else own + bias

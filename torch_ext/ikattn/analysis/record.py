@@ -371,9 +371,9 @@ class _Recorder:
             self._call.padded_length = x.size(1)
 
     def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
-        def hook(spectral: nn.Module, args: Any, output: tuple[Tensor, Tensor | None]) -> None:
-            if self._call is not None:
-                self._call.frequencies[attention] = output
+        def hook(spectral: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
+            if self._call is not None:  # a regulariser may follow w1 and w2
+                self._call.frequencies[attention] = (output[0], output[1])
 
         return hook
 

@@ -1,22 +1,23 @@
-"""Where the frequencies of an implicit kernel come from.
-
-A spectral source is any ``torch.nn.Module`` with
-
-    forward(query, key, key_padding_mask) -> (w1, w2)
-        query             [B, H, L, d]  projected queries
-        key               [B, H, S, d]  projected keys
-        key_padding_mask  [B, S] bool, True = ignore this key, or None
-        w1                [H, d, M] or [B, H, d, M]
-        w2                like w1, or None for a stationary kernel
-
-and, if it has random initial values, ``reset_parameters()``. ``Direct`` is the plainest one: the
-frequencies are parameters. Sources that generate frequencies have the same interface.
-"""
+"""Frequencies that are parameters."""
 
 from __future__ import annotations
 
+import math
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
+
+Initial = Literal["paper", "unit angle"]
+
+
+def unit_angle_scale(head_dim: int) -> float:
+    """The standard deviation of frequencies with which kernels start best, 1 / (2 pi sqrt(d)).
+
+    The angle 2 pi x.w of a token is then as large as x's root mean square, in radians, at every
+    head size. docs/spectral.md compares it with others.
+    """
+    return 1 / (2 * math.pi * math.sqrt(head_dim))
 
 
 class Direct(nn.Module):
@@ -32,13 +33,16 @@ class Direct(nn.Module):
         head_dim: d, the head size of query and key.
         num_frequencies: M, per head.
         stationary: One set of frequencies, w2 = w1 (Bochner), in place of two (Yaglom).
+        initial: "paper": from U(-1/sqrt(HM), 1/sqrt(HM)), as the authors. "unit angle": uniform
+            with standard deviation 1 / (2 pi sqrt(d)), which trains at head sizes and numbers of
+            frequencies where the other does not; docs/spectral.md compares them.
         seed: If given, the initial frequencies are a function of it alone: the same on every device
             and, to rounding, in every dtype. Nothing is drawn from torch's default generator then.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: num_frequencies is less than 1.
+        ValueError: num_frequencies is less than 1, or initial is unknown.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147); the initial distribution is that of the authors' code.
@@ -60,6 +64,7 @@ class Direct(nn.Module):
         num_frequencies: int,
         *,
         stationary: bool = False,
+        initial: Initial = "paper",
         seed: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -67,9 +72,12 @@ class Direct(nn.Module):
         super().__init__()
         if num_frequencies < 1:
             raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}")
+        if initial not in get_args(Initial):
+            raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.num_frequencies = num_frequencies
+        self.initial = initial
         self.seed = seed
         size = num_heads * head_dim * num_frequencies
         self.w1 = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -85,11 +93,13 @@ class Direct(nn.Module):
         return self.w2 is None
 
     def reset_parameters(self) -> None:
-        """Draws the frequencies anew from U(-1/sqrt(H M), 1/sqrt(H M))."""
+        """Draws the frequencies anew."""
         bound = (self.num_heads * self.num_frequencies) ** -0.5
+        if self.initial == "unit angle":
+            bound = math.sqrt(3) * unit_angle_scale(self.head_dim)
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for parameter in self.parameters():
-            _fill_uniform(parameter, bound, generator)
+            fill_uniform(parameter, bound, generator)
 
     def frequencies(self) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 (None if stationary) as views of shape [H, d, M]."""
@@ -109,39 +119,51 @@ class Direct(nn.Module):
         )
 
 
-def make_spectral(
-    spectral: str | nn.Module,
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_frequencies: int,
-    stationary: bool,
-    seed: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> nn.Module:
-    """Returns the spectral source of that name, or the module that was given in place of a name.
+class Stationary(Direct):
+    """Frequencies that are parameters, of a stationary kernel: w2 = w1 (Bochner).
+
+    The parameter is ``w1`` alone, [H * d * M]; ``Direct(..., stationary=True)`` is the same.
+
+    Args:
+        num_heads, head_dim, num_frequencies, seed, device, dtype: As for ``Direct``.
 
     Raises:
-        ValueError: The name is unknown, or an option is out of range.
+        ValueError: num_frequencies is less than 1.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> from ikattn.spectral import Stationary
+        >>> w1, w2 = Stationary(num_heads=2, head_dim=4, num_frequencies=8).frequencies()
+        >>> w1.shape, w2
+        (torch.Size([2, 4, 8]), None)
     """
-    if isinstance(spectral, nn.Module):
-        return spectral
-    if spectral != "direct":
-        raise ValueError(f"spectral must be 'direct' or a torch.nn.Module, got {spectral!r}")
-    return Direct(
-        num_heads,
-        head_dim,
-        num_frequencies,
-        stationary=stationary,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-    )
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_frequencies: int,
+        *,
+        seed: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_dim,
+            num_frequencies,
+            stationary=True,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
 
 
 @torch.no_grad()
-def _fill_uniform(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
+def fill_uniform(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
+    """Draws from U(-bound, bound); a generator gives every device and dtype the same numbers."""
     if generator is None:
         parameter.uniform_(-bound, bound)
     else:  # drawn on the CPU in float64, so that device and dtype change nothing

@@ -1,0 +1,51 @@
+"""Where the frequencies of an implicit kernel come from.
+
+A spectral source is any ``torch.nn.Module`` with
+
+    forward(query, key, key_padding_mask) -> (w1, w2) or (w1, w2, regularization)
+        query             [B, H, L, d]  projected queries
+        key               [B, H, S, d]  projected keys
+        key_padding_mask  [B, S] bool, True = ignore this key, or None
+        w1                [H, d, M] or [B, H, d, M], in cycles per unit of query
+        w2                like w1, or None for a stationary kernel
+        regularization    scalar, for ``ikattn.regularization_loss``, or None
+
+and, if it has random initial values, ``reset_parameters()``. A source that says ``pools = True``
+looks
+at whole sequences: it is given a fourth argument, ``query_padding_mask`` [B, L] or None, and
+refuses causal attention, to which it would show the future.
+
+``Direct``: the frequencies are parameters. ``Stationary``: so, with w2 = w1. ``Ikan``: a network
+makes them of Gaussian noise. ``Mikan``: so, of noise whose distribution, joint over the heads, is
+inferred from queries and keys. docs/spectral.md compares them.
+
+Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021 (arXiv
+2006.06147).
+"""
+
+from ikattn.spectral.copula import (
+    correlation_factor,
+    gaussian_copula_log_density,
+    gaussian_kl,
+)
+from ikattn.spectral.direct import Direct, Stationary
+from ikattn.spectral.factory import SOURCES, make_spectral
+from ikattn.spectral.generator import EVALUATIONS, Generator
+from ikattn.spectral.ikan import Ikan
+from ikattn.spectral.mikan import Mikan
+from ikattn.spectral.networks import OddNetwork
+
+__all__ = [
+    "EVALUATIONS",
+    "SOURCES",
+    "Direct",
+    "Generator",
+    "Ikan",
+    "Mikan",
+    "OddNetwork",
+    "Stationary",
+    "correlation_factor",
+    "gaussian_copula_log_density",
+    "gaussian_kl",
+    "make_spectral",
+]

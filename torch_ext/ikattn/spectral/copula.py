@@ -1,0 +1,123 @@
+"""Gaussian marginals and the Gaussian copula that joins them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def correlation_factor(lower: Tensor) -> Tensor:
+    """The Cholesky factor of a correlation matrix from any numbers below the diagonal.
+
+    The rows of I + (what is below the diagonal) are divided by their lengths, so that L L^T has a
+    unit diagonal and is positive definite whatever the numbers.
+
+    Args:
+        lower: [..., H, H]; only what is below the diagonal is read.
+
+    Returns:
+        L, [..., H, H], lower triangular with a positive diagonal.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.spectral import correlation_factor
+        >>> factor = correlation_factor(torch.randn(5, 3, 3))
+        >>> torch.allclose((factor @ factor.mT).diagonal(dim1=-2, dim2=-1), torch.ones(5, 3))
+        True
+    """
+    identity = torch.eye(lower.size(-1), dtype=lower.dtype, device=lower.device)
+    rows: Tensor = lower.tril(-1) + identity
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return rows / lengths
+
+
+def mutual_information(factor: Tensor) -> Tensor:
+    """The mean log-density of a Gaussian copula: -log det(R) / 2 = -sum_h log L_hh, in nats.
+
+    Args:
+        factor: Cholesky factor L of the correlation matrix R, [..., H, H].
+
+    Returns:
+        [...]; zero if and only if R = I.
+    """
+    return -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def gaussian_copula_log_density(scores: Tensor, correlation: Tensor) -> Tensor:
+    r"""Log-density of a Gaussian copula at the normal scores of its uniform variables.
+
+    .. math::
+        \log c(u) = -\tfrac12 \log\det R - \tfrac12 x^T (R^{-1} - I) x, \qquad x_h = \Phi^{-1}(u_h)
+
+    Args:
+        scores: x, [..., H].
+        correlation: R, [..., H, H] with a unit diagonal.
+
+    Returns:
+        [...], in nats. Its mean over draws of the copula is ``-log det(R) / 2``, the mutual
+        information of the variables, which is what ``Mikan`` takes as its regulariser.
+
+    Raises:
+        ValueError: The diagonal is not 1, or the matrix is not positive definite.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147), whose code has another formula in this place.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.spectral import gaussian_copula_log_density
+        >>> gaussian_copula_log_density(torch.randn(5, 3), torch.eye(3))
+        tensor([0., 0., 0., 0., 0.])
+    """
+    _check_correlation(correlation)
+    factor = torch.linalg.cholesky(correlation)
+    column = scores.unsqueeze(-1)
+    whitened: Tensor = torch.linalg.solve_triangular(factor, column, upper=False)
+    return mutual_information(factor) + (column.square() - whitened.square()).sum((-2, -1)) / 2
+
+
+def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -> Tensor:
+    """KL(N(location, exp(log_scale)^2) || N(0, prior_scale^2)) of each element, in nats.
+
+    Args:
+        location, log_scale: Of the same shape.
+        prior_scale: Standard deviation of the prior.
+
+    Returns:
+        Shaped like location.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.spectral import gaussian_kl
+        >>> gaussian_kl(torch.tensor(2.0), torch.tensor(0.0))
+        tensor(2.)
+    """
+    log_ratio = log_scale - math.log(prior_scale)
+    squares = (2 * log_ratio).exp() + (location / prior_scale).square()
+    return (squares - 1) / 2 - log_ratio
+
+
+def _check_correlation(correlation: Tensor) -> None:
+    name = "gaussian_copula_log_density: correlation"
+    if correlation.dim() < 2 or correlation.size(-1) != correlation.size(-2):
+        raise ValueError(f"{name} must have shape [..., H, H], got {list(correlation.shape)}")
+    matrix = correlation.detach()
+    tolerance = 100 * torch.finfo(matrix.dtype).eps
+    if not matrix.isfinite().all():
+        raise ValueError(f"{name} must be finite")
+    if not torch.allclose(matrix, matrix.mT, rtol=0, atol=tolerance):
+        raise ValueError(f"{name} must be symmetric")
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    farthest = diagonal.flatten()[(diagonal - 1).abs().argmax()].item() if matrix.numel() else 1.0
+    if abs(farthest - 1) > tolerance:
+        raise ValueError(f"{name} must have a unit diagonal, got {farthest:g} there")
+    failed = torch.linalg.cholesky_ex(matrix).info
+    if failed.any():
+        index = [int(i) for i in failed.nonzero()[0]]
+        smallest = torch.linalg.eigvalsh(matrix)[..., 0].min().item()
+        where = f"matrix {index}" if index else "it"
+        raise ValueError(
+            f"{name} must be positive definite; of {where} the smallest eigenvalue is {smallest:g}"
+        )

@@ -1,0 +1,146 @@
+"""What generators of frequencies have in common: sizes, noise, and fixed points for evaluation."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ikattn.spectral.direct import unit_angle_scale
+from ikattn.spectral.networks import OddNetwork
+
+Evaluation = Literal["points", "mean", "random"]
+EVALUATIONS = get_args(Evaluation)
+
+_POINTS_SEED = 2021  # any: the points are the same in every module and process
+
+
+class Generator(nn.Module):
+    """A base of generators: networks of noise z, half of it about +location, half about -location.
+
+    The halves are drawn independently. Were the second the mirror image of the first, w would be
+    mirrored too, and s(q, k), which does not change when w1 and w2 both change sign, would be a
+    mean over M / 2 frequencies instead of M.
+
+    Args:
+        num_heads: H.
+        head_dim: d, the head size of query and key.
+        num_frequencies: M, per head; even.
+        stationary: One network, w2 = w1, in place of two.
+        evaluation: Noise in eval mode. "points": fixed draws, the same in every module. "mean":
+            none, so z is +-location. "random": as in training.
+        prior_scale: Standard deviation of the prior of z, N(0, prior_scale^2).
+        kl_weight: Weight of the KL divergence from the prior in the regulariser.
+        seed: If given, initial values are a function of it alone.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    regularizes = True
+
+    points: Tensor
+    halves: Tensor
+    network2: OddNetwork | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_frequencies: int,
+        *,
+        stationary: bool = False,
+        evaluation: Evaluation = "points",
+        prior_scale: float = 1.0,
+        kl_weight: float = 0.1,
+        seed: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_frequencies < 2 or num_frequencies % 2:
+            raise ValueError(
+                f"num_frequencies must be even and at least 2, one half each for +z and -z, got "
+                f"{num_frequencies}"
+            )
+        if evaluation not in EVALUATIONS:
+            raise ValueError(f"evaluation must be one of {EVALUATIONS}, got {evaluation!r}")
+        if not 0 < prior_scale < math.inf:
+            raise ValueError(f"prior_scale must be positive, got {prior_scale}")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_frequencies = num_frequencies
+        self.evaluation = evaluation
+        self.prior_scale = prior_scale
+        self.kl_weight = kl_weight
+        self.seed = seed
+        networks = [
+            OddNetwork(head_dim, device, dtype, self._seeded()) for _ in range(2 - stationary)
+        ]
+        self.network1 = networks[0]
+        self.network2 = None if stationary else networks[1]
+        self.gain = nn.Parameter(torch.empty(num_heads * head_dim, device=device, dtype=dtype))
+        shape = (num_heads, head_dim, num_frequencies)
+        points, halves = (
+            torch.empty(sizes, device=device, dtype=dtype) for sizes in (shape, (num_frequencies,))
+        )
+        self.register_buffer("points", points, persistent=False)
+        self.register_buffer("halves", halves, persistent=False)
+
+    @property
+    def stationary(self) -> bool:
+        """Whether there is no second network."""
+        return self.network2 is None
+
+    def _reset_networks(self, generator: torch.Generator | None, published: bool = False) -> None:
+        """Draws the networks anew and fills what is not random."""
+        for network in (self.network1, self.network2):
+            if network is not None:
+                network.reset_parameters(generator, published=published)
+        with torch.no_grad():
+            self.gain.fill_(1.0 if published else unit_angle_scale(self.head_dim))
+            self.halves.fill_(1.0)
+            self.halves[self.num_frequencies // 2 :].fill_(-1.0)
+            if not self.points.is_meta:
+                self.points.copy_(_fixed_points(*self.points.shape))
+
+    def _seeded(self) -> torch.Generator | None:
+        return None if self.seed is None else torch.Generator().manual_seed(self.seed)
+
+    def noise(self, *batch: int) -> Tensor:
+        """Standard normal noise [*batch, H, d, M], in eval mode the fixed points [H, d, M]."""
+        if self.training or self.evaluation == "random":
+            shape = (*batch, *self.points.shape)
+            return torch.randn(shape, dtype=self.points.dtype, device=self.points.device)
+        if self.evaluation == "points":
+            return self.points
+        return torch.zeros_like(self.points)
+
+    def about_halves(self, location: Tensor) -> Tensor:
+        """Turns locations [..., H, d] into those of every z, [..., H, d, M]: +, then -."""
+        return location.unsqueeze(-1) * self.halves
+
+    def to_frequencies(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Maps z [..., H, d, M] to w1 and w2 (None if stationary) of that shape."""
+        gain = self.gain.view(self.num_heads, self.head_dim, 1)
+        w1 = gain * self.network1(z)
+        return w1, None if self.network2 is None else gain * self.network2(z)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
+            f"num_frequencies={self.num_frequencies}, evaluation={self.evaluation!r}"
+        )
+
+
+def _fixed_points(heads: int, size: int, count: int) -> Tensor:
+    """Standard normal numbers [H, d, M] in float64, the same at every call.
+
+    Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
+    """
+    generator = torch.Generator().manual_seed(_POINTS_SEED)
+    return torch.randn((heads, size, count), generator=generator, dtype=torch.float64)

@@ -1,0 +1,133 @@
+"""Calls a spectral source and checks what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Drawn = tuple[Tensor, "Tensor | None", "Tensor | None"]
+
+
+def call_source(
+    source: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    key_padding_mask: Tensor | None,
+    query_padding_mask: Tensor | None = None,
+) -> Drawn:
+    """Calls a spectral source as ``ikattn.spectral`` describes it.
+
+    Args:
+        source: The source.
+        query: [B, H, L, d].
+        key: [B, H, S, d].
+        key_padding_mask: [B, S] bool, True = ignore the key, or None.
+        query_padding_mask: [B, L] bool, or None; for a source with ``pools = True``.
+
+    Returns:
+        w1, w2 and the regulariser; the last two may be None.
+
+    Raises:
+        TypeError, ValueError: The source returned something else, frequencies of a wrong shape, or,
+            on the CPU and outside of torch.compile, some that are not finite.
+    """
+    arguments = (query, key, key_padding_mask)
+    if getattr(source, "pools", False):
+        returned = source(*arguments, query_padding_mask)
+    else:
+        returned = source(*arguments)
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise TypeError(
+            f"{_name(source)} must return (w1, w2) or (w1, w2, regularization), got "
+            f"{_describe(returned)}"
+        )
+    w1, w2 = returned[:2]
+    regularization = returned[2] if len(returned) == 3 else None
+    _check_shapes(source, w1, w2, query)
+    if regularization is not None and (
+        not isinstance(regularization, Tensor) or regularization.dim() != 0
+    ):
+        raise TypeError(
+            f"{_name(source)} must return a scalar tensor or None as regularization, got "
+            f"{_describe(regularization)}"
+        )
+    if _can_be_read(w1):
+        for name, w in (("w1", w1), ("w2", w2)):
+            if w is not None:
+                _check_finite(source, name, w.detach())
+    return w1, w2, regularization
+
+
+def _check_shapes(source: object, w1: object, w2: object, query: Tensor) -> None:
+    if not isinstance(w1, Tensor) or not (w2 is None or isinstance(w2, Tensor)):
+        raise TypeError(
+            f"{_name(source)} must return tensors w1 and w2, w2 or None, got {_describe(w1)} and "
+            f"{_describe(w2)}"
+        )
+    batch, heads, _, size = query.shape
+    fits = w1.dim() in (3, 4) and w1.shape[-3:-1] == (heads, size) and w1.size(-1) > 0
+    if not fits or (w1.dim() == 4 and w1.size(0) != batch):
+        raise ValueError(
+            f"{_name(source)}: w1 must have shape [H, d, M] or [B, H, d, M] with B, H, d = "
+            f"{batch}, {heads}, {size}, got {list(w1.shape)}"
+        )
+    if w2 is not None and w2.shape != w1.shape:
+        raise ValueError(
+            f"{_name(source)}: w2 must be shaped as w1, {list(w1.shape)}, got {list(w2.shape)}"
+        )
+
+
+def _can_be_read(w: Tensor) -> bool:
+    """Whether its numbers are at hand: on another device one would have to wait for them."""
+    return (
+        w.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and type(w) in (Tensor, nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(w)
+    )
+
+
+def _check_finite(source: object, name: str, w: Tensor) -> None:
+    if w.sum().isfinite():  # quick; a sum may overflow, though
+        return
+    bad = ~w.isfinite()
+    if not bad.any():
+        return
+    heads = bad.any(-1).any(-1)
+    if heads.dim() == 2:
+        samples, heads = heads.any(1), heads.any(0)
+        where = f" of samples {samples.nonzero().flatten().tolist()}"
+    else:
+        where = ""
+    raise ValueError(
+        f"{_name(source)}: {name} must be finite, got {int(bad.sum())} of {bad.numel()} that are "
+        f"NaN or infinite, in heads {heads.nonzero().flatten().tolist()}{where}"
+    )
+
+
+def _describe(returned: object) -> str:
+    if isinstance(returned, tuple):
+        return f"a tuple of {len(returned)}"
+    if isinstance(returned, Tensor):
+        return f"a tensor {list(returned.shape)}"
+    return type(returned).__name__
+
+
+def _name(source: object) -> str:
+    """The class of a source and, where it is part of a model that is running, its layer's name."""
+    kind = type(source).__name__
+    if not isinstance(source, nn.Module):
+        return kind
+    path = ""
+    frame = inspect.currentframe()
+    while frame is not None:  # outwards; the last module found is the whole model
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            names = (name for name, module in caller.named_modules() if module is source)
+            path = next(names, path) or path
+        frame = frame.f_back
+    return f"{kind} {path!r}" if path else kind
