@@ -4,7 +4,7 @@
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills
 # make lint      formatting, lint and types
 # make format    format C++ and Python
-# make bench     benchmarks of the operators
+# make bench     the table of CPU measurements, some ten minutes
 # make develop   editable install; again after an edit of C++, which compiles only what changed
 # make clean     remove build/, keep the environment
 #
@@ -62,7 +62,7 @@ format: $(stamps)/lint
 	$(VENV)/bin/ruff format .
 
 bench: $(stamps)/extra-test
-	$(python) benchmarks/attention.py
+	$(python) benchmarks/cpu_table.py
 
 develop: $(stamps)/tools
 	rm -f $(stamps)/package
