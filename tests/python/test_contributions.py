@@ -70,6 +70,25 @@ def test_every_number_of_heads_gives_the_definition(H: int, dtype: torch.dtype) 
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("factor", [1e35, 1e30, 1e19, 1e-16, 1e-30])
+@pytest.mark.parametrize("H", [2, 12, 17])
+def test_norms_are_right_where_their_squares_leave_the_range_of_float32(
+    H: int, factor: float
+) -> None:
+    torch.manual_seed(0)
+    weights, value = torch.rand(1, H, 3, 70), factor * torch.randn(1, H, 70, 3)
+    value[..., 3, :] /= factor  # one key of ordinary size among them
+    projection = torch.randn(8, 3 * H)
+    tensors = weights, value, projection
+    maps = ("value_norms", "summed")
+    found = ikattn.contributions(*tensors, maps=maps)
+    expected = ikattn.contributions(*(x.double() for x in tensors), maps=maps)
+    if factor > 1e-19:  # below, squares of sums vanish
+        assert_close(found.summed, expected.summed, 1e-6, "summed")
+    assert_close(found.value_norms, expected.value_norms, 1e-6, "value_norms")
+    assert found.summed.isfinite().all()
+
+
 @every_sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_maps_in_lower_precision_err_by_rounding_only(sample: Sample, dtype: torch.dtype) -> None:

@@ -122,6 +122,22 @@ void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size, T* ve
   }
 }
 
+// A power of two near the largest magnitude of a token's vectors where squares could leave the
+// range of T, else 1.
+template <typename T>
+inline T scale_of(int64_t count, const T* vectors) {
+  constexpr T kLarge = sizeof(T) == 8 ? T(0x1p400) : T(0x1p40);
+  Vec<T> largest{};
+  for (int64_t c = 0; c < count; c += kLanes<T>) {
+    const Vec<T> x = load(vectors + c), size = x < T(0) ? -x : x;
+    largest = size > largest ? size : largest;  // leaves NaN out
+  }
+  const T most = max_of_lanes<T>(largest);
+  const bool ordinary = most == T(0) || (most > T(1) / kLarge && most < kLarge);
+  if (ordinary || most - most != T(0)) return T(1);
+  return static_cast<T>(__builtin_ldexp(1.0, __builtin_ilogb(most)));
+}
+
 template <typename T>
 void token_factors(const FactorParams& params, const Executor& executor) {
   const int64_t H = params.H, D = params.D, size = padded_size(D), entries = triangle(H);
@@ -162,10 +178,15 @@ void token_factors(const FactorParams& params, const Executor& executor) {
         T* row = scratch.vectors + h * size;
         __builtin_memcpy(row, source, D * sizeof(T));
         for (int64_t c = D; c < size; ++c) row[c] = 0;
-        if (params.value_norms) {
-          static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] =
-              static_cast<T>(__builtin_sqrt(dot_product(size, row, row)));
-        }
+      }
+      const T scale = scale_of(H * size, scratch.vectors);
+      if (scale != T(1)) {
+        for (int64_t c = 0; c < H * size; ++c) scratch.vectors[c] /= scale;
+      }
+      for (int64_t h = 0; params.value_norms && h < H; ++h) {
+        const T* row = scratch.vectors + h * size;
+        static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] =
+            scale * static_cast<T>(__builtin_sqrt(dot_product(size, row, row)));
       }
       for (int v = 0; v < 3; ++v) {
         if (v > 0 && (variant[1] || variant[2])) {
@@ -179,6 +200,9 @@ void token_factors(const FactorParams& params, const Executor& executor) {
         T* factors = static_cast<T*>(params.factors[v]) +
                      (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
         factorize(H, size, work, scratch.products, factors);
+        if (scale != T(1)) {
+          for (int64_t p = 0; p < entries; ++p) factors[p * kFactorBlock] *= scale;
+        }
       }
     }
   });

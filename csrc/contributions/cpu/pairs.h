@@ -71,6 +71,12 @@ void load_weights(const PairParams& params, int64_t b, int64_t i, int64_t rows, 
   }
 }
 
+template <typename Function, int... kIndex>
+__attribute__((always_inline)) inline void each(std::integer_sequence<int, kIndex...>,
+                                                Function&& function) {
+  (function(std::integral_constant<int, kIndex>()), ...);
+}
+
 // Weights of some rows and 64 keys, [H][rows][64] by strides.
 template <typename T>
 struct WeightBlock {
@@ -78,17 +84,59 @@ struct WeightBlock {
   int64_t head_stride, row_stride;
 };
 
-template <typename Function, int... kIndex>
-__attribute__((always_inline)) inline void each(std::integer_sequence<int, kIndex...>,
-                                                Function&& function) {
-  (function(std::integral_constant<int, kIndex>()), ...);
-}
-
 // From the bits of a key's weights, or-ed: whether one is neither 0 nor -0. Where none is, the norm
 // is selected away, for what the key holds may be NaN.
 template <typename T>
 inline Bits<T> is_weighed(Bits<T> bits) {
   return (bits & ~(Bits<T>)broadcast(T(-0.0))) != 0;
+}
+
+template <typename T>
+inline bool any_lane(Bits<T> mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_testz_si256((__m256i)mask, (__m256i)mask) == 0;
+#else
+  bool any = false;
+  for (int lane = 0; lane < kLanes<T>; ++lane) any |= mask[lane] != 0;
+  return any;
+#endif
+}
+
+// The norms of one vector of keys in float64: where squares overflow float32 the norm may not.
+template <typename T>
+__attribute__((noinline, cold)) void norms_in_double(int64_t H, const WeightBlock<T>& weights,
+                                                     int64_t m, const T* factors, int64_t c,
+                                                     T* norms) {
+  for (int64_t lane = c; lane < c + kLanes<T>; ++lane) {
+    const T* r = factors + lane;
+    const T* a = weights.data + m * weights.row_stride + lane;
+    double square = 0;
+    bool weighed = false;
+    for (int64_t h = 0; h < H; ++h) {
+      double sum = 0;
+      weighed |= a[h * weights.head_stride] != 0;
+      for (int64_t k = h; k < H; ++k, r += kFactorBlock) {
+        sum += static_cast<double>(*r) * static_cast<double>(a[k * weights.head_stride]);
+      }
+      square += sum * sum;
+    }
+    norms[lane] = weighed ? static_cast<T>(__builtin_sqrt(square)) : T(0);
+  }
+}
+
+// Stores the norms of row m for one vector of keys, from their squares and the weights' bits.
+template <typename T>
+inline void store_norms(int64_t H, const WeightBlock<T>& weights, int64_t m, const T* factors,
+                        int64_t c, Vec<T> squares, Bits<T> seen, T* norms) {
+  const Bits<T> weighed = is_weighed<T>(seen);
+  store(norms + c, weighed ? square_root<T>(squares) : Vec<T>{});
+  if constexpr (sizeof(T) == 4) {
+    if (any_lane<T>(weighed & ~(squares < T(1e37)))) {
+      norms_in_double(H, weights, m, factors, c, norms);
+    }
+  }
 }
 
 #if defined(__AVX512F__)
@@ -129,8 +177,7 @@ void unrolled_norms(const WeightBlock<T>& weights, const T* factors, T* norms) {
       Vec<T> squares{};
       each(std::make_integer_sequence<int, kHeads>(),
            [&](auto h) __attribute__((always_inline)) { squares += sums[m][h] * sums[m][h]; });
-      store(norms + m * kFactorBlock + c,
-            is_weighed<T>(seen[m]) ? square_root<T>(squares) : Vec<T>{});
+      store_norms(kHeads, weights, m, factors, c, squares, seen[m], norms + m * kFactorBlock);
     });
   }
 }
@@ -157,8 +204,7 @@ void looped_norms(int64_t H, const WeightBlock<T>& weights, const T* factors, T*
     }
 #pragma GCC unroll 4
     for (int m = 0; m < kRowGroup; ++m) {
-      store(norms + m * kFactorBlock + c,
-            is_weighed<T>(seen[m]) ? square_root<T>(squares[m]) : Vec<T>{});
+      store_norms(H, weights, m, factors, c, squares[m], seen[m], norms + m * kFactorBlock);
     }
   }
 }
