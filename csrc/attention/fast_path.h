@@ -7,7 +7,7 @@
 
 namespace ikattn {
 
-// nullptr, or why the forward pass of a call cannot go to the tensor cores: types, sizes,
+// nullptr, or why a call cannot go to the tensor cores: types, sizes,
 // alignment. What depends on the numbers is decided on the device: heads whose keys differ in
 // magnitude by more than a row can hold (cuda/folded.h) go to the ordinary units too.
 inline const char* why_no_tensor_cores(const AttentionParams& params) {

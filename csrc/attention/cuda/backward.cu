@@ -4,10 +4,16 @@
 //   P_ij = (s_ij^2 + eps) E_ij,  E_ij = exp(logit_ij - log Z_i),  x_ij = dP_ij - delta_i
 //   dlog_ij = P_ij x_ij,  ds_ij = 2 s_ij E_ij x_ij
 // with dP and P under dropout where they meet the value.
+#include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
 
 namespace ikattn::cuda {
 namespace {
+
+// Whether the tensor cores have done this key head.
+__device__ __forceinline__ bool is_folded(const uint32_t* fold_state, int64_t bk) {
+  return fold_state != nullptr && (fold_state[bk] & kSpread) == 0;
+}
 
 // What a query brings to every pair of its row. high NaN: the row is poisoned.
 template <typename T>
@@ -18,11 +24,13 @@ struct RowState {
 
 template <typename T>
 __global__ void __launch_bounds__(128, 2)
-    row_state_kernel(AttentionBackwardParams params, const T* phi_q, RowState<T> rows) {
+    row_state_kernel(AttentionBackwardParams params, const T* phi_q, const uint32_t* fold_state,
+                     RowState<T> rows) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
   if (index >= params.B * params.H * params.L) return;  // the whole warp
   const int64_t i = index % params.L, bh = index / params.L, F = 2 * params.M;
+  if (is_folded(fold_state, key_head_of(params, bh))) return;
   const Tokens output(params.output, bh / params.H, bh % params.H);
   const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
   double delta = 0;
@@ -122,7 +130,7 @@ constexpr int64_t backward_shared() {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     query_gradient_kernel(AttentionBackwardParams params, PreparedTokens<T> tokens,
-                          RowState<T> rows, T* grad_phi_q) {
+                          RowState<T> rows, const uint32_t* fold_state, T* grad_phi_q) {
   Shared<T> operands = dynamic_shared<T>();
   Shared<T> grad_scores = operands + 2 * kDepth * kPitch;  // [64 queries][64 keys]
   Shared<T> features = grad_scores + kTile * kPitch;       // [64 keys][64 features]
@@ -131,8 +139,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t bh = blockIdx.x / row_blocks, i0 = blockIdx.x % row_blocks * kTile;
   const int64_t b = bh / params.H, h = bh % params.H;
   const int64_t feature0 = int64_t{blockIdx.y} * kTile;
-  const T* phi_k =
-      tokens.phi_k + (b * params.key_heads + h * params.key_heads / params.H) * params.S * F;
+  const int64_t bk = key_head_of(params, bh);
+  if (is_folded(fold_state, bk)) return;  // the whole block
+  const T* phi_k = tokens.phi_k + bk * params.S * F;
   T sums[kPerThread][kPerThread] = {};
   const int64_t end = visible_keys(params, i0);
   for (int64_t j0 = 0; j0 < end; j0 += kTile) {
@@ -167,7 +176,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_kernel(AttentionBackwardParams params, PreparedTokens<T> tokens, RowState<T> rows,
-                        T* grad_phi_k, T* grad_logits, int feature_slices) {
+                        const uint32_t* fold_state, PairGradients<T> gradients,
+                        int feature_slices) {
   Shared<T> operands = dynamic_shared<T>();
   Shared<T> left = operands + 2 * kDepth * kPitch;  // [64 keys][64 queries]
   Shared<T> right = left + kTile * kPitch;          // [64 queries][64 features or columns]
@@ -175,6 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t key_blocks = (params.S + kTile - 1) / kTile, F = 2 * params.M;
   const int64_t bk = blockIdx.x / key_blocks, j0 = blockIdx.x % key_blocks * kTile;
   const int64_t b = bk / params.key_heads, key_head = bk % params.key_heads;
+  if (is_folded(fold_state, bk)) return;  // the whole block
   const bool of_value = static_cast<int>(blockIdx.y) >= feature_slices;
   const int64_t column0 = (int64_t{blockIdx.y} - (of_value ? feature_slices : 0)) * kTile;
   const int64_t group = params.H / params.key_heads;
@@ -212,12 +223,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t j = j0 + at.row(r);
     const T logit_sum = sum_over_columns(logit_sums[r]);
     if (j >= params.S) continue;
-    if (blockIdx.y == 0 && at.column_lane == 0) grad_logits[bk * params.S + j] = logit_sum;
+    if (blockIdx.y == 0 && at.column_lane == 0) gradients.logits[bk * params.S + j] = logit_sum;
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
       const int64_t column = column0 + slice_column(at, c);
       if (!of_value) {
-        if (column < F) grad_phi_k[(bk * params.S + j) * F + column] = sums[r][c];
+        if (column < F) gradients.phi_k[(bk * params.S + j) * F + column] = sums[r][c];
       } else if (column < params.d_v && params.grad_value.type != ElementType::kNone) {
         grad_value.store<T>(j, column, sums[r][c]);
       }
@@ -299,65 +310,88 @@ __global__ void __launch_bounds__(128, 2)
       grad_logits[index]);
 }
 
+// The pairs on the ordinary units; fold_state: of the heads that are left to them.
+template <typename T>
+const char* pair_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                           const PreparedTokens<T>& tokens, const uint32_t* fold_state,
+                           const PairGradients<T>& gradients) {
+  const int64_t F = 2 * params.M, queries = params.B * params.H * params.L;
+  const RowState<T> rows = {{executor.take<T>(queries), executor.take<T>(queries)},
+                            executor.take<T>(queries)};
+  const auto blocks = [](int64_t count) { return static_cast<unsigned>(count); };
+  const Stream stream = executor.stream;
+  if (const char* error = launch(row_state_kernel<T>, dim3(blocks(ceil_div(queries, 4))), dim3(128),
+                                 0, stream, params, tokens.phi_q, fold_state, rows)) {
+    return error;
+  }
+  const int64_t row_blocks = ceil_div(params.L, kTile), key_blocks = ceil_div(params.S, kTile);
+  const int64_t feature_slices = ceil_div(F, kTile);
+  if (wants_queries(params)) {
+    if (const char* error = launch(
+            query_gradient_kernel<T>,
+            dim3(blocks(params.B * params.H * row_blocks), blocks(feature_slices)), dim3(kThreads),
+            backward_shared<T>(), stream, params, tokens, rows, fold_state, gradients.phi_q)) {
+      return error;
+    }
+  }
+  if (wants_keys(params)) {
+    const int64_t value_slices = params.grad_value ? ceil_div(params.d_v, kTile) : 0;
+    if (const char* error = launch(key_gradient_kernel<T>,
+                                   dim3(blocks(params.B * params.key_heads * key_blocks),
+                                        blocks(feature_slices + value_slices)),
+                                   dim3(kThreads), backward_shared<T>(), stream, params, tokens,
+                                   rows, fold_state, gradients, static_cast<int>(feature_slices))) {
+      return error;
+    }
+  }
+  if (!params.grad_mask) return nullptr;
+  const int64_t* stride = params.grad_mask.stride;
+  const int64_t tiles = (stride[0] == 0 ? 1 : params.B) * (stride[1] == 0 ? 1 : params.H) *
+                        (stride[2] == 0 ? 1 : row_blocks) * (stride[3] == 0 ? 1 : key_blocks);
+  return launch(mask_gradient_kernel<T>, dim3(blocks(tiles)), dim3(kThreads), backward_shared<T>(),
+                stream, params, tokens, rows);
+}
+
 }  // namespace
 
 template <typename T>
 const char* attention_backward(const AttentionBackwardParams& params,
                                const DeviceExecutor& executor) {
-  const int64_t F = 2 * params.M, queries = params.B * params.H * params.L;
-  const int64_t keys = params.B * params.key_heads * params.S;
+  const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
-  if (const char* error = prepare_tokens<T>(params, executor, tokens)) return error;
-  const RowState<T> rows = {{executor.take<T>(queries), executor.take<T>(queries)},
-                            executor.take<T>(queries)};
-  T* grad_phi_q = executor.take<T>(queries * F);
-  T* grad_phi_k = executor.take<T>(keys * F);
-  T* grad_logits = executor.take<T>(keys);
-  const auto blocks = [](int64_t count) { return static_cast<unsigned>(count); };
-  const Stream stream = executor.stream;
-  if (const char* error = launch(row_state_kernel<T>, dim3(blocks(ceil_div(queries, 4))), dim3(128),
-                                 0, stream, params, tokens.phi_q, rows)) {
-    return error;
-  }
-  const int64_t row_blocks = ceil_div(params.L, kTile), key_blocks = ceil_div(params.S, kTile);
-  const int64_t feature_slices = ceil_div(F, kTile);
-  const bool frequencies = params.grad_w1 || params.grad_w2;
-  if (params.grad_query || frequencies) {
-    if (const char* error = launch(
-            query_gradient_kernel<T>,
-            dim3(blocks(params.B * params.H * row_blocks), blocks(feature_slices)), dim3(kThreads),
-            backward_shared<T>(), stream, params, tokens, rows, grad_phi_q)) {
-      return error;
+  if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
+  const PairGradients<T> gradients = {executor.take<T>(params.B * params.H * params.L * F),
+                                      executor.take<T>(keys * F), executor.take<T>(keys)};
+  bool all_folded = false;
+  const uint32_t* fold_state = nullptr;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (why_no_tensor_cores(params) == nullptr) {
+      FoldedTokens folded;
+      if (const char* error = fold_tokens(params, executor, tokens.keys, true, folded)) {
+        return error;
+      }
+      if (const char* error = folded_backward(params, executor, tokens.keys, folded, gradients)) {
+        return error;
+      }
+      fold_state = folded.state;
+      all_folded = every_row_sees_all(params);
     }
   }
-  const int64_t value_slices = params.grad_value ? ceil_div(params.d_v, kTile) : 0;
-  if (params.grad_key || params.grad_key_bias || frequencies || value_slices > 0) {
-    if (const char* error =
-            launch(key_gradient_kernel<T>,
-                   dim3(blocks(params.B * params.key_heads * key_blocks),
-                        blocks(feature_slices + value_slices)),
-                   dim3(kThreads), backward_shared<T>(), stream, params, tokens, rows, grad_phi_k,
-                   grad_logits, static_cast<int>(feature_slices))) {
+  if (!all_folded) {
+    if (const char* error = prepare_features(params, executor, tokens, fold_state)) return error;
+    if (const char* error = pair_gradients(params, executor, tokens, fold_state, gradients)) {
       return error;
     }
   }
   if (params.grad_key_bias) {
-    const T* read = grad_logits;
-    if (const char* error = launch(bias_gradient_kernel<T>, dim3(blocks(ceil_div(keys, 128))),
-                                   dim3(128), 0, stream, params, read)) {
+    const T* read = gradients.logits;
+    if (const char* error =
+            launch(bias_gradient_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, 128))),
+                   dim3(128), 0, executor.stream, params, read)) {
       return error;
     }
   }
-  if (params.grad_mask) {
-    const int64_t* stride = params.grad_mask.stride;
-    const int64_t tiles = (stride[0] == 0 ? 1 : params.B) * (stride[1] == 0 ? 1 : params.H) *
-                          (stride[2] == 0 ? 1 : row_blocks) * (stride[3] == 0 ? 1 : key_blocks);
-    if (const char* error = launch(mask_gradient_kernel<T>, dim3(blocks(tiles)), dim3(kThreads),
-                                   backward_shared<T>(), stream, params, tokens, rows)) {
-      return error;
-    }
-  }
-  return token_gradients<T>(params, executor, tokens, grad_phi_q, grad_phi_k, grad_logits);
+  return token_gradients<T>(params, executor, tokens.keys, gradients);
 }
 
 template const char* attention_backward<float>(const AttentionBackwardParams&,

@@ -100,21 +100,42 @@ __device__ __forceinline__ void visit_angles(const FeatureSource& source, const 
   }
 }
 
-// phi [B, heads, N, width >= 2M], cosines first, zeros beyond 2M. logits, scales [B, heads, N]: a
-// token whose logit is NaN has features of zero; features are multiplied by the scale.
+// How features are written.
+template <typename T>
+struct FeatureOptions {
+  int64_t width = 0;          // of a row, >= 2M: zeros beyond
+  const T* logits = nullptr;  // [B, heads, N]  where it is NaN, features are zero
+  const T* scales = nullptr;  // [B, heads, N]  multiply the features
+  bool clean = false;         // features that are not finite become zero
+  // [B, state_heads]  heads without kSpread are left out
+  const uint32_t* state = nullptr;
+  int64_t state_heads = 1;
+};
+
+// phi [B, heads, N, width], cosines first.
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, 2)
-    feature_kernel(FeatureSource source, Array phi, int64_t width, const T* logits,
-                   const T* scales) {
+    feature_kernel(FeatureSource source, Array phi, FeatureOptions<T> options) {
+  if (options.state != nullptr) {
+    const int64_t bh = blockIdx.x / ((source.N + kTokens - 1) / kTokens);
+    const int64_t own = bh % source.heads * options.state_heads / source.heads;
+    const uint32_t state = options.state[bh / source.heads * options.state_heads + own];
+    if ((state & kSpread) == 0) return;  // the whole block
+  }
   visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
                               const Angle<T>& angle) {
-    const T logit = logits == nullptr ? T(0) : logits[index];
-    const T factor = scales == nullptr ? T(2) : 2 * scales[index];
+    const T logit = options.logits == nullptr ? T(0) : options.logits[index];
+    const T factor = options.scales == nullptr ? T(2) : 2 * options.scales[index];
     const T scale = logit != logit || factor == T(0) ? T(0) : factor * angle.cos_v;
+    T cosine = scale == T(0) ? T(0) : scale * angle.cos_u;
+    T sine = scale == T(0) ? T(0) : scale * angle.sin_u;
+    if (options.clean && !is_finite(cosine + sine)) cosine = sine = 0;
     const Tokens out(phi, b, head);
-    out.store<T>(token, m, scale == T(0) ? T(0) : scale * angle.cos_u);
-    out.store<T>(token, source.M + m, scale == T(0) ? T(0) : scale * angle.sin_u);
-    for (int64_t f = 2 * source.M + m; f < width; f += source.M) out.store<T>(token, f, T(0));
+    out.store<T>(token, m, cosine);
+    out.store<T>(token, source.M + m, sine);
+    for (int64_t f = 2 * source.M + m; f < options.width; f += source.M) {
+      out.store<T>(token, f, T(0));
+    }
   });
 }
 
@@ -181,7 +202,9 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     }
     if (!finite || !is_finite(logit)) logit = NAN;
   }
-  if (lane == 0) store_split(logits, index, logit);
+  if (lane != 0) return;
+  store_split(logits, index, logit);
+  if (!finite && logit == minus_infinity<double>()) logits.low[index] = static_cast<T>(NAN);
 }
 
 // --- The way back
@@ -335,12 +358,11 @@ Array contiguous(T* data, int64_t heads, int64_t N, int64_t width) {
 }
 
 template <typename T>
-const char* launch_features(const FeatureSource& source, const Array& phi, const T* logits,
-                            Stream stream, int64_t width = 0, const T* scales = nullptr) {
+const char* launch_features(const FeatureSource& source, const Array& phi,
+                            const FeatureOptions<T>& options, Stream stream) {
   const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
   return launch(feature_kernel<T>, dim3(blocks), dim3(kTokenThreads),
-                kTokens * source.d * int64_t{sizeof(T)}, stream, source, phi, width, logits,
-                scales);
+                kTokens * source.d * int64_t{sizeof(T)}, stream, source, phi, options);
 }
 
 // The gradients of one side's features, back to its tokens and (+=) to the frequencies.
@@ -394,20 +416,24 @@ const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& 
 
 template <typename T>
 const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
-                             PreparedTokens<T>& prepared) {
+                             PreparedTokens<T>& prepared, const uint32_t* only_state) {
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   T* phi_q = executor.take<T>(params.B * params.H * params.L * F);
   T* phi_k = executor.take<T>(keys * F);
   prepared.phi_q = phi_q;
   prepared.phi_k = phi_k;
-  const T* logits = prepared.keys.high;
-  if (const char* error = launch_features<T>(source_of(params, true),
-                                             contiguous(phi_k, params.key_heads, params.S, F),
-                                             logits, executor.stream)) {
+  FeatureOptions<T> options;
+  options.state = only_state;
+  options.state_heads = params.key_heads;
+  const Array queries = contiguous(phi_q, params.H, params.L, F);
+  if (const char* error =
+          launch_features<T>(source_of(params, false), queries, options, executor.stream)) {
     return error;
   }
-  return launch_features<T>(source_of(params, false), contiguous(phi_q, params.H, params.L, F),
-                            nullptr, executor.stream);
+  options.logits = prepared.keys.high;
+  return launch_features<T>(source_of(params, true),
+                            contiguous(phi_k, params.key_heads, params.S, F), options,
+                            executor.stream);
 }
 
 template <typename T>
@@ -428,14 +454,14 @@ __global__ void __launch_bounds__(256, 2)
                 float most_spread, float* scales, float* eps, float* largest, uint32_t* state) {
   IKATTN_SHARED(float, maxima, 8);
   IKATTN_SHARED(float, minima, 8);
-  const int64_t S = params.S, padded = (S + 63) / 64 * 64;
+  const int64_t S = params.S, padded = padded_tokens(S);
   const float* high = logits.high + blockIdx.x * S;
   const float* low = logits.low + blockIdx.x * S;
   float most = -INFINITY, least = INFINITY;
-  bool poisoned = false;
+  bool unclean = false;
   for (int64_t j = threadIdx.x; j < S; j += 256) {
     const float logit = high[j];
-    poisoned = poisoned || logit != logit;
+    unclean = unclean || logit != logit || low[j] != low[j];
     if (!is_finite(logit)) continue;
     most = logit > most ? logit : most;
     least = logit < least ? logit : least;
@@ -449,7 +475,7 @@ __global__ void __launch_bounds__(256, 2)
     maxima[threadIdx.x / 32] = most;
     minima[threadIdx.x / 32] = least;
   }
-  const bool any_poisoned = __syncthreads_or(poisoned) != 0;
+  const bool any_unclean = __syncthreads_or(unclean) != 0;
   for (int warp = 0; warp < 8; ++warp) {
     const float a = maxima[warp], z = minima[warp];
     most = a > most ? a : most;
@@ -458,8 +484,7 @@ __global__ void __launch_bounds__(256, 2)
   const float reference = most == -INFINITY ? 0.0f : most;
   if (threadIdx.x == 0) {
     largest[blockIdx.x] = reference;
-    state[blockIdx.x] =
-        (most - least > most_spread ? kSpread : 0u) | (any_poisoned ? kPoisoned : 0u);
+    state[blockIdx.x] = (most - least > most_spread ? kSpread : 0u) | (any_unclean ? kUnclean : 0u);
   }
   for (int64_t j = threadIdx.x; j < padded; j += 256) {
     const float logit = j < S ? high[j] : -INFINITY;
@@ -472,21 +497,29 @@ __global__ void __launch_bounds__(256, 2)
 }  // namespace
 
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, FoldedTokens& folded) {
+                        const SplitLogits<float>& logits, bool clean_queries,
+                        FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
   const int64_t F = padded_features(2 * params.M);
   const bool is_half = params.value.type == ElementType::kFloat16;
   // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
   const double four_m = 4.0 * static_cast<double>(params.M);
   const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
-  const double K = four_m * c * four_m * c;
+  const double root = four_m * c, K = root * root;
   Half* phi_q = executor.take<Half>(params.B * params.H * params.L * F);
   Half* phi_k = executor.take<Half>(keys * F);
   float* scales = executor.take<float>(keys);
-  float* eps = executor.take<float>(key_heads * ceil_div(params.S, 64) * 64);
+  float* eps = executor.take<float>(key_heads * padded_tokens(params.S));
   float* largest = executor.take<float>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
-  folded = {phi_q, phi_k, eps, largest, state, static_cast<float>(std::log(K))};
+  folded = {phi_q,
+            phi_k,
+            scales,
+            eps,
+            largest,
+            state,
+            static_cast<float>(root),
+            static_cast<float>(std::log(K))};
   const float most_spread = is_half ? 12.0f : 36.0f;
   if (const char* error =
           launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,
@@ -499,55 +532,60 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     array.type = ElementType::kFloat16;
     return array;
   };
-  const float *read_scales = scales, *high = logits.high;
-  if (const char* error = launch_features<float>(source_of(params, true),
-                                                 rows_of_half(phi_k, params.key_heads, params.S),
-                                                 high, executor.stream, F, read_scales)) {
+  FeatureOptions<float> options;
+  options.width = F;
+  options.clean = clean_queries;
+  if (const char* error =
+          launch_features<float>(source_of(params, false), rows_of_half(phi_q, params.H, params.L),
+                                 options, executor.stream)) {
     return error;
   }
-  return launch_features<float>(source_of(params, false), rows_of_half(phi_q, params.H, params.L),
-                                nullptr, executor.stream, F);
+  options.clean = false;
+  options.logits = logits.high;
+  options.scales = scales;
+  return launch_features<float>(source_of(params, true),
+                                rows_of_half(phi_k, params.key_heads, params.S), options,
+                                executor.stream);
 }
 
 template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const PreparedTokens<T>& prepared, const T* grad_phi_q,
-                            const T* grad_phi_k, const T* grad_logits) {
+                            const SplitLogits<T>& keys, const PairGradients<T>& gradients) {
   const int64_t F = 2 * params.M;
   T* grad_w1 = data_of<T>(params.grad_w1);
   T* grad_w2 = data_of<T>(params.grad_w2);
   const bool frequencies = grad_w1 != nullptr || grad_w2 != nullptr;
   if (params.grad_query || frequencies) {
     if (const char* error = side_gradients<T>(
-            source_of(params, false), contiguous(grad_phi_q, params.H, params.L, F),
+            source_of(params, false), contiguous(gradients.phi_q, params.H, params.L, F),
             params.grad_query, grad_w1, grad_w2, nullptr, nullptr, 0, 0, executor)) {
       return error;
     }
   }
   if (!params.grad_key && !frequencies) return nullptr;
   return side_gradients<T>(source_of(params, true),
-                           contiguous(grad_phi_k, params.key_heads, params.S, F), params.grad_key,
-                           grad_w1, grad_w2, grad_logits, prepared.keys.high, params.p,
+                           contiguous(gradients.phi_k, params.key_heads, params.S, F),
+                           params.grad_key, grad_w1, grad_w2, gradients.logits, keys.high, params.p,
                            params.magnitude_scale, executor);
 }
 
 template <typename T>
 const char* features(const FeaturesParams& params, bool backward, const DeviceExecutor& executor) {
   const FeatureSource source = source_of(params);
-  if (!backward) return launch_features<T>(source, params.features, nullptr, executor.stream);
+  if (!backward) return launch_features<T>(source, params.features, {}, executor.stream);
   return side_gradients<T>(source, params.features, params.grad_x, data_of<T>(params.grad_w1),
                            data_of<T>(params.grad_w2), nullptr, nullptr, 0, 0, executor);
 }
 
-#define IKATTN_INSTANTIATE(T)                                                                      \
-  template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&,            \
-                                         SplitLogits<T>&);                                         \
-  template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&,          \
-                                           PreparedTokens<T>&);                                    \
-  template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,            \
-                                         PreparedTokens<T>&);                                      \
-  template const char* token_gradients<T>(const AttentionBackwardParams&, const DeviceExecutor&,   \
-                                          const PreparedTokens<T>&, const T*, const T*, const T*); \
+#define IKATTN_INSTANTIATE(T)                                                                    \
+  template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&,          \
+                                         SplitLogits<T>&);                                       \
+  template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&,        \
+                                           PreparedTokens<T>&, const uint32_t*);                 \
+  template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,          \
+                                         PreparedTokens<T>&);                                    \
+  template const char* token_gradients<T>(const AttentionBackwardParams&, const DeviceExecutor&, \
+                                          const SplitLogits<T>&, const PairGradients<T>&);       \
   template const char* features<T>(const FeaturesParams&, bool, const DeviceExecutor&);
 IKATTN_INSTANTIATE(float)
 IKATTN_INSTANTIATE(double)

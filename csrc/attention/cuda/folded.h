@@ -17,29 +17,40 @@ constexpr int64_t padded_features(int64_t F) {
   return F <= 64 ? 64 : F <= 128 ? 128 : F <= 256 ? 256 : 0;
 }
 
+// Per-token numbers that are copied 64 at a time lie in rows of this many.
+__host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 63) / 64 * 64; }
+
 struct FoldedTokens {
   const Half* phi_q;     // [B, H, L, padded F]
   const Half* phi_k;     // [B, key_heads, S, padded F]
-  const float* eps;      // [B, key_heads, S padded to 64]  K eps e_j; 0: hidden; NaN: poisoned
+  const float* scales;   // [B, key_heads, S]  c sqrt(e_j); 0: hidden or poisoned
+  const float* eps;      // [B, key_heads, padded S]  K eps e_j; 0: hidden; NaN: poisoned
   const float* largest;  // [B, key_heads]  max g
   // [B, key_heads]  bits: kSpread: magnitudes differ too much for rows that do not see the largest;
-  // kPoisoned: some key is
+  // kUnclean: some key or value, hidden or not, is not finite
   const uint32_t* state;
-  float log_scale;  // log K
+  float root_scale;  // sqrt(K)
+  float log_scale;   // log K
 };
-constexpr uint32_t kSpread = 1, kPoisoned = 2;
+constexpr uint32_t kSpread = 1, kUnclean = 2;
 
 // Where every row sees the largest key, the folded form is right for any spread of magnitudes.
-inline bool every_row_sees_all(const AttentionParams& params) {
+__host__ __device__ inline bool every_row_sees_all(const AttentionParams& params) {
   return params.mask.type == ElementType::kNone && !params.is_causal;
 }
 
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
+// clean_queries: features that are not finite become zero.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, FoldedTokens& folded);
+                        const SplitLogits<float>& logits, bool clean_queries, FoldedTokens& folded);
 
 // The forward pass of the heads whose keys are not kSpread.
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens);
+
+// The backward pass of those heads, as far as `gradients` and grad_value.
+const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                            const SplitLogits<float>& logits, const FoldedTokens& tokens,
+                            const PairGradients<float>& gradients);
 
 }  // namespace ikattn::cuda

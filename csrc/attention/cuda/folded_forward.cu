@@ -1,129 +1,52 @@
 // The forward pass on tensor cores: a block is 128 queries, four warps of 32, and passes along the
 // keys, 64 at a time and two tiles in flight. Scores become weights, and weights the operand of the
 // product with the value, in registers; no maximum, no exponential.
-#include "attention/cuda/folded.h"
-#include "attention/cuda/tiles.h"
-#include "support/cuda/intrinsics.h"
+#include "attention/cuda/folded_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kKeys = 64;
-constexpr int kStages = 2;
-
-// Rows of 128 n bytes; the 16-byte chunk is turned by the row, so that eight rows of one chunk lie
-// in different banks.
-__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
-  return row * row_bytes + ((chunk & ~7u) | ((chunk ^ row) & 7u)) * 16;
-}
-
 template <int F, int V>
 struct Layout {
-  static constexpr uint32_t kFeatureBytes = 2 * F, kValueBytes = 2 * V;
-  static constexpr uint32_t kKeyTile = kKeys * kFeatureBytes;
-  static constexpr uint32_t kValueTile = kKeys * kValueBytes;
+  static constexpr uint32_t kKeyTile = kStep * 2 * F, kValueTile = kStep * 2 * V;
   static constexpr uint32_t kEps = kKeyTile + kValueTile;
-  static constexpr uint32_t kStage = kEps + kKeys * 4;
+  static constexpr uint32_t kStage = kEps + kStep * 4;
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
 
-// What a thread copies of every tile: one 16-byte column of each operand, every kStep-th row of it.
-// The rows' places differ by constants: kStep is a multiple of 8, the period of the swizzle.
+// What a thread copies of every tile, and from where the next one comes.
 template <typename T, int F, int V>
 struct TileCopy {
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kKeyStep = kThreads / (F / 8), kValueStep = kThreads / (V / 8);
-  static_assert(kKeyStep % 8 == 0 && kValueStep % 8 == 0);
-
-  const Half* phi_k;  // this thread's place in the next tile
+  RowCopy<F> key_rows;
+  RowCopy<V> value_rows;
+  const Half* phi_k;
   const T* value;
   const float* eps;
-  int64_t value_stride;
-  uint32_t key_place, value_place;  // in a stage
-  int key_row, value_row;           // of a tile
-  bool value_inside;
+
+  __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
+                                      int64_t b, int64_t h, int64_t bk)
+      : key_rows(F, F),
+        value_rows(params.value.stride[2], static_cast<int>(params.d_v)),
+        phi_k(key_rows.source(tokens.phi_k + bk * params.S * F)),
+        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h))),
+        eps(tokens.eps + bk * padded_tokens(params.S) + threadIdx.x * 4) {}
 
   // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
   __device__ __forceinline__ void operator()(uint32_t base, int count) {
-#pragma unroll
-    for (int step = 0; step < kKeys / kKeyStep; ++step) {
-      const bool inside = key_row + step * kKeyStep < count;
-      cp_async_16(base + key_place + step * (kKeyStep * 2 * F),
-                  inside ? phi_k + step * (kKeyStep * F) : phi_k, inside ? 16 : 0);
-    }
-#pragma unroll
-    for (int step = 0; step < kKeys / kValueStep; ++step) {
-      const bool inside = value_inside && value_row + step * kValueStep < count;
-      cp_async_16(base + value_place + step * (kValueStep * 2 * V),
-                  inside ? static_cast<const void*>(value + step * kValueStep * value_stride)
-                         : static_cast<const void*>(phi_k),
-                  inside ? 16 : 0);
-    }
-    if (threadIdx.x < kKeys / 4) {
+    key_rows.template begin<kStep>(base, phi_k, count);
+    value_rows.template begin<kStep>(base + Layout<F, V>::kKeyTile, value, count);
+    if (threadIdx.x < kStep / 4) {
       cp_async_16(base + Layout<F, V>::kEps + threadIdx.x * 16, eps);
     }
     cp_async_commit();
-    phi_k += kKeys * F;
-    value += kKeys * value_stride;
-    eps += kKeys;
+    phi_k += kStep * F;
+    value += kStep * value_rows.stride;
+    eps += kStep;
   }
 };
 
-template <typename T, int F, int V>
-__device__ __forceinline__ TileCopy<T, F, V> make_copy(const AttentionParams& params,
-                                                       const FoldedTokens& tokens, int64_t b,
-                                                       int64_t h, int64_t bk) {
-  TileCopy<T, F, V> copy;
-  const int key_chunk = threadIdx.x % (F / 8), value_chunk = threadIdx.x % (V / 8);
-  copy.key_row = threadIdx.x / (F / 8);
-  copy.value_row = threadIdx.x / (V / 8);
-  copy.phi_k = tokens.phi_k + (bk * params.S + copy.key_row) * F + key_chunk * 8;
-  copy.value_stride = params.value.stride[2];
-  copy.value = static_cast<const T*>(params.value.data) + b * params.value.stride[0] +
-               h * params.G / params.H * params.value.stride[1] +
-               copy.value_row * copy.value_stride + value_chunk * 8;
-  copy.eps = tokens.eps + bk * ((params.S + kKeys - 1) / kKeys * kKeys) + threadIdx.x * 4;
-  copy.key_place = swizzled(copy.key_row, key_chunk, 2 * F);
-  copy.value_place = Layout<F, V>::kKeyTile + swizzled(copy.value_row, value_chunk, 2 * V);
-  copy.value_inside = value_chunk * 8 < params.d_v;
-  return copy;
-}
-
-// Where a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of chunk c is at
-// place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
-struct FragmentPlaces {
-  uint32_t place[4];
-
-  __device__ FragmentPlaces(uint32_t start, int row, int half, uint32_t row_bytes) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) place[k] = start + swizzled(row, 2 * k + half, row_bytes);
-  }
-  template <int kRowBytes>
-  __device__ __forceinline__ uint32_t at(int chunk, int k) const {
-    return place[k % 4] + k / 4 * 128 + chunk * 16 * kRowBytes;
-  }
-};
-
-// The value rows of poisoned keys become zero: what such a key does is in its eps.
-template <typename T, int F, int V>
-__device__ __forceinline__ void clean_values(Shared<unsigned char> stage) {
-  using L = Layout<F, V>;
-  Shared<uint16_t> values = shared_cast<uint16_t>(stage + L::kKeyTile);
-  for (int index = threadIdx.x; index < kKeys * V; index += kWarps * 32) {
-    const uint16_t bits = values[index];
-    if (!is_finite(to_float(T{bits}))) values[index] = 0;
-  }
-  __syncthreads();
-}
-
-// Tiles of 16 queries per warp: as many as the registers hold.
-template <int V>
-constexpr int kRowTilesFor = V <= 64 ? 2 : 1;
-
-// kSelect: pairs may be hidden or dropped.
-template <typename T, int F, int V, bool kSelect>
-__global__ void __launch_bounds__(kWarps * 32, 2)
+template <typename T, int F, int V, Pairs kPairs>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_forward_kernel(AttentionParams params, FoldedTokens tokens) {
   using L = Layout<F, V>;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
@@ -135,20 +58,14 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   const int64_t b = bh / params.H, h = bh % params.H;
   const int64_t bk = b * params.key_heads + h * params.key_heads / params.H;
   const uint32_t state = tokens.state[bk];
-  const bool may_miss_the_largest = params.is_causal || params.mask.type != ElementType::kNone;
-  if (kSelect && may_miss_the_largest && (state & kSpread) != 0) return;  // the whole block
+  if (kPairs != Pairs::kAll && is_spread(params, state)) return;  // the whole block
 
-  TileCopy<T, F, V> copy = make_copy<T, F, V>(params, tokens, b, h, bk);
+  TileCopy<T, F, V> copy(params, tokens, b, h, bk);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const int64_t end = params.is_causal ? min(params.S, i0 + kQueries) : params.S;
-  const int tiles = static_cast<int>((end + kKeys - 1) / kKeys);
-  // Keys from the next tile on; beyond 2^31 a tile is full all the same.
-  const auto left = [&](int tile) {
-    return static_cast<int>(min(params.S - tile * int64_t{kKeys}, int64_t{kKeys}));
-  };
-  if (tiles > 0) copy(shared_address(shared), left(0));
-  const FragmentPlaces key_places(0, lane % 8 + 8 * (lane / 16), lane / 8 % 2, L::kFeatureBytes);
-  const FragmentPlaces value_places(L::kKeyTile, lane % 16, lane / 16, L::kValueBytes);
+  const int tiles = static_cast<int>((end + kStep - 1) / kStep);
+  if (tiles > 0) copy(shared_address(shared), left_of(params.S, 0));
+  const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
 
   // The warp's queries, all their features, as A fragments.
   const int64_t warp_row = i0 + warp * kRowTiles * 16;
@@ -174,14 +91,16 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     cp_async_wait<0>();
     __syncthreads();  // the tile is here, and nobody reads the other stage
     if (tile + 1 < tiles) {
-      copy(shared_address(shared + (tile + 1) % kStages * L::kStage), left(tile + 1));
+      copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
+           left_of(params.S, (tile + 1) * int64_t{kStep}));
     }
-    if ((state & kPoisoned) != 0) clean_values<T, F, V>(stage);
+    if ((state & kUnclean) != 0) clean_values<T, V>(stage + L::kKeyTile);
     const uint32_t base = shared_address(stage);
     Shared<const float> eps = shared_cast<float>(stage + L::kEps);
-    const int64_t j0 = tile * int64_t{kKeys};
-#pragma unroll 2  // all four would spill
-    for (int chunk = 0; chunk < kKeys / 16; ++chunk) {
+    const int64_t j0 = tile * int64_t{kStep};
+    const TileVisibility<kPairs> visible(params, b, h, i0, j0);
+#pragma unroll(kPairs == Pairs::kAny ? 1 : 2)  // all four would spill
+    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       float s[kRowTiles][2][4] = {};
 #pragma unroll
       for (int k = 0; k < F / 16; ++k) {
@@ -203,12 +122,9 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        PhiloxBlock bytes;
-        if (kSelect && params.dropout_threshold != 0) {
-          bytes =
-              dropout_group(static_cast<uint64_t>(params.dropout_state[0]),
-                            static_cast<uint64_t>(params.dropout_state[1]), bh,
-                            (warp_row + m * 16) / 16 * 4 + g / 2, (j0 + chunk * 16) / 16 * 4 + t);
+        [[maybe_unused]] FragmentDropout dropout;
+        if constexpr (kPairs == Pairs::kAny) {
+          dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -216,18 +132,12 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
           for (int c = 0; c < 4; ++c) {
             const float score = s[m][n][c];
             float weight = score * score + key_eps[n][c % 2];
-            if (kSelect) {
-              const int64_t i = warp_row + m * 16 + g + 8 * (c / 2);
-              const int64_t j = j0 + chunk * 16 + n * 8 + 2 * t + c % 2;
-              float mask;
-              if (!is_visible(params, b, h, i, j, mask)) weight = 0;
+            if (kPairs != Pairs::kAll && !visible(warp * kRowTiles * 16 + m * 16 + g + 8 * (c / 2),
+                                                  chunk * 16 + n * 8 + 2 * t + c % 2)) {
+              weight = 0;
             }
             sums[m][c / 2] += weight;
-            if (kSelect && params.dropout_threshold != 0) {
-              const uint32_t word = bytes.word[(g & 1) + 2 * (c / 2)];
-              const uint32_t byte = word >> (8 * (c % 2 + 2 * n)) & 0xff;
-              if (byte < params.dropout_threshold) weight = 0;
-            }
+            if (kPairs == Pairs::kAny && dropout.drops(n, c)) weight = 0;
             s[m][n][c] = weight;
           }
           weights[m][2 * n] = pack<T>(s[m][n][0], s[m][n][1]);
@@ -237,9 +147,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
 #pragma unroll
       for (int n = 0; n < V / 16; ++n) {
         uint32_t values[4];
-        ldmatrix_x4_trans(values,
-                          base + L::kKeyTile +
-                              swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, L::kValueBytes));
+        ldmatrix_x4_trans(values, base + L::kKeyTile +
+                                      swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V));
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           mma_m16n8k16<T>(output[m][2 * n], weights[m], values[0], values[1]);
@@ -286,10 +195,12 @@ const char* launch_forward(const AttentionParams& params, const DeviceExecutor& 
                            const FoldedTokens& tokens) {
   constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
   const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kQueries));
-  const bool plain = every_row_sees_all(params) && params.dropout_threshold == 0;
-  return launch(
-      plain ? folded_forward_kernel<T, F, V, false> : folded_forward_kernel<T, F, V, true>,
-      dim3(blocks), dim3(kWarps * 32), Layout<F, V>::kBytes, executor.stream, params, tokens);
+  const Pairs pairs = pairs_of(params);
+  const auto kernel = pairs == Pairs::kAll      ? folded_forward_kernel<T, F, V, Pairs::kAll>
+                      : pairs == Pairs::kCausal ? folded_forward_kernel<T, F, V, Pairs::kCausal>
+                                                : folded_forward_kernel<T, F, V, Pairs::kAny>;
+  return launch(kernel, dim3(blocks), dim3(kFoldedThreads), Layout<F, V>::kBytes, executor.stream,
+                params, tokens);
 }
 
 template <typename T, int F>

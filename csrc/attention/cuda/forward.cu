@@ -147,13 +147,14 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
   if constexpr (sizeof(T) == sizeof(float)) {
     if (why_no_tensor_cores(params) == nullptr) {
       FoldedTokens folded;
-      if (const char* error = fold_tokens(params, executor, tokens.keys, folded)) return error;
+      if (const char* error = fold_tokens(params, executor, tokens.keys, false, folded))
+        return error;
       if (const char* error = folded_forward(params, executor, folded)) return error;
       if (every_row_sees_all(params)) return nullptr;
       fold_state = folded.state;
     }
   }
-  if (const char* error = prepare_features(params, executor, tokens)) return error;
+  if (const char* error = prepare_features(params, executor, tokens, fold_state)) return error;
   return launch_forward(params, executor, tokens, fold_state);
 }
 

@@ -6,6 +6,7 @@
 namespace ikattn::cuda {
 
 // Logits stand in exponents, where one T would cost |logit| ulp of every weight: they are two.
+// A hidden key whose numbers are not finite has low NaN; of other hidden keys it is 0.
 template <typename T>
 struct SplitLogits {
   T* high;
@@ -24,22 +25,45 @@ struct PreparedTokens {
 template <typename T>
 const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
                            SplitLogits<T>& logits);
+// only_state [B, key_heads]: heads without kSpread there are left out, unless it is nullptr.
 template <typename T>
 const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
-                             PreparedTokens<T>& prepared);
+                             PreparedTokens<T>& prepared, const uint32_t* only_state = nullptr);
 
 // Features of queries and keys and the keys' logits, in memory of the executor. Fills `prepared`.
 template <typename T>
 const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                            PreparedTokens<T>& prepared);
 
-// The features' gradients [B, heads, N, F], back to tokens and frequencies: grad_query and grad_key
-// are written, grad_w1 and grad_w2 added to, those that are there.
-//   grad_logits [B, key_heads, S]: of the keys' logits, for the magnitude's part of grad_key
+// The key head, of all batches', that a query head of all batches' attends to.
+__host__ __device__ inline int64_t key_head_of(const AttentionParams& params, int64_t bh) {
+  return bh / params.H * params.key_heads + bh % params.H * params.key_heads / params.H;
+}
+
+// Which sides of the pairs are asked for; the frequencies' gradients come from both.
+inline bool wants_frequencies(const AttentionBackwardParams& params) {
+  return params.grad_w1 || params.grad_w2;
+}
+inline bool wants_queries(const AttentionBackwardParams& params) {
+  return params.grad_query || wants_frequencies(params);
+}
+inline bool wants_keys(const AttentionBackwardParams& params) {
+  return params.grad_key || params.grad_key_bias || params.grad_value || wants_frequencies(params);
+}
+
+// What the pairs leave to the tokens.
+template <typename T>
+struct PairGradients {
+  T* phi_q;   // [B, H, L, F]
+  T* phi_k;   // [B, key_heads, S, F]
+  T* logits;  // [B, key_heads, S], for the magnitude's part of grad_key and for key_bias
+};
+
+// From there back to tokens and frequencies: grad_query and grad_key are written, grad_w1 and
+// grad_w2 added to, those that are there.
 template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const PreparedTokens<T>& prepared, const T* grad_phi_q,
-                            const T* grad_phi_k, const T* grad_logits);
+                            const SplitLogits<T>& keys, const PairGradients<T>& gradients);
 
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor);

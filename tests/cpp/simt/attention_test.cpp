@@ -272,7 +272,21 @@ Results truth_of(Call& call, const Case& c) {
   return r;
 }
 
-// The same by the CUDA kernels.
+// The gradients by the CUDA kernels, from what `forward` holds.
+Results device_gradients(Call& call, const Case& c, const Results& forward) {
+  Results r = room(call.memory, c, c.type);
+  AttentionBackwardParams params;
+  call.set(params);
+  params.output = forward.output.array;
+  params.log_normalizer = forward.log_normalizer.array;
+  set_gradients(params, c, r, call.grad_output);
+  const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
+  EXPECT_STREQ(cuda::attention_kernels.backward[wide](params, device_executor(call.memory)),
+               nullptr);
+  return r;
+}
+
+// Everything by the CUDA kernels.
 Results device_results(Call& call, const Case& c) {
   Results r = room(call.memory, c, c.type);
   const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
@@ -315,12 +329,8 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
   EXPECT_LE(error, tolerance * largest) << what;
 }
 
-void compare(const Results& got, const Results& expected, const Case& c, double output,
-             double gradient) {
-  expect_close(got.output, expected.output, output, "output");
-  expect_close(got.log_normalizer, expected.log_normalizer, output, "log_normalizer");
-  expect_close(got.weights, expected.weights, output, "weights");
-  expect_close(got.average, expected.average, output, "average weights");
+void compare_gradients(const Results& got, const Results& expected, const Case& c,
+                       double gradient) {
   expect_close(got.grad_query, expected.grad_query, gradient, "grad_query");
   expect_close(got.grad_key, expected.grad_key, gradient, "grad_key");
   expect_close(got.grad_value, expected.grad_value, gradient, "grad_value");
@@ -331,6 +341,15 @@ void compare(const Results& got, const Results& expected, const Case& c, double 
     // Of a mask that is one number per row the gradient is zero: rows of dlog sum to nothing.
     expect_close(got.grad_mask, expected.grad_mask, gradient, "grad_mask", 0.1);
   }
+}
+
+void compare(const Results& got, const Results& expected, const Case& c, double output,
+             double gradient) {
+  expect_close(got.output, expected.output, output, "output");
+  expect_close(got.log_normalizer, expected.log_normalizer, output, "log_normalizer");
+  expect_close(got.weights, expected.weights, output, "weights");
+  expect_close(got.average, expected.average, output, "average weights");
+  compare_gradients(got, expected, c, gradient);
 }
 
 const Case kCases[] = {
@@ -455,6 +474,35 @@ const Case kHalfCases[] = {
     {.name = "dropout", .L = 40, .S = 70, .d_v = 8, .dropout = 0.3},
     {.name = "dropout_and_causal", .L = 70, .S = 70, .d_v = 8, .causal = true, .dropout = 0.3},
     {.name = "grouped", .H = 4, .G = 2, .L = 20, .S = 70, .d_v = 8, .bias = true},
+    {.name = "wide_features_and_value",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 70,
+     .S = 65,
+     .d = 8,
+     .d_v = 128,
+     .M = 64,
+     .frequency_heads = 1,
+     .causal = true},
+    {.name = "grouped_own_frequencies",
+     .H = 4,
+     .G = 2,
+     .L = 20,
+     .S = 30,
+     .d_v = 8,
+     .frequency_heads = 4,
+     .bias = true},
+    {.name = "frequencies_per_sample", .L = 20, .S = 30, .d_v = 8, .frequency_batches = 2},
+    {.name = "stationary", .L = 20, .S = 30, .d_v = 8, .stationary = true},
+    {.name = "uneven_magnitudes_and_causal",
+     .L = 70,
+     .S = 70,
+     .d_v = 8,
+     .causal = true,
+     .magnitude = 4},
+    {.name = "no_keys", .S = 0, .d_v = 8},
+    {.name = "no_queries", .L = 0, .d_v = 8},
     {.name = "large_magnitudes", .L = 20, .S = 70, .d_v = 8, .M = 32, .magnitude = 40},
     {.name = "large_magnitudes_and_causal",
      .L = 70,
@@ -566,13 +614,22 @@ TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
     expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
                   "log_normalizer");
     // delta comes from the rounded output, which tells where single keys dominate.
-    if (c.magnitude != 1) continue;
-    for (const auto& [gradient, expected] : {std::pair{got.grad_query, truth.grad_query},
-                                             {got.grad_key, truth.grad_key},
-                                             {got.grad_value, truth.grad_value},
-                                             {got.grad_w1, truth.grad_w1}}) {
-      expect_close(gradient, expected, 12 * roundoff, "gradient");
-    }
+    if (c.magnitude == 1) compare_gradients(got, truth, c, 6 * roundoff);
+  }
+}
+
+// Alone, what the backward pass adds: the features' rounding in Half and that of its results.
+TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    Case c = GetParam();
+    c.type = type;
+    Call call(c);
+    const Results truth = truth_of(call, c);
+    const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+    // Where single keys dominate, rows follow from single scores, which may be small.
+    const double amplification = c.magnitude > 10 ? 10 : 1;
+    compare_gradients(device_gradients(call, c, truth), truth, c,
+                      amplification * (2 * roundoff + 0x1p-10));
   }
 }
 
@@ -621,24 +678,49 @@ TEST(AttentionKernelsOnDevice, NanStaysWhereItIsSeen) {
 
 TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
   for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    Case c{.name = "nan",
-           .B = 1,
-           .H = 1,
-           .G = 1,
-           .L = 70,
-           .S = 70,
-           .d_v = 8,
-           .frequency_heads = 1,
-           .causal = true};
-    c.type = type;
-    for (Tensor Call::* spoiled : {&Call::key, &Call::value}) {
-      Call call(c);
-      const Tensor& tensor = call.*spoiled;
-      write(tensor.array, 40 * (tensor.count / 70), NAN);
-      const Results got = device_results(call, c);
-      for (int64_t i = 0; i < 70; ++i) {
-        EXPECT_EQ(std::isnan(read(got.output.array, i * c.d_v)), i >= 40) << i;
+    for (const bool causal : {true, false}) {
+      Case c{.name = "nan", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+      c.frequency_heads = 1;
+      c.causal = causal;
+      c.type = type;
+      for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
+        Call call(c);
+        const Tensor& tensor = call.*spoiled;
+        write(tensor.array, 40 * (tensor.count / 70), NAN);
+        const Results got = device_results(call, c), truth = truth_of(call, c);
+        const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+        expect_close(got.output, truth.output, 6 * roundoff, "output");
+        expect_close(got.grad_query, truth.grad_query, 6 * roundoff, "grad_query");
+        expect_close(got.grad_key, truth.grad_key, 6 * roundoff, "grad_key");
+        expect_close(got.grad_value, truth.grad_value, 6 * roundoff, "grad_value");
       }
+    }
+  }
+}
+
+// Padding: what a key that key_bias hides holds, nobody sees.
+TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    for (const bool causal : {true, false}) {
+      Case c{.name = "hidden", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+      c.frequency_heads = 1;
+      c.causal = causal;
+      c.bias = true;
+      c.type = type;
+      Call clean(c), call(c);
+      for (const int64_t j : {int64_t{3}, int64_t{40}}) {
+        write(clean.bias.array, j, -INFINITY);
+        write(call.bias.array, j, -INFINITY);
+        write(call.key.array, j * c.d, NAN);
+        for (int64_t column = 0; column < c.d_v; ++column) {
+          write(call.value.array, j * c.d_v + column, column % 2 == 0 ? NAN : INFINITY);
+        }
+      }
+      const Results got = device_results(call, c), expected = device_results(clean, c);
+      for (int64_t i = 0; i < got.output.count; ++i) {
+        EXPECT_EQ(read(got.output.array, i), read(expected.output.array, i)) << i;
+      }
+      compare_gradients(got, expected, c, 0);
     }
   }
 }

@@ -1,0 +1,193 @@
+// What the tensor-core kernels share: blocks of four warps, tiles of 64 tokens of 16-bit rows in
+// shared memory, two stages of them in flight, and where fragments lie.
+#pragma once
+
+#include "attention/cuda/folded.h"
+#include "attention/cuda/tiles.h"
+#include "support/cuda/intrinsics.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kFoldedThreads = kWarps * 32;
+constexpr int kStep = 64;  // tokens that a block passes by at a time
+constexpr int kStages = 2;
+
+// Rows of 128 n bytes; the 16-byte chunk is turned by the row, so that eight rows of one chunk lie
+// in different banks.
+__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
+  return row * row_bytes + ((chunk & ~7u) | ((chunk ^ row) & 7u)) * 16;
+}
+
+// Copies rows of 16-bit elements, kWidth of them in shared memory: a thread takes one 16-byte
+// column, and every kRowStep-th row of it. The rows' places differ by constants: kRowStep is a
+// multiple of 8, the period of the swizzle.
+template <int kWidth>
+struct RowCopy {
+  static constexpr int kRowStep = kFoldedThreads / (kWidth / 8);
+  static_assert(kRowStep % 8 == 0);
+
+  int64_t stride;  // elements from row to row
+  uint32_t place;
+  int row, column;  // of the thread
+  bool inside;      // false: beyond the columns that there are; zeros
+
+  __device__ __forceinline__ RowCopy(int64_t row_stride, int columns)
+      : stride(row_stride), row(threadIdx.x / (kWidth / 8)) {
+    const int chunk = threadIdx.x % (kWidth / 8);
+    place = swizzled(row, chunk, 2 * kWidth);
+    column = chunk * 8;
+    inside = column < columns;
+  }
+  // The thread's place in an array whose rows begin at `rows`.
+  template <typename T>
+  __device__ __forceinline__ const T* source(const T* rows) const {
+    return rows + row * stride + (inside ? column : 0);
+  }
+  // Begins to copy kRows rows from a thread's place; of those from the `count`-th on, zeros.
+  template <int kRows, typename T>
+  __device__ __forceinline__ void begin(uint32_t base, const T* from, int count) const {
+#pragma unroll
+    for (int step = 0; step < kRows / kRowStep; ++step) {
+      const bool there = inside && row + step * kRowStep < count;
+      cp_async_16(base + place + step * (kRowStep * 2 * kWidth),
+                  there ? from + step * kRowStep * stride : from, there ? 16 : 0);
+    }
+  }
+};
+
+// Where a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of chunk c is at
+// place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
+struct FragmentPlaces {
+  uint32_t place[4];
+
+  __device__ FragmentPlaces(uint32_t start, int row, int half, uint32_t row_bytes) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) place[k] = start + swizzled(row, 2 * k + half, row_bytes);
+  }
+  // Of A, and of B that lies [k][n] and is read with trans.
+  __device__ static __forceinline__ FragmentPlaces of_rows(uint32_t start, uint32_t row_bytes) {
+    const int lane = threadIdx.x % 32;
+    return FragmentPlaces(start, lane % 16, lane / 16, row_bytes);
+  }
+  // Of B that lies [n][k].
+  __device__ static __forceinline__ FragmentPlaces of_columns(uint32_t start, uint32_t row_bytes) {
+    const int lane = threadIdx.x % 32;
+    return FragmentPlaces(start, lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes);
+  }
+  template <int kRowBytes>
+  __device__ __forceinline__ uint32_t at(int chunk, int k) const {
+    return place[k % 4] + k / 4 * 128 + chunk * 16 * kRowBytes;
+  }
+};
+
+// The value rows of poisoned keys become zero: what such a key does is in its eps.
+template <typename T, int V>
+__device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
+  Shared<uint16_t> values = shared_cast<uint16_t>(tile);
+  for (int index = threadIdx.x; index < kStep * V; index += kFoldedThreads) {
+    const uint16_t bits = values[index];
+    if (!is_finite(to_float(T{bits}))) values[index] = 0;
+  }
+  __syncthreads();
+}
+
+// The rows of the value that belong to a query head.
+template <typename T>
+__device__ __forceinline__ const T* value_rows(const AttentionParams& params, int64_t b,
+                                               int64_t h) {
+  return static_cast<const T*>(params.value.data) + b * params.value.stride[0] +
+         h * params.G / params.H * params.value.stride[1];
+}
+
+// Tokens from the first of a tile on; beyond 2^31 a tile is full all the same.
+__device__ __forceinline__ int left_of(int64_t count, int64_t first) {
+  return static_cast<int>(min(count - first, int64_t{1} << 30));
+}
+
+// Whether the heads of a block are those that the ordinary kernels compute.
+__device__ __forceinline__ bool is_spread(const AttentionParams& params, uint32_t state) {
+  return !every_row_sees_all(params) && (state & kSpread) != 0;
+}
+
+// Which pairs a kernel is compiled for: all; those that causality lets be; or masks and dropout,
+// too.
+enum class Pairs { kAll, kCausal, kAny };
+
+inline Pairs pairs_of(const AttentionParams& params) {
+  if (params.mask.type != ElementType::kNone || params.dropout_threshold != 0) return Pairs::kAny;
+  return params.is_causal ? Pairs::kCausal : Pairs::kAll;
+}
+
+// Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
+// last token there are zeros, which change nothing.
+template <Pairs kPairs>
+struct TileVisibility {
+  int diagonal;  // the key that query 0 sees last
+  int rows, columns;
+  const uint8_t* mask;
+  const int64_t* stride;
+
+  __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
+                                            int64_t i0, int64_t j0) {
+    if constexpr (kPairs == Pairs::kAll) return;
+    const int64_t far = 1 << 20;
+    diagonal = static_cast<int>(params.is_causal ? max(-far, min(i0 - j0, far)) : far);
+    if constexpr (kPairs == Pairs::kAny) {
+      rows = left_of(params.L, i0);
+      columns = left_of(params.S, j0);
+      stride = params.mask.stride;
+      mask = nullptr;
+      if (params.mask.type == ElementType::kBool) {
+        mask = static_cast<const uint8_t*>(params.mask.data) + b * stride[0] + h * stride[1] +
+               i0 * stride[2] + j0 * stride[3];
+      }
+    }
+  }
+  __device__ __forceinline__ bool operator()(int row, int column) const {
+    if constexpr (kPairs == Pairs::kAll) return true;
+    if (column - row > diagonal) return false;
+    if constexpr (kPairs == Pairs::kCausal) return true;
+    if (row >= rows || column >= columns) return false;
+    return mask == nullptr || mask[row * stride[2] + column * stride[3]] != 0;
+  }
+};
+
+// What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
+// tiles of 8.
+struct FragmentDropout {
+  uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
+
+  FragmentDropout() = default;
+  // turned: rows are keys.
+  __device__ __forceinline__ FragmentDropout(const AttentionParams& params, int64_t bh,
+                                             int64_t query, int64_t key, bool turned) {
+    if (params.dropout_threshold == 0) return;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const PhiloxBlock bytes =
+        dropout_group(static_cast<uint64_t>(params.dropout_state[0]),
+                      static_cast<uint64_t>(params.dropout_state[1]), bh,
+                      query / 16 * 4 + (turned ? t : g / 2), key / 16 * 4 + (turned ? g / 2 : t));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int row = (g & 1) + 2 * (c / 2), column = c % 2 + 2 * n;
+        const uint32_t word = bytes.word[turned ? column : row];
+        const uint32_t byte = word >> (8 * (turned ? row : column)) & 0xff;
+        dropped |= static_cast<uint32_t>(byte < params.dropout_threshold) << (4 * n + c);
+      }
+    }
+  }
+  __device__ __forceinline__ bool drops(int n, int c) const {
+    return (dropped >> (4 * n + c) & 1) != 0;
+  }
+};
+
+// Tiles of 16 rows per warp: as many as the registers hold.
+template <int V>
+constexpr int kRowTilesFor = V <= 64 ? 2 : 1;
+
+}  // namespace
+}  // namespace ikattn::cuda
