@@ -44,8 +44,16 @@ struct Angle {
   }
 };
 
+template <typename T>
+struct alignas(16) Four {
+  T at[4];
+};
+
+// Elements from row to row of the tokens in shared memory: they are read four at a time.
+__host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
+
 // u and v of `kTokens` tokens for frequency m, in turns.
-//   x [kTokens][d] in shared memory
+//   x [kTokens][token_pitch(d)] in shared memory
 template <typename T>
 __device__ __forceinline__ void half_angles(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t m, Shared<T> x, T (&u)[kTokens],
@@ -53,17 +61,28 @@ __device__ __forceinline__ void half_angles(const FeatureSource& source, int64_t
   const bool stationary = source.w2.type == ElementType::kNone;
   const int64_t base1 = source.frequency_base(source.w1, b, head) + m * source.w1.stride[3];
   const int64_t base2 = source.frequency_base(source.w2, b, head) + m * source.w2.stride[3];
+  const int64_t pitch = token_pitch(source.d);
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) u[t] = v[t] = 0;
-  for (int64_t c = 0; c < source.d; ++c) {
-    const T w1 = load_element<T>(source.w1, base1 + c * source.w1.stride[2]);
-    const T w2 = stationary ? w1 : load_element<T>(source.w2, base2 + c * source.w2.stride[2]);
-    const T sum = (w1 + w2) / 2, difference = (w1 - w2) / 2;
+  for (int64_t first = 0; first < source.d; first += 4) {
+    T sum[4] = {}, difference[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t c = first + i;
+      if (c >= source.d) continue;
+      const T w1 = load_element<T>(source.w1, base1 + c * source.w1.stride[2]);
+      const T w2 = stationary ? w1 : load_element<T>(source.w2, base2 + c * source.w2.stride[2]);
+      sum[i] = (w1 + w2) / 2;
+      difference[i] = (w1 - w2) / 2;
+    }
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const T value = x[t * source.d + c];
-      u[t] += value * sum;
-      v[t] += value * difference;
+      const Four<T> values = load_vector<Four<T>>(x + t * pitch + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u[t] += values.at[i] * sum[i];
+        v[t] += values.at[i] * difference[i];
+      }
     }
   }
 }
@@ -72,9 +91,10 @@ template <typename T>
 __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t first, Shared<T> x) {
   const Tokens tokens(source.x, b, head * source.x_heads / source.heads);
-  for (int64_t index = threadIdx.x; index < kTokens * source.d; index += kTokenThreads) {
-    const int64_t token = first + index / source.d;
-    x[index] = token < source.N ? tokens.load<T>(token, index % source.d) : T(0);
+  const int64_t pitch = token_pitch(source.d);
+  for (int64_t index = threadIdx.x; index < kTokens * pitch; index += kTokenThreads) {
+    const int64_t token = first + index / pitch, c = index % pitch;
+    x[index] = token < source.N && c < source.d ? tokens.load<T>(token, c) : T(0);
   }
   __syncthreads();
 }
@@ -230,87 +250,187 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
 }
 
 // grad_x[n][c] = sum_m grad_u W+[c][m] + grad_v W-[c][m], and the magnitude's part:
-// grad_logits scale d|x|_p^2 / dx_c.
+// grad_logits scale d|x|_p^2 / dx_c. A block: 64 tokens and 64 dimensions.
 //   out [B, heads, N, d]
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     token_gradient_kernel(FeatureSource source, Array out, const T* grad_u, const T* grad_v,
                           const T* grad_logits, const T* logits, double p, double magnitude_scale) {
-  const int64_t bh = blockIdx.x / source.N, token = blockIdx.x % source.N;
-  const int64_t b = bh / source.heads, head = bh % source.heads;
+  IKATTN_SHARED(double, norms, kTile);
+  IKATTN_SHARED(T, factors, kTile);
+  const ThreadTile at;
+  const int64_t token_blocks = (source.N + kTile - 1) / kTile;
+  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTile;
+  const int64_t b = bh / source.heads, head = bh % source.heads, c0 = int64_t{blockIdx.y} * kTile;
   const bool stationary = source.w2.type == ElementType::kNone;
   const int64_t base1 = source.frequency_base(source.w1, b, head);
   const int64_t base2 = source.frequency_base(source.w2, b, head);
   const Tokens x(source.x, b, head * source.x_heads / source.heads), gradient(out, b, head);
-  const T* du = grad_u + (bh * source.N + token) * source.M;
-  const T* dv = grad_v + (bh * source.N + token) * source.M;
   const bool has_magnitude = grad_logits != nullptr && p > 0;
-  T factor = 0;
-  double norm = 0;
   if (has_magnitude) {
-    const T logit = logits[bh * source.N + token];
-    norm = p_norm(x, token, source.d, p, threadIdx.x % 32);  // by each warp
-    const bool counts = logit != minus_infinity<T>() && norm != 0;
-    factor =
-        counts ? grad_logits[bh * source.N + token] * static_cast<T>(2 * magnitude_scale) : T(0);
+    for (int row = threadIdx.x / 32; row < kTile; row += kThreads / 32) {
+      const int64_t token = first + row;
+      if (token >= source.N) break;  // the whole warp
+      const T logit = logits[bh * source.N + token];
+      const double norm = p_norm(x, token, source.d, p, threadIdx.x % 32);
+      if (threadIdx.x % 32 != 0) continue;
+      const bool counts = logit != minus_infinity<T>() && norm != 0;
+      norms[row] = norm;
+      factors[row] =
+          counts ? grad_logits[bh * source.N + token] * static_cast<T>(2 * magnitude_scale) : T(0);
+    }
   }
-  for (int64_t c = threadIdx.x; c < source.d; c += kTokenThreads) {
-    T sum = 0;
-    for (int64_t m = 0; m < source.M; ++m) {
-      const T w1 =
-          load_element<T>(source.w1, base1 + c * source.w1.stride[2] + m * source.w1.stride[3]);
-      const T w2 = stationary ? w1
-                              : load_element<T>(source.w2, base2 + c * source.w2.stride[2] +
-                                                               m * source.w2.stride[3]);
-      sum += du[m] * ((w1 + w2) / 2) + dv[m] * ((w1 - w2) / 2);
-    }
-    if (factor != T(0)) {
-      const T value = x.load<T>(token, c);
-      if (p == 2) {
-        sum += factor * value;
-      } else if (value != T(0)) {
-        const double slope = norm * pow(fabs(static_cast<double>(value)) / norm, p - 1);
-        sum += factor * static_cast<T>(value < T(0) ? -slope : slope);
+  const auto angle_gradients = [&](int row, int64_t k) {
+    if (first + row >= source.N) return T(0);
+    const int64_t index = (bh * source.N + first + row) * source.M;
+    return k < source.M ? grad_u[index + k] : grad_v[index + k - source.M];
+  };
+  const auto frequencies = [&](int column, int64_t k) {
+    const int64_t c = c0 + column, m = k < source.M ? k : k - source.M;
+    if (c >= source.d) return T(0);
+    const T w1 =
+        load_element<T>(source.w1, base1 + c * source.w1.stride[2] + m * source.w1.stride[3]);
+    if (stationary) return w1;
+    const T w2 =
+        load_element<T>(source.w2, base2 + c * source.w2.stride[2] + m * source.w2.stride[3]);
+    return (k < source.M ? w1 + w2 : w1 - w2) / 2;
+  };
+  T sums[kPerThread][kPerThread];
+  dot_tile<T>(at, stationary ? source.M : 2 * source.M, angle_gradients, frequencies,
+              dynamic_shared<T>(), sums);
+#pragma unroll
+  for (int r = 0; r < kPerThread; ++r) {
+    const int64_t token = first + at.row(r);
+    if (token >= source.N) continue;
+    const T factor = has_magnitude ? factors[at.row(r)] : T(0);
+    const double norm = has_magnitude ? norms[at.row(r)] : 0.0;
+#pragma unroll
+    for (int column = 0; column < kPerThread; ++column) {
+      const int64_t c = c0 + at.column(column);
+      if (c >= source.d) continue;
+      T sum = sums[r][column];
+      if (factor != T(0)) {
+        const T value = x.load<T>(token, c);
+        if (p == 2) {
+          sum += factor * value;
+        } else if (value != T(0)) {
+          const double slope = norm * pow(fabs(static_cast<double>(value)) / norm, p - 1);
+          sum += factor * static_cast<T>(value < T(0) ? -slope : slope);
+        }
       }
+      gradient.store<T>(token, c, sum);
     }
-    gradient.store<T>(token, c, sum);
   }
 }
 
-// grad_w1 and grad_w2 (+=) of one frequency batch and head, summed over the tokens in a fixed
-// order: a thread per (dimension, frequency).
+// How the tokens that share frequencies are dealt out, to be added up in a fixed order: in shares
+// of whole heads, and heads in ranges of tokens.
+struct TokenShares {
+  static constexpr int64_t kTokensEach = 2048;
+  int64_t heads;       // of all batches that share one set of frequencies
+  int64_t heads_each;  // of a share
+  int64_t ranges;      // of a head
+  int64_t count;       // of shares
+
+  explicit TokenShares(const FeatureSource& source) {
+    heads = source.heads / source.frequency_heads *
+            (source.frequency_batches == 1 ? source.B : int64_t{1});
+    ranges = ceil_div(source.N, kTokensEach);
+    heads_each = source.N > 0 && source.N < kTokensEach ? kTokensEach / source.N : 1;
+    count = ceil_div(heads, heads_each) * ranges;
+  }
+};
+
+// parts [share][frequency batch, head][u, v][d][M] = sum over the share's tokens of x grad_u and
+// x grad_v. A block: 64 dimensions and 64 frequencies.
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads, 2)
-    frequency_gradient_kernel(FeatureSource source, const T* grad_u, const T* grad_v, T* grad_w1,
-                              T* grad_w2) {
-  const int64_t size = source.d * source.M;
-  const int64_t blocks = (size + kTokenThreads - 1) / kTokenThreads;
-  const int64_t which = blockIdx.x / blocks;
-  const int64_t element = blockIdx.x % blocks * kTokenThreads + threadIdx.x;
-  if (element >= size) return;
+__global__ void __launch_bounds__(kThreads, 1)
+    frequency_part_kernel(FeatureSource source, TokenShares shares, const T* grad_u,
+                          const T* grad_v, T* parts) {
+  Shared<T> values = dynamic_shared<T>();  // each [kDepth tokens][64]
+  Shared<T> u = values + kDepth * kPitch;
+  Shared<T> v = u + kDepth * kPitch;
+  const ThreadTile at;
+  const int64_t tiles_m = (source.M + kTile - 1) / kTile, tiles_c = (source.d + kTile - 1) / kTile;
+  const int64_t m0 = blockIdx.x % tiles_m * kTile, c0 = blockIdx.x / tiles_m % tiles_c * kTile;
+  const int64_t sets = source.frequency_batches * source.frequency_heads;
+  const int64_t which = blockIdx.x / (tiles_m * tiles_c) % sets;
+  const int64_t share = blockIdx.x / (tiles_m * tiles_c) / sets;
   const int64_t frequency_batch = which / source.frequency_heads;
   const int64_t frequency_head = which % source.frequency_heads;
-  const int64_t c = element / source.M, m = element % source.M;
   const int64_t group = source.heads / source.frequency_heads;
-  T plus = 0, minus = 0;
-  const int64_t first_batch = source.frequency_batches == 1 ? 0 : frequency_batch;
-  const int64_t end_batch = source.frequency_batches == 1 ? source.B : frequency_batch + 1;
-  for (int64_t b = first_batch; b < end_batch; ++b) {
-    for (int64_t head = frequency_head * group; head < (frequency_head + 1) * group; ++head) {
-      const Tokens x(source.x, b, head * source.x_heads / source.heads);
-      const int64_t base = (b * source.heads + head) * source.N;
-      for (int64_t token = 0; token < source.N; ++token) {
-        const T value = x.load<T>(token, c);
-        const int64_t index = (base + token) * source.M + m;
-        const T du = grad_u[index], dv = grad_v[index];
-        // A token without gradient has none, whatever it holds.
-        if (du != T(0)) plus += value * du;
-        if (dv != T(0)) minus += value * dv;
+  const int64_t first_head = share / shares.ranges * shares.heads_each;
+  const int64_t end_head = min(first_head + shares.heads_each, shares.heads);
+  const int64_t first = share % shares.ranges * TokenShares::kTokensEach;
+  const int64_t end = min(first + TokenShares::kTokensEach, source.N);
+  T sums_u[kPerThread][kPerThread] = {}, sums_v[kPerThread][kPerThread] = {};
+  for (int64_t unit = first_head; unit < end_head; ++unit) {
+    const int64_t b = frequency_batch + unit / group;
+    const int64_t head = frequency_head * group + unit % group;
+    const Tokens x(source.x, b, head * source.x_heads / source.heads);
+    const int64_t base = (b * source.heads + head) * source.N;
+    for (int64_t token0 = first; token0 < end; token0 += kDepth) {
+      __syncthreads();
+      for (int index = threadIdx.x; index < kDepth * kTile; index += kThreads) {
+        const int k = index / kTile, column = index % kTile;
+        const int64_t token = token0 + k, m = m0 + column;
+        const bool there = token < end;
+        const T value = there && c0 + column < source.d ? x.load<T>(token, c0 + column) : T(0);
+        // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
+        values[k * kPitch + column] = is_finite(value) ? value : T(0);
+        const int64_t from = (base + token) * source.M + m;
+        u[k * kPitch + column] = there && m < source.M ? grad_u[from] : T(0);
+        v[k * kPitch + column] = there && m < source.M ? grad_v[from] : T(0);
+      }
+      __syncthreads();
+#pragma unroll 4
+      for (int k = 0; k < kDepth; ++k) {
+        T left[kPerThread];
+#pragma unroll
+        for (int r = 0; r < kPerThread; ++r) left[r] = values[k * kPitch + at.row(r)];
+#pragma unroll
+        for (int c = 0; c < kPerThread; ++c) {
+          const T right_u = u[k * kPitch + at.column(c)], right_v = v[k * kPitch + at.column(c)];
+#pragma unroll
+          for (int r = 0; r < kPerThread; ++r) {
+            sums_u[r][c] += left[r] * right_u;
+            sums_v[r][c] += left[r] * right_v;
+          }
+        }
       }
     }
   }
+  const int64_t size = source.d * source.M;
+  T* part = parts + (share * sets + which) * 2 * size;
+#pragma unroll
+  for (int r = 0; r < kPerThread; ++r) {
+#pragma unroll
+    for (int c = 0; c < kPerThread; ++c) {
+      const int64_t row = c0 + at.row(r), column = m0 + at.column(c);
+      if (row >= source.d || column >= source.M) continue;
+      part[row * source.M + column] = sums_u[r][c];
+      part[size + row * source.M + column] = sums_v[r][c];
+    }
+  }
+}
+
+// grad_w1 and grad_w2 += the parts, share after share.
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads, 2)
+    frequency_gradient_kernel(FeatureSource source, TokenShares shares, const T* parts, T* grad_w1,
+                              T* grad_w2) {
+  const int64_t size = source.d * source.M;
+  const int64_t sets = source.frequency_batches * source.frequency_heads;
+  const int64_t index = int64_t{blockIdx.x} * kTokenThreads + threadIdx.x;
+  if (index >= sets * size) return;
+  const int64_t which = index / size, element = index % size;
+  T plus = 0, minus = 0;
+  for (int64_t share = 0; share < shares.count; ++share) {
+    const T* part = parts + (share * sets + which) * 2 * size + element;
+    plus += part[0];
+    minus += part[size];
+  }
   const bool stationary = source.w2.type == ElementType::kNone;
-  const int64_t index = which * size + element;
   if (grad_w1 != nullptr) grad_w1[index] += stationary ? plus : (plus + minus) / 2;
   if (grad_w2 != nullptr) grad_w2[index] += (plus - minus) / 2;
 }
@@ -362,7 +482,7 @@ const char* launch_features(const FeatureSource& source, const Array& phi,
                             const FeatureOptions<T>& options, Stream stream) {
   const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
   return launch(feature_kernel<T>, dim3(blocks), dim3(kTokenThreads),
-                kTokens * source.d * int64_t{sizeof(T)}, stream, source, phi, options);
+                kTokens * token_pitch(source.d) * int64_t{sizeof(T)}, stream, source, phi, options);
 }
 
 // The gradients of one side's features, back to its tokens and (+=) to the frequencies.
@@ -376,25 +496,37 @@ const char* side_gradients(const FeatureSource& source, const Array& grad_phi, c
   const auto token_blocks =
       static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
   if (const char* error = launch(angle_gradient_kernel<T>, dim3(token_blocks), dim3(kTokenThreads),
-                                 kTokens * source.d * int64_t{sizeof(T)}, executor.stream, source,
-                                 grad_phi, grad_u, grad_v)) {
+                                 kTokens * token_pitch(source.d) * int64_t{sizeof(T)},
+                                 executor.stream, source, grad_phi, grad_u, grad_v)) {
     return error;
   }
+  const T *read_u = grad_u, *read_v = grad_v;
   if (grad_x.type != ElementType::kNone) {
-    const auto tokens = static_cast<unsigned>(source.B * source.heads * source.N);
-    const T *read_u = grad_u, *read_v = grad_v;
+    const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTile));
     if (const char* error =
-            launch(token_gradient_kernel<T>, dim3(tokens), dim3(kTokenThreads), 0, executor.stream,
-                   source, grad_x, read_u, read_v, grad_logits, logits, p, magnitude_scale)) {
+            launch(token_gradient_kernel<T>,
+                   dim3(blocks, static_cast<unsigned>(ceil_div(source.d, kTile))), dim3(kThreads),
+                   2 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, source, grad_x,
+                   read_u, read_v, grad_logits, logits, p, magnitude_scale)) {
       return error;
     }
   }
   if (grad_w1 == nullptr && grad_w2 == nullptr) return nullptr;
-  const auto elements = static_cast<unsigned>(source.frequency_batches * source.frequency_heads *
-                                              ceil_div(source.d * source.M, kTokenThreads));
-  const T *read_u = grad_u, *read_v = grad_v;
-  return launch(frequency_gradient_kernel<T>, dim3(elements), dim3(kTokenThreads), 0,
-                executor.stream, source, read_u, read_v, grad_w1, grad_w2);
+  const TokenShares shares(source);
+  const int64_t sets = source.frequency_batches * source.frequency_heads;
+  const int64_t elements = sets * source.d * source.M;
+  T* parts = executor.take<T>(shares.count * 2 * elements);
+  const auto blocks = static_cast<unsigned>(shares.count * sets * ceil_div(source.d, kTile) *
+                                            ceil_div(source.M, kTile));
+  if (const char* error = launch(frequency_part_kernel<T>, dim3(blocks), dim3(kThreads),
+                                 3 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, source,
+                                 shares, read_u, read_v, parts)) {
+    return error;
+  }
+  const T* read_parts = parts;
+  return launch(frequency_gradient_kernel<T>,
+                dim3(static_cast<unsigned>(ceil_div(elements, kTokenThreads))), dim3(kTokenThreads),
+                0, executor.stream, source, shares, read_parts, grad_w1, grad_w2);
 }
 
 template <typename T>

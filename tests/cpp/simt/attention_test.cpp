@@ -442,6 +442,19 @@ TEST_P(AttentionKernelsOnDevice, Float32ErrsByRounding) {
   compare(device_results(call, c), truth, c, 3e-6, 2e-5);
 }
 
+// The frequencies' gradients, of more than a tile of them and of more tokens than a share. In
+// float32 that many rows hold some that follow from scores near zero.
+TEST(AttentionKernelsOnDevice, FrequenciesOfManyTokens) {
+  for (Case c : {Case{.name = "tiles", .B = 3, .L = 90, .S = 2, .d = 66, .M = 65},
+                 Case{.name = "shares", .B = 2, .L = 2049, .S = 2}}) {
+    c.H = c.G = c.frequency_heads = 1;
+    c.type = ElementType::kFloat64;
+    Call call(c);
+    const Results truth = truth_of(call, c);
+    compare(device_results(call, c), truth, c, 1e-12, 1e-11);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Simt, AttentionKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
 
