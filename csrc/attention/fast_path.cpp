@@ -31,6 +31,8 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
   AttentionParams params;
   set_sizes(params, sizes);
   params.value = array_of(value);
+  params.eps = eps;
+  params.is_causal = is_causal;
   if (is_present(attn_mask)) {
     params.mask = array_of(*attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
   }

@@ -7,17 +7,16 @@
 
 namespace ikattn {
 
-// nullptr, or why a call cannot go to the tensor cores: types, sizes,
-// alignment. What depends on the numbers is decided on the device: heads whose keys differ in
-// magnitude by more than a row can hold (cuda/folded.h) go to the ordinary units too.
+// nullptr, or why a call cannot go to the tensor cores: types, sizes, alignment.
 inline const char* why_no_tensor_cores(const AttentionParams& params) {
   const Array& value = params.value;
   const auto is_multiple = [](int64_t x, int64_t of) { return x % of == 0; };
   if (value.type != ElementType::kFloat16 && value.type != ElementType::kBFloat16) {
     return "query, key and value must be float16 or bfloat16";
   }
-  if (params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool) {
-    return "attn_mask must be bool";
+  // Where no row's largest key is known beforehand, only eps bounds the gradients of scores.
+  if (params.eps < 1e-8 && (params.is_causal || params.mask.type != ElementType::kNone)) {
+    return "eps must be at least 1e-8 with attn_mask or is_causal";
   }
   if (2 * params.M > 128) return "there must be at most 64 frequencies";
   if (params.d_v < 8 || params.d_v > 128 || !is_multiple(params.d_v, 8)) {

@@ -32,6 +32,8 @@ std::string reason(const Change& change) {
 TEST(FastPath, TakesWhatItIsMadeFor) {
   EXPECT_EQ(why_no_tensor_cores(good_call()), nullptr);
   EXPECT_EQ(reason([](auto& call) { call.mask.type = ElementType::kBool; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.mask.type = ElementType::kFloat32; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.eps = 0; }), "");
   EXPECT_EQ(reason([](auto& call) { call.is_causal = true; }), "");
   EXPECT_EQ(reason([](auto& call) { call.value.type = ElementType::kFloat16; }), "");
 }
@@ -41,7 +43,11 @@ TEST(FastPath, NamesWhatIsInTheWay) {
     return text.find(part) != std::string::npos;
   };
   EXPECT_TRUE(names(reason([](auto& call) { call.value.type = ElementType::kFloat32; }), "query"));
-  EXPECT_TRUE(names(reason([](auto& call) { call.mask.type = ElementType::kFloat32; }), "mask"));
+  EXPECT_TRUE(names(reason([](auto& call) {
+                      call.is_causal = true;
+                      call.eps = 0;
+                    }),
+                    "eps"));
   EXPECT_TRUE(names(reason([](auto& call) { call.M = 65; }), "64 frequencies"));
   for (const int64_t d_v : {4, 12, 136}) {
     EXPECT_TRUE(names(reason([=](auto& call) { call.d_v = d_v; }), "head size of value"));

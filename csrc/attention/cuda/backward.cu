@@ -10,11 +10,6 @@
 namespace ikattn::cuda {
 namespace {
 
-// Whether the tensor cores have done this key head.
-__device__ __forceinline__ bool is_folded(const uint32_t* fold_state, int64_t bk) {
-  return fold_state != nullptr && (fold_state[bk] & kSpread) == 0;
-}
-
 // What a query brings to every pair of its row. high NaN: the row is poisoned.
 template <typename T>
 struct RowState {
@@ -24,13 +19,11 @@ struct RowState {
 
 template <typename T>
 __global__ void __launch_bounds__(128, 2)
-    row_state_kernel(AttentionBackwardParams params, const T* phi_q, const uint32_t* fold_state,
-                     RowState<T> rows) {
+    row_state_kernel(AttentionBackwardParams params, const T* phi_q, RowState<T> rows) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
   if (index >= params.B * params.H * params.L) return;  // the whole warp
   const int64_t i = index % params.L, bh = index / params.L, F = 2 * params.M;
-  if (is_folded(fold_state, key_head_of(params, bh))) return;
   const Tokens output(params.output, bh / params.H, bh % params.H);
   const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
   double delta = 0;
@@ -130,7 +123,7 @@ constexpr int64_t backward_shared() {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     query_gradient_kernel(AttentionBackwardParams params, PreparedTokens<T> tokens,
-                          RowState<T> rows, const uint32_t* fold_state, T* grad_phi_q) {
+                          RowState<T> rows, T* grad_phi_q) {
   Shared<T> operands = dynamic_shared<T>();
   Shared<T> grad_scores = operands + 2 * kDepth * kPitch;  // [64 queries][64 keys]
   Shared<T> features = grad_scores + kTile * kPitch;       // [64 keys][64 features]
@@ -139,9 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t bh = blockIdx.x / row_blocks, i0 = blockIdx.x % row_blocks * kTile;
   const int64_t b = bh / params.H, h = bh % params.H;
   const int64_t feature0 = int64_t{blockIdx.y} * kTile;
-  const int64_t bk = key_head_of(params, bh);
-  if (is_folded(fold_state, bk)) return;  // the whole block
-  const T* phi_k = tokens.phi_k + bk * params.S * F;
+  const T* phi_k = tokens.phi_k + key_head_of(params, bh) * params.S * F;
   T sums[kPerThread][kPerThread] = {};
   const int64_t end = visible_keys(params, i0);
   for (int64_t j0 = 0; j0 < end; j0 += kTile) {
@@ -176,8 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_kernel(AttentionBackwardParams params, PreparedTokens<T> tokens, RowState<T> rows,
-                        const uint32_t* fold_state, PairGradients<T> gradients,
-                        int feature_slices) {
+                        PairGradients<T> gradients, int feature_slices) {
   Shared<T> operands = dynamic_shared<T>();
   Shared<T> left = operands + 2 * kDepth * kPitch;  // [64 keys][64 queries]
   Shared<T> right = left + kTile * kPitch;          // [64 queries][64 features or columns]
@@ -185,7 +175,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t key_blocks = (params.S + kTile - 1) / kTile, F = 2 * params.M;
   const int64_t bk = blockIdx.x / key_blocks, j0 = blockIdx.x % key_blocks * kTile;
   const int64_t b = bk / params.key_heads, key_head = bk % params.key_heads;
-  if (is_folded(fold_state, bk)) return;  // the whole block
   const bool of_value = static_cast<int>(blockIdx.y) >= feature_slices;
   const int64_t column0 = (int64_t{blockIdx.y} - (of_value ? feature_slices : 0)) * kTile;
   const int64_t group = params.H / params.key_heads;
@@ -310,46 +299,47 @@ __global__ void __launch_bounds__(128, 2)
       grad_logits[index]);
 }
 
-// The pairs on the ordinary units; fold_state: of the heads that are left to them.
+template <typename T>
+const char* prepare_rows(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                         const PreparedTokens<T>& tokens, RowState<T>& rows) {
+  const int64_t queries = params.B * params.H * params.L;
+  rows = {{executor.take<T>(queries), executor.take<T>(queries)}, executor.take<T>(queries)};
+  return launch(row_state_kernel<T>, dim3(static_cast<unsigned>(ceil_div(queries, 4))), dim3(128),
+                0, executor.stream, params, tokens.phi_q, rows);
+}
+
 template <typename T>
 const char* pair_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                           const PreparedTokens<T>& tokens, const uint32_t* fold_state,
+                           const PreparedTokens<T>& tokens, const RowState<T>& rows,
                            const PairGradients<T>& gradients) {
-  const int64_t F = 2 * params.M, queries = params.B * params.H * params.L;
-  const RowState<T> rows = {{executor.take<T>(queries), executor.take<T>(queries)},
-                            executor.take<T>(queries)};
-  const auto blocks = [](int64_t count) { return static_cast<unsigned>(count); };
-  const Stream stream = executor.stream;
-  if (const char* error = launch(row_state_kernel<T>, dim3(blocks(ceil_div(queries, 4))), dim3(128),
-                                 0, stream, params, tokens.phi_q, fold_state, rows)) {
-    return error;
-  }
-  const int64_t row_blocks = ceil_div(params.L, kTile), key_blocks = ceil_div(params.S, kTile);
-  const int64_t feature_slices = ceil_div(F, kTile);
+  const auto feature_slices = static_cast<unsigned>(ceil_div(2 * params.M, kTile));
   if (wants_queries(params)) {
-    if (const char* error = launch(
-            query_gradient_kernel<T>,
-            dim3(blocks(params.B * params.H * row_blocks), blocks(feature_slices)), dim3(kThreads),
-            backward_shared<T>(), stream, params, tokens, rows, fold_state, gradients.phi_q)) {
+    const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kTile));
+    if (const char* error =
+            launch(query_gradient_kernel<T>, dim3(blocks, feature_slices), dim3(kThreads),
+                   backward_shared<T>(), executor.stream, params, tokens, rows, gradients.phi_q)) {
       return error;
     }
   }
-  if (wants_keys(params)) {
-    const int64_t value_slices = params.grad_value ? ceil_div(params.d_v, kTile) : 0;
-    if (const char* error = launch(key_gradient_kernel<T>,
-                                   dim3(blocks(params.B * params.key_heads * key_blocks),
-                                        blocks(feature_slices + value_slices)),
-                                   dim3(kThreads), backward_shared<T>(), stream, params, tokens,
-                                   rows, fold_state, gradients, static_cast<int>(feature_slices))) {
-      return error;
-    }
-  }
-  if (!params.grad_mask) return nullptr;
+  if (!wants_keys(params)) return nullptr;
+  const auto blocks =
+      static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kTile));
+  const auto value_slices =
+      static_cast<unsigned>(params.grad_value ? ceil_div(params.d_v, kTile) : 0);
+  return launch(key_gradient_kernel<T>, dim3(blocks, feature_slices + value_slices), dim3(kThreads),
+                backward_shared<T>(), executor.stream, params, tokens, rows, gradients,
+                static_cast<int>(feature_slices));
+}
+
+template <typename T>
+const char* mask_gradient(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                          const PreparedTokens<T>& tokens, const RowState<T>& rows) {
   const int64_t* stride = params.grad_mask.stride;
   const int64_t tiles = (stride[0] == 0 ? 1 : params.B) * (stride[1] == 0 ? 1 : params.H) *
-                        (stride[2] == 0 ? 1 : row_blocks) * (stride[3] == 0 ? 1 : key_blocks);
-  return launch(mask_gradient_kernel<T>, dim3(blocks(tiles)), dim3(kThreads), backward_shared<T>(),
-                stream, params, tokens, rows);
+                        (stride[2] == 0 ? 1 : ceil_div(params.L, kTile)) *
+                        (stride[3] == 0 ? 1 : ceil_div(params.S, kTile));
+  return launch(mask_gradient_kernel<T>, dim3(static_cast<unsigned>(tiles)), dim3(kThreads),
+                backward_shared<T>(), executor.stream, params, tokens, rows);
 }
 
 }  // namespace
@@ -362,10 +352,10 @@ const char* attention_backward(const AttentionBackwardParams& params,
   if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
   const PairGradients<T> gradients = {executor.take<T>(params.B * params.H * params.L * F),
                                       executor.take<T>(keys * F), executor.take<T>(keys)};
-  bool all_folded = false;
-  const uint32_t* fold_state = nullptr;
+  bool folds = false;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (why_no_tensor_cores(params) == nullptr) {
+    folds = why_no_tensor_cores(params) == nullptr;
+    if (folds) {
       FoldedTokens folded;
       if (const char* error = fold_tokens(params, executor, tokens.keys, true, folded)) {
         return error;
@@ -373,14 +363,19 @@ const char* attention_backward(const AttentionBackwardParams& params,
       if (const char* error = folded_backward(params, executor, tokens.keys, folded, gradients)) {
         return error;
       }
-      fold_state = folded.state;
-      all_folded = every_row_sees_all(params);
     }
   }
-  if (!all_folded) {
-    if (const char* error = prepare_features(params, executor, tokens, fold_state)) return error;
-    if (const char* error = pair_gradients(params, executor, tokens, fold_state, gradients)) {
-      return error;
+  if (!folds || params.grad_mask) {
+    RowState<T> rows;
+    if (const char* error = prepare_features(params, executor, tokens)) return error;
+    if (const char* error = prepare_rows(params, executor, tokens, rows)) return error;
+    if (!folds) {
+      if (const char* error = pair_gradients(params, executor, tokens, rows, gradients)) {
+        return error;
+      }
+    }
+    if (params.grad_mask) {
+      if (const char* error = mask_gradient(params, executor, tokens, rows)) return error;
     }
   }
   if (params.grad_key_bias) {

@@ -127,21 +127,12 @@ struct FeatureOptions {
   const T* logits = nullptr;  // [B, heads, N]  where it is NaN, features are zero
   const T* scales = nullptr;  // [B, heads, N]  multiply the features
   bool clean = false;         // features that are not finite become zero
-  // [B, state_heads]  heads without kSpread are left out
-  const uint32_t* state = nullptr;
-  int64_t state_heads = 1;
 };
 
 // phi [B, heads, N, width], cosines first.
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, 2)
     feature_kernel(FeatureSource source, Array phi, FeatureOptions<T> options) {
-  if (options.state != nullptr) {
-    const int64_t bh = blockIdx.x / ((source.N + kTokens - 1) / kTokens);
-    const int64_t own = bh % source.heads * options.state_heads / source.heads;
-    const uint32_t state = options.state[bh / source.heads * options.state_heads + own];
-    if ((state & kSpread) == 0) return;  // the whole block
-  }
   visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
                               const Angle<T>& angle) {
     const T logit = options.logits == nullptr ? T(0) : options.logits[index];
@@ -548,15 +539,13 @@ const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& 
 
 template <typename T>
 const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
-                             PreparedTokens<T>& prepared, const uint32_t* only_state) {
+                             PreparedTokens<T>& prepared) {
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   T* phi_q = executor.take<T>(params.B * params.H * params.L * F);
   T* phi_k = executor.take<T>(keys * F);
   prepared.phi_q = phi_q;
   prepared.phi_k = phi_k;
   FeatureOptions<T> options;
-  options.state = only_state;
-  options.state_heads = params.key_heads;
   const Array queries = contiguous(phi_q, params.H, params.L, F);
   if (const char* error =
           launch_features<T>(source_of(params, false), queries, options, executor.stream)) {
@@ -579,11 +568,13 @@ const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& 
 
 namespace {
 
-// Over one key head, a block: max and spread of the logits, what is hidden and poisoned left out;
-// then scales c sqrt(e_j) and K eps e_j.
+// Over one key head, a block: max and spread of the logits, what is hidden and poisoned left out,
+// and thus the form; then what the form needs of every key.
+//   c, scaled_eps: of the folded form; most_spread: in nats, what it bears
 __global__ void __launch_bounds__(256, 2)
     fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
-                float most_spread, float* scales, float* eps, float* largest, uint32_t* state) {
+                float most_spread, float* scales, float* terms, float* lows, float* largest,
+                uint32_t* state) {
   IKATTN_SHARED(float, maxima, 8);
   IKATTN_SHARED(float, minima, 8);
   const int64_t S = params.S, padded = padded_tokens(S);
@@ -614,15 +605,20 @@ __global__ void __launch_bounds__(256, 2)
     least = z < least ? z : least;
   }
   const float reference = most == -INFINITY ? 0.0f : most;
+  const bool general = most_spread < 0 || most - least > most_spread;
   if (threadIdx.x == 0) {
     largest[blockIdx.x] = reference;
-    state[blockIdx.x] = (most - least > most_spread ? kSpread : 0u) | (any_unclean ? kUnclean : 0u);
+    state[blockIdx.x] = (general ? kGeneral : 0u) | (any_unclean ? kUnclean : 0u);
   }
   for (int64_t j = threadIdx.x; j < padded; j += 256) {
     const float logit = j < S ? high[j] : -INFINITY;
-    float e = logit == -INFINITY ? 0.0f : expf((logit - reference) + low[j]);
-    eps[blockIdx.x * padded + j] = scaled_eps * e;  // NaN where the key is poisoned
-    if (j < S) scales[blockIdx.x * S + j] = e == e ? c * sqrtf(e) : 0.0f;
+    const bool hidden = logit == -INFINITY;
+    const float e = hidden ? 0.0f : expf((logit - reference) + low[j]);
+    terms[blockIdx.x * padded + j] = general ? logit : scaled_eps * e;
+    lows[blockIdx.x * padded + j] = hidden ? 0.0f : low[j];
+    if (j >= S) continue;
+    const float scale = general ? (hidden ? 0.0f : 1.0f) : c * sqrtf(e);
+    scales[blockIdx.x * S + j] = logit == logit ? scale : 0.0f;
   }
 }
 
@@ -641,22 +637,27 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   Half* phi_q = executor.take<Half>(params.B * params.H * params.L * F);
   Half* phi_k = executor.take<Half>(keys * F);
   float* scales = executor.take<float>(keys);
-  float* eps = executor.take<float>(key_heads * padded_tokens(params.S));
+  float* terms = executor.take<float>(key_heads * padded_tokens(params.S));
+  float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
   float* largest = executor.take<float>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
   folded = {phi_q,
             phi_k,
             scales,
-            eps,
+            terms,
+            lows,
             largest,
             state,
             static_cast<float>(root),
             static_cast<float>(std::log(K))};
-  const float most_spread = is_half ? 12.0f : 36.0f;
+  const float most_spread = has_float_mask(params)       ? -1.0f
+                            : every_row_sees_all(params) ? static_cast<float>(INFINITY)
+                            : is_half                    ? 12.0f
+                                                         : 36.0f;
   if (const char* error =
           launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,
                  params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
-                 most_spread, scales, eps, largest, state)) {
+                 most_spread, scales, terms, lows, largest, state)) {
     return error;
   }
   const auto rows_of_half = [&](Half* data, int64_t heads, int64_t N) {
@@ -713,7 +714,7 @@ const char* features(const FeaturesParams& params, bool backward, const DeviceEx
   template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&,          \
                                          SplitLogits<T>&);                                       \
   template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&,        \
-                                           PreparedTokens<T>&, const uint32_t*);                 \
+                                           PreparedTokens<T>&);                                  \
   template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,          \
                                          PreparedTokens<T>&);                                    \
   template const char* token_gradients<T>(const AttentionBackwardParams&, const DeviceExecutor&, \

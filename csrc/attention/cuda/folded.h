@@ -1,9 +1,14 @@
-// The folded form in 16-bit operands, which the tensor cores read.
+// Tokens in 16-bit operands, which the tensor cores read, in one of two forms.
 //
+// Folded, where rows need not tell how large their largest key is:
 //   phi_k' = c sqrt(e_j) phi(k_j),  e_j = exp(g_j - max g),  S = phi_q . phi_k'
 //   w = S S + K eps e_j,  K = (4 M c)^2
 // K cancels in the output; c moves the weights to where their 16-bit type is dense: up to 2^15 for
 // Half, and bfloat16 takes any.
+//
+// General, with float masks, and for heads whose keys' magnitudes differ too much where not every
+// row sees the largest: phi_k' = phi(k_j), w = (s s + eps) exp(logit_ij - reference_i), s = S / (4
+// M). Which one a head takes is known on the device only.
 #pragma once
 
 #include "attention/cuda/tokens.h"
@@ -21,18 +26,25 @@ constexpr int64_t padded_features(int64_t F) {
 __host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 63) / 64 * 64; }
 
 struct FoldedTokens {
-  const Half* phi_q;     // [B, H, L, padded F]
-  const Half* phi_k;     // [B, key_heads, S, padded F]
-  const float* scales;   // [B, key_heads, S]  c sqrt(e_j); 0: hidden or poisoned
-  const float* eps;      // [B, key_heads, padded S]  K eps e_j; 0: hidden; NaN: poisoned
+  const Half* phi_q;    // [B, H, L, padded F]
+  const Half* phi_k;    // [B, key_heads, S, padded F]
+  const float* scales;  // [B, key_heads, S]  of phi_k'; 0: hidden or poisoned
+  // [B, key_heads, padded S]  folded: K eps e_j, 0: hidden; general: the logit, -inf: hidden. NaN:
+  // poisoned
+  const float* terms;
+  const float* lows;     // [B, key_heads, padded S]  of the logits
   const float* largest;  // [B, key_heads]  max g
-  // [B, key_heads]  bits: kSpread: magnitudes differ too much for rows that do not see the largest;
-  // kUnclean: some key or value, hidden or not, is not finite
+  // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
+  // finite
   const uint32_t* state;
   float root_scale;  // sqrt(K)
   float log_scale;   // log K
 };
-constexpr uint32_t kSpread = 1, kUnclean = 2;
+constexpr uint32_t kGeneral = 1, kUnclean = 2;
+
+inline bool has_float_mask(const AttentionParams& params) {
+  return params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool;
+}
 
 // Where every row sees the largest key, the folded form is right for any spread of magnitudes.
 __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params) {
@@ -44,11 +56,10 @@ __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool clean_queries, FoldedTokens& folded);
 
-// The forward pass of the heads whose keys are not kSpread.
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens);
 
-// The backward pass of those heads, as far as `gradients` and grad_value.
+// As far as `gradients` and grad_value.
 const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             const SplitLogits<float>& logits, const FoldedTokens& tokens,
                             const PairGradients<float>& gradients);

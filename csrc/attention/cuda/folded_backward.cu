@@ -8,7 +8,8 @@
 // w / Z' <= 1, so that neither magnitudes nor eps can make it overflow:
 //   by query: |S| <= sqrt(Z')
 //   by key:   sqrt(K e_j) |S| / Z' <= min(1 / (2 sqrt(eps)), sqrt(K / Z'))
-// and |dP - delta| <= 2 |dO_i| max_j |V_j|.
+// and |dP - delta| <= 2 |dO_i| max_j |V_j|. In the general form, with E = exp(logit) / Z,
+//   dphi_q = 2 / (4 M) sum_j s E (dP - delta) phi_k,  |s| E <= 1 / (2 sqrt(eps)), by key likewise.
 #include <type_traits>
 
 #include "attention/cuda/folded_tiles.h"
@@ -18,12 +19,15 @@ namespace {
 
 constexpr float kLargestHalf = 32768;  // what bounds are scaled to: rounding may pass a bound
 
-// What a query brings to its pairs; zeros where the row sees nothing, or is none.
+// What a query brings to its pairs.
 struct FoldedRows {
-  float* inverse;         // [B, H, padded L]  1 / Z'; NaN: poisoned
-  float* delta;           // [B, H, padded L]  sum over d_v of output grad_output
-  float* fit;             // [B, H, padded L]  makes S (dP - delta) fit, by query
-  void* gradients;        // [B, H, L, V], T: grad_output; rows that are not finite are zero
+  // [B, H, padded L]  folded: 1 / Z', 0: sees nothing, or is none; general: log Z, likewise
+  // infinity. NaN: poisoned
+  float* normalizer;
+  float* low;       // [B, H, padded L]  general: the rest of log Z
+  float* delta;     // [B, H, padded L]  sum over d_v of output grad_output
+  float* fit;       // [B, H, padded L]  makes S (dP - delta), or s E (dP - delta), fit, by query
+  void* gradients;  // [B, H, L, V], T: grad_output; rows that are not finite are zero
   uint32_t* value_bound;  // [B, key_heads]  bits of max |V_j|
   uint32_t* row_bound;    // [B, key_heads]  bits of max |dO_i| min(1 / (2 sqrt(eps)), sqrt(K / Z'))
 };
@@ -76,7 +80,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (index >= params.B * params.H * padded) return;  // the whole warp
   const int64_t bh = index / padded, i = index % padded, bk = key_head_of(params, bh);
-  float inverse = 0, fit = 1;
+  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
   double delta = 0;
   if (i < params.L) {  // the whole warp
     const Tokens output(params.output, bh / params.H, bh % params.H);
@@ -102,37 +107,49 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
     const double log_normalizer =
         static_cast<const double*>(params.log_normalizer.data)[bh * params.L + i];
-    if (log_normalizer != minus_infinity<double>()) {
-      const double log_sum = log_normalizer + static_cast<double>(tokens.log_scale) -
-                             static_cast<double>(tokens.largest[bk]);
-      inverse = finite ? static_cast<float>(exp(-log_sum)) : NAN;
-    }
-    if (!finite) delta = 0;
     const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
     const float size = static_cast<float>(sqrt(square)) * kept;
-    const float root = sqrtf(inverse), scaled_root = tokens.root_scale * root;
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
-    if (lane == 0 && inverse > 0) {
-      raise(rows.row_bound + bk, size * (scaled_root < limit ? scaled_root : limit));
+    float by_query = limit, by_key = limit;  // what bounds the score's factor
+    if (log_normalizer != minus_infinity<double>()) {
+      if (!finite) {
+        normalizer = NAN;
+      } else if (general) {
+        normalizer = static_cast<float>(log_normalizer);
+        if (is_finite(log_normalizer)) {
+          low = static_cast<float>(log_normalizer - static_cast<double>(normalizer));
+        }
+      } else {
+        normalizer =
+            static_cast<float>(exp(static_cast<double>(tokens.largest[bk]) -
+                                   static_cast<double>(tokens.log_scale) - log_normalizer));
+        const float root = sqrtf(normalizer), scaled_root = tokens.root_scale * root;
+        by_query = root > 0 ? 1 / root : 0.0f;
+        by_key = scaled_root < limit ? scaled_root : limit;
+      }
+      if (lane == 0 && normalizer == normalizer) raise(rows.row_bound + bk, size * by_key);
     }
-    const float largest_score = root > 0 ? 1 / root : 0.0f;
-    fit = fit_of(2 * size * __uint_as_float(rows.value_bound[bk]) * largest_score);
+    if (!finite) delta = 0;
+    fit = fit_of(2 * size * __uint_as_float(rows.value_bound[bk]) * by_query);
   }
   if (lane != 0) return;
-  rows.inverse[index] = inverse;
+  rows.normalizer[index] = normalizer;
+  rows.low[index] = low;
   rows.delta[index] = static_cast<float>(delta);
   rows.fit[index] = fit;
 }
 
 // --- Queries: grad_phi_q
 
-template <int F, int V>
+template <int F, int V, Pairs kPairs>
 struct QueryLayout {
-  static constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
+  static constexpr int kRowTiles = kPairs == Pairs::kGeneral ? 1 : kRowTilesFor<V>;
+  static constexpr int kQueries = kWarps * kRowTiles * 16;
   static constexpr uint32_t kGradients = kQueries * 2 * F;  // behind phi_q
   static constexpr uint32_t kStages0 = kGradients + kQueries * 2 * V;
   static constexpr uint32_t kValueTile = kStep * 2 * F;  // behind the keys
-  static constexpr uint32_t kStage = kValueTile + kStep * 2 * V;
+  static constexpr uint32_t kTerms = kValueTile + kStep * 2 * V, kLows = kTerms + kStep * 4;
+  static constexpr uint32_t kStage = kPairs == Pairs::kGeneral ? kLows + kStep * 4 : kTerms;
   static constexpr int64_t kBytes = kStages0 + kStages * int64_t{kStage};
 };
 
@@ -140,8 +157,8 @@ template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                         float* grad_phi_q) {
-  using L = QueryLayout<F, V>;
-  constexpr int kRowTiles = kRowTilesFor<V>, kQueries = L::kQueries;
+  using L = QueryLayout<F, V, kPairs>;
+  constexpr int kRowTiles = L::kRowTiles, kQueries = L::kQueries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_blocks = (params.L + kQueries - 1) / kQueries;
   const int64_t bh = blockIdx.x / row_blocks;
@@ -149,7 +166,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t i0 = (row_blocks - 1 - blockIdx.x % row_blocks) * kQueries;
   const int64_t b = bh / params.H, h = bh % params.H, bk = key_head_of(params, bh);
   const uint32_t state = tokens.state[bk];
-  if (kPairs != Pairs::kAll && is_spread(params, state)) return;  // the whole block
+  if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
@@ -162,6 +179,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const int count = left_of(params.S, tile * int64_t{kStep});
     feature_rows.template begin<kStep>(base, phi_k, count);
     value_rows.template begin<kStep>(base + L::kValueTile, value, count);
+    if constexpr (kPairs == Pairs::kGeneral) {
+      if (threadIdx.x < kStep / 2) {
+        const float* from = threadIdx.x < kStep / 4 ? tokens.terms : tokens.lows;
+        cp_async_16(base + L::kTerms + threadIdx.x * 16, from + bk * padded_tokens(params.S) +
+                                                             tile * int64_t{kStep} +
+                                                             threadIdx.x % (kStep / 4) * 4);
+      }
+    }
     cp_async_commit();
     phi_k += kStep * F;
     value += kStep * value_rows.stride;
@@ -191,7 +216,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t warp_row = i0 + warp * kRowTiles * 16;
   const int64_t row_base = bh * padded_tokens(params.L);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float norm = 1 / static_cast<float>(4 * params.M);
   float delta[kRowTiles][2], fit[kRowTiles][2];
+  [[maybe_unused]] float normalizer[kRowTiles][2], low[kRowTiles][2];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -199,6 +226,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       delta[m][half] = i < params.L ? rows.delta[row_base + i] : 0.0f;
       fit[m][half] = i < params.L ? rows.fit[row_base + i] : 0.0f;
+      if constexpr (kPairs == Pairs::kGeneral) {
+        fit[m][half] *= norm;
+        normalizer[m][half] = i < params.L ? rows.normalizer[row_base + i] : INFINITY;
+        low[m][half] = i < params.L ? rows.low[row_base + i] : 0.0f;
+      }
     }
   }
   float sums[kRowTiles][F / 8][4] = {};
@@ -221,7 +253,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            x[m][n][c] = kPairs == Pairs::kAny ? 0 : -delta[m][c / 2];
+            x[m][n][c] = kDrops<kPairs> ? 0 : -delta[m][c / 2];
           }
         }
       }
@@ -249,11 +281,16 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
           mma_m16n8k16<T>(x[m][1], gradients, values[2], values[3]);
         }
       }
+      [[maybe_unused]] float key_terms[2][2], key_lows[2][2];
+      if constexpr (kPairs == Pairs::kGeneral) {
+        load_columns(shared_cast<float>(stage + L::kTerms), chunk, key_terms);
+        load_columns(shared_cast<float>(stage + L::kLows), chunk, key_lows);
+      }
       uint32_t products[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         [[maybe_unused]] FragmentDropout dropout;
-        if constexpr (kPairs == Pairs::kAny) {
+        if constexpr (kDrops<kPairs>) {
           dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
         }
 #pragma unroll
@@ -261,13 +298,22 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
             float product = x[m][n][c];
-            if constexpr (kPairs == Pairs::kAny) {
+            if constexpr (kDrops<kPairs>) {
               product = (dropout.drops(n, c) ? 0 : product * kept) - delta[m][c / 2];
             }
             product *= s[m][n][c] * fit[m][c / 2];
-            if (kPairs != Pairs::kAll && !visible(warp * kRowTiles * 16 + m * 16 + g + 8 * (c / 2),
-                                                  chunk * 16 + n * 8 + 2 * t + c % 2)) {
-              product = 0;
+            const int row = (warp * kRowTiles + m) * 16 + g + 8 * (c / 2);
+            const int column = chunk * 16 + n * 8 + 2 * t + c % 2;
+            if (!visible(row, column)) product = 0;
+            if constexpr (kPairs == Pairs::kGeneral) {
+              const float high = key_terms[n][c % 2];
+              const float mask = product == 0 ? 0 : visible.logit(row, column);
+              const float rest = mask + (key_lows[n][c % 2] - low[m][c / 2]);
+              const bool hidden =
+                  high == minus_infinity<float>() || mask == minus_infinity<float>();
+              product = hidden || product == 0
+                            ? 0
+                            : product * exponential_of(high - normalizer[m][c / 2], rest);
             }
             s[m][n][c] = product;
           }
@@ -295,15 +341,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int half = 0; half < 2; ++half) {
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
-      const float inverse = rows.inverse[row_base + i];
-      const float scale = 2 * inverse / fit[m][half];
+      const float normalizer_here = rows.normalizer[row_base + i];
+      const bool general = kPairs == Pairs::kGeneral;
+      const bool blind = normalizer_here == (general ? INFINITY : 0.0f);
+      const float scale = 2 * (general ? norm * norm : normalizer_here) / fit[m][half];
       float* row = grad_phi_q + (bh * params.L + i) * width;
 #pragma unroll
       for (int n = 0; n < F / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int f = n * 8 + 2 * t + c;
-          if (f < width) row[f] = inverse == 0 ? 0 : sums[m][n][2 * half + c] * scale;
+          if (f < width) row[f] = blind ? 0 : sums[m][n][2 * half + c] * scale;
         }
       }
     }
@@ -315,12 +363,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 template <int F, int V, Pairs kPairs>
 struct KeyLayout {
   static constexpr uint32_t kGradients = kStep * 2 * F;  // behind phi_q
-  static constexpr uint32_t kInverse = kGradients + kStep * 2 * V;
-  static constexpr uint32_t kDelta = kInverse + kStep * 4;
-  static constexpr uint32_t kStage = kDelta + kStep * 4;
+  static constexpr uint32_t kNormalizer = kGradients + kStep * 2 * V;
+  static constexpr uint32_t kDelta = kNormalizer + kStep * 4, kLow = kDelta + kStep * 4;
+  static constexpr uint32_t kStage = kLow + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
   // The block's own values, and keys, lie behind the stages where the registers do not hold them.
   static constexpr bool kHoldsValue = F + V < 192;
-  static constexpr bool kHoldsKeys = kHoldsValue || (F + V == 192 && kPairs != Pairs::kAny);
+  static constexpr bool kHoldsKeys = kHoldsValue || (F + V == 192 && !kDrops<kPairs>);
   static constexpr uint32_t kValue = kStages * kStage;
   static constexpr uint32_t kKeys = kValue + (kHoldsValue ? 0 : kStep * 2 * V);
   static constexpr int64_t kBytes = kKeys + (kHoldsKeys ? 0 : kStep * 2 * F);
@@ -339,7 +387,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t bk = blockIdx.x / key_blocks, j0 = blockIdx.x % key_blocks * kStep;
   const int64_t b = bk / params.key_heads, key_head = bk % params.key_heads;
   const int64_t group = params.H / params.key_heads;
-  if (kPairs != Pairs::kAll && is_spread(params, tokens.state[bk])) return;  // the whole block
+  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
 
   // The queries of all heads of the group, one tile after the other.
   const int64_t padded = padded_tokens(params.L);
@@ -360,10 +408,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         base + L::kGradients,
         gradient_rows.source(static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * V),
         count);
-    if (threadIdx.x < kStep / 2) {
-      const bool of_delta = threadIdx.x >= kStep / 4;
-      const float* from = of_delta ? rows.delta : rows.inverse;
-      cp_async_16(base + L::kInverse + threadIdx.x * 16,
+    constexpr int kNumbers = kPairs == Pairs::kGeneral ? 3 : 2;
+    if (threadIdx.x < kNumbers * kStep / 4) {
+      const int which = threadIdx.x / (kStep / 4);
+      const float* from = which == 0 ? rows.normalizer : which == 1 ? rows.delta : rows.low;
+      cp_async_16(base + L::kNormalizer + threadIdx.x * 16,
                   from + bh * padded + i0 + threadIdx.x % (kStep / 4) * 4);
     }
     cp_async_commit();
@@ -391,18 +440,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces query_places = FragmentPlaces::of_rows(0, 2 * F);
   const FragmentPlaces output_places = FragmentPlaces::of_rows(L::kGradients, 2 * V);
 
-  // Weights of Half are multiplied by 2^15, to where Half is dense; those of bfloat16 need not be.
-  constexpr bool kIsHalf = std::is_same_v<T, Half>;
-  constexpr float kWeightScale = kIsHalf ? kLargestHalf : 1.0f;
   const float fit =
       fit_of(2 * __uint_as_float(rows.row_bound[bk]) * __uint_as_float(rows.value_bound[bk]));
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float four_m = static_cast<float>(4 * params.M);
+  [[maybe_unused]] const float norm = 1 / four_m, eps = static_cast<float>(params.eps);
   // The warp's keys, all their features and values, as A fragments.
   const int64_t warp_key = j0 + warp * 16;
   constexpr int kHeldKeys = L::kHoldsKeys ? F / 16 : 0, kHeldValues = L::kHoldsValue ? V / 16 : 0;
   uint32_t phi_k[kHeldKeys + 1][4], value[kHeldValues + 1][4];  // the last is read where it is used
-  float key_fit[2], key_eps[2];
+  float key_fit[2], key_terms[2];
+  [[maybe_unused]] float key_lows[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = warp_key + g + 8 * half;
@@ -423,9 +471,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
             there && column < params.d_v ? load_vector<uint32_t>(values + column) : 0;
       }
     }
-    key_fit[half] =
-        there ? tokens.scales[bk * params.S + j] * four_m * fit * (1 / kWeightScale) : 0.0f;
-    key_eps[half] = tokens.eps[bk * padded_tokens(params.S) + min(j, params.S - 1)];
+    // Folded: sqrt(K e_j), with which the score is bounded. There is nothing to fold in the other.
+    const float scale = kPairs == Pairs::kGeneral ? 1.0f
+                        : there                   ? tokens.scales[bk * params.S + j] * four_m
+                                                  : 0.0f;
+    key_fit[half] = scale * fit * (1 / kWeightScale<T>);
+    const int64_t padded_j = bk * padded_tokens(params.S) + min(j, params.S - 1);
+    key_terms[half] = tokens.terms[padded_j];
+    key_lows[half] = tokens.lows[padded_j];
   }
   float key_sums[F / 8][4] = {}, value_sums[V / 8][4] = {}, logit_sums[2] = {};
 
@@ -435,26 +488,24 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     __syncthreads();  // the tile is here, and nobody reads the other stage
     if (step + 1 < steps) copy(step + 1);
     const uint32_t base = shared_address(stage);
-    Shared<const float> inverses = shared_cast<float>(stage + L::kInverse);
+    Shared<const float> normalizers = shared_cast<float>(stage + L::kNormalizer);
     Shared<const float> deltas = shared_cast<float>(stage + L::kDelta);
     const int64_t h = key_head * group + step / tiles;
     const int64_t i0 = int64_t{first_tile + step % tiles} * kStep;
     const TileVisibility<kPairs> visible(params, b, h, i0, j0);
 #pragma unroll 1
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-      float s[2][4] = {}, x[2][4], inverse[2][2], delta[2][2];
+      float s[2][4] = {}, x[2][4], normalizer[2][2], delta[2][2];
+      load_columns(normalizers, chunk, normalizer);
+      load_columns(deltas, chunk, delta);
+      [[maybe_unused]] float low[2][2];
+      if constexpr (kPairs == Pairs::kGeneral) {
+        load_columns(shared_cast<float>(stage + L::kLow), chunk, low);
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float2 pair = load_vector<float2>(inverses + chunk * 16 + n * 8 + 2 * t);
-        inverse[n][0] = pair.x * kWeightScale;
-        inverse[n][1] = pair.y * kWeightScale;
-        const float2 deltas_here = load_vector<float2>(deltas + chunk * 16 + n * 8 + 2 * t);
-        delta[n][0] = deltas_here.x;
-        delta[n][1] = deltas_here.y;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          x[n][c] = kPairs == Pairs::kAny ? 0 : -delta[n][c % 2];
-        }
+        for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -delta[n][c % 2];
       }
 #pragma unroll
       for (int k = 0; k < F / 16; ++k) {
@@ -475,7 +526,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         mma_m16n8k16<T>(x[1], own, incoming[2], incoming[3]);
       }
       [[maybe_unused]] FragmentDropout dropout;
-      if constexpr (kPairs == Pairs::kAny) {
+      if constexpr (kDrops<kPairs>) {
         dropout = FragmentDropout(params, b * params.H + h, i0 + chunk * 16, warp_key, true);
       }
       uint32_t products[4], weights[4];
@@ -484,21 +535,32 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         float weight[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float score = s[n][c];
-          bool drops = false;
-          if constexpr (kPairs == Pairs::kAny) {
-            drops = dropout.drops(n, c);
-            x[n][c] = (drops ? 0 : x[n][c] * kept) - delta[n][c % 2];
+          float score = s[n][c];
+          bool dropped = false;
+          if constexpr (kDrops<kPairs>) {
+            dropped = dropout.drops(n, c);
+            x[n][c] = (dropped ? 0 : x[n][c] * kept) - delta[n][c % 2];
           }
-          const float w = score * score + key_eps[c / 2];
-          const float scaled = inverse[n][c % 2] * x[n][c];
+          const int row = chunk * 16 + n * 8 + 2 * t + c % 2;
+          const int column = warp * 16 + g + 8 * (c / 2);
+          bool sees = visible(row, column);
+          float similarity, inverse;  // the weight is their product
+          if constexpr (kPairs == Pairs::kGeneral) {
+            const float high = key_terms[c / 2], mask = sees ? visible.logit(row, column) : 0;
+            sees = sees && high != minus_infinity<float>() && mask != minus_infinity<float>();
+            const float rest = mask + (key_lows[c / 2] - low[n][c % 2]);
+            inverse = kWeightScale<T> * exponential_of(high - normalizer[n][c % 2], rest);
+            score *= norm;
+            similarity = score * score + eps;
+          } else {
+            similarity = score * score + key_terms[c / 2];
+            inverse = normalizer[n][c % 2] * kWeightScale<T>;
+          }
+          const float scaled = inverse * x[n][c];
           float product = score * key_fit[c / 2] * scaled;
-          float logit = w * scaled;
-          weight[c] = drops ? 0 : w * inverse[n][c % 2];
-          if (kPairs != Pairs::kAll &&
-              !visible(chunk * 16 + n * 8 + 2 * t + c % 2, warp * 16 + g + 8 * (c / 2))) {
-            product = logit = weight[c] = 0;
-          }
+          float logit = similarity * scaled;
+          weight[c] = dropped ? 0 : similarity * inverse;
+          if (!sees) product = logit = weight[c] = 0;
           s[n][c] = product;
           logit_sums[c / 2] += logit;
         }
@@ -525,7 +587,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   const int width = static_cast<int>(2 * params.M);
-  const float key_scale = 2 / (four_m * fit), value_scale = kept / kWeightScale;
+  const float key_scale = 2 / (four_m * fit), value_scale = kept / kWeightScale<T>;
   const Tokens grad_value(params.grad_value, b, key_head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -536,7 +598,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     if (j >= params.S) continue;
     // A hidden key's numbers may be anything.
     const bool hidden = logits[bk * params.S + j] == minus_infinity<float>();
-    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * (1 / kWeightScale);
+    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * (1 / kWeightScale<T>);
     float* row = gradients.phi_k + (bk * params.S + j) * width;
 #pragma unroll
     for (int n = 0; n < F / 8; ++n) {
@@ -566,7 +628,7 @@ const char* launch_pairs(const AttentionBackwardParams& params, Stream stream,
                          const SplitLogits<float>& logits, const FoldedTokens& tokens,
                          const FoldedRows& rows, const PairGradients<float>& gradients) {
   if (wants_queries(params)) {
-    using L = QueryLayout<F, V>;
+    using L = QueryLayout<F, V, kPairs>;
     const auto blocks =
         static_cast<unsigned>(params.B * params.H * ceil_div(params.L, L::kQueries));
     if (const char* error =
@@ -592,9 +654,10 @@ const char* backward_of(const AttentionBackwardParams& params, const DeviceExecu
   const auto blocks = [](int64_t count) { return dim3(static_cast<unsigned>(count)); };
   const Stream stream = executor.stream;
   const FoldedRows rows = {
-      executor.take<float>(padded),       executor.take<float>(padded),
-      executor.take<float>(padded),       executor.take<T>(heads * params.L * V),
-      executor.take<uint32_t>(key_heads), executor.take<uint32_t>(key_heads)};
+      executor.take<float>(padded),           executor.take<float>(padded),
+      executor.take<float>(padded),           executor.take<float>(padded),
+      executor.take<T>(heads * params.L * V), executor.take<uint32_t>(key_heads),
+      executor.take<uint32_t>(key_heads)};
   if (const char* error = launch(clear_bounds_kernel, blocks(ceil_div(key_heads, 256)), dim3(256),
                                  0, stream, rows, key_heads)) {
     return error;
@@ -607,14 +670,9 @@ const char* backward_of(const AttentionBackwardParams& params, const DeviceExecu
                                  dim3(kFoldedThreads), 0, stream, params, tokens, rows)) {
     return error;
   }
-  switch (pairs_of(params)) {
-    case Pairs::kAll:
-      return launch_pairs<T, F, V, Pairs::kAll>(params, stream, logits, tokens, rows, gradients);
-    case Pairs::kCausal:
-      return launch_pairs<T, F, V, Pairs::kCausal>(params, stream, logits, tokens, rows, gradients);
-    default:
-      return launch_pairs<T, F, V, Pairs::kAny>(params, stream, logits, tokens, rows, gradients);
-  }
+  return launch_forms(params, [&]<Pairs kPairs>() {
+    return launch_pairs<T, F, V, kPairs>(params, stream, logits, tokens, rows, gradients);
+  });
 }
 
 template <typename T, int F>

@@ -1,54 +1,63 @@
 // The forward pass on tensor cores: a block is 128 queries, four warps of 32, and passes along the
 // keys, 64 at a time and two tiles in flight. Scores become weights, and weights the operand of the
-// product with the value, in registers; no maximum, no exponential.
+// product with the value, in registers. The folded form has no maximum and no exponential; in the
+// general one neither depends on the scores.
 #include "attention/cuda/folded_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
 
-template <int F, int V>
+template <int F, int V, Pairs kPairs>
 struct Layout {
   static constexpr uint32_t kKeyTile = kStep * 2 * F, kValueTile = kStep * 2 * V;
-  static constexpr uint32_t kEps = kKeyTile + kValueTile;
-  static constexpr uint32_t kStage = kEps + kStep * 4;
+  static constexpr uint32_t kTerms = kKeyTile + kValueTile, kLows = kTerms + kStep * 4;
+  static constexpr uint32_t kStage = kLows + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
 
 // What a thread copies of every tile, and from where the next one comes.
-template <typename T, int F, int V>
+template <typename T, int F, int V, Pairs kPairs>
 struct TileCopy {
+  using L = Layout<F, V, kPairs>;
   RowCopy<F> key_rows;
   RowCopy<V> value_rows;
   const Half* phi_k;
   const T* value;
-  const float* eps;
+  const float *terms, *lows;
 
   __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
                                       int64_t b, int64_t h, int64_t bk)
       : key_rows(F, F),
         value_rows(params.value.stride[2], static_cast<int>(params.d_v)),
         phi_k(key_rows.source(tokens.phi_k + bk * params.S * F)),
-        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h))),
-        eps(tokens.eps + bk * padded_tokens(params.S) + threadIdx.x * 4) {}
+        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h))) {
+    const int64_t first = bk * padded_tokens(params.S) + threadIdx.x * 4;
+    terms = tokens.terms + first;
+    lows = tokens.lows + first;
+  }
 
   // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
   __device__ __forceinline__ void operator()(uint32_t base, int count) {
     key_rows.template begin<kStep>(base, phi_k, count);
-    value_rows.template begin<kStep>(base + Layout<F, V>::kKeyTile, value, count);
+    value_rows.template begin<kStep>(base + L::kKeyTile, value, count);
     if (threadIdx.x < kStep / 4) {
-      cp_async_16(base + Layout<F, V>::kEps + threadIdx.x * 16, eps);
+      cp_async_16(base + L::kTerms + threadIdx.x * 16, terms);
+      if constexpr (kPairs == Pairs::kGeneral) {
+        cp_async_16(base + L::kLows + threadIdx.x * 16, lows);
+      }
     }
     cp_async_commit();
     phi_k += kStep * F;
     value += kStep * value_rows.stride;
-    eps += kStep;
+    terms += kStep;
+    lows += kStep;
   }
 };
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_forward_kernel(AttentionParams params, FoldedTokens tokens) {
-  using L = Layout<F, V>;
+  using L = Layout<F, V, kPairs>;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_blocks = (params.L + kQueries - 1) / kQueries;
@@ -58,9 +67,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t b = bh / params.H, h = bh % params.H;
   const int64_t bk = b * params.key_heads + h * params.key_heads / params.H;
   const uint32_t state = tokens.state[bk];
-  if (kPairs != Pairs::kAll && is_spread(params, state)) return;  // the whole block
+  if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
-  TileCopy<T, F, V> copy(params, tokens, b, h, bk);
+  TileCopy<T, F, V, kPairs> copy(params, tokens, b, h, bk);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const int64_t end = params.is_causal ? min(params.S, i0 + kQueries) : params.S;
   const int tiles = static_cast<int>((end + kStep - 1) / kStep);
@@ -85,6 +94,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
   float output[kRowTiles][V / 8][4] = {};
   float sums[kRowTiles][2] = {};
+  [[maybe_unused]] float largest[kRowTiles][2];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) largest[m][0] = largest[m][1] = minus_infinity<float>();
+  const float norm = 1 / static_cast<float>(4 * params.M);
+  const float square_scale = norm * norm * kWeightScale<T>;
+  const float scaled_eps = static_cast<float>(params.eps) * kWeightScale<T>;
 
   for (int tile = 0; tile < tiles; ++tile) {
     Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
@@ -96,10 +111,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
     if ((state & kUnclean) != 0) clean_values<T, V>(stage + L::kKeyTile);
     const uint32_t base = shared_address(stage);
-    Shared<const float> eps = shared_cast<float>(stage + L::kEps);
+    Shared<const float> terms = shared_cast<float>(stage + L::kTerms);
     const int64_t j0 = tile * int64_t{kStep};
     const TileVisibility<kPairs> visible(params, b, h, i0, j0);
-#pragma unroll(kPairs == Pairs::kAny ? 1 : 2)  // all four would spill
+#pragma unroll(kDrops<kPairs> ? 1 : 2)  // all four would spill
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       float s[kRowTiles][2][4] = {};
 #pragma unroll
@@ -112,32 +127,80 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
           mma_m16n8k16<Half>(s[m][1], phi_q[m][k], keys[2], keys[3]);
         }
       }
-      float key_eps[2][2];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 pair = load_vector<float2>(eps + chunk * 16 + n * 8 + 2 * t);
-        key_eps[n][0] = pair.x;
-        key_eps[n][1] = pair.y;
+      float key_terms[2][2];
+      load_columns(terms, chunk, key_terms);
+      [[maybe_unused]] float key_lows[2][2];
+      if constexpr (kPairs == Pairs::kGeneral) {
+        load_columns(shared_cast<float>(stage + L::kLows), chunk, key_lows);
       }
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         [[maybe_unused]] FragmentDropout dropout;
-        if constexpr (kPairs == Pairs::kAny) {
+        if constexpr (kDrops<kPairs>) {
           dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
+        }
+        const int row0 = (warp * kRowTiles + m) * 16 + g, column0 = chunk * 16 + 2 * t;
+        [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
+        [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
+        if constexpr (kPairs == Pairs::kGeneral) {
+          float most[2] = {largest[m][0], largest[m][1]};
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+              const int row = row0 + 8 * (c / 2), column = column0 + n * 8 + c % 2;
+              rest[n][c] = 0;
+              if (!visible(row, column) || key_terms[n][c % 2] == minus_infinity<float>()) continue;
+              const float mask = visible.logit(row, column);
+              if (mask == minus_infinity<float>()) continue;
+              seen |= 1u << (4 * n + c);
+              rest[n][c] = mask + key_lows[n][c % 2];
+              const float logit = key_terms[n][c % 2] + rest[n][c];
+              most[c / 2] = logit > most[c / 2] ? logit : most[c / 2];  // passes over NaN
+            }
+          }
+          float rescale[2];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], 1));
+            most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], 2));
+            const float before = largest[m][half];
+            // Nothing but NaN can be there before the first finite logit.
+            rescale[half] =
+                before == minus_infinity<float>() ? 1 : exponential_of(before - most[half], 0);
+            sums[m][half] *= rescale[half];
+            largest[m][half] = most[half];
+          }
+          if (__any_sync(0xffffffffu, rescale[0] != 1 || rescale[1] != 1)) {
+#pragma unroll
+            for (int n = 0; n < V / 8; ++n) {
+#pragma unroll
+              for (int c = 0; c < 4; ++c) output[m][n][c] *= rescale[c / 2];
+            }
+          }
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
             const float score = s[m][n][c];
-            float weight = score * score + key_eps[n][c % 2];
-            if (kPairs != Pairs::kAll && !visible(warp * kRowTiles * 16 + m * 16 + g + 8 * (c / 2),
-                                                  chunk * 16 + n * 8 + 2 * t + c % 2)) {
-              weight = 0;
+            float weight;
+            if constexpr (kPairs == Pairs::kGeneral) {
+              const float similarity = score * score * square_scale + scaled_eps;
+              const float reference = largest[m][c / 2];
+              const float high =
+                  key_terms[n][c % 2] - (reference == minus_infinity<float>() ? 0 : reference);
+              const bool sees = (seen >> (4 * n + c) & 1) != 0;
+              weight = sees ? similarity * exponential_of(high, rest[n][c]) : 0.0f;
+            } else {
+              weight = score * score + key_terms[n][c % 2];
+              if (kPairs != Pairs::kAll && !visible(row0 + 8 * (c / 2), column0 + n * 8 + c % 2)) {
+                weight = 0;
+              }
             }
             sums[m][c / 2] += weight;
-            if (kPairs == Pairs::kAny && dropout.drops(n, c)) weight = 0;
+            if (kDrops<kPairs> && dropout.drops(n, c)) weight = 0;
             s[m][n][c] = weight;
           }
           weights[m][2 * n] = pack<T>(s[m][n][0], s[m][n][1]);
@@ -170,10 +233,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
       if (t == 0) {
+        const double reference =
+            kPairs == Pairs::kGeneral
+                ? static_cast<double>(largest[m][half]) - log(static_cast<double>(kWeightScale<T>))
+                : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
         static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
-            sum == 0 ? minus_infinity<double>()
-                     : log(static_cast<double>(sum)) - static_cast<double>(tokens.log_scale) +
-                           static_cast<double>(tokens.largest[bk]);
+            sum == 0 ? minus_infinity<double>() : log(static_cast<double>(sum)) + reference;
       }
       const float scale = sum == 0 ? 0 : kept / sum;
 #pragma unroll
@@ -195,12 +260,10 @@ const char* launch_forward(const AttentionParams& params, const DeviceExecutor& 
                            const FoldedTokens& tokens) {
   constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
   const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kQueries));
-  const Pairs pairs = pairs_of(params);
-  const auto kernel = pairs == Pairs::kAll      ? folded_forward_kernel<T, F, V, Pairs::kAll>
-                      : pairs == Pairs::kCausal ? folded_forward_kernel<T, F, V, Pairs::kCausal>
-                                                : folded_forward_kernel<T, F, V, Pairs::kAny>;
-  return launch(kernel, dim3(blocks), dim3(kFoldedThreads), Layout<F, V>::kBytes, executor.stream,
-                params, tokens);
+  return launch_forms(params, [&]<Pairs kPairs>() {
+    return launch(folded_forward_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
+                  Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens);
+  });
 }
 
 template <typename T, int F>

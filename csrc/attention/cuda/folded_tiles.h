@@ -2,6 +2,8 @@
 // shared memory, two stages of them in flight, and where fragments lie.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
 #include "support/cuda/intrinsics.h"
@@ -106,18 +108,33 @@ __device__ __forceinline__ int left_of(int64_t count, int64_t first) {
   return static_cast<int>(min(count - first, int64_t{1} << 30));
 }
 
-// Whether the heads of a block are those that the ordinary kernels compute.
-__device__ __forceinline__ bool is_spread(const AttentionParams& params, uint32_t state) {
-  return !every_row_sees_all(params) && (state & kSpread) != 0;
+// What a kernel is compiled for. In the folded form: all pairs; those that causality lets be; or
+// bool masks and dropout, too. kGeneral: the general form, with all of these and float masks.
+enum class Pairs { kAll, kCausal, kAny, kGeneral };
+
+template <Pairs kPairs>
+constexpr bool kDrops = kPairs == Pairs::kAny || kPairs == Pairs::kGeneral;
+
+// Calls launch.operator()<Pairs>() for what a call needs: both forms where the device decides.
+template <typename Launch>
+const char* launch_forms(const AttentionParams& params, const Launch& launch) {
+  const char* error = nullptr;
+  if (has_float_mask(params)) return launch.template operator()<Pairs::kGeneral>();
+  if (params.mask.type != ElementType::kNone || params.dropout_threshold != 0) {
+    error = launch.template operator()<Pairs::kAny>();
+  } else if (params.is_causal) {
+    error = launch.template operator()<Pairs::kCausal>();
+  } else {
+    error = launch.template operator()<Pairs::kAll>();
+  }
+  if (error != nullptr || every_row_sees_all(params)) return error;
+  return launch.template operator()<Pairs::kGeneral>();
 }
 
-// Which pairs a kernel is compiled for: all; those that causality lets be; or masks and dropout,
-// too.
-enum class Pairs { kAll, kCausal, kAny };
-
-inline Pairs pairs_of(const AttentionParams& params) {
-  if (params.mask.type != ElementType::kNone || params.dropout_threshold != 0) return Pairs::kAny;
-  return params.is_causal ? Pairs::kCausal : Pairs::kAll;
+// Whether another kernel computes this head.
+template <Pairs kPairs>
+__device__ __forceinline__ bool is_of_other_form(uint32_t state) {
+  return ((state & kGeneral) != 0) != (kPairs == Pairs::kGeneral);
 }
 
 // Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
@@ -126,23 +143,19 @@ template <Pairs kPairs>
 struct TileVisibility {
   int diagonal;  // the key that query 0 sees last
   int rows, columns;
-  const uint8_t* mask;
-  const int64_t* stride;
+  const Array& mask;
+  int64_t base;  // of the tile in the mask
 
   __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
-                                            int64_t i0, int64_t j0) {
+                                            int64_t i0, int64_t j0)
+      : mask(params.mask) {
     if constexpr (kPairs == Pairs::kAll) return;
     const int64_t far = 1 << 20;
     diagonal = static_cast<int>(params.is_causal ? max(-far, min(i0 - j0, far)) : far);
-    if constexpr (kPairs == Pairs::kAny) {
+    if constexpr (kDrops<kPairs>) {
       rows = left_of(params.L, i0);
       columns = left_of(params.S, j0);
-      stride = params.mask.stride;
-      mask = nullptr;
-      if (params.mask.type == ElementType::kBool) {
-        mask = static_cast<const uint8_t*>(params.mask.data) + b * stride[0] + h * stride[1] +
-               i0 * stride[2] + j0 * stride[3];
-      }
+      base = b * mask.stride[0] + h * mask.stride[1] + i0 * mask.stride[2] + j0 * mask.stride[3];
     }
   }
   __device__ __forceinline__ bool operator()(int row, int column) const {
@@ -150,9 +163,25 @@ struct TileVisibility {
     if (column - row > diagonal) return false;
     if constexpr (kPairs == Pairs::kCausal) return true;
     if (row >= rows || column >= columns) return false;
-    return mask == nullptr || mask[row * stride[2] + column * stride[3]] != 0;
+    return mask.type != ElementType::kBool ||
+           static_cast<const uint8_t*>(mask.data)[place(row, column)] != 0;
+  }
+  // Of a visible pair.
+  __device__ __forceinline__ float logit(int row, int column) const {
+    if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
+    return load_element<float>(mask, place(row, column));
+  }
+
+ private:
+  __device__ __forceinline__ int64_t place(int row, int column) const {
+    return base + row * mask.stride[2] + column * mask.stride[3];
   }
 };
+
+// exp(high + rest) of logits; the difference of two high parts comes first.
+__device__ __forceinline__ float exponential_of(float high, float rest) {
+  return fast_exp2((high + rest) * 1.44269504f);
+}
 
 // What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
 // tiles of 8.
@@ -184,6 +213,22 @@ struct FragmentDropout {
     return (dropped >> (4 * n + c) & 1) != 0;
   }
 };
+
+// Two numbers of a stage for each of the two column tiles of a chunk, those of a thread's columns.
+__device__ __forceinline__ void load_columns(Shared<const float> numbers, int chunk,
+                                             float (&columns)[2][2]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float2 pair = load_vector<float2>(numbers + chunk * 16 + n * 8 + threadIdx.x % 4 * 2);
+    columns[n][0] = pair.x;
+    columns[n][1] = pair.y;
+  }
+}
+
+// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
+// where Half is dense; bfloat16 is dense everywhere.
+template <typename T>
+constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
 
 // Tiles of 16 rows per warp: as many as the registers hold.
 template <int V>

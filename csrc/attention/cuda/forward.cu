@@ -16,7 +16,7 @@ constexpr int64_t forward_shared() {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    forward_kernel(AttentionParams params, PreparedTokens<T> tokens, const uint32_t* fold_state) {
+    forward_kernel(AttentionParams params, PreparedTokens<T> tokens) {
   Shared<T> operands = dynamic_shared<T>();
   Shared<T> weights = operands + 2 * kDepth * kPitch;  // [64 queries][64 keys]
   Shared<T> values = weights + kTile * kPitch;         // [64 keys][64 columns]
@@ -26,9 +26,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t b = bh / params.H, h = bh % params.H;
   const int64_t key_head = h * params.key_heads / params.H, F = 2 * params.M;
   const int64_t key_base = (b * params.key_heads + key_head) * params.S;
-  if (fold_state != nullptr && (fold_state[b * params.key_heads + key_head] & kSpread) == 0) {
-    return;  // the whole block: the tensor cores have done this head
-  }
   const int64_t column0 = int64_t{blockIdx.y} * kTile;
   const T* phi_q = tokens.phi_q + (bh * params.L + i0) * F;
   const T* phi_k = tokens.phi_k + key_base * F;
@@ -120,42 +117,30 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-namespace {
-
-template <typename T>
-const char* launch_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           const PreparedTokens<T>& tokens, const uint32_t* fold_state) {
-  const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kTile));
-  const auto slices = static_cast<unsigned>(params.d_v > 0 ? ceil_div(params.d_v, kTile) : 1);
-  return launch(forward_kernel<T>, dim3(blocks, slices), dim3(kThreads), forward_shared<T>(),
-                executor.stream, params, tokens, fold_state);
-}
-
-}  // namespace
-
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const PreparedTokens<T>& tokens) {
-  return launch_forward<T>(params, executor, tokens, nullptr);
+  const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kTile));
+  const auto slices = static_cast<unsigned>(params.d_v > 0 ? ceil_div(params.d_v, kTile) : 1);
+  return launch(forward_kernel<T>, dim3(blocks, slices), dim3(kThreads), forward_shared<T>(),
+                executor.stream, params, tokens);
 }
 
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
   if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
-  const uint32_t* fold_state = nullptr;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (why_no_tensor_cores(params) == nullptr) {
       FoldedTokens folded;
-      if (const char* error = fold_tokens(params, executor, tokens.keys, false, folded))
+      if (const char* error = fold_tokens(params, executor, tokens.keys, false, folded)) {
         return error;
-      if (const char* error = folded_forward(params, executor, folded)) return error;
-      if (every_row_sees_all(params)) return nullptr;
-      fold_state = folded.state;
+      }
+      return folded_forward(params, executor, folded);
     }
   }
-  if (const char* error = prepare_features(params, executor, tokens, fold_state)) return error;
-  return launch_forward(params, executor, tokens, fold_state);
+  if (const char* error = prepare_features(params, executor, tokens)) return error;
+  return attention_forward(params, executor, tokens);
 }
 
 #define IKATTN_INSTANTIATE(T)                                                              \

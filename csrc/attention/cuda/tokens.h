@@ -25,10 +25,9 @@ struct PreparedTokens {
 template <typename T>
 const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
                            SplitLogits<T>& logits);
-// only_state [B, key_heads]: heads without kSpread there are left out, unless it is nullptr.
 template <typename T>
 const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
-                             PreparedTokens<T>& prepared, const uint32_t* only_state = nullptr);
+                             PreparedTokens<T>& prepared);
 
 // Features of queries and keys and the keys' logits, in memory of the executor. Fills `prepared`.
 template <typename T>
