@@ -26,12 +26,14 @@ struct TileCopy {
   const float *terms, *lows;
 
   __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
-                                      int64_t b, int64_t h, int64_t bk)
+                                      int64_t b, int64_t h, int64_t bk, int first_tile)
       : key_rows(F, F),
         value_rows(params.value.stride[2], static_cast<int>(params.d_v)),
-        phi_k(key_rows.source(tokens.phi_k + bk * params.S * F)),
-        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h))) {
-    const int64_t first = bk * padded_tokens(params.S) + threadIdx.x * 4;
+        phi_k(key_rows.source(tokens.phi_k + (bk * params.S + first_tile * int64_t{kStep}) * F)),
+        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h) +
+                                first_tile * kStep * value_rows.stride)) {
+    const int64_t first =
+        bk * padded_tokens(params.S) + first_tile * int64_t{kStep} + threadIdx.x * 4;
     terms = tokens.terms + first;
     lows = tokens.lows + first;
   }
@@ -54,14 +56,37 @@ struct TileCopy {
   }
 };
 
+// Where queries are few, blocks share their keys: what each found of its keys, to be combined.
+struct Parts {
+  int count = 1;             // of parts; 1: a block finishes its rows
+  float* output = nullptr;   // [part][B, H, L, V]  sum of w V
+  float* sums = nullptr;     // [part][B, H, L]     sum of w
+  float* largest = nullptr;  // [part][B, H, L]     general: the reference of w
+};
+
+// Of a row; `reference` is log Z where the sum is 1.
+__device__ __forceinline__ double log_normalizer_of(float sum, double reference) {
+  return sum == 0 ? minus_infinity<double>() : log(static_cast<double>(sum)) + reference;
+}
+template <typename T, bool kGeneral>
+__device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64_t bk,
+                                               float largest) {
+  return kGeneral ? static_cast<double>(largest) - log(static_cast<double>(kWeightScale<T>))
+                  : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
+}
+__device__ __forceinline__ float attended(float weighted, float sum, float kept) {
+  return sum == 0 ? 0.0f : sum != sum ? sum : weighted * (kept / sum);
+}
+
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
-    folded_forward_kernel(AttentionParams params, FoldedTokens tokens) {
+    folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
   using L = Layout<F, V, kPairs>;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_blocks = (params.L + kQueries - 1) / kQueries;
-  const int64_t bh = blockIdx.x / row_blocks;
+  const int64_t bh = blockIdx.x / row_blocks % (params.B * params.H);
+  const int64_t part = blockIdx.x / row_blocks / (params.B * params.H);
   // The last rows first: under causality they have the most to do.
   const int64_t i0 = (row_blocks - 1 - blockIdx.x % row_blocks) * kQueries;
   const int64_t b = bh / params.H, h = bh % params.H;
@@ -69,11 +94,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
-  TileCopy<T, F, V, kPairs> copy(params, tokens, b, h, bk);
-  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const int64_t end = params.is_causal ? min(params.S, i0 + kQueries) : params.S;
-  const int tiles = static_cast<int>((end + kStep - 1) / kStep);
-  if (tiles > 0) copy(shared_address(shared), left_of(params.S, 0));
+  const int all_tiles = static_cast<int>((end + kStep - 1) / kStep);
+  const int tiles_each = (all_tiles + parts.count - 1) / parts.count;
+  const int first_tile = static_cast<int>(part) * tiles_each;
+  const int tiles = min(first_tile + tiles_each, all_tiles);
+  TileCopy<T, F, V, kPairs> copy(params, tokens, b, h, bk, first_tile);
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  if (first_tile < tiles) {
+    copy(shared_address(shared + first_tile % kStages * L::kStage),
+         left_of(params.S, first_tile * int64_t{kStep}));
+  }
   const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
 
   // The warp's queries, all their features, as A fragments.
@@ -101,7 +132,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const float square_scale = norm * norm * kWeightScale<T>;
   const float scaled_eps = static_cast<float>(params.eps) * kWeightScale<T>;
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = first_tile; tile < tiles; ++tile) {
     Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
     cp_async_wait<0>();
     __syncthreads();  // the tile is here, and nobody reads the other stage
@@ -232,38 +263,108 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
-      if (t == 0) {
-        const double reference =
-            kPairs == Pairs::kGeneral
-                ? static_cast<double>(largest[m][half]) - log(static_cast<double>(kWeightScale<T>))
-                : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
-        static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
-            sum == 0 ? minus_infinity<double>() : log(static_cast<double>(sum)) + reference;
+      const int64_t row = bh * params.L + i;
+      if (parts.count > 1) {
+        const int64_t part_row = part * params.B * params.H * params.L + row;
+        if (t == 0) {
+          parts.sums[part_row] = sum;
+          if (kPairs == Pairs::kGeneral) parts.largest[part_row] = largest[m][half];
+        }
+#pragma unroll
+        for (int n = 0; n < V / 8; ++n) {
+          store_vector(parts.output + part_row * V + n * 8 + 2 * t,
+                       make_float2(output[m][n][2 * half], output[m][n][2 * half + 1]));
+        }
+        continue;
       }
-      const float scale = sum == 0 ? 0 : kept / sum;
+      if (t == 0) {
+        static_cast<double*>(params.log_normalizer.data)[row] = log_normalizer_of(
+            sum, reference_of<T, kPairs == Pairs::kGeneral>(tokens, bk, largest[m][half]));
+      }
 #pragma unroll
       for (int n = 0; n < V / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int64_t column = n * 8 + 2 * t + c;
           if (column >= params.d_v) continue;
-          const float x = output[m][n][2 * half + c];
-          out.store<float>(i, column, sum == 0 ? 0 : sum != sum ? sum : x * scale);
+          out.store<float>(i, column, attended(output[m][n][2 * half + c], sum, kept));
         }
       }
     }
   }
 }
 
+// Adds up the parts of a row, always in the same order; a warp per row.
+template <typename T, int V>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    combine_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = params.B * params.H * params.L;
+  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;  // the whole warp
+  const int64_t bh = row / params.L, bk = key_head_of(params, bh);
+  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  float largest = minus_infinity<float>();
+  for (int part = 0; general && part < parts.count; ++part) {
+    largest = fmaxf(largest, parts.largest[part * rows + row]);
+  }
+  float sum = 0, output[V / 32] = {};
+  for (int part = 0; part < parts.count; ++part) {
+    const int64_t part_row = part * rows + row;
+    // Nothing but NaN can be in a part that saw no finite logit.
+    const float own = general ? parts.largest[part_row] : largest;
+    const float rescale = own == minus_infinity<float>() ? 1 : exponential_of(own - largest, 0);
+    sum += parts.sums[part_row] * rescale;
+#pragma unroll
+    for (int n = 0; n < V / 32; ++n) {
+      output[n] += parts.output[part_row * V + n * 32 + lane] * rescale;
+    }
+  }
+  if (lane == 0) {
+    static_cast<double*>(params.log_normalizer.data)[row] =
+        log_normalizer_of(sum, general ? reference_of<T, true>(tokens, bk, largest)
+                                       : reference_of<T, false>(tokens, bk, largest));
+  }
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const Tokens out(params.output, bh / params.H, bh % params.H);
+#pragma unroll
+  for (int n = 0; n < V / 32; ++n) {
+    const int column = n * 32 + lane;
+    if (column < params.d_v) {
+      out.store<float>(row % params.L, column, attended(output[n], sum, kept));
+    }
+  }
+}
+
+// As many parts as give every multiprocessor two blocks, of four tiles or more.
+int parts_for(int64_t blocks, int64_t S) {
+  const int64_t wanted = ceil_div(int64_t{2} * multiprocessors(), blocks > 0 ? blocks : 1);
+  const int64_t possible = S / (4 * kStep), most = 32;
+  const int64_t count = wanted < possible ? wanted : possible;
+  return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
+}
+
 template <typename T, int F, int V>
 const char* launch_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens) {
   constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
-  const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kQueries));
-  return launch_forms(params, [&]<Pairs kPairs>() {
-    return launch(folded_forward_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
-                  Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens);
+  const int64_t rows = params.B * params.H * params.L;
+  const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
+  Parts parts;
+  parts.count = parts_for(blocks, params.S);
+  if (parts.count > 1) {
+    parts.output = executor.take<float>(parts.count * rows * V);
+    parts.sums = executor.take<float>(parts.count * rows);
+    parts.largest = executor.take<float>(parts.count * rows);
+  }
+  const char* error = launch_forms(params, [&]<Pairs kPairs>() {
+    return launch(folded_forward_kernel<T, F, V, kPairs>,
+                  dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
+                  Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens, parts);
   });
+  if (error != nullptr || parts.count == 1) return error;
+  return launch(combine_kernel<T, V>, dim3(static_cast<unsigned>(ceil_div(rows, kWarps))),
+                dim3(kFoldedThreads), 0, executor.stream, params, tokens, parts);
 }
 
 template <typename T, int F>

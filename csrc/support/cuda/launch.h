@@ -77,6 +77,17 @@ __device__ __forceinline__ void store_vector(T* to, const Vector& value) {
   *reinterpret_cast<Vector*>(to) = value;
 }
 
+// Of the current device; 1 where it cannot be told.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 1;
+  }
+  return count;
+}
+
 // Queues kernel(arguments...) on `stream`. Returns nullptr, or why it could not be queued; a fault
 // of the kernel itself shows later, as always in CUDA. An empty grid is no error. Does not
 // synchronise and may be captured in a graph.

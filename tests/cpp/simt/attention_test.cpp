@@ -5,6 +5,7 @@
 #include <cmath>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "attention/cpu/kernel.h"
@@ -646,6 +647,34 @@ TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
     // delta comes from the rounded output, which tells where single keys dominate.
     if (c.magnitude == 1) compare_gradients(got, truth, c, 6 * roundoff);
   }
+}
+
+// Few queries: blocks share their keys, and what each found is combined.
+TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
+  simt::set_multiprocessors(3);
+  for (const auto& [masking, causal, magnitude, dropout] :
+       {std::tuple{Masking::kNone, false, 1.0, 0.0},
+        {Masking::kNone, true, 40.0, 0.0},
+        {Masking::kFloat, false, 1.0, 0.3},
+        {Masking::kBool, false, 1.0, 0.0}}) {
+    for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+      Case c{.name = "few", .B = 1, .H = 2, .G = 1, .L = 3, .S = 1100, .d_v = 40};
+      c.frequency_heads = 1;
+      c.masking = masking;
+      c.causal = causal;
+      c.magnitude = magnitude;
+      c.dropout = dropout;
+      c.type = type;
+      Call call(c);
+      const Results truth = truth_of(call, c), got = device_results(call, c);
+      const Bounds bounds =
+          bounds_of(call, c, truth, type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12);
+      expect_within(got.output, truth.output, bounds.output, "output");
+      expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
+                    "log_normalizer");
+    }
+  }
+  simt::set_multiprocessors(1);
 }
 
 // Alone, what the backward pass adds: the features' rounding in Half and that of its results.

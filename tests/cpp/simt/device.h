@@ -238,6 +238,8 @@ namespace ikattn {
 
 using Stream = CUstream_st*;
 
+inline int multiprocessors() { return simt::multiprocessors(); }
+
 template <typename... Parameters, typename... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                    size_t dynamic_shared_bytes, Stream /*stream*/, Arguments&&... arguments) {

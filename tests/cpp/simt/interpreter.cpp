@@ -34,6 +34,7 @@ constexpr unsigned char kPoison = 0xff;  // NaN in every format, -1 as an intege
 
 Order order = Order::kForward;
 size_t shared_limit = 227 * 1024;
+int multiprocessor_count = 1;
 
 std::string describe(Place place) {
   if (place.line() == 0) return "an unknown place";
@@ -557,6 +558,8 @@ void Interpreter::wait_for_copies(size_t pending_groups) {
 
 void set_order(Order new_order) { order = new_order; }
 void set_shared_limit(size_t bytes) { shared_limit = bytes; }
+void set_multiprocessors(int count) { multiprocessor_count = count; }
+int multiprocessors() { return multiprocessor_count; }
 
 const char* run(const Launch& launch) { return interpreter().run(launch); }
 

@@ -45,6 +45,9 @@ void set_order(Order order);
 // Per block; what sm_90 has. Set 99 KiB to test for sm_86, 89 and 120.
 void set_shared_limit(size_t bytes);
 
+// What multiprocessors() says; 1 at first.
+void set_multiprocessors(int count);
+
 // --- For simt/device.h
 // ------------------------------------------------------------------------------
 
@@ -56,6 +59,7 @@ struct Launch {
   void* context = nullptr;
 };
 const char* run(const Launch& launch);  // nullptr or what went wrong
+int multiprocessors();
 
 // threadIdx and its like, of the thread that runs.
 struct BuiltIns {
