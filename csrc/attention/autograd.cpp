@@ -166,6 +166,10 @@ std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& query,
   if (any_transformed({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_attention(query, key, value, w1, w2, options);
   }
+  if (!is_recorded({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_attention(query, key, value, w1, w2, options);
+  }
   const variable_list result =
       Attention::apply(query, key, value, w1, w2, key_bias, attn_mask, options);
   return {result[0], result[1]};
@@ -179,6 +183,10 @@ at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, cons
   if (any_transformed({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_weights(query, key, w1, w2, options, average_heads);
   }
+  if (!is_recorded({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_weights(query, key, w1, w2, options, average_heads);
+  }
   return Weights::apply(query, key, w1, w2, key_bias, attn_mask, options, average_heads);
 }
 
@@ -187,6 +195,10 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
   check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
   if (any_transformed({&x, &w1}, {&w2})) {
     return reference_features(x, w1, w2).to(x.scalar_type());
+  }
+  if (!is_recorded({&x, &w1}, {&w2})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_features(x, w1, w2);
   }
   return Features::apply(x, w1, w2);
 }
