@@ -20,17 +20,19 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
 }
 
 // Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
-// becomes zero and is marked in poisoned[0 .. rows).
+// becomes zero and is marked in poisoned[0 .. rows). Backward: its tangents too, from row 0 on.
 template <typename T>
 void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                      const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
-                     uint8_t* poisoned) {
+                     uint8_t* poisoned, const Tangents<T>& tangents = {}) {
   const Array& query = params.query;
   load_panels(query,
               block.b * query.stride[0] + block.h * query.stride[1] + block.i0 * query.stride[2],
               query.stride[2], query.stride[3], block.rows, params.d, tokens, block.rows);
   features<T>(layout.feature, block.rows, tokens, block.rows, packed, feature_scale<T>(params.M),
-              nullptr, phi, phi_rows);
+              nullptr, phi, phi_rows, tangents);
+  __builtin_memset(poisoned, 0, block.rows);
+  if (rows_are_finite(phi, phi_rows, block.rows, layout.feature.width())) return;
   for (int64_t r = 0; r < block.rows; ++r) {
     poisoned[r] = !row_is_finite(phi, phi_rows, r, layout.feature.width());
     if (poisoned[r]) fill_row(phi, phi_rows, r, layout.feature_panels() * kPanel, T(0));
