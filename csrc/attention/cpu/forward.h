@@ -12,7 +12,7 @@ namespace ikattn::IKATTN_ISA {
 namespace {
 
 constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
-constexpr int64_t kCausalRows = 64;    // no slower, and finer to share out: later blocks take longer
+constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
 // threads.

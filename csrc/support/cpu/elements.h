@@ -196,7 +196,9 @@ inline bool rows_are_finite(const T* panels, int64_t panel_rows, int64_t rows, i
     const int64_t width = round_up(min_of(kPanel, columns - first), kLanes<T>);
     const T* values = panels + first * panel_rows;
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < width; c += kLanes<T>) probes += load(values + r * kPanel + c) * T(0);
+      Vec<T> of_row{};  // chains of additions that do not wait for each other
+      for (int64_t c = 0; c < width; c += kLanes<T>) of_row += load(values + r * kPanel + c) * T(0);
+      probes += of_row;
     }
   }
   return sum_of_lanes<T>(probes) == T(0);
