@@ -1,6 +1,7 @@
 # make demo      train a vision transformer on digits, with stock and with implicit-kernel attention
 # make analyze   attention maps of a pretrained model, as a page and pictures to look at
 # make test      C++ and Python tests against the installed package
+# make asan      the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, by instruction set
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills
 # make lint      formatting, lint and types
 # make format    format C++ and Python
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo analyze test test-cpp cuda-check lint format bench develop clean
+.PHONY: demo analyze test test-cpp asan cuda-check lint format bench develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -29,6 +30,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 sources := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc -type f) \
   $(shell find torch_ext -name '*.py' -o -path '*/analysis/page/*')
+sanitizers := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
 cpp_files := $(shell find csrc tests/cpp examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 demo: $(stamps)/extra-demo
@@ -46,6 +48,20 @@ test-cpp: $(stamps)/extra-test $(stamps)/googletest
 	cmake -S . -B "$$build" -DIKATTN_BUILD_TESTS=ON
 	cmake --build "$$build" --parallel $${MAX_JOBS:-$$(nproc)}
 	ctest --test-dir "$$build" --output-on-failure --parallel 2
+
+# Every instruction set the processor has, one after the other. torch is not instrumented: what it
+# never frees is not ours, and vptr would ask for types it hides. The simt tests are left out, for
+# they are built with sanitizers everywhere.
+asan: $(stamps)/tools $(stamps)/googletest
+	@torch_dir=$$($(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')/Torch
+	cmake -S . -B build/asan -DTorch_DIR="$$torch_dir" -DWITH_CUDA=OFF -DIKATTN_BUILD_TESTS=ON \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-O1 -g1 -fno-omit-frame-pointer $(sanitizers)'
+	cmake --build build/asan --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_tests
+	export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+	for isa in default avx2 avx512; do
+	  ATEN_CPU_CAPABILITY=$$isa \
+	    ctest --test-dir build/asan --output-on-failure --parallel 2 --exclude-regex simt
+	done
 
 cuda-check: $(stamps)/constraints.txt
 	$(python) cmake/cuda_check.py

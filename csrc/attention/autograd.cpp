@@ -14,29 +14,25 @@
 namespace ikattn {
 namespace {
 
-// What of AttentionOptions is not a tensor.
+// What of AttentionOptions is not a tensor, under one key: every further one costs a string.
 void save_numbers(AutogradContext* ctx, const AttentionOptions& options) {
-  ctx->saved_data["p"] = options.p;
-  ctx->saved_data["dropout_p"] = options.dropout_p;
-  ctx->saved_data["is_causal"] = options.is_causal;
-  ctx->saved_data["enable_gqa"] = options.enable_gqa;
-  ctx->saved_data["eps"] = options.eps;
-  ctx->saved_data["magnitude_scale"] = options.magnitude_scale;
+  ctx->saved_data["numbers"] =
+      c10::ivalue::Tuple::create(options.p, options.dropout_p, options.is_causal,
+                                 options.enable_gqa, options.eps, options.magnitude_scale);
 }
 
 AttentionOptions saved_options(AutogradContext* ctx, const at::Tensor& key_bias,
                                const at::Tensor& attn_mask, const at::Tensor& dropout_seed) {
-  AttentionOptions options;
-  options.p = ctx->saved_data["p"].toOptional<double>();
-  options.key_bias = or_none(key_bias);
-  options.attn_mask = or_none(attn_mask);
-  options.dropout_p = ctx->saved_data["dropout_p"].toDouble();
-  options.is_causal = ctx->saved_data["is_causal"].toBool();
-  options.enable_gqa = ctx->saved_data["enable_gqa"].toBool();
-  options.eps = ctx->saved_data["eps"].toDouble();
-  options.magnitude_scale = ctx->saved_data["magnitude_scale"].toOptional<double>();
-  options.dropout_seed = or_none(dropout_seed);
-  return options;
+  const std::vector<at::IValue> numbers = ctx->saved_data["numbers"].toTupleRef().elements().vec();
+  return {.p = numbers[0].toOptional<double>(),
+          .key_bias = or_none(key_bias),
+          .attn_mask = or_none(attn_mask),
+          .dropout_p = numbers[1].toDouble(),
+          .is_causal = numbers[2].toBool(),
+          .enable_gqa = numbers[3].toBool(),
+          .eps = numbers[4].toDouble(),
+          .magnitude_scale = numbers[5].toOptional<double>(),
+          .dropout_seed = or_none(dropout_seed)};
 }
 
 class Attention : public torch::autograd::Function<Attention> {
@@ -166,9 +162,12 @@ std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& query,
   if (any_transformed({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_attention(query, key, value, w1, w2, options);
   }
-  const variable_list result =
-      Attention::apply(query, key, value, w1, w2, key_bias, attn_mask, options);
-  return {result[0], result[1]};
+  if (!is_recorded({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_attention(query, key, value, w1, w2, options);
+  }
+  variable_list result = Attention::apply(query, key, value, w1, w2, key_bias, attn_mask, options);
+  return {std::move(result[0]), std::move(result[1])};
 }
 
 at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
@@ -179,6 +178,10 @@ at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, cons
   if (any_transformed({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
     return reference_weights(query, key, w1, w2, options, average_heads);
   }
+  if (!is_recorded({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_weights(query, key, w1, w2, options, average_heads);
+  }
   return Weights::apply(query, key, w1, w2, key_bias, attn_mask, options, average_heads);
 }
 
@@ -187,6 +190,10 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
   check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
   if (any_transformed({&x, &w1}, {&w2})) {
     return reference_features(x, w1, w2).to(x.scalar_type());
+  }
+  if (!is_recorded({&x, &w1}, {&w2})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_features(x, w1, w2);
   }
   return Features::apply(x, w1, w2);
 }

@@ -39,16 +39,12 @@ inline void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
   params.frequency_batches = sizes.frequency_batches;
 }
 
-// key_bias as [B, key heads, S]: repeated within groups where it has fewer heads than the prepared
-// keys.
-inline at::Tensor bias_per_key_head(const at::Tensor& bias, const AttentionSizes& sizes,
-                                    int64_t key_heads) {
-  at::Tensor result = bias;
-  while (result.dim() < 3) result = result.unsqueeze(0);
-  if (result.size(1) != 1 && result.size(1) != key_heads) {
-    result = result.repeat_interleave(key_heads / result.size(1), 1);
-  }
-  return result.expand({sizes.B, key_heads, sizes.S});
+// key_bias, repeated within groups where it has fewer heads than the prepared keys: broadcasts to
+// [B, key heads, S].
+inline at::Tensor bias_per_key_head(const at::Tensor& bias, int64_t key_heads) {
+  const int64_t heads = bias.dim() < 2 ? 1 : bias.size(-2);
+  if (heads == 1 || heads == key_heads) return bias;
+  return bias.repeat_interleave(key_heads / heads, -2);
 }
 
 inline bool has_bias_per_query_head(const AttentionOptions& options, const AttentionSizes& sizes) {
@@ -76,8 +72,8 @@ inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
   params.w1 = frequencies(w1, sizes);
   if (is_present(w2)) params.w2 = frequencies(*w2, sizes);
   if (is_present(options.key_bias)) {
-    kept.bias = bias_per_key_head(*options.key_bias, sizes, params.key_heads);
-    params.key_bias = array_of(kept.bias);
+    kept.bias = bias_per_key_head(*options.key_bias, params.key_heads);
+    params.key_bias = array_of(kept.bias, {sizes.B, params.key_heads, sizes.S});
   }
   if (is_present(options.attn_mask)) {
     params.mask = array_of(*options.attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
@@ -95,7 +91,10 @@ inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
 
 // [B, H, L, d_v] laid out as [B, L, H, d_v], which is how the projection after it reads it.
 inline at::Tensor empty_output(const at::Tensor& query, const AttentionSizes& sizes) {
-  return at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, query.options()).transpose(1, 2);
+  const int64_t head = std::max<int64_t>(sizes.d_v, 1), token = sizes.H * head;
+  return at::empty_strided({sizes.B, sizes.H, sizes.L, sizes.d_v},
+                           {std::max<int64_t>(sizes.L, 1) * token, head, token, 1},
+                           query.options());
 }
 
 inline at::Tensor not_wanted(const at::Tensor& like) { return at::empty({0}, like.options()); }

@@ -30,6 +30,22 @@ inline bool any_transformed(std::initializer_list<const at::Tensor*> tensors,
   return false;
 }
 
+// Whether a call is recorded for backward. Where it is not, the kernels are called without a node.
+inline bool is_recorded(std::initializer_list<const at::Tensor*> tensors,
+                        std::initializer_list<const std::optional<at::Tensor>*> optional) {
+  const auto wants = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  if (!at::GradMode::is_enabled()) return false;
+  for (const at::Tensor* tensor : tensors) {
+    if (wants(*tensor)) return true;
+  }
+  for (const std::optional<at::Tensor>* tensor : optional) {
+    if (tensor->has_value() && wants(**tensor)) return true;
+  }
+  return false;
+}
+
 // Which of the inputs want a gradient. The context numbers the tensors that are present.
 template <size_t kCount>
 std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,

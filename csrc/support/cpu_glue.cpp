@@ -1,6 +1,7 @@
 #include "support/cpu_glue.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 
@@ -29,8 +30,8 @@ TorchExecutor::TorchExecutor(double work) {
   owner = this;
   allocate = [](void* self, int64_t bytes) {
     auto* executor = static_cast<TorchExecutor*>(self);
-    executor->memory_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
-    return executor->memory_.mutable_data_ptr();
+    executor->memory_ = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
+    return executor->memory_.get();
   };
 }
 

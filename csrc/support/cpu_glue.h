@@ -21,13 +21,13 @@
 namespace ikattn {
 
 // Runs on torch's threads, on one where `work` multiply-adds are too few to wake others. Its memory
-// is a tensor: counted, and out of memory reported, as torch does.
+// is torch's: counted, and out of memory reported, as that of a tensor.
 class TorchExecutor : public Executor {
  public:
   explicit TorchExecutor(double work);
 
  private:
-  at::Tensor memory_;
+  c10::DataPtr memory_;
 };
 
 }  // namespace ikattn

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "support/checks.h"
+
 namespace ikattn {
 namespace {
 
@@ -25,12 +27,14 @@ ElementType element_type(at::ScalarType type) {
 }  // namespace
 
 Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes) {
-  const at::Tensor view = tensor.expand(sizes);
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(broadcasts_to(tensor.sizes(), sizes));
+  const at::IntArrayRef own_sizes = tensor.sizes(), own_strides = tensor.strides();
+  const size_t leading = sizes.size() - own_sizes.size();
   Array array;
-  array.data = const_cast<void*>(view.const_data_ptr());
-  array.type = element_type(view.scalar_type());
-  for (int64_t axis = 0; axis < view.dim(); ++axis) {
-    array.stride[axis] = view.size(axis) == 1 ? 0 : view.stride(axis);
+  array.data = const_cast<void*>(tensor.const_data_ptr());
+  array.type = element_type(tensor.scalar_type());
+  for (size_t axis = 0; axis < own_sizes.size(); ++axis) {
+    array.stride[leading + axis] = own_sizes[axis] == 1 ? 0 : own_strides[axis];
   }
   return array;
 }

@@ -74,6 +74,44 @@ INSTANTIATE_TEST_SUITE_P(TileEdges, AttentionSizes,
                                            std::pair{127, 129}, std::pair{193, 193},
                                            std::pair{0, 3}, std::pair{3, 0}));
 
+class AttentionTypes : public ::testing::TestWithParam<std::pair<at::ScalarType, double>> {};
+
+TEST_P(AttentionTypes, ValuesAndGradientsEqualTheReferenceWithEveryOption) {
+  const auto [type, tolerance] = GetParam();
+  for (const bool is_causal : {false, true}) {
+    Inputs in(70, 130, 65, 72, 37, type);
+    in.key = in.key.detach().narrow(1, 0, 1).requires_grad_();
+    in.value = in.value.detach().narrow(1, 0, 1).requires_grad_();
+    ikattn::AttentionOptions options;
+    options.enable_gqa = true;
+    options.is_causal = is_causal;
+    options.attn_mask = torch::rand({1, 3, 70, 130}) > 0.3;
+    options.key_bias = torch::randn({2, 1, 130}).to(type);
+    options.dropout_p = 0.25;
+    options.dropout_seed = torch::tensor({5, 6}, at::kLong);
+    Inputs exact = in;
+    for (Tensor* tensor : {&exact.query, &exact.key, &exact.value, &exact.w1, &exact.w2}) {
+      *tensor = tensor->detach().to(at::kDouble).requires_grad_();
+    }
+    const Tensor got =
+        ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+    const auto gradients = torch::autograd::grad({got.sum()}, in.all());
+    options.key_bias = options.key_bias->to(at::kDouble);
+    const Tensor expected = reference(exact, options);
+    expect_close(got.to(at::kDouble), expected, tolerance);
+    const auto expected_gradients = torch::autograd::grad({expected.sum()}, exact.all());
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      expect_close(gradients[i].to(at::kDouble), expected_gradients[i], 5 * tolerance);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, AttentionTypes,
+                         ::testing::Values(std::pair{at::kDouble, 1e-12},
+                                           std::pair{at::kFloat, 1e-5},
+                                           std::pair{at::kBFloat16, 3e-2},
+                                           std::pair{at::kHalf, 3e-3}));
+
 TEST(Attention, DropoutMaskIsAFunctionOfItsSeed) {
   const Inputs in(40, 50);
   ikattn::AttentionOptions options;

@@ -51,9 +51,11 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       const Visibility visibility = fill_bias(params, at, scratch.bias);
       if (visibility == Visibility::kNone) continue;
       const int64_t count = min_of(kPanel, params.S - j0);
+      const int64_t columns = round_up(count, kLanes<T>);
       const int64_t first_row = head * L + block.i0;
       PairTile<T> tile{block.rows,
-                       round_up(count, kLanes<T>),
+                       columns,
+                       params.is_causal ? j0 - block.i0 : -kPanel,
                        state.keys.weight_terms + j0,
                        state.keys.logits + j0,
                        state.rows.delta + first_row,
@@ -65,40 +67,54 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
                        static_cast<T>(params.eps)};
 
       // 1. scores and dP
-      scores(layout, block.rows, phi, L, state.keys.block_features(layout, key_block), count,
-             scratch.s);
+      const T* block_features = state.keys.block_features(layout, key_block);
       const T* block_values = state.keys.block_values(layout, key_block);
       if (params.d_v == 0) __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
-      for (int64_t first = 0; first < params.d_v; first += kPanel) {
-        panel_gemm<T, Left::kRows>(block.rows, count, min_of(kPanel, params.d_v - first),
-                                   grad_out + first * L, block_values + first * kPanel, scratch.dp,
-                                   first > 0);
-      }
+      for_each_band(params, at, columns, [&](const Band& band) {
+        const int64_t row = band.row * kPanel;
+        scores(layout, band.rows, phi + row, L, block_features, band.columns, scratch.s + row);
+        for (int64_t first = 0; first < params.d_v; first += kPanel) {
+          panel_gemm<T, Left::kRows>(band.rows, band.columns, min_of(kPanel, params.d_v - first),
+                                     grad_out + first * L + row, block_values + first * kPanel,
+                                     scratch.dp + row, first > 0);
+        }
+      });
       // 2. pair gradients
       if (tile.keep) fill_keep(params, at, scratch.keep);
       T* dlog = params.grad_mask ? scratch.dlog : nullptr;
+      if (dlog) __builtin_memset(dlog, 0, kPanel * kPanel * sizeof(T));
       pair_gradients(tile, state.keys.form.folded, scratch.s, scratch.w, scratch.dp, dlog,
                      state.grad_logit + j0);
       poison_rows(tile, scratch.s, scratch.w, dlog, state.grad_logit + j0);
       // 3. dV, dphi_k: rows are keys, summed over the block's queries
-      for (int64_t first = 0; first < params.d_v; first += kPanel) {
-        panel_gemm<T, Left::kColumns>(count, min_of(kPanel, params.d_v - first), block.rows,
-                                      scratch.w, grad_out + first * L,
-                                      state.grad_value + first * padded + j0 * kPanel, true);
-      }
-      for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-        panel_gemm<T, Left::kColumns>(count, layout.feature.columns(panel), block.rows, scratch.s,
-                                      phi + panel * L * kPanel,
-                                      state.grad_phi_k + (panel * padded + j0) * kPanel, true);
-      }
+      for_each_key_band(params, at, count, [&](int64_t column, int64_t keys, int64_t row) {
+        const int64_t rows = block.rows - row, left = row * kPanel + column;
+        if (rows <= 0) return;
+        for (int64_t first = 0; first < params.d_v; first += kPanel) {
+          panel_gemm<T, Left::kColumns>(keys, min_of(kPanel, params.d_v - first), rows,
+                                        scratch.w + left, grad_out + first * L + row * kPanel,
+                                        state.grad_value + first * padded + (j0 + column) * kPanel,
+                                        true);
+        }
+        for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+          panel_gemm<T, Left::kColumns>(keys, layout.feature.columns(panel), rows, scratch.s + left,
+                                        phi + (panel * L + row) * kPanel,
+                                        state.grad_phi_k + (panel * padded + j0 + column) * kPanel,
+                                        true);
+        }
+      });
       // 4. dphi_q (and a mask gradient summed over keys): after all earlier keys
       if (!in_turn) wait_for(progress, static_cast<int>(sweep));
       in_turn = true;
-      for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-        panel_gemm<T, Left::kRows>(block.rows, layout.feature.columns(panel), count, scratch.s,
-                                   state.keys.features_by_row + (panel * padded + j0) * kPanel,
-                                   head_grad_phi + (panel * L + block.i0) * kPanel, true);
-      }
+      for_each_band(params, at, columns, [&](const Band& band) {
+        for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+          panel_gemm<T, Left::kRows>(band.rows, layout.feature.columns(panel),
+                                     min_of(count, band.columns), scratch.s + band.row * kPanel,
+                                     state.keys.features_by_row + (panel * padded + j0) * kPanel,
+                                     head_grad_phi + (panel * L + block.i0 + band.row) * kPanel,
+                                     true);
+        }
+      });
       if (dlog) add_mask_gradient(params.grad_mask, at, count, dlog);
     }
     if (!in_turn) wait_for(progress, static_cast<int>(sweep));

@@ -27,6 +27,7 @@ template <typename T>
 struct BackwardUnit {
   PreparedKeys<T> keys;
   T* phi = nullptr;         // [heads][feature panels][L][64]
+  Tangents<T> tangents;     // [feature panels][heads][L][32]
   T* grad_out = nullptr;    // [heads][value panels][L][64], folded: times 1/Z
   T* grad_phi_q = nullptr;  // [heads][feature panels][L][64]
   T* grad_phi_k = nullptr;  // [feature panels][padded keys][64]
@@ -43,6 +44,7 @@ struct BackwardUnit {
     const int64_t value_row = layout.value_panels() * kPanel;
     keys.take(workspace, layout, true);
     phi = workspace.take<T>(heads * L * feature_row);
+    tangents = {workspace.take<T>(Tangents<T>::size(layout.feature, heads * L)), heads * L};
     grad_out = workspace.take<T>(heads * L * value_row);
     grad_phi_q = workspace.take<T>(heads * L * feature_row);
     grad_phi_k = workspace.take<T>(layout.padded_keys * feature_row);
@@ -136,7 +138,7 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
   T* grad_out = state.grad_out + (head * layout.value_panels() * L + block.i0) * kPanel;
   uint8_t* poisoned = state.rows.poisoned + first_row;
   prepare_queries(params, layout, block, frequencies.of(unit, layout.feature), scratch.tokens, phi,
-                  L, poisoned);
+                  L, poisoned, state.tangents.from(first_row));
   clear_query_gradients(plan, head, index, state);
 
   const auto offset = [&](const Array& array) {
@@ -170,6 +172,7 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
       delta = 0;
       fill_row(phi, L, r, layout.feature_panels() * kPanel, T(0));
       fill_row(grad_out, L, r, layout.value_panels() * kPanel, T(0));
+      state.tangents.clear(layout.feature, first_row + r);
     } else if (factor != 1) {
       for (int64_t first = 0; first < params.d_v; first += kPanel) {
         T* row = grad_out + first * L + r * kPanel;

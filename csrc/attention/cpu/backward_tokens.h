@@ -24,7 +24,9 @@ void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
                     T* partial, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
-  const T* grad_phi = state.grad_phi_q + head * layout.feature_panels() * params.L * kPanel;
+  const int64_t head_size = layout.feature_panels() * params.L * kPanel;
+  const T* phi = state.phi + head * head_size;
+  const T* grad_phi = state.grad_phi_q + head * head_size;
   const int64_t h = unit.first_query_head + head;
   for (int64_t i0 = begin; i0 < end; i0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - i0);
@@ -32,11 +34,11 @@ void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
     load_clean_tokens(query, unit.b * query.stride[0] + h * query.stride[1] + i0 * query.stride[2],
                       rows, params.d, state.rows.log_normalizer + head * params.L + i0,
                       infinity<T>(), scratch.tokens);
-    features_backward<T>(
-        layout.feature, rows, scratch.tokens, kPanel, frequencies.of(unit, layout.feature),
-        frequencies.transposed_of(unit, layout.feature), feature_scale<T>(params.M), nullptr, T(2),
-        grad_phi + i0 * kPanel, params.L, params.grad_query ? scratch.grad_x : nullptr, partial,
-        scratch.angles);
+    features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
+                         frequencies.transposed_of(unit, layout.feature), phi + i0 * kPanel,
+                         params.L, state.tangents.from(head * params.L + i0), T(2),
+                         grad_phi + i0 * kPanel, params.L,
+                         params.grad_query ? scratch.grad_x : nullptr, partial, scratch.angles);
     if (const Array& out = params.grad_query) {
       store_panels(out, unit.b * out.stride[0] + h * out.stride[1] + i0 * out.stride[2],
                    out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
@@ -50,14 +52,13 @@ void add_magnitude_gradient(const AttentionParams& params, T grad_logit, const T
                             int64_t rows, T* grad_x, T* key_row, T* grad_row) {
   if (params.p == 0 || grad_logit == 0) return;
   const T factor = static_cast<T>(params.magnitude_scale) * grad_logit;
-  for (int64_t c = 0; c < params.d; ++c) {
-    const int64_t panel = c / kPanel, column = c % kPanel;
-    key_row[c] = tokens[(panel * kPanel + r) * kPanel + column];
-    grad_row[c] = grad_x[(panel * rows + r) * kPanel + column];
+  for (int64_t first = 0; first < params.d; first += kPanel) {
+    copy_row(tokens + first * kPanel + r * kPanel, key_row + first);
+    copy_row(grad_x + first * rows + r * kPanel, grad_row + first);
   }
   add_squared_norm_gradient(key_row, params.d, params.p, factor, grad_row);
-  for (int64_t c = 0; c < params.d; ++c) {
-    grad_x[(c / kPanel * rows + r) * kPanel + c % kPanel] = grad_row[c];
+  for (int64_t first = 0; first < params.d; first += kPanel) {
+    copy_row(grad_row + first, grad_x + first * rows + r * kPanel);
   }
 }
 
@@ -73,10 +74,10 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
     load_clean_tokens(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
                       rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
     features_backward<T>(
-        layout.feature, rows, scratch.tokens, kPanel, frequencies.of(unit, layout.feature),
-        frequencies.transposed_of(unit, layout.feature), feature_scale<T>(params.M),
-        state.keys.feature_scales + j0, T(2), state.grad_phi_k + j0 * kPanel, layout.padded_keys,
-        params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
+        layout.feature, rows, scratch.tokens, kPanel,
+        frequencies.transposed_of(unit, layout.feature), state.keys.features_by_row + j0 * kPanel,
+        layout.padded_keys, state.keys.tangents.from(j0), T(2), state.grad_phi_k + j0 * kPanel,
+        layout.padded_keys, params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
     const Array& out = params.grad_key;
     if (!out) continue;
     T* rows_on_side = scratch.keys.tokens;  // two rows of d

@@ -89,11 +89,43 @@ void fill_column_scale(const FeatureLayout<T>& layout, int64_t panel, T scale, T
   }
 }
 
+// What features_backward() needs beside phi: tan v, [panels][rows][32]. Null: not kept.
+template <typename T>
+struct Tangents {
+  T* data = nullptr;
+  int64_t rows = 0;
+
+  T* at(int64_t panel, int64_t row) const {
+    return data + (panel * rows + row) * kPanelFrequencies;
+  }
+  Tangents from(int64_t row) const { return {data ? at(0, row) : nullptr, rows}; }
+  void clear(const FeatureLayout<T>& layout, int64_t row) const {
+    if (data == nullptr || layout.stationary) return;
+    for (int64_t panel = 0; panel < layout.panels(); ++panel) {
+      __builtin_memset(at(panel, row), 0, kPanelFrequencies * sizeof(T));
+    }
+  }
+  static int64_t size(const FeatureLayout<T>& layout, int64_t rows) {
+    return layout.stationary ? 0 : layout.panels() * rows * kPanelFrequencies;
+  }
+};
+
+// tan v to go with this cosine, which becomes other than zero. The cosine is the forward's, or w in
+// the backward would not be the w that Z is the sum of.
+template <typename T>
+inline Vec<T> tangent(Vec<T> v, Vec<T>& cosine_v) {
+  Vec<T> sine, cosine;
+  sincos_turns<T>(v, sine, cosine);
+  cosine_v = cosine_v == Vec<T>{} ? broadcast(T(1e-18)) : cosine_v;
+  return sine / cosine_v;
+}
+
 // phi = scale row_scale [cos u cos v, sin u cos v] of `rows` tokens into phi
 // [panels][phi_rows][64]; row_scale may be null.
 template <typename T>
 void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t x_rows,
-              const T* packed, T scale, const T* row_scale, T* phi, int64_t phi_rows) {
+              const T* packed, T scale, const T* row_scale, T* phi, int64_t phi_rows,
+              const Tangents<T>& tangents = {}) {
   T column_scale[kPanelFrequencies];
   for (int64_t panel = 0; panel < layout.panels(); ++panel) {
     T* out = phi + panel * phi_rows * kPanel;
@@ -107,7 +139,12 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
         Vec<T> sine, cosine;
         sincos_turns<T>(load(cosines), sine, cosine);
         Vec<T> common = load(column_scale + c) * token_scale;
-        if (!layout.stationary) common *= cos_turns<T>(load(cosines + half));
+        if (!layout.stationary) {
+          const Vec<T> v = load(cosines + half);
+          Vec<T> cosine_v = cos_turns<T>(v);
+          if (tangents.data) store<T>(tangents.at(panel, r) + c, tangent<T>(v, cosine_v));
+          common *= cosine_v;
+        }
         store<T>(cosines, cosine * common);
         store<T>(cosines + half, sine * common);
       }
@@ -116,43 +153,33 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
 }
 
 // Gradients of x and of the packed frequencies of `rows` tokens from g, the gradient of the phi
-// above.
+// above times 1 / gradient_scale, without forming an angle again.
+//   phi          [panels][phi_rows][64], scales included
 //   g            [panels][g_rows][64]
 //   grad_x       [token_panels][rows][64], overwritten (null: not wanted)
 //   grad_packed  [panels][packed_rows][64], added to (null: not wanted)
 //   angle_tile   [rows][64] scratch
-// du = phi_c g_s - phi_s g_c,  dv = -scale sin v (cos u g_c + sin u g_s), in radians.
+// du = phi_c g_s - phi_s g_c,  dv = -tan v (phi_c g_c + phi_s g_s), in radians.
 template <typename T>
 void features_backward(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t x_rows,
-                       const T* packed, const T* transposed, T scale, const T* row_scale,
-                       T gradient_scale, const T* g, int64_t g_rows, T* grad_x, T* grad_packed,
-                       T* angle_tile) {
+                       const T* transposed, const T* phi, int64_t phi_rows,
+                       const Tangents<T>& tangents, T gradient_scale, const T* g, int64_t g_rows,
+                       T* grad_x, T* grad_packed, T* angle_tile) {
   const T turns_scale = gradient_scale * T(6.283185307179586476925);
-  T column_scale[kPanelFrequencies];
   for (int64_t panel = 0; panel < layout.panels(); ++panel) {
     const int64_t half = layout.half(panel);
     const int64_t columns = layout.stationary ? half : 2 * half;
-    angles(layout, panel, rows, x, x_rows, packed, angle_tile);
-    fill_column_scale(layout, panel, scale * turns_scale, column_scale);
     for (int64_t r = 0; r < rows; ++r) {
-      const T token_scale = row_scale ? row_scale[r] : T(1);
       const T* gradient = g + (panel * g_rows + r) * kPanel;
+      const T* cosines = phi + (panel * phi_rows + r) * kPanel;
       for (int64_t c = 0; c < half; c += kLanes<T>) {
+        const Vec<T> g_c = load(gradient + c), g_s = load(gradient + half + c);
+        const Vec<T> phi_c = load(cosines + c), phi_s = load(cosines + half + c);
         T* u = angle_tile + r * kPanel + c;
-        const Vec<T> g_c = load(gradient + c);
-        const Vec<T> g_s = load(gradient + half + c);
-        const Vec<T> common = load(column_scale + c) * token_scale;
-        Vec<T> sine, cosine;
-        sincos_turns<T>(load(u), sine, cosine);
-        const Vec<T> du = (cosine * g_s - sine * g_c) * common;
-        if (layout.stationary) {
-          store<T>(u, du);
-          continue;
-        }
-        Vec<T> sine_v, cosine_v;
-        sincos_turns<T>(load(u + half), sine_v, cosine_v);
-        store<T>(u, du * cosine_v);
-        store<T>(u + half, -(cosine * g_c + sine * g_s) * common * sine_v);
+        store<T>(u, (phi_c * g_s - phi_s * g_c) * turns_scale);
+        if (layout.stationary) continue;
+        store<T>(u + half,
+                 (phi_c * g_c + phi_s * g_s) * load(tangents.at(panel, r) + c) * -turns_scale);
       }
     }
     for (int64_t first = 0; first < layout.d; first += kPanel) {

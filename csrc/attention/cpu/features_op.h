@@ -28,14 +28,18 @@ void for_each_feature_row(const FeatureLayout<T>& layout, const Array& array, in
 
 template <typename T>
 struct FeaturesScratch {
-  T* tokens = nullptr;  // [token panels][64][64]
-  T* phi = nullptr;     // [panels][64][64]
-  T* grad_x = nullptr;  // [token panels][64][64]
-  T* angles = nullptr;  // [64][64]
+  T* tokens = nullptr;    // [token panels][64][64]
+  T* phi = nullptr;       // [panels][64][64]
+  T* grad_phi = nullptr;  // [panels][64][64]
+  T* grad_x = nullptr;    // [token panels][64][64]
+  T* angles = nullptr;    // [64][64]
+  Tangents<T> tangents;
 
   void take(Workspace& workspace, const FeatureLayout<T>& layout) {
     tokens = workspace.take<T>(layout.token_panels() * kPanel * kPanel);
     phi = workspace.take<T>(layout.panels() * kPanel * kPanel);
+    grad_phi = workspace.take<T>(layout.panels() * kPanel * kPanel);
+    tangents = {workspace.take<T>(Tangents<T>::size(layout, kPanel)), kPanel};
     grad_x = workspace.take<T>(layout.token_panels() * kPanel * kPanel);
     angles = workspace.take<T>(kPanel * kPanel);
   }
@@ -65,13 +69,15 @@ void feature_tokens_backward(const FeaturesParams& params, const FeatureLayout<T
     const int64_t rows = min_of(kPanel, end - n);
     load_panels(x, b * x.stride[0] + h * x.stride[1] + n * x.stride[2], x.stride[2], x.stride[3],
                 rows, params.d, scratch.tokens, kPanel);
-    __builtin_memset(scratch.phi, 0, layout.panels() * kPanel * kPanel * sizeof(T));
+    features<T>(layout, rows, scratch.tokens, kPanel, packed, T(2), nullptr, scratch.phi, kPanel,
+                scratch.tangents);
+    __builtin_memset(scratch.grad_phi, 0, layout.panels() * kPanel * kPanel * sizeof(T));
     for_each_feature_row(layout, gradient,
                          b * gradient.stride[0] + h * gradient.stride[1] + n * gradient.stride[2],
-                         rows, scratch.phi, load_row<T>);
-    features_backward<T>(layout, rows, scratch.tokens, kPanel, packed, transposed, T(2), nullptr,
-                         T(1), scratch.phi, kPanel, out ? scratch.grad_x : nullptr, partial,
-                         scratch.angles);
+                         rows, scratch.grad_phi, load_row<T>);
+    features_backward<T>(layout, rows, scratch.tokens, kPanel, transposed, scratch.phi, kPanel,
+                         scratch.tangents, T(1), scratch.grad_phi, kPanel,
+                         out ? scratch.grad_x : nullptr, partial, scratch.angles);
     if (out) {
       store_panels(out, b * out.stride[0] + h * out.stride[1] + n * out.stride[2], out.stride[2],
                    out.stride[3], rows, params.d, scratch.grad_x, rows);

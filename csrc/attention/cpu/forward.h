@@ -12,7 +12,7 @@ namespace ikattn::IKATTN_ISA {
 namespace {
 
 constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
-constexpr int64_t kCausalRows = 64;    // less waste above the diagonal
+constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
 // threads.
@@ -52,14 +52,14 @@ struct ForwardScratch {
   }
 };
 
-// out += w v for one tile.
+// out += w v for `rows` rows of one tile.
 template <typename T>
 void accumulate_values(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t rows,
-                       int64_t j0, int64_t count, const T* w, T* out) {
+                       int64_t j0, int64_t count, const T* w, T* out, int64_t out_rows) {
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
     panel_gemm<T, Left::kRows>(rows, min_of(kPanel, layout.d_v - first), count, w,
                                keys.values + first * layout.padded_keys + j0 * kPanel,
-                               out + first * rows, true);
+                               out + first * out_rows, true);
   }
 }
 
@@ -106,21 +106,21 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
   for (int64_t key_block = 0; key_block < blocks; ++key_block) {
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
-    const int64_t columns = round_up(count, kLanes<T>);
     const TilePosition at{block.b, block.h, block.i0, rows, j0};
     const Visibility visibility = fill_bias(params, at, scratch.bias);
     if (visibility == Visibility::kNone) continue;
-    scores(layout, rows, scratch.phi, rows, keys.block_features(layout, key_block), count,
-           scratch.tile);
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
-    if (tile_weights(params, keys, rows, j0, columns, bias, scratch.tile, scratch.state)) {
-      scale_rows(rows, params.d_v, scratch.state.rescale, scratch.out);
-    }
-    if (params.dropout_threshold) {
-      fill_keep(params, at, scratch.keep);
-      multiply_tile(rows, columns, scratch.keep, scratch.tile);
-    }
-    accumulate_values(layout, keys, rows, j0, count, scratch.tile, scratch.out);
+    if (params.dropout_threshold) fill_keep(params, at, scratch.keep);
+    for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
+      T* w = scratch.tile + band.row * kPanel;
+      band_weights(params, layout, keys, at, band, scratch.phi, bias, scratch.tile, scratch.state,
+                   params.d_v, scratch.out);
+      if (params.dropout_threshold) {
+        multiply_tile(band.rows, band.columns, scratch.keep + band.row * kPanel, w);
+      }
+      accumulate_values(layout, keys, band.rows, j0, min_of(count, band.columns), w,
+                        scratch.out + band.row * kPanel, rows);
+    });
   }
   finish_rows(params, keys.form, block, scratch);
 }

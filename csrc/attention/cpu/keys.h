@@ -108,6 +108,7 @@ struct PreparedKeys {
   T* feature_scales = nullptr;      // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
   T* features_by_column = nullptr;  // [key_blocks][feature panels][64][64]   phi^T of each block
   T* features_by_row = nullptr;     // [feature panels][padded_keys][64]      backward only
+  Tangents<T> tangents;             // [feature panels][padded_keys][32]      backward only
   T* values = nullptr;              // [value panels][padded_keys][64]        forward only
   T* values_by_column = nullptr;    // [key_blocks][value panels][64][64]     backward only
 
@@ -120,6 +121,8 @@ struct PreparedKeys {
     features_by_column = workspace.take<T>(feature_size);
     if (backward) {
       features_by_row = workspace.take<T>(feature_size);
+      tangents = {workspace.take<T>(Tangents<T>::size(layout.feature, layout.padded_keys)),
+                  layout.padded_keys};
       values_by_column = workspace.take<T>(value_size);
     } else {
       values = workspace.take<T>(value_size);
@@ -179,7 +182,7 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
               key.stride[2], key.stride[3], count, params.d, scratch.tokens, kPanel);
   for (int64_t r = count; r < rows; ++r) fill_row(scratch.tokens, kPanel, r, params.d, T(0));
   features(feature, rows, scratch.tokens, kPanel, packed, feature_scale<T>(params.M),
-           keys.feature_scales + j0, scratch.features, kPanel);
+           keys.feature_scales + j0, scratch.features, kPanel, keys.tangents.from(j0));
 
   if (params.value) {
     const Array& value = params.value;
@@ -190,15 +193,20 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
   }
 
   const int64_t feature_columns = layout.feature_panels() * kPanel;
-  for (int64_t r = 0; r < rows; ++r) {
+  const bool all_finite =
+      rows_are_finite(scratch.features, kPanel, count, feature.width()) &&
+      (!params.value || rows_are_finite(scratch.values, kPanel, count, params.d_v));
+  for (int64_t r = 0; r < count; ++r) {  // rows past the last key are zero already
     const int64_t j = j0 + r;
     const bool hidden = keys.logits[j] == -infinity<T>();
+    if (all_finite && is_finite(keys.logits[j])) continue;
     const bool clean = row_is_finite(scratch.features, kPanel, r, feature.width()) &&
                        (!params.value || row_is_finite(scratch.values, kPanel, r, params.d_v)) &&
                        is_finite(keys.logits[j]);
     if (clean) continue;
     keys.feature_scales[j] = 0;
     fill_row(scratch.features, kPanel, r, feature_columns, T(0));
+    keys.tangents.clear(feature, j);
     if (params.value) fill_row(scratch.values, kPanel, r, params.d_v, T(0));
     if (!hidden) keys.logits[j] = keys.weight_terms[j] = not_a_number<T>();
   }

@@ -56,9 +56,14 @@ inline double squared_norm(const T* x, int64_t d, double p) {
   if (p == 2) {
     constexpr int kParts = 8;
     double sums[kParts] = {};
-    for (int64_t c = 0; c < d; ++c) {
-      sums[c % kParts] += static_cast<double>(x[c]) * static_cast<double>(x[c]);
+    const auto add = [&](T element, int part) {
+      sums[part] += static_cast<double>(element) * static_cast<double>(element);
+    };
+    const int64_t whole = d - d % kParts;
+    for (int64_t c = 0; c < whole; c += kParts) {
+      for (int part = 0; part < kParts; ++part) add(x[c + part], part);
     }
+    for (int64_t c = whole; c < d; ++c) add(x[c], static_cast<int>(c - whole));
     double sum = 0;
     for (const double part : sums) sum += part;
     return sum;

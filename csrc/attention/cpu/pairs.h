@@ -11,6 +11,7 @@ namespace {
 template <typename T>
 struct PairTile {
   int64_t rows, columns;
+  int64_t above;            // causal: rows that do not see the first column; others: -64
   const T* terms;           // folded: eps e_j
   const T* logits;          // general: g_j
   const T* delta;           // per row
@@ -20,6 +21,9 @@ struct PairTile {
   const T* bias;            // [rows][64] or null
   const T* keep;            // [rows][64] or null
   T eps;
+
+  // The first row of a band that sees column c.
+  int64_t first_row(int64_t c) const { return max_of(0, above + c) / kBandRows * kBandRows; }
 };
 
 // From s and dP to w (times keep), ds and dlog, in place; dg grows by the column sums of dlog.
@@ -27,7 +31,7 @@ template <typename T, bool kFolded, bool kMasked, bool kDropout>
 void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, const T* dp, T* dlog, T* grad_logit) {
   for (int64_t c = 0; c < tile.columns; c += kLanes<T>) {
     Vec<T> column_sum = load(grad_logit + c);
-    for (int64_t r = 0; r < tile.rows; ++r) {
+    for (int64_t r = tile.first_row(c); r < tile.rows; ++r) {
       const int64_t at = r * kPanel + c;
       const Vec<T> score = load(s + at);
       Vec<T> bias{};

@@ -20,17 +20,19 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
 }
 
 // Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
-// becomes zero and is marked in poisoned[0 .. rows).
+// becomes zero and is marked in poisoned[0 .. rows). Backward: its tangents too, from row 0 on.
 template <typename T>
 void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                      const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
-                     uint8_t* poisoned) {
+                     uint8_t* poisoned, const Tangents<T>& tangents = {}) {
   const Array& query = params.query;
   load_panels(query,
               block.b * query.stride[0] + block.h * query.stride[1] + block.i0 * query.stride[2],
               query.stride[2], query.stride[3], block.rows, params.d, tokens, block.rows);
   features<T>(layout.feature, block.rows, tokens, block.rows, packed, feature_scale<T>(params.M),
-              nullptr, phi, phi_rows);
+              nullptr, phi, phi_rows, tangents);
+  __builtin_memset(poisoned, 0, block.rows);
+  if (rows_are_finite(phi, phi_rows, block.rows, layout.feature.width())) return;
   for (int64_t r = 0; r < block.rows; ++r) {
     poisoned[r] = !row_is_finite(phi, phi_rows, r, layout.feature.width());
     if (poisoned[r]) fill_row(phi, phi_rows, r, layout.feature_panels() * kPanel, T(0));
@@ -49,6 +51,7 @@ struct RowState {
     maxima = workspace.take<T>(rows);
     rescale = workspace.take<T>(rows);
   }
+  RowState from(int64_t row) const { return {sums + row * kLanes<T>, maxima + row, rescale + row}; }
   void reset(int64_t rows) {
     for (int64_t i = 0; i < rows * kLanes<T>; ++i) sums[i] = 0;
     for (int64_t r = 0; r < rows; ++r) maxima[r] = -infinity<T>();
@@ -78,7 +81,7 @@ void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias
 // in which case state.rescale holds the factors for what was summed before.
 template <typename T, bool kMasked>
 bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, const T* bias, T* s,
-                     RowState<T>& state) {
+                     const RowState<T>& state) {
   bool rose = false;
   for (int64_t r = 0; r < rows; ++r) {
     Vec<T> largest = broadcast(-infinity<T>());
@@ -123,7 +126,7 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
 // added. Returns whether earlier sums must be rescaled by state.rescale.
 template <typename T>
 bool tile_weights(const AttentionParams& params, const PreparedKeys<T>& keys, int64_t rows,
-                  int64_t j0, int64_t columns, const T* bias, T* s, RowState<T>& state) {
+                  int64_t j0, int64_t columns, const T* bias, T* s, const RowState<T>& state) {
   if (keys.form.folded) {
     const T* terms = keys.weight_terms + j0;
     if (bias) {
@@ -148,14 +151,34 @@ inline void multiply_tile(int64_t rows, int64_t columns, const T* factor, T* til
   }
 }
 
-// panels [panels][rows][64] *= factor[row]
+// panels [panels][panel_rows][64] *= factor[row]
 template <typename T>
-inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels) {
+inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels,
+                       int64_t panel_rows) {
   for (int64_t first = 0; first < columns; first += kPanel) {
     for (int64_t r = 0; r < rows; ++r) {
-      T* row = panels + first * rows + r * kPanel;
+      T* row = panels + first * panel_rows + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor[r]);
     }
+  }
+}
+
+// Weights of one band of the tile [at.rows][64] at key j0, from the features of all its rows; what
+// was summed before, panels [panels][at.rows][64] of `summed` columns, is rescaled where a maximum
+// rose. bias as in tile_weights, but of the whole tile.
+template <typename T>
+void band_weights(const AttentionParams& params, const AttentionLayout<T>& layout,
+                  const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
+                  const T* phi, const T* bias, T* tile, const RowState<T>& state, int64_t summed,
+                  T* panels) {
+  const int64_t first = band.row * kPanel;
+  const RowState<T> rows = state.from(band.row);
+  scores(layout, band.rows, phi + first, at.rows, keys.block_features(layout, at.j0 / kPanel),
+         band.columns, tile + first);
+  const bool has_terms = bias && (params.mask || band.crosses_diagonal);
+  if (tile_weights(params, keys, band.rows, at.j0, band.columns, has_terms ? bias + first : nullptr,
+                   tile + first, rows)) {
+    scale_rows(band.rows, summed, rows.rescale, panels + first, at.rows);
   }
 }
 

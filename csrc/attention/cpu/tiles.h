@@ -15,6 +15,41 @@ struct TilePosition {
   int64_t b, h, i0, rows, j0;
 };
 
+// Rows of a tile that are treated alike: as many of its columns as the last of them sees.
+struct Band {
+  int64_t row, rows, columns;
+  bool crosses_diagonal;
+};
+
+constexpr int64_t kBandRows = 16;  // where the diagonal crosses a tile; divides i0 and j0
+
+// Calls function(band) for a whole tile or, where the diagonal crosses it, for the rows that see
+// anything: nearly half of such a tile is left out.
+template <typename Function>
+inline void for_each_band(const AttentionParams& params, const TilePosition& at, int64_t columns,
+                          const Function& function) {
+  const int64_t above = at.j0 - at.i0;  // rows that do not see the first key
+  int64_t row = params.is_causal ? max_of(0, above) : 0;
+  while (row < at.rows) {
+    const bool crosses = params.is_causal && row - above < columns - 1;
+    const int64_t rows = crosses ? min_of(kBandRows, at.rows - row) : at.rows - row;
+    function(
+        Band{row, rows, crosses ? min_of(columns, row + kBandRows - above) : columns, crosses});
+    row += rows;
+  }
+}
+
+// The other way round: function(column, columns, row), row the first that sees any of the keys.
+template <typename Function>
+inline void for_each_key_band(const AttentionParams& params, const TilePosition& at,
+                              int64_t columns, const Function& function) {
+  const int64_t above = at.j0 - at.i0;
+  if (!params.is_causal || above + columns <= 1) return function(0, columns, 0);
+  for (int64_t column = 0; column < columns; column += kBandRows) {
+    function(column, min_of(kBandRows, columns - column), max_of(0, above + column));
+  }
+}
+
 // One row of the mask as additive terms: 0 or the float mask's value where visible, -inf where
 // hidden.
 template <typename T>
@@ -29,24 +64,41 @@ inline void load_mask_row(const Array& mask, int64_t offset, int64_t count, T* b
   }
 }
 
-// Fills bias [rows][64] with the additive terms of a tile, causal part included; columns past the
-// last key are hidden. Returns kAll, with bias untouched, where there is nothing to add.
+// Fills bias [rows][64] of a tile that the diagonal crosses, for the rows of its bands that do.
+template <typename T>
+inline void fill_causal_bias(const TilePosition& at, T* bias) {
+  const int64_t above = at.j0 - at.i0;
+  for (int64_t r = max_of(0, above); r < min_of(at.rows, above + kPanel); ++r) {
+    for (int64_t c = 0; c < kPanel; ++c) {
+      bias[r * kPanel + c] = c <= r - above ? T(0) : -infinity<T>();
+    }
+  }
+}
+
+// Fills bias [rows][64] with the additive terms of a tile, causal part included; with a mask,
+// columns past the last key are hidden. Returns kAll, with bias untouched, where there is nothing
+// to add.
 template <typename T>
 Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* bias) {
   const int64_t columns = min_of(kPanel, params.S - at.j0);
   const bool crosses_diagonal = params.is_causal && at.j0 + columns - 1 > at.i0;
-  if (!params.mask && !crosses_diagonal) return Visibility::kAll;
+  if (params.is_causal && at.j0 >= at.i0 + at.rows) return Visibility::kNone;
+  if (!params.mask) {
+    if (!crosses_diagonal) return Visibility::kAll;
+    fill_causal_bias(at, bias);
+    return Visibility::kMixed;
+  }
   const Array& mask = params.mask;
   bool any_visible = false, any_term = false;
   for (int64_t r = 0; r < at.rows; ++r) {
     T* row = bias + r * kPanel;
-    if (mask && (r == 0 || mask.stride[2] != 0)) {
+    if (r == 0 || mask.stride[2] != 0) {
       load_mask_row(mask,
                     at.b * mask.stride[0] + at.h * mask.stride[1] + (at.i0 + r) * mask.stride[2] +
                         at.j0 * mask.stride[3],
                     columns, row);
     } else {
-      for (int64_t c = 0; c < columns; ++c) row[c] = mask ? bias[c] : T(0);
+      for (int64_t c = 0; c < columns; ++c) row[c] = bias[c];
     }
     for (int64_t c = columns; c < kPanel; ++c) row[c] = -infinity<T>();
   }

@@ -54,12 +54,11 @@ void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
     const Visibility visibility = fill_bias(params, at, scratch.bias);
     if (visibility == Visibility::kNone) continue;
     T* tile = scratch.tiles + key_block * tile_size;
-    scores(layout, rows, scratch.phi, rows, keys.block_features(layout, key_block), count, tile);
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
-    if (tile_weights(params, keys, rows, j0, round_up(count, kLanes<T>), bias, tile,
-                     scratch.state)) {
-      scale_rows(rows, key_block * kPanel, scratch.state.rescale, scratch.tiles);
-    }
+    for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
+      band_weights(params, layout, keys, at, band, scratch.phi, bias, tile, scratch.state,
+                   key_block * kPanel, scratch.tiles);
+    });
   }
 }
 

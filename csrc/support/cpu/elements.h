@@ -129,6 +129,15 @@ inline T infinity() {
   return static_cast<T>(__builtin_inff());
 }
 
+// One row of a panel.
+template <typename T>
+inline void copy_row(const T* source, T* target) {
+  __builtin_memcpy(target, source, kPanel * sizeof(T));
+}
+
+template <typename T>
+constexpr ElementType kTypeOf = sizeof(T) == 4 ? ElementType::kFloat32 : ElementType::kFloat64;
+
 // A matrix [rows, columns] at array.data + offset, as panels [columns / 64][panel_rows][64], zero
 // beyond its columns up to the panel's end.
 template <typename T>
@@ -138,6 +147,11 @@ inline void load_panels(const Array& array, int64_t offset, int64_t row_stride,
   for (int64_t first = 0; first < columns; first += kPanel) {
     const int64_t width = min_of(kPanel, columns - first);
     T* panel = out + first * panel_rows;
+    if (array.type == kTypeOf<T> && column_stride == 1 && width == kPanel) {
+      const T* source = static_cast<const T*>(array.data) + offset + first;
+      for (int64_t r = 0; r < rows; ++r) copy_row(source + r * row_stride, panel + r * kPanel);
+      continue;
+    }
     for (int64_t r = 0; r < rows; ++r) {
       load_row(array, offset + r * row_stride + first * column_stride, column_stride, width,
                panel + r * kPanel);
@@ -153,6 +167,11 @@ inline void store_panels(const Array& array, int64_t offset, int64_t row_stride,
   for (int64_t first = 0; first < columns; first += kPanel) {
     const int64_t width = min_of(kPanel, columns - first);
     const T* panel = in + first * panel_rows;
+    if (array.type == kTypeOf<T> && column_stride == 1 && width == kPanel) {
+      T* target = static_cast<T*>(array.data) + offset + first;
+      for (int64_t r = 0; r < rows; ++r) copy_row(panel + r * kPanel, target + r * row_stride);
+      continue;
+    }
     for (int64_t r = 0; r < rows; ++r) {
       store_row(array, offset + r * row_stride + first * column_stride, column_stride, width,
                 panel + r * kPanel);
@@ -167,6 +186,22 @@ inline bool row_is_finite(const T* panels, int64_t panel_rows, int64_t row, int6
     if (!all_finite(values, min_of(kPanel, columns - first))) return false;
   }
   return true;
+}
+
+// All rows of a block: quicker than one by one.
+template <typename T>
+inline bool rows_are_finite(const T* panels, int64_t panel_rows, int64_t rows, int64_t columns) {
+  Vec<T> probes{};
+  for (int64_t first = 0; first < columns; first += kPanel) {
+    const int64_t width = round_up(min_of(kPanel, columns - first), kLanes<T>);
+    const T* values = panels + first * panel_rows;
+    for (int64_t r = 0; r < rows; ++r) {
+      Vec<T> of_row{};  // chains of additions that do not wait for each other
+      for (int64_t c = 0; c < width; c += kLanes<T>) of_row += load(values + r * kPanel + c) * T(0);
+      probes += of_row;
+    }
+  }
+  return sum_of_lanes<T>(probes) == T(0);
 }
 
 // Sets one row of all panels that hold `columns` columns.

@@ -4,6 +4,10 @@
 #include "support/cpu/vector.h"
 #include "support/executor.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace ikattn::IKATTN_ISA {
 namespace {
 
@@ -102,6 +106,11 @@ class Workspace {
     if (lines > 64) lines += 5 + (lines & 1);
     T* result = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
     used_ += lines * kLine;
+#if defined(__SANITIZE_ADDRESS__)
+    // To AddressSanitizer all arrays are one: a line between them shows who leaves his own.
+    used_ += kLine;
+    if (base_) __asan_poison_memory_region(base_ + used_ - kLine, kLine);
+#endif
     return result;
   }
   int64_t bytes() const { return used_; }

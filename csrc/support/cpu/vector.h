@@ -64,20 +64,32 @@ inline Vec<T> broadcast(T value) {
   return value - Vec<T>{};
 }
 
+// Lanes i and i ^ kDistance change places.
+template <typename T, int kDistance, int... kLane>
+inline Vec<T> exchange_lanes(Vec<T> value, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(value, value, (kLane ^ kDistance)...);
+}
+
+// combine(combine(..), ..) of all lanes, in halves: a chain would wait for every addition.
+template <typename T, int kDistance = kLanes<T> / 2, typename Combine>
+inline T over_lanes(Vec<T> value, Combine combine) {
+  if constexpr (kDistance == 0) {
+    return value[0];
+  } else {
+    const auto lanes = std::make_integer_sequence<int, kLanes<T>>();
+    return over_lanes<T, kDistance / 2>(combine(value, exchange_lanes<T, kDistance>(value, lanes)),
+                                        combine);
+  }
+}
+
 template <typename T>
 inline T sum_of_lanes(Vec<T> value) {
-  T total = 0;
-  for (int lane = 0; lane < kLanes<T>; ++lane) total += value[lane];
-  return total;
+  return over_lanes<T>(value, [](Vec<T> a, Vec<T> b) { return a + b; });
 }
 
 template <typename T>
 inline T max_of_lanes(Vec<T> value) {
-  T largest = value[0];
-  for (int lane = 1; lane < kLanes<T>; ++lane) {
-    largest = value[lane] > largest ? value[lane] : largest;
-  }
-  return largest;
+  return over_lanes<T>(value, [](Vec<T> a, Vec<T> b) { return b > a ? b : a; });
 }
 
 #if defined(__AVX__)

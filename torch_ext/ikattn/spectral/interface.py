@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +93,7 @@ def _can_be_read(w: Tensor) -> bool:
 
 
 def _check_finite(source: object, name: str, w: Tensor) -> None:
-    if w.sum().isfinite():  # quick; a sum may overflow, though
+    if math.isfinite(w.sum().item()):  # quick; a sum may overflow, though
         return
     bad = ~w.isfinite()
     if not bad.any():
