@@ -19,9 +19,7 @@ parkinsons/ (each data.csv.gz, the value in the last column); without headers.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import os
 import resource
 import subprocess
 import sys
@@ -36,7 +34,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+import comparison
 import ikattn
+from comparison import (
+    GENERATED,
+    add_options,
+    check_options,
+    choose_orders,
+    describe,
+    draw_plot,
+    parse_order,
+    spread,
+    train_step,
+    write_csv,
+)
 
 SIZE = 64
 HEADS = 8
@@ -67,17 +78,11 @@ DATA_SETS = {
 }
 AT_HAND = ["airline", "co2", "housing", "parkinsons"]
 
-# attention -> options of ikattn.MultiheadAttention
 ATTENTIONS = {
-    "softmax": {"kernel": "dot"},
-    "rbf": {"kernel": "rbf"},
-    "direct": {"spectral": "direct"},
+    **comparison.ATTENTIONS,
     "stationary": {"spectral": "stationary"},
-    "ikan": {"spectral": "ikan"},
-    "mikan": {"spectral": "mikan"},
     "eager": {"spectral": "direct"},
 }
-GENERATED = ("ikan", "mikan")
 
 
 class Setting(NamedTuple):
@@ -130,12 +135,11 @@ class Regressor(nn.Module):
         super().__init__()
         self.embedding = nn.Linear(inputs, SIZE)
         kind = EagerAttention if setting.attention == "eager" else ikattn.MultiheadAttention
-        order: dict[str, float | str | None] = {"none": None, "learned": "learned", "-": None}
         self.attention = kind(
             SIZE,
             HEADS,
             num_frequencies=FREQUENCIES,
-            p=order[setting.p] if setting.p in order else float(setting.p),
+            p=parse_order(setting.p),
             **ATTENTIONS[setting.attention],
         )
         self.attention_norm = nn.LayerNorm(SIZE)
@@ -197,11 +201,7 @@ def train_epoch(
 ) -> None:
     model.train()
     loss = F.mse_loss(model(x)[train], y[train])
-    loss = loss + ikattn.regularization_loss(model.attention) / len(train)
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-    optimizer.step()
+    train_step(model, optimizer, loss, examples=len(train), largest_gradient=LARGEST_GRADIENT)
 
 
 def fit(
@@ -217,7 +217,7 @@ def fit(
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     test_rmse = []
     start = time.perf_counter()
-    label = f"{setting.data_set}, {describe(setting)}, repeat {repeat + 1}"
+    label = f"{setting.data_set}, {describe(*setting[1:])}, repeat {repeat + 1}"
     progress = tqdm(range(epochs), desc=label, unit="epoch", leave=False, disable=None)
     for epoch in progress:
         train_epoch(model, optimizer, x, y, train)
@@ -255,58 +255,21 @@ def measure(
     return float(F.mse_loss(model(x)[index], y[index]).sqrt())
 
 
-def describe(setting: Setting) -> str:
-    return setting.attention if setting.p == "-" else f"{setting.attention}, p = {setting.p}"
-
-
 def choose_settings(options: argparse.Namespace) -> list[Setting]:
     settings = []
     for data_set in options.datasets:
         for attention in options.attention:
             orders = options.p or [f"{DATA_SETS[data_set].p:g}"]
-            orders = ["-"] if attention == "softmax" else orders
-            settings += [Setting(data_set, attention, p) for p in orders]
+            settings += [Setting(data_set, attention, p) for p in choose_orders(attention, orders)]
     return settings
 
 
 def print_row(setting: Setting, runs: list[Run]) -> None:
-    row = f"{setting.data_set:<12}{describe(setting):<22}"
+    row = f"{setting.data_set:<12}{describe(*setting[1:]):<22}"
     for name in ("best_rmse", "last_rmse"):
-        errors = [getattr(run, name) for run in runs]
-        row += f"{np.mean(errors):.4f} ± {np.std(errors):.4f}   "
+        row += f"{spread([getattr(run, name) for run in runs], 4)}   "
     per_epoch = np.mean([run.seconds / run.epochs for run in runs])
     print(f"{row}{1e3 * per_epoch:.0f} ms per epoch", flush=True)
-
-
-def write_csv(path: Path, runs: list[Run]) -> None:
-    """Writes one line per run; a file of that name is replaced as a whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Run._fields)
-        writer.writerows(runs)
-    unfinished.replace(path)
-
-
-def draw_plot(path: Path, runs: list[Run]) -> None:
-    """Draws the last-epoch error of every run, one panel per data set."""
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(run.data_set for run in runs))
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 4.5), squeeze=False, layout="constrained"
-    )
-    for panel, name in zip(panels[0], names, strict=True):
-        own = [run for run in runs if run.data_set == name]
-        settings = list(dict.fromkeys(Setting(*run[:3]) for run in own))
-        for row, setting in enumerate(settings):
-            errors = [run.last_rmse for run in own if Setting(*run[:3]) == setting]
-            panel.plot(errors, [row] * len(errors), "o", alpha=0.5)
-            panel.plot(np.mean(errors), row, "k|", markersize=18)
-        panel.set_yticks(range(len(settings)), [describe(setting) for setting in settings])
-        panel.invert_yaxis()
-        panel.set(title=name, xlabel="test RMSE, last epoch")
-    figure.savefig(path, dpi=150)
 
 
 def measure_cost(options: argparse.Namespace) -> None:
@@ -317,7 +280,7 @@ def measure_cost(options: argparse.Namespace) -> None:
         command += ["--threads", str(options.threads)]
         result = subprocess.run(command, capture_output=True, text=True)
         what = result.stdout.strip() if result.returncode == 0 else "failed: out of memory?"
-        print(f"{setting.data_set:<12}{describe(setting):<22}{what}", flush=True)
+        print(f"{setting.data_set:<12}{describe(*setting[1:]):<22}{what}", flush=True)
 
 
 def print_cost_of(options: argparse.Namespace) -> None:
@@ -340,39 +303,25 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the data sets' folders")
     add("--datasets", nargs="+", choices=DATA_SETS, default=AT_HAND)
-    usual = ["softmax", "rbf", "direct", "ikan", "mikan"]
-    add("--attention", nargs="+", choices=ATTENTIONS, default=usual)
+    add("--attention", nargs="+", choices=ATTENTIONS, default=list(comparison.ATTENTIONS))
     add("--p", nargs="+", help="orders: numbers, 'none', 'learned'; default: the authors' choice")
     add("--repeats", type=int, default=3, help="default: 3; the authors': 10")
     add("--epochs", type=int, help="default: 1000, for co2 300, for parkinsons 100")
     add("--seed", type=int, default=1000, help="default: 1000, the authors' splits")
     add("--quick", action="store_true", help="airline and co2, one repeat of 5 epochs")
-    add("--csv", type=Path, help="write every run to this file")
-    add("--plot", type=Path, help="draw the last-epoch errors into this file")
     add("--cost", action="store_true", help="measure time and memory of one epoch instead")
     add("--cost-of", nargs=3, help=argparse.SUPPRESS)
-    add("--threads", type=int, default=1, help="for torch; default: 1")
+    add_options(parser, plotted="last-epoch errors")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.epochs = 1, 5
         if options.datasets == AT_HAND:
             options.datasets = ["airline", "co2"]
-    if options.cost and options.attention == usual:
+    if options.cost and options.attention == list(comparison.ATTENTIONS):
         options.attention = ["direct", "mikan", "eager"]
-    if min(options.repeats, options.threads, 1 if options.epochs is None else options.epochs) < 1:
-        parser.error("--repeats, --epochs and --threads must be at least 1")
-    for p in options.p or []:
-        try:
-            is_order = p in ("none", "learned") or 1 <= float(p) < math.inf
-        except ValueError:
-            is_order = False
-        if not is_order:
-            parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
+    check_options(parser, options, ["repeats", "epochs", "threads"])
     if "eager" in options.attention and "learned" in (options.p or []):
         parser.error("--attention eager takes numbers and 'none' as --p")
-    for path in (options.csv, options.plot):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"there is no directory {path.parent}")
     return options
 
 
@@ -404,7 +353,9 @@ def main() -> None:
         if options.csv is not None:
             write_csv(options.csv, runs)
     if options.plot is not None:
-        draw_plot(options.plot, runs)
+        draw_plot(
+            options.plot, runs, "data_set", lambda run: run.last_rmse, "test RMSE, last epoch"
+        )
     generated = [run for run in runs if run.attention in GENERATED]
     if generated:
         names = {"points": "last_rmse", "mean": "last_rmse_mean", "random": "last_rmse_random"}
