@@ -32,6 +32,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import ikattn
 from comparison import (
     ATTENTIONS,
     PADDING,
@@ -46,11 +51,6 @@ from comparison import (
     train_step,
     write_csv,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
-from tqdm import tqdm
-
-import ikattn
 from ikattn.analysis.alignment import (
     GoldAlignments,
     Links,
@@ -65,7 +65,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"translation.py needs {missing.name}: pip install 'ikattn[experiments]'")
 
-SIZE, HEADS, LAYERS, FEED_FORWARD, FREQUENCIES = 128, 4, 2, 512, 32
+SIZE, HEADS, LAYERS, FEED_FORWARD, FREQUENCIES = 128, 4, 2, 256, 32
 SUBWORDS = 4000
 DROPOUT = 0.1
 SMOOTHING = 0.1
@@ -75,7 +75,6 @@ BATCH_TOKENS = 2000  # of source or target, padding included
 
 BEGIN, END, UNKNOWN = 1, 2, 3
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # in the order of their numbers, after PADDING = 0
-END_OF_WORD = "</w>"
 
 ENDING = ".lc.norm.tok"
 ORIGIN = "github.com/multi30k/dataset, data/task1/tok"
@@ -241,16 +240,16 @@ def read_corpus(directory: Path, test_set: str, *, quick: bool = False) -> Corpu
 
 
 def learn_subwords(lines: Iterable[str]) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(unk_token=SPECIAL[UNKNOWN], end_of_word_suffix=END_OF_WORD)
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = tokenizers.decoders.BPEDecoder(suffix=END_OF_WORD)
+    """A byte-pair encoding within words, which begin with a mark.
+
+    A mark at their ends would be a matter of chance: tokenizers numbers the subwords that begin or
+    end a word in the order of a hash table, and breaks ties of the training by these numbers.
+    """
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNKNOWN]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=SUBWORDS,
-        special_tokens=SPECIAL,
-        end_of_word_suffix=END_OF_WORD,
-        show_progress=False,
+        vocab_size=SUBWORDS, special_tokens=SPECIAL, show_progress=False
     )
     tokenizer.train_from_iterator(lines, trainer)
     return tokenizer
@@ -289,7 +288,7 @@ def batches(pairs: list[Numbers], order: Sequence[int]) -> Iterator[list[int]]:
 
 def by_length(pairs: list[Numbers], order: Iterable[int]) -> list[int]:
     """Sorts indices so that batches need little padding; equally long pairs stay in their order."""
-    return sorted(order, key=lambda i: (len(pairs[i].target), len(pairs[i].source)))
+    return sorted(order, key=lambda i: max(len(pairs[i].source), len(pairs[i].target)))
 
 
 def gather(pairs: list[Numbers], batch: list[int]) -> tuple[Tensor, Tensor]:
