@@ -26,7 +26,6 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,18 +44,10 @@ from comparison import (
     choose_orders,
     describe,
     draw_plot,
-    pad,
     parse_order,
     spread,
     train_step,
     write_csv,
-)
-from ikattn.analysis.alignment import (
-    GoldAlignments,
-    Links,
-    alignment_error_rate,
-    read_gold_alignments,
-    word_alignment,
 )
 
 try:
@@ -65,33 +56,33 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"translation.py needs {missing.name}: pip install 'ikattn[experiments]'")
 
+from parallel_text import (
+    BEGIN,
+    END,
+    TEST_SETS,
+    Corpus,
+    Numbers,
+    Pair,
+    batches,
+    by_length,
+    gather,
+    number_pairs,
+    read_corpus,
+)
+from translation_alignment import (
+    AlignmentRow,
+    align,
+    describe_aligned_pairs,
+    measure_alignment,
+    print_alignments,
+    read_aligned_pairs,
+)
+
 SIZE, HEADS, LAYERS, FEED_FORWARD, FREQUENCIES = 128, 4, 2, 256, 32
-SUBWORDS = 4000
 DROPOUT = 0.1
 SMOOTHING = 0.1
 LEARNING_RATE, WARM_UP = 2e-3, 0.1  # the largest, and after which part of all steps it is reached
 LARGEST_GRADIENT = 1.0
-BATCH_TOKENS = 2000  # of source or target, padding included
-
-BEGIN, END, UNKNOWN = 1, 2, 3
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # in the order of their numbers, after PADDING = 0
-
-ENDING = ".lc.norm.tok"
-ORIGIN = "github.com/multi30k/dataset, data/task1/tok"
-ALIGNMENT_ORIGIN = "github.com/mt-upc/transformer-contributions-nmt, data/de-en"
-TEST_SETS = ("test_2016_flickr", "test_2017_flickr", "test_2017_mscoco")
-
-
-class Pair(NamedTuple):
-    source: str
-    target: str
-
-
-class Corpus(NamedTuple):
-    train: list[Pair]
-    validation: list[Pair]
-    test: list[Pair]
-    tokenizer: tokenizers.Tokenizer  # of both languages, from the training set
 
 
 class Run(NamedTuple):
@@ -106,17 +97,6 @@ class Run(NamedTuple):
     test_bleu: float
     parameters: int
     seconds_per_epoch: float  # training and the loss on the validation set
-
-
-class AlignmentRow(NamedTuple):
-    attention: str
-    p: str
-    seed: int
-    map: str  # weights, or norms
-    setting: str  # AWI, AWO
-    layer: int  # of the decoder, from 1
-    chosen_on: float  # error rate on the half of the pairs that chose the layer
-    error_rate: float  # on the other half
 
 
 class Translator(nn.Module):
@@ -196,104 +176,6 @@ def convert_attention(transformer: nn.Transformer, attention: str, p: str) -> No
         ikattn.convert(transformer.encoder, spectral="mikan", **options)
     else:
         ikattn.convert(transformer, **ATTENTIONS[attention], **options)
-
-
-def read_lines(path: Path, origin: str) -> list[str]:
-    """Returns the sentences of a file.
-
-    Raises:
-        FileNotFoundError, ValueError: It is missing or empty, or one of its lines is.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: it is part of {origin}")
-    lines = [" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not all(lines) or not lines:
-        number = 1 if not lines else 1 + lines.index("")
-        raise ValueError(f"{path}, line {number}: expected a sentence, got none")
-    return lines
-
-
-def read_pairs(source: Path, target: Path, origin: str) -> list[Pair]:
-    """Returns the sentences of two files, line by line.
-
-    Raises:
-        FileNotFoundError, ValueError: As read_lines, or the files differ in their lines.
-    """
-    lines = [read_lines(path, origin) for path in (source, target)]
-    if len(lines[0]) != len(lines[1]):
-        raise ValueError(
-            f"{source} and {target} must have as many lines, got {len(lines[0])} and "
-            f"{len(lines[1])}"
-        )
-    return [Pair(*pair) for pair in zip(*lines, strict=True)]
-
-
-def read_corpus(directory: Path, test_set: str, *, quick: bool = False) -> Corpus:
-    """Reads the data and learns subwords from its training set."""
-    parts = [
-        read_pairs(directory / f"{name}{ENDING}.de", directory / f"{name}{ENDING}.en", ORIGIN)
-        for name in ("train", "val", test_set)
-    ]
-    if quick:
-        parts = [part[:size] for part, size in zip(parts, (256, 32, 16), strict=True)]
-    return Corpus(*parts, learn_subwords(line for pair in parts[0] for line in pair))
-
-
-def learn_subwords(lines: Iterable[str]) -> tokenizers.Tokenizer:
-    """A byte-pair encoding within words, which begin with a mark.
-
-    A mark at their ends would be a matter of chance: tokenizers numbers the subwords that begin or
-    end a word in the order of a hash table, and breaks ties of the training by these numbers.
-    """
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNKNOWN]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=SUBWORDS, special_tokens=SPECIAL, show_progress=False
-    )
-    tokenizer.train_from_iterator(lines, trainer)
-    return tokenizer
-
-
-class Numbers(NamedTuple):
-    """A pair of sentences as numbers of subwords."""
-
-    source: list[int]  # ends with END
-    target: list[int]  # begins with BEGIN, ends with END
-
-
-def number_pairs(tokenizer: tokenizers.Tokenizer, pairs: list[Pair]) -> list[Numbers]:
-    sources = tokenizer.encode_batch([pair.source for pair in pairs])
-    targets = tokenizer.encode_batch([pair.target for pair in pairs])
-    return [
-        Numbers([*source.ids, END], [BEGIN, *target.ids, END])
-        for source, target in zip(sources, targets, strict=True)
-    ]
-
-
-def batches(pairs: list[Numbers], order: Sequence[int]) -> Iterator[list[int]]:
-    """Yields indices in this order, as many at once as BATCH_TOKENS holds when padded."""
-    batch: list[int] = []
-    longest = 0
-    for i in order:
-        length = max(len(pairs[i].source), len(pairs[i].target))
-        if batch and max(longest, length) * (len(batch) + 1) > BATCH_TOKENS:
-            yield batch
-            batch, longest = [], 0
-        batch.append(i)
-        longest = max(longest, length)
-    if batch:
-        yield batch
-
-
-def by_length(pairs: list[Numbers], order: Iterable[int]) -> list[int]:
-    """Sorts indices so that batches need little padding; equally long pairs stay in their order."""
-    return sorted(order, key=lambda i: max(len(pairs[i].source), len(pairs[i].target)))
-
-
-def gather(pairs: list[Numbers], batch: list[int]) -> tuple[Tensor, Tensor]:
-    """Source [B, S] and target [B, T + 1] of a batch."""
-    return pad([pairs[i].source for i in batch]), pad([pairs[i].target for i in batch])
 
 
 def prediction_loss(
@@ -436,107 +318,6 @@ def print_row(runs: list[Run]) -> None:
     )
 
 
-class AlignedPairs(NamedTuple):
-    pairs: list[Pair]
-    gold: GoldAlignments
-
-
-def read_aligned_pairs(directory: Path) -> AlignedPairs:
-    """Returns sentences and their gold alignments.
-
-    Raises:
-        FileNotFoundError, ValueError: A file is missing, or they differ in their lines.
-    """
-    pairs = read_pairs(directory / "test.de", directory / "test.en", ALIGNMENT_ORIGIN)
-    path = directory / "alignment.talp"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: it is part of {ALIGNMENT_ORIGIN}")
-    gold = read_gold_alignments(path)
-    if len(gold.sure) != len(pairs):
-        raise ValueError(f"{path} must have {len(pairs)} lines, as test.de, got {len(gold.sure)}")
-    return AlignedPairs(pairs, gold)
-
-
-@torch.no_grad()
-def align(
-    model: Translator, tokenizer: tokenizers.Tokenizer, pairs: list[Pair], batch_size: int = 16
-) -> dict[tuple[str, str, int], list[Links]]:
-    """Word alignments of given translations by the cross-attention of every decoder layer.
-
-    Returns:
-        For each map ("weights": averaged over heads, "norms": of the vectors that are summed over
-        heads), setting (AWI, AWO) and layer from 1, the links of every pair.
-    """
-    found: dict[tuple[str, str, int], list[Links]] = {}
-    for start in range(0, len(pairs), batch_size):
-        sources = tokenizer.encode_batch([x.source for x in pairs[start : start + batch_size]])
-        targets = tokenizer.encode_batch([x.target for x in pairs[start : start + batch_size]])
-        words = [[x.word_ids for x in encoded] for encoded in (sources, targets)]
-        words = [[[*ids, None] for ids in side] for side in words]  # None: END
-        with ikattn.record(
-            model, maps=("weights", "summed"), layers="*.multihead_attn"
-        ) as recording:
-            model(
-                pad([[*x.ids, END] for x in sources]),
-                pad([[BEGIN, *x.ids, END] for x in targets]),
-            )
-        for layer, name in enumerate(recording.names, start=1):
-            maps = recording[name]
-            for kind, map in (("weights", maps.weights.mean(1)), ("norms", maps.summed)):
-                for setting in ("AWI", "AWO"):
-                    links = word_alignment(map, *words, setting=setting)
-                    found.setdefault((kind, setting, layer), []).extend(links)
-    return found
-
-
-def measure_alignment(
-    found: dict[tuple[str, str, int], list[Links]], gold: GoldAlignments, who: tuple[str, str, int]
-) -> list[AlignmentRow]:
-    """Error rates on every second pair, of the layer that does best on the pairs between."""
-
-    def error_rate(links: list[Links], first: int) -> float:
-        return alignment_error_rate(links[first::2], gold.sure[first::2], gold.possible[first::2])
-
-    rows = []
-    for kind, setting in dict.fromkeys(key[:2] for key in found):
-        of_layers = {key[2]: links for key, links in found.items() if key[:2] == (kind, setting)}
-        layer = min(of_layers, key=lambda layer: error_rate(of_layers[layer], 0))
-        halves = [error_rate(of_layers[layer], first) for first in (0, 1)]
-        rows.append(AlignmentRow(*who, kind, setting, layer, *halves))
-    return rows
-
-
-def describe_aligned_pairs(aligned: AlignedPairs, corpus: Corpus) -> str:
-    """Says what the error rates must be compared with: known words, and the diagonal's error."""
-    known = [{word for pair in corpus.train for word in pair[side].split()} for side in (0, 1)]
-    shares = []
-    for side in (0, 1):
-        words = [word for pair in aligned.pairs for word in pair[side].split()]
-        shares.append(100 * sum(word in known[side] for word in words) / len(words))
-    diagonal = []
-    for pair in aligned.pairs:
-        S, T = len(pair.source.split()), len(pair.target.split())
-        diagonal.append({(int((t + 0.5) * S / T), t) for t in range(T)})
-    error = alignment_error_rate(
-        diagonal[1::2], aligned.gold.sure[1::2], aligned.gold.possible[1::2]
-    )
-    return (
-        f"{len(aligned.pairs)} aligned pairs: of their words the training set has {shares[0]:.0f} "
-        f"% (source) and {shares[1]:.0f} % (target); linking along the diagonal has the error rate "
-        f"{100 * error:.1f} %"
-    )
-
-
-def print_alignments(rows: list[AlignmentRow], conditions: str) -> None:
-    print(f"\n{conditions}.")
-    print(f"{'':22}{'map':<10}{'setting':<10}{'layer':<8}alignment error rate (other half)")
-    for row in rows:
-        print(
-            f"{describe(row.attention, row.p):<22}{row.map:<10}{row.setting:<10}{row.layer:<8}"
-            f"{100 * row.error_rate:.1f} % ({100 * row.chosen_on:.1f} % where it was chosen)"
-        )
-
-
 class ModelFolder:
     """Keeps trained models, so that a later run can measure them again without training.
 
@@ -640,7 +421,7 @@ def main() -> None:
     if options.plot is not None:
         draw_plot(options.plot, runs, "test_set", lambda run: run.test_bleu, "BLEU")
     if aligned is not None:
-        print_alignments(alignments, describe_aligned_pairs(aligned, corpus))
+        print_alignments(alignments, describe_aligned_pairs(aligned, corpus.train))
 
 
 if __name__ == "__main__":
