@@ -368,6 +368,35 @@ def test_the_layer_that_aligns_is_chosen_on_the_other_pairs(translation: ModuleT
     assert (row.layer, row.chosen_on, row.error_rate) == (1, 0.0, 1.0)
 
 
+class Diagonal(torch.nn.Module):
+    """Cross-attention from every row of the decoder to the source token of the same number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        self.decoder.multihead_attn = torch.nn.MultiheadAttention(16, 1, batch_first=True)
+        with torch.no_grad():
+            self.decoder.multihead_attn.in_proj_weight.copy_(torch.eye(16).repeat(3, 1))
+            self.decoder.multihead_attn.out_proj.weight.copy_(torch.eye(16))
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        q, k = (10 * torch.eye(16)[: x.size(1)].repeat(len(x), 1, 1) for x in (target, source))
+        return self.decoder.multihead_attn(q, k, k)[0]
+
+
+def test_alignment_reads_the_row_that_predicts_a_word_or_takes_it_in(
+    translation: ModuleType, captions: Path, aligned: Path
+) -> None:
+    corpus = translation.read_corpus(captions, "test_2016_flickr")
+    pairs = translation.read_aligned_pairs(aligned).pairs
+    found = translation.align(Diagonal(), corpus.tokenizer, pairs)
+    words = range(5)
+    for kind in ("weights", "norms"):
+        assert found[kind, "AWO", 1] == [{(word, word) for word in words}] * len(pairs)
+        # one row later, to the source word after, and after the last word to the sentence's end
+        assert found[kind, "AWI", 1] == [{(word + 1, word) for word in words[:-1]}] * len(pairs)
+
+
 def test_batches_hold_every_pair_once_and_no_more_than_their_budget(
     translation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
