@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ikattn
 
 # attention -> options of ikattn.MultiheadAttention and ikattn.convert
-ATTENTIONS: dict[str, dict[str, str]] = {
+ATTENTIONS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "dot"},
     "rbf": {"kernel": "rbf"},
     "direct": {"spectral": "direct"},
@@ -37,9 +37,11 @@ def choose_orders(attention: str, orders: list[str]) -> list[str]:
     return ["-"] if attention == "softmax" else orders
 
 
-def parse_order(p: str) -> float | str | None:
+def parse_order(p: str) -> float | Literal["learned"] | None:
     """The order of the norm that ikattn.MultiheadAttention takes, of its name in a table."""
-    return {"none": None, "learned": "learned", "-": None}[p] if not _is_number(p) else float(p)
+    if p == "learned":
+        return "learned"
+    return None if p in ("none", "-") else float(p)
 
 
 def _is_number(p: str) -> bool:
@@ -58,14 +60,18 @@ def add_options(parser: argparse.ArgumentParser, plotted: str) -> None:
 
 
 def check_options(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, at_least_one: Sequence[str]
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    at_least_one: Sequence[str],
+    files: Sequence[str] = ("csv", "plot"),
 ) -> None:
     """Ends the program, with a message, at an option that is out of range.
 
     Args:
         parser: Says it.
-        options: With orders p, paths csv and plot.
+        options: With orders p.
         at_least_one: Names of options that count something; None is in range.
+        files: Names of options that name files to write, or None.
     """
     counts = [getattr(options, name) for name in at_least_one]
     if any(count is not None and count < 1 for count in counts):
@@ -74,7 +80,7 @@ def check_options(
     for p in options.p or []:
         if p not in ("none", "learned") and not _is_number(p):
             parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
-    for path in (options.csv, options.plot):
+    for path in (getattr(options, name) for name in files):
         if path is not None and not path.parent.is_dir():
             parser.error(f"there is no directory {path.parent}")
 

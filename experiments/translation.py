@@ -166,8 +166,7 @@ def positions(length: int) -> Tensor:
 
 def convert_attention(transformer: nn.Transformer, attention: str, p: str) -> None:
     """Converts all attention; none of it lets the decoder see what it is to predict."""
-    order = parse_order(p)
-    options: dict[str, Any] = {"p": order, "num_frequencies": FREQUENCIES}
+    options: dict[str, Any] = {"p": parse_order(p), "num_frequencies": FREQUENCIES}
     if attention == "mikan":
         for layer in transformer.decoder.layers:
             source = ikattn.spectral.Mikan(HEADS, SIZE // HEADS, FREQUENCIES, pool="key")
@@ -196,47 +195,62 @@ class Fitted(NamedTuple):
 
 
 def fit(corpus: Corpus, attention: str, p: str, seed: int, epochs: int) -> Fitted:
-    """Trains one model and keeps the epoch with the smallest loss on the validation set."""
+    """Trains one model and keeps the epoch with the smallest loss on the validation set.
+
+    Raises:
+        FloatingPointError: That loss is not finite.
+    """
     torch.manual_seed(seed)
     generator = np.random.RandomState(seed)
     train = number_pairs(corpus.tokenizer, corpus.train)
     validation = number_pairs(corpus.tokenizer, corpus.validation)
     model = Translator(corpus.tokenizer.get_vocab_size(), attention, p)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    steps = epochs * sum(1 for _ in batches(train, by_length(train, range(len(train)))))
+    steps = epochs * len(draw_batches(train, np.random.RandomState(0)))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step / steps))
     losses: list[float] = []
     best: dict[str, Tensor] = {}
     label = f"{describe(attention, p)}, seed {seed}"
     start = time.perf_counter()
     with tqdm(total=steps, desc=label, unit="batch", leave=False, disable=None) as progress:
-        for epoch in range(epochs):
-            model.train()
-            filled = list(batches(train, by_length(train, generator.permutation(len(train)))))
-            for number in generator.permutation(len(filled)):
-                source, target = gather(train, filled[number])
-                loss = prediction_loss(model, source, target, smoothing=SMOOTHING).mean()
-                train_step(
-                    model,
-                    optimizer,
-                    loss,
-                    examples=len(train),
-                    largest_gradient=LARGEST_GRADIENT,
-                )
-                schedule.step()
-                progress.update()
+        for epoch in range(1, epochs + 1):
+            train_epoch(model, optimizer, schedule, train, generator, progress)
             losses.append(validation_loss(model, validation))
+            seconds = (time.perf_counter() - start) / epoch
+            if not math.isfinite(losses[-1]):
+                raise FloatingPointError(f"{label}, epoch {epoch}: the loss is {losses[-1]}")
             if losses[-1] == min(losses):
                 best = copy.deepcopy(model.state_dict())
             tqdm.write(
-                f"{label}, epoch {epoch + 1}: validation perplexity {math.exp(losses[-1]):.2f}, "
-                f"{(time.perf_counter() - start) / (epoch + 1):.0f} s per epoch",
+                f"{label}, epoch {epoch}: validation perplexity {math.exp(losses[-1]):.2f}, "
+                f"{seconds:.0f} s per epoch",
                 file=sys.stderr,
             )
-    seconds = (time.perf_counter() - start) / epochs
     model.load_state_dict(best)
     selected = int(np.argmin(losses))
     return Fitted(model.eval(), selected + 1, math.exp(losses[selected]), seconds)
+
+
+def train_epoch(
+    model: Translator,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    pairs: list[Numbers],
+    generator: np.random.RandomState,
+    progress: tqdm[None],
+) -> None:
+    model.train()
+    for batch in draw_batches(pairs, generator):
+        loss = prediction_loss(model, *gather(pairs, batch), smoothing=SMOOTHING).mean()
+        train_step(model, optimizer, loss, examples=len(pairs), largest_gradient=LARGEST_GRADIENT)
+        schedule.step()
+        progress.update()
+
+
+def draw_batches(pairs: list[Numbers], generator: np.random.RandomState) -> list[list[int]]:
+    """Batches of about equally long pairs, in random order."""
+    filled = list(batches(pairs, by_length(pairs, generator.permutation(len(pairs)))))
+    return [filled[number] for number in generator.permutation(len(filled))]
 
 
 def rate(progress: float) -> float:
@@ -378,7 +392,11 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.epochs = 1, 1
-    check_options(parser, options, ["seeds", "epochs", "threads"])
+    if options.align_csv and not options.align:
+        parser.error("--align-csv needs --align")
+    check_options(
+        parser, options, ["seeds", "epochs", "threads"], files=["csv", "plot", "align_csv"]
+    )
     return options
 
 
