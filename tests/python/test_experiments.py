@@ -182,8 +182,16 @@ def test_concrete_is_inputs_and_a_value_in_two_files(regression: ModuleType, tab
     np.testing.assert_allclose(x, expected[:, :8], atol=1e-5)
     np.testing.assert_allclose(y, expected[:, 8:], atol=1e-5)
     np.savetxt(tables / "concrete" / "test.csv", table[20:, :5], delimiter=",")
-    with pytest.raises(ValueError, match=r"concrete.test\.csv has 5 columns"):
+    with pytest.raises(ValueError, match=r"concrete.test\.csv must have 9 columns"):
         regression.load(tables, "concrete")
+
+
+def test_regression_tests_on_a_tenth_that_differs_between_repeats(regression: ModuleType) -> None:
+    splits = regression.draw_splits(144, seed=1000)
+    (train, test), (_, other) = next(splits), next(splits)
+    assert (len(train), len(test)) == (129, 15)
+    assert torch.equal(torch.cat([train, test]).sort().values, torch.arange(144))
+    assert not torch.equal(test, other)
 
 
 @pytest.mark.parametrize("p", ["2", "3", "none"])
