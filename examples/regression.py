@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
-from comparison import describe, write_csv
+from comparison import describe, spread, write_csv
 from regression_protocol import DATA_SETS, Run, Setting, fit_repeats, load
 
 # --kernel -> what the protocol calls it
@@ -72,8 +72,7 @@ def print_row(setting: Setting, runs: list[Run]) -> None:
     for errors, theirs in zip(
         ([run.best_rmse for run in runs], [run.last_rmse for run in runs]), authors, strict=True
     ):
-        here = f"{np.mean(errors):.4f}" + (f" ± {np.std(errors):.4f}" if len(errors) > 1 else "")
-        row += f"{here:<18}{theirs:<16}"
+        row += f"{spread(errors, 4):<18}{theirs:<16}"
     print(f"{row}{np.mean([run.seconds for run in runs]):.0f} s", flush=True)
 
 

@@ -118,8 +118,9 @@ def pad(sequences: Sequence[Sequence[int]]) -> Tensor:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean and standard deviation, as tables print them."""
-    return f"{np.mean(values):.{digits}f} ± {np.std(values):.{digits}f}"
+    """Mean and, of more than one value, standard deviation, as tables print them."""
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {np.std(values):.{digits}f}"
 
 
 def write_csv(path: Path, runs: Sequence[NamedTuple]) -> None:

@@ -67,7 +67,7 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
 def print_row(setting: Setting, runs: list[Run]) -> None:
     row = f"{setting.data_set:<12}{describe(*setting[1:]):<22}"
     for name in ("best_rmse", "last_rmse"):
-        row += f"{spread([getattr(run, name) for run in runs], 4)}   "
+        row += f"{spread([getattr(run, name) for run in runs], 4):<18}"
     per_epoch = np.mean([run.seconds / run.epochs for run in runs])
     print(f"{row}{1e3 * per_epoch:.0f} ms per epoch", flush=True)
 

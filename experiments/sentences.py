@@ -240,7 +240,7 @@ def main() -> None:
                 test = [100 * run.test_accuracy for run in rows]
                 validation = np.mean([100 * run.validation_accuracy for run in rows])
                 print(
-                    f"{name:<6}{describe(attention, p):<18}{spread(test, 1)} %{'':8}"
+                    f"{name:<6}{describe(attention, p):<18}{spread(test, 1) + ' %':<20}"
                     f"{validation:.1f} %{'':8}"
                     f"{np.mean([run.seconds for run in rows]):.0f} s",
                     flush=True,

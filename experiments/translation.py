@@ -327,7 +327,7 @@ def print_row(runs: list[Run]) -> None:
     )
     print(
         f"{describe(runs[0].attention, runs[0].p):<22}{spread(test, 1):<15}"
-        f"{spread(validation, 1):<18}{spread(perplexity, 2):<14}{np.mean(seconds):.0f} s",
+        f"{spread(validation, 1):<18}{spread(perplexity, 2):<18}{np.mean(seconds):.0f} s",
         flush=True,
     )
 
@@ -416,7 +416,7 @@ def main() -> None:
         sys.exit(f"translation.py: {error}")
     runs: list[Run] = []
     alignments: list[AlignmentRow] = []
-    print(f"{options.test:<22}{'BLEU':<15}{'validation BLEU':<18}{'perplexity':<14}time per epoch")
+    print(f"{options.test:<22}{'BLEU':<15}{'validation BLEU':<18}{'perplexity':<18}time per epoch")
     for attention, p in settings:
         rows = []
         for seed in range(options.seeds):
