@@ -38,14 +38,17 @@ def read_lines(path: Path, origin: str) -> list[str]:
     """Returns the sentences of a file.
 
     Raises:
-        FileNotFoundError, ValueError: It is missing or empty, or one of its lines is.
+        FileNotFoundError, ValueError: It is missing, is not UTF-8, or one of its lines is empty.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: it is part of {origin}")
-    lines = [" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not all(lines) or not lines:
-        number = 1 if not lines else 1 + lines.index("")
-        raise ValueError(f"{path}, line {number}: expected a sentence, got none")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    lines = [" ".join(line.split()) for line in text.removesuffix("\n").split("\n")]
+    if not all(lines):
+        raise ValueError(f"{path}, line {1 + lines.index('')}: expected a sentence, got none")
     return lines
 
 
