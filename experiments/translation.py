@@ -168,9 +168,11 @@ def convert_attention(transformer: nn.Transformer, attention: str, p: str) -> No
     """Converts all attention; none of it lets the decoder see what it is to predict."""
     options: dict[str, Any] = {"p": parse_order(p), "num_frequencies": FREQUENCIES}
     if attention == "mikan":
-        for layer in transformer.decoder.layers:
-            source = ikattn.spectral.Mikan(HEADS, SIZE // HEADS, FREQUENCIES, pool="key")
-            ikattn.convert(layer.multihead_attn, spectral=source, **options)
+
+        def from_keys(module: nn.MultiheadAttention) -> nn.Module:
+            return ikattn.spectral.Mikan(module.num_heads, module.head_dim, FREQUENCIES, pool="key")
+
+        ikattn.convert(transformer, select="*.multihead_attn", spectral=from_keys, **options)
         ikattn.convert(transformer, select="decoder.*.self_attn", spectral="ikan", **options)
         ikattn.convert(transformer.encoder, spectral="mikan", **options)
     else:

@@ -276,6 +276,28 @@ def test_nothing_to_convert_is_an_error_that_says_what_there_is():
         ikattn.convert(SomebodysAttention(E, H))
 
 
+def test_a_function_makes_the_source_of_each_module() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(16, 4), nn.MultiheadAttention(24, 2)])
+    asked: list[nn.Module] = []
+
+    def source(module: nn.MultiheadAttention) -> nn.Module:
+        asked.append(module)
+        return ikattn.spectral.Mikan(module.num_heads, module.head_dim, 8, pool="key")
+
+    ikattn.convert(model, spectral=source)
+    assert asked == list(model)
+    assert model[0].spectral is not model[1].spectral
+    x = torch.randn(5, 2, 24)
+    assert model[1](x, x, x)[0].shape == x.shape
+
+
+def test_what_a_function_returns_is_checked_and_the_module_stays() -> None:
+    module = nn.MultiheadAttention(16, 4)
+    with pytest.raises((TypeError, ValueError), match="spectral"):
+        ikattn.convert(module, spectral=lambda _: 3)  # type: ignore[arg-type, return-value]
+    assert type(module) is nn.MultiheadAttention
+
+
 @pytest.mark.parametrize(
     "options", [{"kernel": "x"}, {"p": 0.0}, {"spectral": "x"}, {"num_frequencies": 0}], ids=str
 )

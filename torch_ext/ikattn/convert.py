@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -28,7 +28,7 @@ def convert(
     select: Selection | None = None,
     p: float | Literal["learned"] | None = 2.0,
     num_frequencies: int = 64,
-    spectral: str | nn.Module = "direct",
+    spectral: str | nn.Module | Callable[[nn.MultiheadAttention], nn.Module] = "direct",
     stationary: bool = False,
     seed: int | None = None,
     calibration: Iterable[Any] | None = None,
@@ -53,7 +53,9 @@ def convert(
             (``nn.TransformerDecoderLayer``); a list of patterns and types; None: all. A module with
             several names is selected by any of them.
         p, num_frequencies, stationary: As for ``MultiheadAttention``.
-        spectral: As for ``MultiheadAttention``; of a module, each attention module gets a copy.
+        spectral: As for ``MultiheadAttention``. Of a module, each attention module gets a copy,
+            with the same first values; a function is called with each attention module and
+            returns the source for it.
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
         calibration: Batches of input, to start the implicit kernel near the softmax attention that
             it replaces: as ``ikattn.calibrate`` does with its own defaults. For trained models.
@@ -150,10 +152,15 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
 
 def _change(module: Any, kernel: Kernel, options: dict[str, Any]) -> None:
     """Changes the module's class, as torch.nn.utils.parametrize does: all that it holds stays."""
+    spectral = options["spectral"]
+    if callable(spectral) and not isinstance(spectral, nn.Module):
+        spectral = spectral(module)
+    else:
+        spectral = copy.deepcopy(spectral)
     before = module.__class__
     module.__class__ = MultiheadAttention
     try:
-        module.set_kernel(kernel, **{**options, "spectral": copy.deepcopy(options["spectral"])})
+        module.set_kernel(kernel, **{**options, "spectral": spectral})
     except Exception:
         module.__class__ = before
         raise
