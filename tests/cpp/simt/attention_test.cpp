@@ -677,6 +677,26 @@ TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
   simt::set_multiprocessors(1);
 }
 
+// sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.
+TEST(HalfAttentionOnDevice, FitsTheLeastSharedMemory) {
+  simt::set_shared_limit(99 * 1024);
+  for (const int64_t d_v : {64, 128}) {
+    for (const auto& [masking, causal] : {std::pair{Masking::kNone, false},
+                                          {Masking::kNone, true},
+                                          {Masking::kBool, false},
+                                          {Masking::kFloat, false}}) {
+      Case c{.name = "wide", .B = 1, .H = 1, .G = 1, .L = 2, .S = 3, .d_v = d_v, .M = 64};
+      c.frequency_heads = 1;
+      c.masking = masking;
+      c.causal = causal;
+      c.type = ElementType::kBFloat16;
+      Call call(c);
+      device_results(call, c);  // expects that nothing is refused
+    }
+  }
+  simt::set_shared_limit(227 * 1024);
+}
+
 // Alone, what the backward pass adds: the features' rounding in Half and that of its results.
 TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
   for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
