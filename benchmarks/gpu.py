@@ -86,17 +86,21 @@ def with_backend(backend: SDPBackend, call: Call) -> Call:
     return run
 
 
-def attention_rivals(tensors: list[Tensor], causal: bool) -> dict[str, Callable[[], Tensor]]:
+def attention_rivals(
+    tensors: list[Tensor], causal: bool = False, mask: Tensor | None = None
+) -> dict[str, Callable[[], Tensor]]:
     q, k, v, w1, w2 = tensors
 
     def ours() -> Tensor:
-        return ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=causal)
+        return ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=causal, attn_mask=mask)
 
     def softmax() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, attn_mask=mask)
 
     def eager() -> Tensor:
-        return ikattn.reference.implicit_kernel_attention(q, k, v, w1, w2, is_causal=causal)
+        return ikattn.reference.implicit_kernel_attention(
+            q, k, v, w1, w2, is_causal=causal, attn_mask=mask
+        )
 
     rivals: dict[str, Callable[[], Any]] = {"ikattn": ours}
     if q.is_cuda:
@@ -106,7 +110,8 @@ def attention_rivals(tensors: list[Tensor], causal: bool) -> dict[str, Callable[
             ("efficient", SDPBackend.EFFICIENT_ATTENTION),
         ):
             rivals[name] = with_backend(backend, softmax)
-        rivals["flex"] = flex(tensors, causal)
+        if mask is None:
+            rivals["flex"] = flex(tensors, causal)
     else:
         rivals["sdpa"] = softmax
     rivals["eager"] = eager
@@ -139,31 +144,64 @@ def flex(tensors: list[Tensor], causal: bool) -> Callable[[], Tensor]:
     return call
 
 
-def compare_attention(options: argparse.Namespace) -> None:
+def inputs(options: argparse.Namespace, batch: int, queries: int, keys: int) -> list[Tensor]:
     device, dtype = options.device, getattr(torch, options.dtype)
     heads, d, frequencies = options.heads, options.head_size, options.frequencies
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(batch, heads, length, d, device=device, dtype=dtype)
+        for length in (queries, keys, keys)
+    ]
+    bound = (heads * frequencies) ** -0.5
+    return tensors + [
+        torch.empty(heads, d, frequencies, device=device).uniform_(-bound, bound) for _ in "12"
+    ]
+
+
+def compare_both(
+    options: argparse.Namespace,
+    name: str,
+    tensors: list[Tensor],
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> None:
+    """Forward without grad, and the backward alone."""
+    reason = ikattn.why_not_fast(*tensors, is_causal=causal, attn_mask=mask)
+    name = f"{name}, {options.dtype}{'' if reason is None else f' ({reason})'}"
+    with torch.no_grad():
+        rivals = attention_rivals(tensors, causal, mask)
+        compare(f"{name}, forward", dict(rivals), options.device, options.rounds)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    backward: dict[str, Call] = {}
+    for rival, call in attention_rivals(leaves, causal, mask).items():
+        if rival == "flex":
+            continue  # its score reads k outside the graph
+        backward[rival] = backward_of(call, leaves)
+    compare(f"{name}, backward", backward, options.device, options.rounds)
+
+
+def compare_attention(options: argparse.Namespace) -> None:
     length = min(512, options.tokens)
     while length <= options.tokens:
         batch = options.tokens // length
-        torch.manual_seed(0)
-        tensors = [torch.randn(batch, heads, length, d, device=device, dtype=dtype) for _ in "qkv"]
-        bound = (heads * frequencies) ** -0.5
-        tensors += [
-            torch.empty(heads, d, frequencies, device=device).uniform_(-bound, bound) for _ in "12"
-        ]
+        tensors = inputs(options, batch, length, length)
         for causal in (False, True):
-            name = f"B = {batch}, N = {length}, {options.dtype}{', causal' if causal else ''}"
-            with torch.no_grad():
-                rivals = attention_rivals(tensors, causal)
-                compare(f"{name}, forward", dict(rivals), device, options.rounds)
-            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-            backward: dict[str, Call] = {}
-            for rival, call in attention_rivals(leaves, causal).items():
-                if rival == "flex":
-                    continue  # its score reads k outside the graph
-                backward[rival] = backward_of(call, leaves)
-            compare(f"{name}, backward", backward, device, options.rounds)
+            name = f"B = {batch}, N = {length}{', causal' if causal else ''}"
+            compare_both(options, name, tensors, causal)
         length *= 2
+    length = min(2048, options.tokens)
+    tensors = inputs(options, options.tokens // length, length, length)
+    tokens = torch.arange(length, device=options.device)
+    distance = (tokens[:, None] - tokens).abs()
+    name = f"B = {options.tokens // length}, N = {length}"
+    near = distance < length // 2
+    compare_both(options, f"{name}, bool mask", tensors, mask=near)
+    slopes = 2.0 ** -torch.arange(1, options.heads + 1, device=options.device)
+    linear = (-slopes[:, None, None] * distance).to(tensors[0].dtype)
+    compare_both(options, f"{name}, float mask (ALiBi)", tensors, mask=linear)
+    for queries in (1, 16):
+        few = inputs(options, 1, queries, options.tokens)
+        compare_both(options, f"L = {queries}, S = {options.tokens}", few)
 
 
 def backward_of(call: Callable[[], Tensor], leaves: list[Tensor]) -> Call:
