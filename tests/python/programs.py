@@ -1,10 +1,13 @@
-"""Runs programs, and builds the C++ ones in examples/cpp against the installed package."""
+"""Runs and imports programs, and builds the C++ ones in examples/cpp against the package."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from importlib import util
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -16,6 +19,7 @@ def run(*command: object, cwd: Path, **environment: str) -> subprocess.Completed
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        encoding="utf-8",
     )
 
 
@@ -24,6 +28,24 @@ def run_checked(*command: object, cwd: Path, **environment: str) -> str:
     output = finished.stdout + finished.stderr
     assert finished.returncode == 0, output[-8000:]
     return output
+
+
+def run_python(
+    path: Path, *arguments: object, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """One thread, and no window for pictures."""
+    settings = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", **environment}
+    return run(sys.executable, path, *arguments, cwd=cwd, **settings)
+
+
+def import_program(path: Path) -> ModuleType:
+    """The module of a file that no package holds."""
+    spec = util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def configure_examples(source_tree: Path, build: Path, prefix: str) -> tuple[object, ...]:

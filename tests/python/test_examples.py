@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import ikattn
+from programs import import_program, run_python
 
 pytest.importorskip("tqdm", reason="the examples need it: pip install 'ikattn[demo]'")
 
@@ -23,35 +22,19 @@ pytest.importorskip("tqdm", reason="the examples need it: pip install 'ikattn[de
 def run_example(
     source_tree: Path, name: str, *arguments: object, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(source_tree / "examples" / name), *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-
-
-def import_example(source_tree: Path, name: str) -> ModuleType:
-    spec = util.spec_from_file_location(f"example_{name}", source_tree / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return run_python(source_tree / "examples" / name, *arguments, cwd=cwd)
 
 
 @pytest.fixture
 def digits(source_tree: Path) -> ModuleType:
     pytest.importorskip("matplotlib", reason="digits.py needs it: pip install 'ikattn[demo]'")
     pytest.importorskip("sklearn", reason="digits.py needs it: pip install 'ikattn[demo]'")
-    return import_example(source_tree, "digits")
+    return import_program(source_tree / "examples/digits.py")
 
 
 @pytest.fixture
 def regression(source_tree: Path) -> ModuleType:
-    return import_example(source_tree, "regression")
+    return import_program(source_tree / "examples/regression.py")
 
 
 @pytest.fixture

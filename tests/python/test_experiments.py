@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from ikattn.analysis.alignment import GoldAlignments
+from programs import import_program, run_python
 
 for library in ("tqdm", "matplotlib", "sacrebleu", "tokenizers"):
     pytest.importorskip(library, reason="the experiments: pip install 'ikattn[experiments]'")
@@ -26,39 +26,23 @@ ATTENTIONS = ["softmax", "rbf", "direct", "ikan", "mikan"]
 def run(
     source_tree: Path, name: str, *arguments: object, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(source_tree / "experiments" / name), *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-
-
-def imported(source_tree: Path, name: str) -> ModuleType:
-    path = source_tree / "experiments" / f"{name}.py"
-    spec = util.spec_from_file_location(f"experiment_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    path = source_tree / "experiments" / name
+    return run_python(path, *arguments, cwd=cwd, **environment)
 
 
 @pytest.fixture
 def regression(source_tree: Path) -> ModuleType:
-    return imported(source_tree, "regression")
+    return import_program(source_tree / "experiments/regression.py")
 
 
 @pytest.fixture
 def sentences(source_tree: Path) -> ModuleType:
-    return imported(source_tree, "sentences")
+    return import_program(source_tree / "experiments/sentences.py")
 
 
 @pytest.fixture
 def translation(source_tree: Path) -> ModuleType:
-    return imported(source_tree, "translation")
+    return import_program(source_tree / "experiments/translation.py")
 
 
 @pytest.fixture

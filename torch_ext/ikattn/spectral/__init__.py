@@ -11,8 +11,7 @@ A spectral source is any ``torch.nn.Module`` with
         regularization    scalar, for ``ikattn.regularization_loss``, or None
 
 and, if it has random initial values, ``reset_parameters()``. A source that says ``pools = True``
-looks
-at whole sequences: it is given a fourth argument, ``query_padding_mask`` [B, L] or None, and
+looks at whole sequences: it is given a fourth argument, ``query_padding_mask`` [B, L] or None, and
 refuses causal attention, to which it would show the future.
 
 ``Direct``: the frequencies are parameters. ``Stationary``: so, with w2 = w1. ``Ikan``: a network

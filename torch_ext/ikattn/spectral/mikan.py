@@ -33,9 +33,8 @@ class Mikan(Generator):
     it.
 
     The regulariser is the KL divergence of the joint z from independent N(0, prior_scale^2), its
-    two
-    parts weighted: the sum of the KL of every z, in closed form, and the mean log-density of the
-    copula, -log det(R) / 2. Both are sums over heads and dimensions, in nats, and means over
+    two parts weighted: the sum of the KL of every z, in closed form, and the mean log-density of
+    the copula, -log det(R) / 2. Both are sums over heads and dimensions, in nats, and means over
     samples.
 
     It averages over whole sequences: causal attention raises an error. In the cross-attention of a
@@ -53,9 +52,9 @@ class Mikan(Generator):
         kl_weight: Weight of the KL divergences in the regulariser; the authors'.
         copula_weight: Weight of the copula in the regulariser; the authors'.
         faithful: None, or "code": compute what the authors' code computes, draw for draw, its
-            faults
-            included: one sample only, no padding masks, heads not correlated, random in eval mode.
-            docs/spectral.md lists them. ``prior_scale`` is then its ``prior_var``, 0.1 by default.
+            faults included: one sample only, no padding masks, heads not correlated, random in eval
+            mode. docs/spectral.md lists them. ``prior_scale`` is then its ``prior_var``, 0.1 by
+            default.
         seed: If given, initial values are a function of it alone.
         device: Of the parameters.
         dtype: Of the parameters.
