@@ -199,3 +199,26 @@ def _paddings(arguments: dict[str, Any], B: int, T: int, S: int) -> tuple[Tensor
         nothing.new_zeros(B, T) if query_padding is None else query_padding,
         nothing.new_zeros(B, S) if key_padding is None else key_padding,
     )
+
+
+# Everything for one block; the sizes still differ in every axis.
+BLOCK = Sample("bert block")
+PADDED = Sample("padded batch", B=3, padding=True)
+
+
+def operator_call(sample: Sample, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
+    """Positional and named arguments of torch.ops.ikattn.contribution_maps."""
+    arguments = sample.arguments(dtype)
+    norm, second = arguments["norm"], arguments["second_norm"]
+    positional = (arguments["attn_weights"], arguments["value"], arguments["out_proj_weight"])
+    return positional, {
+        "residual": arguments["residual"],
+        "norm_weight": norm.weight,
+        "norm_scale": norm.scale,
+        "second_norm_weight": second.weight,
+        "second_norm_scale": second.scale,
+        "second_norm_centered": second.centered,
+        "query_padding": arguments.get("query_padding"),
+        "key_padding": arguments.get("key_padding"),
+        "maps": [True] * 6,
+    }

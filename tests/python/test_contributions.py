@@ -18,21 +18,21 @@ from torch import Tensor
 import ikattn
 from agreement import assert_close, error
 from contribution_samples import (
+    BLOCK,
+    PADDED,
     SAMPLES,
     Sample,
     definition,
     differentiable,
     named,
     norm_of,
+    operator_call,
     replaced,
     vectors,
 )
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-# Everything for one block; the sizes still differ in every axis.
-BLOCK = Sample("bert block")
-PADDED = Sample("padded batch", B=3, padding=True)
 
 
 def maps_of(arguments: dict[str, Any]) -> ikattn.Contributions:
@@ -279,131 +279,6 @@ def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
     assert (maps.summed.triu(1) == 0).all()
 
 
-# --- Streaming: the same from query and key
-
-
-@pytest.mark.parametrize("kernel", ["dot", "implicit", "stationary"])
-@pytest.mark.parametrize("masking", ["none", "causal", "bool", "float", "bias", "causal and float"])
-def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> None:
-    torch.manual_seed(2)
-    B, H, G, T, S, d = 2, 4, 2, 37, 37, 6
-    query, key, value = (
-        torch.randn(B, heads, length, d, dtype=torch.float64)
-        for heads, length in ((H, T), (G, S), (G, S))
-    )
-    frequencies = {} if kernel == "dot" else {"w1": torch.randn(H, d, 5).double() / 6}
-    if kernel == "implicit":
-        frequencies["w2"] = torch.randn(H, d, 5).double() / 6
-    options: dict[str, Any] = {}
-    if "causal" in masking:
-        options["is_causal"] = True
-    if masking == "bool":
-        options["attn_mask"] = torch.rand(B, 1, T, S) > 0.4
-        options["attn_mask"][0, 0, 3] = False  # a row that sees nothing
-    if "float" in masking:
-        options["attn_mask"] = torch.randn(H, T, S, dtype=torch.float64)
-    if masking == "bias":
-        options["key_bias"] = torch.randn(B, G, S, dtype=torch.float64)
-    if kernel == "dot":
-        weights = softmax_weights(query, key, **options)
-    else:
-        weights = ikattn.implicit_kernel_weights(
-            query, key, **frequencies, enable_gqa=True, **options
-        )
-    block = {
-        name: each
-        for name, each in Sample("b", B=B, T=T, S=S, D=H * d).arguments().items()
-        if name in ("residual", "norm", "second_norm")
-    }
-    projection = torch.randn(H * d, H * d, dtype=torch.float64)
-    given = named(ikattn.contributions(weights, value, projection, **block))
-    streamed = named(
-        ikattn.streamed_contributions(
-            query, key, value, projection, **frequencies, enable_gqa=True, **options, **block
-        )
-    )
-    assert given.keys() == streamed.keys()
-    for name, map_ in streamed.items():
-        assert_close(map_, given[name], 1e-12, name)
-
-
-def softmax_weights(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    key_bias: Tensor | None = None,
-) -> Tensor:
-    group = query.shape[1] // key.shape[1]
-    logits = query @ key.repeat_interleave(group, 1).mT / math.sqrt(query.shape[-1])
-    if key_bias is not None:
-        logits = logits + key_bias.repeat_interleave(group, 1)[:, :, None]
-    if is_causal:
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        logits = logits.masked_fill(hidden, -torch.inf)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attn_mask, -torch.inf)
-        else:
-            logits = logits + attn_mask
-    return logits.softmax(-1).nan_to_num(0)
-
-
-@pytest.mark.parametrize("kernel", ["dot", "implicit"])
-def test_streamed_maps_are_differentiable(kernel: str) -> None:
-    torch.manual_seed(4)
-    double = {"dtype": torch.float64, "requires_grad": True}
-    query, key = torch.randn(1, 4, 3, 4, **double), torch.randn(1, 2, 5, 4, **double)
-    value, projection = torch.randn(1, 2, 5, 3, **double), torch.randn(6, 12, **double)
-    mask, residual = torch.randn(3, 5, **double), torch.randn(1, 3, 6, **double)
-    leaves = [query, key, value, projection, mask, residual]
-    if kernel == "implicit":
-        leaves += [torch.randn(4, 4, 3, **double), torch.randn(4, 4, 3, **double)]
-
-    def function(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        projection: Tensor,
-        mask: Tensor,
-        residual: Tensor,
-        w1: Tensor | None = None,
-        w2: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        maps = ikattn.streamed_contributions(
-            query, key, value, projection, w1=w1, w2=w2, attn_mask=mask, residual=residual,
-            enable_gqa=True, diagonal=1,
-        )  # fmt: skip
-        return tuple(named(maps).values())
-
-    assert torch.autograd.gradcheck(function, tuple(leaves))
-
-
-def test_streaming_many_rounds_gives_what_one_gives() -> None:
-    """Enough pairs for several rounds of queries, in the backward too."""
-    torch.manual_seed(5)
-    H, T, d = 16, 640, 8
-    query, key, value = torch.randn(3, 1, H, T, d).unbind()
-    projection = torch.randn(32, H * d) / 8
-    residual = torch.randn(1, T, 32)
-    leaf = value.clone().requires_grad_()
-    streamed = ikattn.streamed_contributions(
-        query, key, leaf, projection, residual=residual, is_causal=True
-    )
-    weights = softmax_weights(query.double(), key.double(), is_causal=True)
-    wide = value.double().requires_grad_()
-    given = ikattn.contributions(weights, wide, projection.double(), residual=residual.double())
-    for name, map_ in named(streamed).items():
-        assert_close(map_, named(given)[name], 1e-5, name)
-    assert streamed.summed is not None
-    assert given.summed is not None
-    streamed.summed.sum().backward()
-    given.summed.sum().backward()
-    assert leaf.grad is not None
-    assert wide.grad is not None
-    assert_close(leaf.grad, wide.grad, 1e-5)
-
-
 # --- Laws
 
 
@@ -593,39 +468,12 @@ def test_only_the_maps_asked_for_are_there() -> None:
 # --- Transformations
 
 
-def operator_call(sample: Sample, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
-    arguments = sample.arguments(dtype)
-    norm, second = arguments["norm"], arguments["second_norm"]
-    positional = (arguments["attn_weights"], arguments["value"], arguments["out_proj_weight"])
-    return positional, {
-        "residual": arguments["residual"],
-        "norm_weight": norm.weight,
-        "norm_scale": norm.scale,
-        "second_norm_weight": second.weight,
-        "second_norm_scale": second.scale,
-        "second_norm_centered": second.centered,
-        "query_padding": arguments.get("query_padding"),
-        "key_padding": arguments.get("key_padding"),
-        "maps": [True] * 6,
-    }
-
-
 @pytest.mark.parametrize("sample", [BLOCK, PADDED], ids=lambda sample: sample.name)
 def test_opcheck_of_given_weights(sample: Sample) -> None:
     positional, named_ = operator_call(sample)
     for tensor in (*positional, named_["residual"]):
         tensor.requires_grad_()
     torch.library.opcheck(torch.ops.ikattn.contribution_maps, positional, named_)
-
-
-def test_opcheck_of_streamed_weights() -> None:
-    (_, value, projection), named_ = operator_call(BLOCK)
-    query, key = torch.randn(2, 2, 4, 7, 5, dtype=torch.float64).unbind()
-    for tensor in (query, key, value, projection):
-        tensor.requires_grad_()
-    torch.library.opcheck(
-        torch.ops.ikattn.streamed_contribution_maps, (query, key, value, projection), named_
-    )
 
 
 def test_torch_compile_keeps_values_and_gradients() -> None:
@@ -676,190 +524,3 @@ def test_inference_mode_and_no_grad_give_the_same() -> None:
         assert_close(maps_of(arguments).encoder, expected, 1e-15)
     with torch.no_grad():
         assert_close(maps_of(arguments).encoder, expected, 1e-15)
-
-
-# --- Memory
-
-
-def test_no_tensor_has_both_pairs_and_dimensions() -> None:
-    """T = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
-    program = """
-        import resource, torch, ikattn
-        torch.set_num_threads(1)
-        H, T, D = 12, 1024, 768
-        value, residual = torch.randn(1, H, T, 64), torch.randn(1, T, D)
-        query, key = torch.randn(2, 1, H, T, 64).unbind()
-        projection = torch.randn(D, D)
-        norm = ikattn.NormStats(torch.ones(D), torch.ones(1, T))
-        ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        maps = ikattn.streamed_contributions(
-            query, key, value, projection, residual=residual, norm=norm, second_norm=norm
-        )
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True
-    )
-    # Four maps of 4 MiB, some rounds of 16 MiB of weights; the weights of all rows are 48 MiB.
-    assert int(result.stdout) / 1024 < 100
-
-
-# --- Errors
-
-
-def wrong(**changes: Any) -> dict[str, Any]:
-    return BLOCK.arguments() | changes
-
-
-def stats(weight: int = 20, shape: tuple[int, ...] = (2, 7)) -> ikattn.NormStats:
-    return ikattn.NormStats(torch.ones(weight), torch.ones(shape))
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (
-            wrong(attn_weights=torch.rand(4, 7, 7)),
-            RuntimeError,
-            r"attn_weights must have shape \[B, H, T, S\], got \[4, 7, 7\]",
-        ),
-        (
-            wrong(attn_weights=torch.rand(2, 4, 7, 6)),
-            RuntimeError,
-            r"attn_weights .* S = 7 .*got \[2, 4, 7, 6\]",
-        ),
-        (
-            wrong(attn_weights=torch.ones(2, 4, 7, 7).int()),
-            TypeError,
-            r"attn_weights must be float64.*got Int",
-        ),
-        (
-            wrong(attn_weights=torch.rand(2, 6, 7, 7)),
-            RuntimeError,
-            r"the heads of value must divide those of the weights, 6, got 4",
-        ),
-        (
-            wrong(value=torch.rand(2, 7, 20)),
-            RuntimeError,
-            r"value must have shape \[B, G, S, d_v\], got \[2, 7, 20\]",
-        ),
-        (
-            wrong(out_proj_weight=torch.rand(20, 19)),
-            RuntimeError,
-            r"out_proj_weight must have shape \[D, H d_v\] with H d_v = 4 x 5, got \[20, 19\]",
-        ),
-        (
-            wrong(residual=torch.rand(2, 7, 19)),
-            RuntimeError,
-            r"residual must have shape \[B, T, D\] = \[2, 7, 20\], got \[2, 7, 19\]",
-        ),
-        (wrong(residual=None), RuntimeError, r"residual must be given with norm"),
-        (wrong(norm=None), RuntimeError, r"norm must be given with second_norm"),
-        (
-            wrong(norm=stats(weight=3)),
-            RuntimeError,
-            r"norm weight must have shape \[D\] = \[20\], got \[3\]",
-        ),
-        (
-            wrong(norm=stats(shape=(2, 6))),
-            RuntimeError,
-            r"norm scale must have shape \[B, T\] = \[2, 7\], got \[2, 6\]",
-        ),
-        (
-            wrong(key_padding=torch.zeros(2, 7)),
-            TypeError,
-            r"key_padding must be bool \(true = padding\), got Float",
-        ),
-        (
-            wrong(query_padding=torch.zeros(2, 6).bool()),
-            RuntimeError,
-            r"query_padding must have shape \[B, T\] = \[2, 7\], got \[2, 6\]",
-        ),
-        (wrong(diagonal=1), RuntimeError, r"every query among the keys: .*diagonal 1, T 7, S 7"),
-        (wrong(diagonal=-1), RuntimeError, r"every query among the keys: .*diagonal -1"),
-        (
-            wrong(value=torch.rand(2, 4, 7, 5, device="meta")),
-            RuntimeError,
-            r"attn_weights must be on the device of value, meta, got cpu",
-        ),
-        (
-            wrong(attn_weights=torch.rand(2, 4, 7, 7).to_sparse()),
-            RuntimeError,
-            r"attn_weights must be a dense \(strided\) tensor",
-        ),
-        (wrong(maps=["sumed"]), ValueError, r"maps must be among value_norms, .*got 'sumed'"),
-        (
-            wrong(residual=None, norm=None, second_norm=None, maps=["with_residual"]),
-            ValueError,
-            r"residual must be given for the map 'with_residual'",
-        ),
-        (
-            wrong(second_norm=None, maps=["encoder"]),
-            ValueError,
-            r"second_norm must be given for the map 'encoder'",
-        ),
-    ],
-)
-def test_errors_name_the_argument(call: dict[str, Any], kind: type, message: str) -> None:
-    with pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"):
-        ikattn.contributions(**call)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"maps": ["per_head"]}, ValueError, r"maps must not hold 'per_head'"),
-        ({"scale": math.inf}, ValueError, r"scale must be finite, got inf"),
-        (
-            {"key": torch.rand(2, 4, 7, 4)},
-            RuntimeError,
-            r"key must have the head size of query, 5, got \[2, 4, 7, 4\]",
-        ),
-        (
-            {"key": torch.rand(2, 4, 6, 5)},
-            RuntimeError,
-            r"value must have shape \[B, G, S, d_v\] = \[2, 4, 6, d_v\]",
-        ),
-        (
-            {"w2": torch.rand(4, 5, 3)},
-            RuntimeError,
-            r"w1 must be given with w2|w2 must have the shape of w1",
-        ),
-        ({"p": 0.5}, ValueError, r"p must be a finite number >= 1 or None, got 0.5"),
-        ({"attn_mask": torch.ones(7, 6).bool()}, RuntimeError, r"attn_mask must broadcast"),
-    ],
-)
-def test_errors_of_the_streamed_maps_name_the_argument(
-    changes: dict[str, Any], kind: type, message: str
-) -> None:
-    call = {
-        "query": torch.rand(2, 4, 7, 5),
-        "key": torch.rand(2, 4, 7, 5),
-        "value": torch.rand(2, 4, 7, 5),
-        "out_proj_weight": torch.rand(20, 20),
-    }
-    with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
-        ikattn.streamed_contributions(**(call | changes))
-
-
-@pytest.mark.parametrize(
-    "module",
-    [torch.nn.Linear(4, 4), torch.nn.LayerNorm((3, 8)), torch.nn.LayerNorm(9)],
-    ids=["linear", "two axes", "other size"],
-)
-def test_norm_stats_refuse_what_is_no_norm_of_the_last_axis(module: torch.nn.Module) -> None:
-    with pytest.raises(TypeError, match=r"NormStats\.of: module must be a LayerNorm or RMSNorm"):
-        ikattn.NormStats.of(module, torch.randn(2, 3, 8))
-
-
-@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_norm_stats_make_the_norm_linear(kind: type[torch.nn.Module]) -> None:
-    torch.manual_seed(6)
-    norm = kind(8).double()
-    torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
-    x = torch.randn(2, 3, 8, dtype=torch.float64)
-    stats_ = ikattn.NormStats.of(norm, x)
-    y = x - x.mean(-1, keepdim=True) if stats_.centered else x
-    y = y * stats_.weight / stats_.scale[..., None]
-    assert_close(y, norm(x), 1e-14)

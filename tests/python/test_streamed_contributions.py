@@ -1,0 +1,215 @@
+"""Contribution maps from query and key equal those of the weights, in no more memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close
+from contribution_samples import (
+    BLOCK,
+    Sample,
+    named,
+    operator_call,
+)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit", "stationary"])
+@pytest.mark.parametrize("masking", ["none", "causal", "bool", "float", "bias", "causal and float"])
+def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> None:
+    torch.manual_seed(2)
+    B, H, G, T, S, d = 2, 4, 2, 37, 37, 6
+    query, key, value = (
+        torch.randn(B, heads, length, d, dtype=torch.float64)
+        for heads, length in ((H, T), (G, S), (G, S))
+    )
+    frequencies = {} if kernel == "dot" else {"w1": torch.randn(H, d, 5).double() / 6}
+    if kernel == "implicit":
+        frequencies["w2"] = torch.randn(H, d, 5).double() / 6
+    options: dict[str, Any] = {}
+    if "causal" in masking:
+        options["is_causal"] = True
+    if masking == "bool":
+        options["attn_mask"] = torch.rand(B, 1, T, S) > 0.4
+        options["attn_mask"][0, 0, 3] = False  # a row that sees nothing
+    if "float" in masking:
+        options["attn_mask"] = torch.randn(H, T, S, dtype=torch.float64)
+    if masking == "bias":
+        options["key_bias"] = torch.randn(B, G, S, dtype=torch.float64)
+    if kernel == "dot":
+        weights = softmax_weights(query, key, **options)
+    else:
+        weights = ikattn.implicit_kernel_weights(
+            query, key, **frequencies, enable_gqa=True, **options
+        )
+    block = {
+        name: each
+        for name, each in Sample("b", B=B, T=T, S=S, D=H * d).arguments().items()
+        if name in ("residual", "norm", "second_norm")
+    }
+    projection = torch.randn(H * d, H * d, dtype=torch.float64)
+    given = named(ikattn.contributions(weights, value, projection, **block))
+    streamed = named(
+        ikattn.streamed_contributions(
+            query, key, value, projection, **frequencies, enable_gqa=True, **options, **block
+        )
+    )
+    assert given.keys() == streamed.keys()
+    for name, map_ in streamed.items():
+        assert_close(map_, given[name], 1e-12, name)
+
+
+def softmax_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(group, 1).mT / math.sqrt(query.shape[-1])
+    if key_bias is not None:
+        logits = logits + key_bias.repeat_interleave(group, 1)[:, :, None]
+    if is_causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -torch.inf)
+        else:
+            logits = logits + attn_mask
+    return logits.softmax(-1).nan_to_num(0)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_streamed_maps_are_differentiable(kernel: str) -> None:
+    torch.manual_seed(4)
+    double = {"dtype": torch.float64, "requires_grad": True}
+    query, key = torch.randn(1, 4, 3, 4, **double), torch.randn(1, 2, 5, 4, **double)
+    value, projection = torch.randn(1, 2, 5, 3, **double), torch.randn(6, 12, **double)
+    mask, residual = torch.randn(3, 5, **double), torch.randn(1, 3, 6, **double)
+    leaves = [query, key, value, projection, mask, residual]
+    if kernel == "implicit":
+        leaves += [torch.randn(4, 4, 3, **double), torch.randn(4, 4, 3, **double)]
+
+    def function(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        projection: Tensor,
+        mask: Tensor,
+        residual: Tensor,
+        w1: Tensor | None = None,
+        w2: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        maps = ikattn.streamed_contributions(
+            query, key, value, projection, w1=w1, w2=w2, attn_mask=mask, residual=residual,
+            enable_gqa=True, diagonal=1,
+        )  # fmt: skip
+        return tuple(named(maps).values())
+
+    assert torch.autograd.gradcheck(function, tuple(leaves))
+
+
+def test_streaming_many_rounds_gives_what_one_gives() -> None:
+    """Enough pairs for several rounds of queries, in the backward too."""
+    torch.manual_seed(5)
+    H, T, d = 16, 640, 8
+    query, key, value = torch.randn(3, 1, H, T, d).unbind()
+    projection = torch.randn(32, H * d) / 8
+    residual = torch.randn(1, T, 32)
+    leaf = value.clone().requires_grad_()
+    streamed = ikattn.streamed_contributions(
+        query, key, leaf, projection, residual=residual, is_causal=True
+    )
+    weights = softmax_weights(query.double(), key.double(), is_causal=True)
+    wide = value.double().requires_grad_()
+    given = ikattn.contributions(weights, wide, projection.double(), residual=residual.double())
+    for name, map_ in named(streamed).items():
+        assert_close(map_, named(given)[name], 1e-5, name)
+    assert streamed.summed is not None
+    assert given.summed is not None
+    streamed.summed.sum().backward()
+    given.summed.sum().backward()
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    assert_close(leaf.grad, wide.grad, 1e-5)
+
+
+def test_opcheck_of_streamed_weights() -> None:
+    (_, value, projection), named_ = operator_call(BLOCK)
+    query, key = torch.randn(2, 2, 4, 7, 5, dtype=torch.float64).unbind()
+    for tensor in (query, key, value, projection):
+        tensor.requires_grad_()
+    torch.library.opcheck(
+        torch.ops.ikattn.streamed_contribution_maps, (query, key, value, projection), named_
+    )
+
+
+def test_no_tensor_has_both_pairs_and_dimensions() -> None:
+    """T = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
+    program = """
+        import resource, torch, ikattn
+        torch.set_num_threads(1)
+        H, T, D = 12, 1024, 768
+        value, residual = torch.randn(1, H, T, 64), torch.randn(1, T, D)
+        query, key = torch.randn(2, 1, H, T, 64).unbind()
+        projection = torch.randn(D, D)
+        norm = ikattn.NormStats(torch.ones(D), torch.ones(1, T))
+        ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        maps = ikattn.streamed_contributions(
+            query, key, value, projection, residual=residual, norm=norm, second_norm=norm
+        )
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True
+    )
+    # Four maps of 4 MiB, some rounds of 16 MiB of weights; the weights of all rows are 48 MiB.
+    assert int(result.stdout) / 1024 < 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"maps": ["per_head"]}, ValueError, r"maps must not hold 'per_head'"),
+        ({"scale": math.inf}, ValueError, r"scale must be finite, got inf"),
+        (
+            {"key": torch.rand(2, 4, 7, 4)},
+            RuntimeError,
+            r"key must have the head size of query, 5, got \[2, 4, 7, 4\]",
+        ),
+        (
+            {"key": torch.rand(2, 4, 6, 5)},
+            RuntimeError,
+            r"value must have shape \[B, G, S, d_v\] = \[2, 4, 6, d_v\]",
+        ),
+        (
+            {"w2": torch.rand(4, 5, 3)},
+            RuntimeError,
+            r"w1 must be given with w2|w2 must have the shape of w1",
+        ),
+        ({"p": 0.5}, ValueError, r"p must be a finite number >= 1 or None, got 0.5"),
+        ({"attn_mask": torch.ones(7, 6).bool()}, RuntimeError, r"attn_mask must broadcast"),
+    ],
+)
+def test_errors_of_the_streamed_maps_name_the_argument(
+    changes: dict[str, Any], kind: type, message: str
+) -> None:
+    call = {
+        "query": torch.rand(2, 4, 7, 5),
+        "key": torch.rand(2, 4, 7, 5),
+        "value": torch.rand(2, 4, 7, 5),
+        "out_proj_weight": torch.rand(20, 20),
+    }
+    with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
+        ikattn.streamed_contributions(**(call | changes))
