@@ -506,10 +506,16 @@ def test_part_by_part_equals_all_at_once(kernel, mask, every_call_is_large):
 
 
 @pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("kernel", ["dot", "rbf"])
-def test_double_backward_part_by_part(kernel, mask, every_call_is_large):
-    call, inputs = double_backward_case(kernel, {}, mask)
-    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+def test_double_backward_part_by_part(kernel, dropout, mask, every_call_is_large):
+    call, inputs = double_backward_case(kernel, {"dropout": dropout}, mask)
+
+    def call_of_one_seed(*tensors):
+        torch.manual_seed(8)
+        return call(*tensors)
+
+    assert torch.autograd.gradgradcheck(call_of_one_seed, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("kernel", ["dot", "rbf"])
@@ -519,6 +525,47 @@ def test_part_by_part_a_query_that_sees_no_key_gets_zeros(kernel, every_call_is_
     results = run(make(kernel), arguments)
     assert not results["weights"][:, 1].any()
     assert all(tensor.isfinite().all() for tensor in results.values())
+
+
+@pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_dropout_is_that_of_all_at_once(
+    kernel, mask, every_call_is_large, monkeypatch
+):
+    """Given what was drawn, which is the same in every pass."""
+    module, arguments = make(kernel, dropout=0.4), arguments_of(mask, True, False)
+    begin, passes = ikattn._softmax._Dropout.begin, []
+
+    def begin_and_keep(drop, device):
+        draw, drawn = begin(drop, device), []
+        passes.append(drawn)
+        return lambda weights: drawn.append(draw(weights)) or drawn[-1]
+
+    monkeypatch.setattr(ikattn._softmax._Dropout, "begin", begin_and_keep)
+    actual = run(module, arguments)
+    forward, backward = passes
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    each = len(forward) // H
+    heads = [torch.cat(forward[h * each : (h + 1) * each], 1) for h in range(H)]
+    factors = torch.stack(heads, 1)  # [N, H, L, S]
+    assert {round(x, 9) for x in factors.unique().tolist()} == {0, round(1 / 0.6, 9)}
+    assert factors.mean() == pytest.approx(1, abs=0.3)
+
+    monkeypatch.setattr(ikattn._softmax, "_LARGE", 1 << 22)
+    monkeypatch.setattr(ikattn._softmax, "dropout", lambda weights, p: weights * factors)
+    assert_same(actual, run(module, arguments))
+
+
+def test_part_by_part_dropout_follows_the_seed(every_call_is_large):
+    module, x = make("dot", dropout=0.4), batch(L, N, E)
+
+    def weights(seed):
+        torch.manual_seed(seed)
+        return module(x, x, x)[1]
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(module.eval()(x, x, x)[1], weights(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

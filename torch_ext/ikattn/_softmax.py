@@ -6,7 +6,7 @@ Sizes: N batch, H heads, L queries, S keys, d head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ def softmax_attention(
 
     With ``need_weights`` it forms the weights and draws dropout as nn.MultiheadAttention does;
     without, it leaves both to F.scaled_dot_product_attention, as that does. Mean weights of long
-    sequences are made part by part, so that [N, H, L, S] is never held; not so with dropout,
-    whose mask upstream draws for all heads at once.
+    sequences are made part by part, so that [N, H, L, S] is never held; their dropout is drawn part
+    by part, too, and is then not the one that nn.MultiheadAttention draws from the same state.
 
     Args:
         query: [N, H, L, d].
@@ -51,8 +51,9 @@ def softmax_attention(
         Output [N, H, L, d], and the weights after dropout, [N, H, L, S] or [N, L, S], or None.
     """
     biases = _biases(masks, key_bias, mask_dtype)
-    if need_weights and average and dropout_p == 0.0 and _is_large(query, key):
-        return _MeanWeights.apply(query, key, value, *biases)  # type: ignore[no-untyped-call,no-any-return]
+    if need_weights and average and _is_large(query, key):
+        drop = _Dropout(dropout_p)
+        return _MeanWeights.apply(query, key, value, drop, *biases)  # type: ignore[no-untyped-call,no-any-return]
     bias = _total(biases)
     if need_weights:
         weights = _weights(query, key, bias)
@@ -146,15 +147,37 @@ def _is_large(query: Tensor, key: Tensor) -> bool:
     """Whether to go part by part: many weights, and nothing that differentiates in other ways.
 
     A compiler is shown the plain composition, and so are torch.func and forward-mode duals, for
-    which ``_MeanWeights`` has no rules.
+    which ``_MeanWeights`` has no rules. Meta tensors hold nothing anyway.
     """
     if (
-        torch.compiler.is_compiling()
+        query.is_meta
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     ):
         return False
     return query.shape[:-1].numel() * key.size(-2) > _LARGE
+
+
+class _Dropout:
+    """The factors that dropout puts on weights, part after part; the same in every pass."""
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+        self.seed = 0 if p == 0.0 else int(torch.randint(1 << 62, ()))
+
+    def begin(self, device: torch.device) -> Callable[[Tensor], Tensor | None]:
+        """Begins a pass: what is returned gives the factors of the next weights; None: all 1."""
+        if self.p == 0.0:
+            return lambda _: None
+        generator = torch.Generator(device).manual_seed(self.seed)
+        keep = 1.0 - self.p
+
+        def factors(weights: Tensor) -> Tensor:
+            kept = torch.empty_like(weights).bernoulli_(keep, generator=generator)
+            return kept.div_(keep) if keep > 0.0 else kept
+
+        return factors
 
 
 class _MeanWeights(torch.autograd.Function):
@@ -165,15 +188,20 @@ class _MeanWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, *biases: Tensor
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, drop: _Dropout, *biases: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value, *biases)
+        ctx.drop = drop
+        next_factors = drop.begin(query.device)
         wide = query.dtype if query.dtype == torch.float64 else torch.float32
         mean = query.new_zeros(query.size(0), query.size(2), key.size(2), dtype=wide)
         output = query.new_empty(*query.shape[:-1], value.size(-1))
         for head, rows in _parts(query, key):
             bias = _total([_slice(x, head, rows) for x in biases])
             weights = _weights(query[:, head, rows], key[:, head], bias)
+            factors = next_factors(weights)
+            if factors is not None:
+                weights = weights * factors
             output[:, head, rows] = weights @ value[:, head]
             mean[:, rows] += weights
         return output, mean.div_(query.size(1)).to(query.dtype)
@@ -181,18 +209,21 @@ class _MeanWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *biases = ctx.saved_tensors
-        inputs = (query, key, value, *biases)
+        inputs = (query, key, value, None, *biases)
         grads = [
-            torch.zeros_like(x) if wanted else None
+            torch.zeros_like(x) if wanted and x is not None else None
             for x, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
         ]
-
+        next_factors = ctx.drop.begin(query.device)
         every, scale = slice(None), math.sqrt(1.0 / query.size(-1))
         for head, rows in _parts(query, key):
             q, k, v = query[:, head, rows], key[:, head], value[:, head]
             weights = _weights(q, k, _total([_slice(x, head, rows) for x in biases]))
             grad = grad_output[:, head, rows]
             grad_weights = grad @ v.transpose(-2, -1) + grad_mean[:, rows] / query.size(1)
+            factors = next_factors(weights)
+            used = weights if factors is None else weights * factors
+            grad_weights = grad_weights if factors is None else grad_weights * factors
             along = (weights * grad_weights).sum(dim=-1, keepdim=True)
             grad_logits = weights * (grad_weights - along)
             if grads[0] is not None:
@@ -200,8 +231,8 @@ class _MeanWeights(torch.autograd.Function):
             if grads[1] is not None:
                 _add(grads[1], head, every, grad_logits.transpose(-2, -1) @ q * scale)
             if grads[2] is not None:
-                _add(grads[2], head, every, weights.transpose(-2, -1) @ grad)
-            for of_bias in grads[3:]:
+                _add(grads[2], head, every, used.transpose(-2, -1) @ grad)
+            for of_bias in grads[4:]:
                 if of_bias is not None:
                     _add(of_bias, head, rows, grad_logits)
         return tuple(grads)
