@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
   // The warp's queries, all their features, as A fragments.
   const int64_t warp_row = i0 + warp * kRowTiles * 16;
-  uint32_t phi_q[kRowTiles][F / 16][4];
+  Fragment phi_q[kRowTiles][F / 16];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -118,8 +118,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const Half* row = tokens.phi_q + (bh * params.L + i) * F + 2 * t;
 #pragma unroll
       for (int k = 0; k < F / 16; ++k) {
-        phi_q[m][k][half] = i < params.L ? load_vector<uint32_t>(row + 16 * k) : 0;
-        phi_q[m][k][half + 2] = i < params.L ? load_vector<uint32_t>(row + 16 * k + 8) : 0;
+        uint32_t (&registers)[4] = phi_q[m][k].registers;
+        registers[half] = i < params.L ? load_vector<uint32_t>(row + 16 * k) : 0;
+        registers[half + 2] = i < params.L ? load_vector<uint32_t>(row + 16 * k + 8) : 0;
       }
     }
   }
@@ -148,23 +149,16 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll(kDrops<kPairs> ? 1 : 2)  // all four would spill
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       float s[kRowTiles][2][4] = {};
-#pragma unroll
-      for (int k = 0; k < F / 16; ++k) {
-        uint32_t keys[4];
-        ldmatrix_x4(keys, base + key_places.at<2 * F>(chunk, k));
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          mma_m16n8k16<Half>(s[m][0], phi_q[m][k], keys[0], keys[1]);
-          mma_m16n8k16<Half>(s[m][1], phi_q[m][k], keys[2], keys[3]);
-        }
-      }
+      multiply_by_columns<Half, F / 16>(
+          s, [&](int m, int k) { return phi_q[m][k]; },
+          [&](int k) { return base + key_places.at<2 * F>(chunk, k); });
       float key_terms[2][2];
       load_columns(terms, chunk, key_terms);
       [[maybe_unused]] float key_lows[2][2];
       if constexpr (kPairs == Pairs::kGeneral) {
         load_columns(shared_cast<float>(stage + L::kLows), chunk, key_lows);
       }
-      uint32_t weights[kRowTiles][4];
+      Fragment weights[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         [[maybe_unused]] FragmentDropout dropout;
@@ -194,8 +188,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
           float rescale[2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], 1));
-            most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], 2));
+            most[half] = max_of_lanes<4>(most[half]);
             const float before = largest[m][half];
             // Nothing but NaN can be there before the first finite logit.
             rescale[half] =
@@ -234,21 +227,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
             if (kDrops<kPairs> && dropout.drops(n, c)) weight = 0;
             s[m][n][c] = weight;
           }
-          weights[m][2 * n] = pack<T>(s[m][n][0], s[m][n][1]);
-          weights[m][2 * n + 1] = pack<T>(s[m][n][2], s[m][n][3]);
+          weights[m].template put<T>(n, s[m][n]);
         }
       }
-#pragma unroll
-      for (int n = 0; n < V / 16; ++n) {
-        uint32_t values[4];
-        ldmatrix_x4_trans(values, base + L::kKeyTile +
-                                      swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V));
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          mma_m16n8k16<T>(output[m][2 * n], weights[m], values[0], values[1]);
-          mma_m16n8k16<T>(output[m][2 * n + 1], weights[m], values[2], values[3]);
-        }
-      }
+      multiply_by_rows<T>(output, weights, [&](int n) {
+        return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);
+      });
     }
   }
 
@@ -258,9 +242,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = sums[m][half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const float sum = sum_of_lanes<4>(sums[m][half]);
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
       const int64_t row = bh * params.L + i;
@@ -344,54 +326,30 @@ int parts_for(int64_t blocks, int64_t S) {
   return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
 }
 
-template <typename T, int F, int V>
-const char* launch_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           const FoldedTokens& tokens) {
-  constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
-  const int64_t rows = params.B * params.H * params.L;
-  const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
-  Parts parts;
-  parts.count = parts_for(blocks, params.S);
-  if (parts.count > 1) {
-    parts.output = executor.take<float>(parts.count * rows * V);
-    parts.sums = executor.take<float>(parts.count * rows);
-    parts.largest = executor.take<float>(parts.count * rows);
-  }
-  const char* error = launch_forms(params, [&]<Pairs kPairs>() {
-    return launch(folded_forward_kernel<T, F, V, kPairs>,
-                  dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
-                  Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens, parts);
-  });
-  if (error != nullptr || parts.count == 1) return error;
-  return launch(combine_kernel<T, V>, dim3(static_cast<unsigned>(ceil_div(rows, kWarps))),
-                dim3(kFoldedThreads), 0, executor.stream, params, tokens, parts);
-}
-
-template <typename T, int F>
-const char* forward_of_width(const AttentionParams& params, const DeviceExecutor& executor,
-                             const FoldedTokens& tokens) {
-  return params.d_v <= 64 ? launch_forward<T, F, 64>(params, executor, tokens)
-                          : launch_forward<T, F, 128>(params, executor, tokens);
-}
-
-template <typename T>
-const char* forward_of_type(const AttentionParams& params, const DeviceExecutor& executor,
-                            const FoldedTokens& tokens) {
-  switch (padded_features(2 * params.M)) {
-    case 64:
-      return forward_of_width<T, 64>(params, executor, tokens);
-    default:
-      return forward_of_width<T, 128>(params, executor, tokens);
-  }
-}
-
 }  // namespace
 
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens) {
-  return params.value.type == ElementType::kFloat16
-             ? forward_of_type<Half>(params, executor, tokens)
-             : forward_of_type<BFloat16>(params, executor, tokens);
+  return launch_sizes(params, [&]<typename T, int F, int V>() {
+    constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
+    const int64_t rows = params.B * params.H * params.L;
+    const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
+    Parts parts;
+    parts.count = parts_for(blocks, params.S);
+    if (parts.count > 1) {
+      parts.output = executor.take<float>(parts.count * rows * V);
+      parts.sums = executor.take<float>(parts.count * rows);
+      parts.largest = executor.take<float>(parts.count * rows);
+    }
+    const char* error = launch_forms(params, [&]<Pairs kPairs>() {
+      return launch(folded_forward_kernel<T, F, V, kPairs>,
+                    dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
+                    Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens, parts);
+    });
+    if (error != nullptr || parts.count == 1) return error;
+    return launch(combine_kernel<T, V>, dim3(static_cast<unsigned>(ceil_div(rows, kWarps))),
+                  dim3(kFoldedThreads), 0, executor.stream, params, tokens, parts);
+  });
 }
 
 }  // namespace ikattn::cuda

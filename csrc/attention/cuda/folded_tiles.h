@@ -84,6 +84,58 @@ struct FragmentPlaces {
   }
 };
 
+// Four registers of a lane: an operand A, or two tiles of B side by side.
+struct Fragment {
+  uint32_t registers[4];
+
+  // The n-th of two tiles of sums that, side by side, are this A.
+  template <typename T>
+  __device__ __forceinline__ void put(int n, const float (&tile)[4]) {
+    registers[2 * n] = pack<T>(tile[0], tile[1]);
+    registers[2 * n + 1] = pack<T>(tile[2], tile[3]);
+  }
+};
+__device__ __forceinline__ Fragment load_fragment(uint32_t row_address) {
+  Fragment fragment;
+  ldmatrix_x4(fragment.registers, row_address);
+  return fragment;
+}
+
+// sums[m] += left(m, k) right(k) over kCount fragments of the inner axis; 16 columns of right,
+// which lies [column][inner] at right(k).
+template <typename T, int kCount, int kRowTiles, typename Left, typename Address>
+__device__ __forceinline__ void multiply_by_columns(float (&sums)[kRowTiles][2][4],
+                                                    const Left& left, const Address& right) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const Fragment b = load_fragment(right(k));
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const Fragment a = left(m, k);
+      mma_m16n8k16<T>(sums[m][0], a.registers, b.registers[0], b.registers[1]);
+      mma_m16n8k16<T>(sums[m][1], a.registers, b.registers[2], b.registers[3]);
+    }
+  }
+}
+
+// sums[m] += left[m] right, 16 on the inner axis; right lies [inner][column], 16 columns of it at
+// right(n).
+template <typename T, int kColumnTiles, int kRowTiles, typename Address>
+__device__ __forceinline__ void multiply_by_rows(float (&sums)[kRowTiles][kColumnTiles][4],
+                                                 const Fragment (&left)[kRowTiles],
+                                                 const Address& right) {
+#pragma unroll
+  for (int n = 0; n < kColumnTiles / 2; ++n) {
+    uint32_t b[4];
+    ldmatrix_x4_trans(b, right(n));
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      mma_m16n8k16<T>(sums[m][2 * n], left[m].registers, b[0], b[1]);
+      mma_m16n8k16<T>(sums[m][2 * n + 1], left[m].registers, b[2], b[3]);
+    }
+  }
+}
+
 // The value rows of poisoned keys become zero: what such a key does is in its eps.
 template <typename T, int V>
 __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
@@ -131,10 +183,31 @@ const char* launch_forms(const AttentionParams& params, const Launch& launch) {
   return launch.template operator()<Pairs::kGeneral>();
 }
 
+// Calls launch.operator()<T, F, V>() for the type of the value and the widths that rows of features
+// and of the value have in shared memory.
+template <typename Launch>
+const char* launch_sizes(const AttentionParams& params, const Launch& launch) {
+  const auto of_features = [&]<typename T, int F>() {
+    return params.d_v <= 64 ? launch.template operator()<T, F, 64>()
+                            : launch.template operator()<T, F, 128>();
+  };
+  const auto of_type = [&]<typename T>() {
+    return padded_features(2 * params.M) == 64 ? of_features.template operator()<T, 64>()
+                                               : of_features.template operator()<T, 128>();
+  };
+  return params.value.type == ElementType::kFloat16 ? of_type.template operator()<Half>()
+                                                    : of_type.template operator()<BFloat16>();
+}
+
 // Whether another kernel computes this head.
 template <Pairs kPairs>
 __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
   return ((state & kGeneral) != 0) != (kPairs == Pairs::kGeneral);
+}
+
+// exp(high + rest) of logits; the difference of two high parts comes first.
+__device__ __forceinline__ float exponential_of(float high, float rest) {
+  return fast_exp2((high + rest) * 1.44269504f);
 }
 
 // Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
@@ -171,17 +244,21 @@ struct TileVisibility {
     if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
     return load_element<float>(mask, place(row, column));
   }
+  // Of the general form: exp(logit - log Z) for the logit and its normalizer in two parts each; 0
+  // for what is hidden.
+  __device__ __forceinline__ float exponential(int row, int column, float high, float low,
+                                               float normalizer, float normalizer_low) const {
+    if (!(*this)(row, column) || high == minus_infinity<float>()) return 0;
+    const float masked = logit(row, column);
+    if (masked == minus_infinity<float>()) return 0;
+    return exponential_of(high - normalizer, masked + (low - normalizer_low));
+  }
 
  private:
   __device__ __forceinline__ int64_t place(int row, int column) const {
     return base + row * mask.stride[2] + column * mask.stride[3];
   }
 };
-
-// exp(high + rest) of logits; the difference of two high parts comes first.
-__device__ __forceinline__ float exponential_of(float high, float rest) {
-  return fast_exp2((high + rest) * 1.44269504f);
-}
 
 // What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
 // tiles of 8.

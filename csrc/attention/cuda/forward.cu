@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         tile_largest = logit > tile_largest ? logit : tile_largest;  // passes over NaN
       }
       const T before = largest[r];
-      tile_largest = max_over_columns(tile_largest);
+      tile_largest = max_of_lanes<kRowLanes>(tile_largest);
       largest[r] = tile_largest > before ? tile_largest : before;
       const T reference = largest[r] == minus_infinity<T>() ? T(0) : largest[r];
       const T rescale = before == minus_infinity<T>() ? T(0) : exponential(before - reference);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
     const int64_t i = i0 + at.row(r);
-    const T total = sum_over_columns(sum[r]);
+    const T total = sum_of_lanes<kRowLanes>(sum[r]);
     if (i >= params.L) continue;
     if (blockIdx.y == 0 && at.column_lane == 0) {
       static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =

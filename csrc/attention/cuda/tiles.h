@@ -11,6 +11,7 @@
 #include "attention/cuda/tokens.h"
 #include "support/cuda/elements.h"
 #include "support/cuda/launch.h"
+#include "support/cuda/warps.h"
 #include "support/philox.h"
 
 namespace ikattn::cuda {
@@ -21,6 +22,7 @@ constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
 constexpr int kDepth = 16;         // of the products, at a time
 constexpr int kPitch = kTile + 1;  // of tiles in shared memory
+constexpr int kRowLanes = 16;      // threads of a row, neighbours
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -61,6 +63,26 @@ __device__ __forceinline__ void store_split(const SplitLogits<T>& logits, int64_
   logits.high[index] = high;
   logits.low[index] = is_finite(value) ? static_cast<T>(value - static_cast<double>(high)) : T(0);
 }
+
+// What a warp finds in row i of the incoming gradient.
+struct IncomingRow {
+  double delta = 0;   // sum over d_v of output grad_output
+  double square = 0;  // this lane's part of |grad_output_i|^2
+  bool finite = true;
+
+  __device__ __forceinline__ IncomingRow(const AttentionBackwardParams& params, int64_t bh,
+                                         int64_t i) {
+    const Tokens output(params.output, bh / params.H, bh % params.H);
+    const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
+    for (int64_t c = threadIdx.x % 32; c < params.d_v; c += 32) {
+      const double incoming = gradient.load<double>(i, c);
+      finite = finite && is_finite(incoming);
+      delta += output.load<double>(i, c) * incoming;
+      square += incoming * incoming;
+    }
+    delta = sum_of_lanes(delta);
+  }
+};
 
 // The place of a thread in its tile.
 struct ThreadTile {
@@ -185,23 +207,6 @@ struct Dropout {
     return ((bytes.word[query] >> (8 * key)) & 0xff) >= threshold;
   }
 };
-
-// Over the 16 threads of a row; all lanes of the warp must come.
-template <typename T>
-__device__ __forceinline__ T sum_over_columns(T x) {
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-template <typename T>
-__device__ __forceinline__ T max_over_columns(T x) {
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) {
-    const T other = __shfl_xor_sync(0xffffffffu, x, step);
-    x = other > x ? other : x;
-  }
-  return x;
-}
 
 // The first row beyond the last that a causal tile of queries up to i0 + 63 can see.
 __device__ __forceinline__ int64_t visible_keys(const AttentionParams& params, int64_t i0) {

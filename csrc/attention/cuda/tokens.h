@@ -64,6 +64,10 @@ template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             const SplitLogits<T>& keys, const PairGradients<T>& gradients);
 
+// The same of ikattn::features: params.features holds the incoming gradients.
+template <typename T>
+const char* feature_gradients(const FeaturesParams& params, const DeviceExecutor& executor);
+
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor);
 

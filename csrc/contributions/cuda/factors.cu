@@ -2,6 +2,7 @@
 // not the Gram matrix: contributions/cpu/factors.h. One block per token, a warp per vector at a
 // time.
 #include "contributions/cuda/kernels.h"
+#include "support/cuda/warps.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -10,17 +11,10 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
 template <typename T>
-__device__ __forceinline__ T sum_of_warp(T x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
-template <typename T>
 __device__ __forceinline__ T dot_of_warp(const T* a, const T* b, int64_t D, int lane) {
   T sum = 0;
   for (int64_t c = lane; c < D; c += 32) sum += a[c] * b[c];
-  return sum_of_warp(sum);
+  return sum_of_lanes(sum);
 }
 
 // row = the linear part of a norm of row, by one warp.
@@ -31,7 +25,7 @@ __device__ __forceinline__ void apply_norm(const NormLayer& norm, T* row, int64_
   if (norm.centered) {
     T sum = 0;
     for (int64_t c = lane; c < D; c += 32) sum += row[c];
-    mean = sum_of_warp(sum) / static_cast<T>(D);
+    mean = sum_of_lanes(sum) / static_cast<T>(D);
   }
   for (int64_t c = lane; c < D; c += 32) row[c] = (row[c] - mean) * weight[c];
 }

@@ -1,0 +1,121 @@
+// Angles of tokens: a block takes 16 tokens of one head and passes along the frequencies.
+#pragma once
+
+#include "attention/cuda/feature_source.h"
+#include "attention/cuda/tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kTokens = 16;  // of one block
+constexpr int kTokenThreads = 128;
+
+__device__ __forceinline__ void sincos_turns(float turns, float& sine, float& cosine) {
+  sincospif(2 * (turns - rintf(turns)), &sine, &cosine);
+}
+__device__ __forceinline__ void sincos_turns(double turns, double& sine, double& cosine) {
+  sincospi(2 * (turns - rint(turns)), &sine, &cosine);
+}
+
+// cos t1 + cos t2 = 2 cos u cos v, sin t1 + sin t2 = 2 sin u cos v, u and v the half sum and half
+// difference.
+template <typename T>
+struct Angle {
+  T sin_u, cos_u, sin_v, cos_v;
+
+  __device__ __forceinline__ void set(T u, T v, bool stationary) {
+    sincos_turns(u, sin_u, cos_u);
+    sin_v = 0;
+    cos_v = 1;
+    if (!stationary) sincos_turns(v, sin_v, cos_v);
+  }
+};
+
+template <typename T>
+struct alignas(16) Four {
+  T at[4];
+};
+
+// Elements from row to row of the tokens in shared memory: they are read four at a time.
+__host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
+
+// u and v of `kTokens` tokens for frequency m, in turns.
+//   x [kTokens][token_pitch(d)] in shared memory
+template <typename T>
+__device__ __forceinline__ void half_angles(const FeatureSource& source, int64_t b, int64_t head,
+                                            int64_t m, Shared<T> x, T (&u)[kTokens],
+                                            T (&v)[kTokens]) {
+  const bool stationary = source.w2.type == ElementType::kNone;
+  const int64_t base1 = source.frequency_base(source.w1, b, head) + m * source.w1.stride[3];
+  const int64_t base2 = source.frequency_base(source.w2, b, head) + m * source.w2.stride[3];
+  const int64_t pitch = token_pitch(source.d);
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) u[t] = v[t] = 0;
+  for (int64_t first = 0; first < source.d; first += 4) {
+    T sum[4] = {}, difference[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t c = first + i;
+      if (c >= source.d) continue;
+      const T w1 = load_element<T>(source.w1, base1 + c * source.w1.stride[2]);
+      const T w2 = stationary ? w1 : load_element<T>(source.w2, base2 + c * source.w2.stride[2]);
+      sum[i] = (w1 + w2) / 2;
+      difference[i] = (w1 - w2) / 2;
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const Four<T> values = load_vector<Four<T>>(x + t * pitch + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u[t] += values.at[i] * sum[i];
+        v[t] += values.at[i] * difference[i];
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
+                                            int64_t first, Shared<T> x) {
+  const Tokens tokens(source.x, b, head * source.x_heads / source.heads);
+  const int64_t pitch = token_pitch(source.d);
+  for (int64_t index = threadIdx.x; index < kTokens * pitch; index += kTokenThreads) {
+    const int64_t token = first + index / pitch, c = index % pitch;
+    x[index] = token < source.N && c < source.d ? tokens.load<T>(token, c) : T(0);
+  }
+  __syncthreads();
+}
+
+// visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens and
+// all frequencies.
+template <typename T, typename Visit>
+__device__ __forceinline__ void visit_angles(const FeatureSource& source, const Visit& visit) {
+  Shared<T> x = dynamic_shared<T>();
+  const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
+  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
+  const int64_t b = bh / source.heads, head = bh % source.heads;
+  load_tokens(source, b, head, first, x);
+  const bool stationary = source.w2.type == ElementType::kNone;
+  for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
+    T u[kTokens], v[kTokens];
+    half_angles(source, b, head, m, x, u, v);
+    for (int t = 0; t < kTokens && first + t < source.N; ++t) {
+      Angle<T> angle;
+      angle.set(u[t], v[t], stationary);
+      visit(b, head, bh * source.N + first + t, first + t, m, angle);
+    }
+  }
+}
+
+// Launches a kernel that visits the angles of `source`.
+template <typename T, typename... Parameters, typename... Arguments>
+const char* launch_angles(void (*kernel)(FeatureSource, Parameters...), const FeatureSource& source,
+                          Stream stream, Arguments&&... arguments) {
+  const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
+  return launch(kernel, dim3(blocks), dim3(kTokenThreads),
+                kTokens * token_pitch(source.d) * int64_t{sizeof(T)}, stream, source,
+                static_cast<Arguments&&>(arguments)...);
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

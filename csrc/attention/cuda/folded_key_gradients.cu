@@ -1,0 +1,268 @@
+// The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
+// block owns keys and passes along the queries of all heads that share them.
+#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/folded_tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+template <int F, int V, Pairs kPairs>
+struct KeyLayout {
+  static constexpr uint32_t kGradients = kStep * 2 * F;  // behind phi_q
+  static constexpr uint32_t kNormalizer = kGradients + kStep * 2 * V;
+  static constexpr uint32_t kDelta = kNormalizer + kStep * 4, kLow = kDelta + kStep * 4;
+  static constexpr uint32_t kStage = kLow + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
+  // The block's own values, and keys, lie behind the stages where the registers do not hold them.
+  static constexpr bool kHoldsValue = F + V < 192;
+  static constexpr bool kHoldsKeys = kHoldsValue || (F + V == 192 && !kDrops<kPairs>);
+  static constexpr uint32_t kValue = kStages * kStage;
+  static constexpr uint32_t kKeys = kValue + (kHoldsValue ? 0 : kStep * 2 * V);
+  static constexpr int64_t kBytes = kKeys + (kHoldsKeys ? 0 : kStep * 2 * F);
+};
+
+// A warp owns 16 keys, rows of S^T = phi_k' phi_q^T and dP^T = V dO^T, so that both are A fragments
+// of what is summed without being turned.
+template <typename T, int F, int V, Pairs kPairs>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    folded_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
+                      const float* logits, PairGradients<float> gradients) {
+  using L = KeyLayout<F, V, kPairs>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int64_t key_blocks = (params.S + kStep - 1) / kStep;
+  // The first keys first: under causality they have the most to do.
+  const int64_t bk = blockIdx.x / key_blocks, j0 = blockIdx.x % key_blocks * kStep;
+  const int64_t b = bk / params.key_heads, key_head = bk % params.key_heads;
+  const int64_t group = params.H / params.key_heads;
+  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+
+  // The queries of all heads of the group, one tile after the other.
+  const int64_t padded = padded_tokens(params.L);
+  const int first_tile = params.is_causal ? static_cast<int>(min(j0, padded) / kStep) : 0;
+  const int tiles = static_cast<int>(padded / kStep) - first_tile;
+  const int steps = tiles * static_cast<int>(group);
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const RowCopy<F> feature_rows(F, F);
+  const RowCopy<V> gradient_rows(V, V);
+  const auto copy = [&](int step) {
+    const uint32_t base = shared_address(shared + step % kStages * L::kStage);
+    const int64_t bh = b * params.H + key_head * group + step / tiles;
+    const int64_t i0 = int64_t{first_tile + step % tiles} * kStep;
+    const int count = left_of(params.L, i0);
+    feature_rows.template begin<kStep>(
+        base, feature_rows.source(tokens.phi_q + (bh * params.L + i0) * F), count);
+    gradient_rows.template begin<kStep>(
+        base + L::kGradients,
+        gradient_rows.source(static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * V),
+        count);
+    constexpr int kNumbers = kPairs == Pairs::kGeneral ? 3 : 2;
+    if (threadIdx.x < kNumbers * kStep / 4) {
+      const int which = threadIdx.x / (kStep / 4);
+      const float* from = which == 0 ? rows.normalizer : which == 1 ? rows.delta : rows.low;
+      cp_async_16(base + L::kNormalizer + threadIdx.x * 16,
+                  from + bh * padded + i0 + threadIdx.x % (kStep / 4) * 4);
+    }
+    cp_async_commit();
+  };
+  if (steps > 0) {
+    if constexpr (!L::kHoldsKeys) {
+      const Half* keys = tokens.phi_k + (bk * params.S + j0) * F;
+      feature_rows.template begin<kStep>(shared_address(shared + L::kKeys),
+                                         feature_rows.source(keys), left_of(params.S, j0));
+    }
+    if constexpr (!L::kHoldsValue) {
+      const RowCopy<V> rows_of_value(params.value.stride[2], static_cast<int>(params.d_v));
+      const T* from = value_rows<T>(params, b, key_head * group) + j0 * rows_of_value.stride;
+      rows_of_value.template begin<kStep>(shared_address(shared + L::kValue),
+                                          rows_of_value.source(from), left_of(params.S, j0));
+    }
+    copy(0);
+  }
+  const FragmentPlaces own_key_places =
+      FragmentPlaces::of_rows(shared_address(shared) + L::kKeys + warp * 16 * (2 * F), 2 * F);
+  const FragmentPlaces own_value_places =
+      FragmentPlaces::of_rows(shared_address(shared) + L::kValue + warp * 16 * (2 * V), 2 * V);
+  const FragmentPlaces score_places = FragmentPlaces::of_columns(0, 2 * F);
+  const FragmentPlaces gradient_places = FragmentPlaces::of_columns(L::kGradients, 2 * V);
+  const FragmentPlaces query_places = FragmentPlaces::of_rows(0, 2 * F);
+  const FragmentPlaces output_places = FragmentPlaces::of_rows(L::kGradients, 2 * V);
+
+  const float fit =
+      fit_of(2 * __uint_as_float(rows.row_bound[bk]) * __uint_as_float(rows.value_bound[bk]));
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float four_m = static_cast<float>(4 * params.M);
+  [[maybe_unused]] const float norm = 1 / four_m, eps = static_cast<float>(params.eps);
+  // The warp's keys, all their features and values, as A fragments.
+  const int64_t warp_key = j0 + warp * 16;
+  constexpr int kHeldKeys = L::kHoldsKeys ? F / 16 : 0, kHeldValues = L::kHoldsValue ? V / 16 : 0;
+  [[maybe_unused]] Fragment phi_k[kHeldKeys + 1], value[kHeldValues + 1];
+  float key_fit[2], key_terms[2];
+  [[maybe_unused]] float key_lows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = warp_key + g + 8 * half;
+    const bool there = j < params.S;
+    const Half* features = tokens.phi_k + (bk * params.S + j) * F + 2 * t;
+    const T* values = value_rows<T>(params, b, key_head * group) + j * params.value.stride[2];
+#pragma unroll
+    for (int k = 0; k < kHeldKeys; ++k) {
+      uint32_t (&registers)[4] = phi_k[k].registers;
+      registers[half] = there ? load_vector<uint32_t>(features + 16 * k) : 0;
+      registers[half + 2] = there ? load_vector<uint32_t>(features + 16 * k + 8) : 0;
+    }
+#pragma unroll
+    for (int k = 0; k < kHeldValues; ++k) {
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        const int column = 16 * k + 8 * right + 2 * t;
+        value[k].registers[half + 2 * right] =
+            there && column < params.d_v ? load_vector<uint32_t>(values + column) : 0;
+      }
+    }
+    // Folded: sqrt(K e_j), with which the score is bounded. There is nothing to fold in the other.
+    const float scale = kPairs == Pairs::kGeneral ? 1.0f
+                        : there                   ? tokens.scales[bk * params.S + j] * four_m
+                                                  : 0.0f;
+    key_fit[half] = scale * fit * (1 / kWeightScale<T>);
+    const int64_t padded_j = bk * padded_tokens(params.S) + min(j, params.S - 1);
+    key_terms[half] = tokens.terms[padded_j];
+    key_lows[half] = tokens.lows[padded_j];
+  }
+  float key_sums[1][F / 8][4] = {}, value_sums[1][V / 8][4] = {}, logit_sums[2] = {};
+
+  for (int step = 0; step < steps; ++step) {
+    Shared<unsigned char> stage = shared + step % kStages * L::kStage;
+    cp_async_wait<0>();
+    __syncthreads();  // the tile is here, and nobody reads the other stage
+    if (step + 1 < steps) copy(step + 1);
+    const uint32_t base = shared_address(stage);
+    Shared<const float> normalizers = shared_cast<float>(stage + L::kNormalizer);
+    Shared<const float> deltas = shared_cast<float>(stage + L::kDelta);
+    const int64_t h = key_head * group + step / tiles;
+    const int64_t i0 = int64_t{first_tile + step % tiles} * kStep;
+    const TileVisibility<kPairs> visible(params, b, h, i0, j0);
+#pragma unroll 1
+    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+      float scores[1][2][4] = {}, grad_weights[1][2][4], normalizer[2][2], delta[2][2];
+      float (&s)[2][4] = scores[0], (&x)[2][4] = grad_weights[0];
+      load_columns(normalizers, chunk, normalizer);
+      load_columns(deltas, chunk, delta);
+      [[maybe_unused]] float low[2][2];
+      if constexpr (kPairs == Pairs::kGeneral) {
+        load_columns(shared_cast<float>(stage + L::kLow), chunk, low);
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -delta[n][c % 2];
+      }
+      multiply_by_columns<Half, F / 16>(
+          scores,
+          [&](int, int k) {
+            if constexpr (L::kHoldsKeys) return phi_k[k];
+            return load_fragment(own_key_places.at<2 * F>(0, k));
+          },
+          [&](int k) { return base + score_places.at<2 * F>(0, k) + chunk * (16 * 2 * F); });
+      multiply_by_columns<T, V / 16>(
+          grad_weights,
+          [&](int, int k) {
+            if constexpr (L::kHoldsValue) return value[k];
+            return load_fragment(own_value_places.at<2 * V>(0, k));
+          },
+          [&](int k) { return base + gradient_places.at<2 * V>(0, k) + chunk * (16 * 2 * V); });
+      [[maybe_unused]] FragmentDropout dropout;
+      if constexpr (kDrops<kPairs>) {
+        dropout = FragmentDropout(params, b * params.H + h, i0 + chunk * 16, warp_key, true);
+      }
+      Fragment weights[1], products[1];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float weight[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          float score = s[n][c];
+          bool dropped = false;
+          if constexpr (kDrops<kPairs>) {
+            dropped = dropout.drops(n, c);
+            x[n][c] = (dropped ? 0 : x[n][c] * kept) - delta[n][c % 2];
+          }
+          const int row = chunk * 16 + n * 8 + 2 * t + c % 2;
+          const int column = warp * 16 + g + 8 * (c / 2);
+          float similarity, inverse;  // the weight is their product
+          if constexpr (kPairs == Pairs::kGeneral) {
+            inverse = kWeightScale<T> * visible.exponential(row, column, key_terms[c / 2],
+                                                            key_lows[c / 2], normalizer[n][c % 2],
+                                                            low[n][c % 2]);
+            score *= norm;
+            similarity = score * score + eps;
+          } else {
+            similarity = score * score + key_terms[c / 2];
+            inverse = visible(row, column) ? normalizer[n][c % 2] * kWeightScale<T> : 0.0f;
+          }
+          const float scaled = inverse == 0 ? 0 : inverse * x[n][c];
+          weight[c] = dropped ? 0 : similarity * inverse;
+          logit_sums[c / 2] += similarity * scaled;
+          s[n][c] = score * key_fit[c / 2] * scaled;
+        }
+        weights[0].template put<T>(n, weight);
+        products[0].template put<Half>(n, s[n]);
+      }
+      multiply_by_rows<T>(value_sums, weights, [&](int n) {
+        return base + output_places.at<2 * V>(0, n) + chunk * (16 * 2 * V);
+      });
+      multiply_by_rows<Half>(key_sums, products, [&](int n) {
+        return base + query_places.at<2 * F>(0, n) + chunk * (16 * 2 * F);
+      });
+    }
+  }
+
+  const int width = static_cast<int>(2 * params.M);
+  const float key_scale = 2 / (four_m * fit), value_scale = kept / kWeightScale<T>;
+  const Tokens grad_value(params.grad_value, b, key_head);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = warp_key + g + 8 * half;
+    const float logit = sum_of_lanes<4>(logit_sums[half]);
+    if (j >= params.S) continue;
+    // A hidden key's numbers may be anything.
+    const bool hidden = logits[bk * params.S + j] == minus_infinity<float>();
+    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * (1 / kWeightScale<T>);
+    float* row = gradients.phi_k + (bk * params.S + j) * width;
+#pragma unroll
+    for (int n = 0; n < F / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int f = n * 8 + 2 * t + c;
+        if (f < width) row[f] = hidden ? 0 : key_sums[0][n][2 * half + c] * key_scale;
+      }
+    }
+    if (params.grad_value.type == ElementType::kNone) continue;
+#pragma unroll
+    for (int n = 0; n < V / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = n * 8 + 2 * t + c;
+        if (column >= params.d_v) continue;
+        grad_value.store<float>(j, column,
+                                hidden ? 0 : value_sums[0][n][2 * half + c] * value_scale);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
+                                 const FoldedTokens& tokens, const FoldedRows& rows,
+                                 const float* logits, const PairGradients<float>& gradients) {
+  return launch_sizes(params, [&]<typename T, int F, int V>() {
+    return launch_forms(params, [&]<Pairs kPairs>() {
+      const auto blocks =
+          static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kStep));
+      return launch(folded_key_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
+                    KeyLayout<F, V, kPairs>::kBytes, stream, params, tokens, rows, logits,
+                    gradients);
+    });
+  });
+}
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,27 @@
+// |x|_p of tokens.
+#pragma once
+
+#include "attention/cuda/tiles.h"
+#include "support/cuda/warps.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// |k|_p of a row of a warp's own. Scaled by the largest element, so that powers neither overflow
+// nor vanish.
+__device__ __forceinline__ double p_norm(const Tokens& key, int64_t j, int64_t d, double p,
+                                         int lane) {
+  double largest = 0;
+  for (int64_t c = lane; c < d; c += 32) largest = fmax(largest, fabs(key.load<double>(j, c)));
+  largest = max_of_lanes(largest);
+  double sum = 0;
+  for (int64_t c = lane; c < d && largest > 0; c += 32) {
+    const double x = fabs(key.load<double>(j, c)) / largest;
+    sum += p == 2 ? x * x : p == 1 ? x : pow(x, p);
+  }
+  sum = sum_of_lanes(sum);
+  return largest == 0 ? 0 : largest * (p == 2 ? sqrt(sum) : p == 1 ? sum : pow(sum, 1 / p));
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

@@ -1,0 +1,119 @@
+// What the tests of the attention operators' CUDA kernels share: cases, their tensors, and every
+// result by the CUDA kernels in the interpreter and by the CPU kernels in float64.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention/cpu/kernel.h"
+#include "attention/cuda/kernels.h"
+#include "simt/interpreter.h"
+#include "simt/memory.h"
+#include "support/philox.h"
+
+namespace ikattn::simt_truth {
+extern const AttentionKernels attention_kernels;
+}
+
+namespace ikattn {
+
+enum class Masking { kNone, kBool, kFloat, kFloatPerKey, kFloatPerRow, kFloatPerHead };
+
+struct Case {
+  std::string name;
+  int64_t B = 2, H = 2, G = 2, L = 5, S = 7, d = 3, d_v = 4, M = 3;
+  int64_t frequency_heads = 2, frequency_batches = 1;
+  bool stationary = false, causal = false, bias = false;
+  Masking masking = Masking::kNone;
+  double p = 2, dropout = 0, magnitude = 1;  // the magnitude scale, times its default
+  friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+  ElementType type = ElementType::kFloat32;
+
+  int64_t key_heads() const { return frequency_heads != G ? H : G; }
+};
+
+int64_t size_of(ElementType type);
+double read(const Array& array, int64_t index);
+void write(const Array& array, int64_t index, double value);
+
+// A contiguous array of the sizes; axes named by 0 are broadcast and get stride 0.
+struct Tensor {
+  Array array;
+  int64_t count = 0;
+};
+
+Tensor make(Memory& memory, ElementType type, std::vector<int64_t> sizes,
+            std::vector<bool> broadcast = {});
+
+// The arguments of a case, and room for results, gradients, twice.
+class Call {
+ public:
+  explicit Call(const Case& c);
+
+  template <typename Params>
+  void set(Params& params) const {
+    const Case& c = case_;
+    params.B = c.B;
+    params.H = c.H;
+    params.G = c.G;
+    params.L = c.L;
+    params.S = c.S;
+    params.d = c.d;
+    params.d_v = c.d_v;
+    params.M = c.M;
+    params.key_heads = c.key_heads();
+    params.frequency_heads = c.frequency_heads;
+    params.frequency_batches = c.frequency_batches;
+    params.query = query.array;
+    params.key = key.array;
+    params.value = value.array;
+    params.w1 = w1.array;
+    if (!c.stationary) params.w2 = w2.array;
+    if (c.bias) params.key_bias = bias.array;
+    if (c.masking != Masking::kNone) params.mask = mask.array;
+    params.p = c.p;
+    params.magnitude_scale = 0.5 * c.magnitude / std::sqrt(static_cast<double>(c.d));
+    params.is_causal = c.causal;
+    if (c.dropout > 0) {
+      params.dropout_threshold = dropout_threshold(c.dropout);
+      params.dropout_state = state_;
+      params.dropout_seed = static_cast<uint64_t>(state_[0]);
+      params.dropout_offset = static_cast<uint64_t>(state_[1]);
+    }
+  }
+
+  Memory memory;
+  Tensor query, key, value, w1, w2, bias, mask, grad_output;
+
+ private:
+  Case case_;
+  int64_t state_[2];
+};
+
+struct Results {
+  Tensor output, log_normalizer, weights, average;
+  Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
+};
+
+cuda::DeviceExecutor device_executor(Memory& memory);
+
+// Everything by the CPU kernels in float64.
+Results truth_of(Call& call, const Case& c);
+
+// Everything by the CUDA kernels; the gradients alone, from what `forward` holds.
+Results device_results(Call& call, const Case& c);
+Results device_gradients(Call& call, const Case& c, const Results& forward);
+
+// The largest difference, relative to the largest element; NaN must meet NaN.
+// `smallest`: of the elements that are added up, where their sum may vanish.
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
+                  const std::string& what, double smallest = 1e-3);
+void compare_gradients(const Results& got, const Results& expected, const Case& c, double gradient);
+void compare(const Results& got, const Results& expected, const Case& c, double output,
+             double gradient);
+
+}  // namespace ikattn

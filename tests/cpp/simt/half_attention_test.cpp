@@ -1,0 +1,335 @@
+// The attention operators' tensor-core kernels in the interpreter, against the CPU kernels in
+// float64 on the same numbers: as far off as the roundings of their operands allow.
+#include <tuple>
+
+#include "simt/attention_cases.h"
+
+namespace ikattn {
+namespace {
+
+// What goes to the tensor cores, and what of it comes back because magnitudes differ too much.
+const Case kHalfCases[] = {
+    {.name = "plain", .L = 20, .S = 30, .d_v = 8},
+    {.name = "not_a_multiple_of_8", .L = 20, .S = 30, .d_v = 12, .bias = true},
+    {.name = "tiles",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 130,
+     .S = 130,
+     .d = 8,
+     .d_v = 64,
+     .M = 64,
+     .frequency_heads = 1},
+    {.name = "narrow_features_wide_value",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 33,
+     .S = 65,
+     .d = 8,
+     .d_v = 72,
+     .M = 20,
+     .frequency_heads = 1},
+    {.name = "causal", .B = 1, .L = 150, .S = 150, .d_v = 16, .M = 9, .causal = true},
+    {.name = "bool_mask", .L = 40, .S = 70, .d_v = 8, .masking = Masking::kBool},
+    {.name = "dropout", .L = 40, .S = 70, .d_v = 8, .dropout = 0.3},
+    {.name = "dropout_and_causal", .L = 70, .S = 70, .d_v = 8, .causal = true, .dropout = 0.3},
+    {.name = "grouped", .H = 4, .G = 2, .L = 20, .S = 70, .d_v = 8, .bias = true},
+    {.name = "wide_features_and_value",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 70,
+     .S = 65,
+     .d = 8,
+     .d_v = 128,
+     .M = 64,
+     .frequency_heads = 1,
+     .causal = true},
+    {.name = "grouped_own_frequencies",
+     .H = 4,
+     .G = 2,
+     .L = 20,
+     .S = 30,
+     .d_v = 8,
+     .frequency_heads = 4,
+     .bias = true},
+    {.name = "frequencies_per_sample", .L = 20, .S = 30, .d_v = 8, .frequency_batches = 2},
+    {.name = "stationary", .L = 20, .S = 30, .d_v = 8, .stationary = true},
+    {.name = "uneven_magnitudes_and_causal",
+     .L = 70,
+     .S = 70,
+     .d_v = 8,
+     .causal = true,
+     .magnitude = 4},
+    {.name = "float_mask", .L = 70, .S = 40, .d_v = 8, .masking = Masking::kFloat},
+    {.name = "float_mask_per_key", .L = 20, .S = 30, .d_v = 8, .masking = Masking::kFloatPerKey},
+    {.name = "float_mask_per_row", .L = 20, .S = 30, .d_v = 8, .masking = Masking::kFloatPerRow},
+    {.name = "float_mask_per_head", .L = 20, .S = 30, .d_v = 8, .masking = Masking::kFloatPerHead},
+    {.name = "float_mask_and_everything",
+     .H = 4,
+     .G = 2,
+     .L = 70,
+     .S = 70,
+     .d_v = 72,
+     .M = 40,
+     .causal = true,
+     .bias = true,
+     .masking = Masking::kFloat,
+     .dropout = 0.3},
+    {.name = "no_keys", .S = 0, .d_v = 8},
+    {.name = "no_queries", .L = 0, .d_v = 8},
+    {.name = "large_magnitudes", .L = 20, .S = 70, .d_v = 8, .M = 32, .magnitude = 40},
+    {.name = "large_magnitudes_and_causal",
+     .L = 70,
+     .S = 70,
+     .d_v = 8,
+     .causal = true,
+     .magnitude = 40},
+    {.name = "large_magnitudes_and_dropout",
+     .L = 20,
+     .S = 70,
+     .d_v = 8,
+     .dropout = 0.3,
+     .magnitude = 40},
+};
+
+class HalfAttentionOnDevice : public ::testing::TestWithParam<Case> {};
+
+// phi of queries or keys, in float64.
+Tensor features_of(Call& call, const Case& c, const Tensor& tokens, int64_t heads, int64_t N) {
+  FeaturesParams params;
+  params.B = c.B;
+  params.H = heads;
+  params.N = N;
+  params.d = c.d;
+  params.M = c.M;
+  params.x = tokens.array;
+  params.w1 = call.w1.array;
+  params.w2 = call.w2.array;
+  if (c.frequency_heads != heads) {  // grouped: the query heads of a group share theirs
+    params.w1.stride[1] = params.w2.stride[1] = 0;
+  }
+  const Tensor features = make(call.memory, ElementType::kFloat64, {c.B, heads, N, 2 * c.M});
+  params.features = features.array;
+  simt_truth::attention_kernels.features[1](params, false, cpu_executor(call.memory));
+  return features;
+}
+
+// How far the tensor cores may be off, at most: a weight by its own rounding and by that of both
+// features, in Half whatever the type; the output by those of its weights, and by its own.
+struct Bounds {
+  std::vector<double> output, log_normalizer;
+};
+
+Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundoff) {
+  Case undropped = c;
+  undropped.dropout = 0;
+  Call same(undropped);
+  const Results plain = truth_of(same, undropped);
+  const Tensor phi_q = features_of(call, c, call.query, c.H, c.L);
+  const Tensor phi_k = features_of(call, c, call.key, c.G, c.S);
+  const double kept = c.dropout > 0 ? dropout_rescale(dropout_threshold(c.dropout)) : 1;
+  const int64_t F = 2 * c.M;
+  Bounds bounds;
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      const int64_t bk = b * c.G + h * c.G / c.H;
+      for (int64_t i = 0; i < c.L; ++i) {
+        const int64_t row = (b * c.H + h) * c.L + i;
+        double log_bound = 1e-6;
+        std::vector<double> output(c.d_v, 1e-6);
+        for (int64_t j = 0; j < c.S; ++j) {
+          double score = 0, sizes = 0;
+          for (int64_t f = 0; f < F; ++f) {
+            const double product =
+                read(phi_q.array, row * F + f) * read(phi_k.array, (bk * c.S + j) * F + f);
+            score += product;
+            sizes += std::fabs(product);
+          }
+          score /= static_cast<double>(4 * c.M);
+          const double off = 0x1p-11 * 1.01 * sizes / static_cast<double>(4 * c.M) + 1e-6;
+          const double similarity = score * score + 1e-5;
+          const double relative = (2 * std::fabs(score) + off) * off / similarity;
+          const double weight = read(plain.weights.array, row * c.S + j);
+          log_bound += weight * relative;
+          for (int64_t column = 0; column < c.d_v; ++column) {
+            const double value = std::fabs(read(call.value.array, (bk * c.S + j) * c.d_v + column));
+            const double result = std::fabs(read(truth.output.array, row * c.d_v + column));
+            output[column] += weight * ((relative + 2 * roundoff) * kept * value +
+                                        (relative + 2 * roundoff) * result);
+          }
+        }
+        bounds.log_normalizer.push_back(log_bound);
+        bounds.output.insert(bounds.output.end(), output.begin(), output.end());
+      }
+    }
+  }
+  return bounds;
+}
+
+void expect_within(const Tensor& got, const Tensor& expected, const std::vector<double>& bounds,
+                   const std::string& what) {
+  ASSERT_EQ(got.count, static_cast<int64_t>(bounds.size()));
+  for (int64_t i = 0; i < got.count; ++i) {
+    const double x = read(got.array, i), y = read(expected.array, i);
+    if (x == y) continue;  // infinite, too
+    EXPECT_LE(std::fabs(x - y), bounds[i]) << what << " at " << i << ": " << x << " for " << y;
+  }
+}
+
+TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    Case c = GetParam();
+    c.type = type;
+    Call call(c);
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+    const Bounds bounds = bounds_of(call, c, truth, roundoff);
+    expect_within(got.output, truth.output, bounds.output, "output");
+    expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
+                  "log_normalizer");
+    // delta comes from the rounded output, which tells where single keys dominate.
+    if (c.magnitude == 1) compare_gradients(got, truth, c, 6 * roundoff);
+  }
+}
+
+// Few queries: blocks share their keys, and what each found is combined.
+TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
+  simt::set_multiprocessors(3);
+  for (const auto& [masking, causal, magnitude, dropout] :
+       {std::tuple{Masking::kNone, false, 1.0, 0.0},
+        {Masking::kNone, true, 40.0, 0.0},
+        {Masking::kFloat, false, 1.0, 0.3},
+        {Masking::kBool, false, 1.0, 0.0}}) {
+    for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+      Case c{.name = "few", .B = 1, .H = 2, .G = 1, .L = 3, .S = 1100, .d_v = 40};
+      c.frequency_heads = 1;
+      c.masking = masking;
+      c.causal = causal;
+      c.magnitude = magnitude;
+      c.dropout = dropout;
+      c.type = type;
+      Call call(c);
+      const Results truth = truth_of(call, c), got = device_results(call, c);
+      const Bounds bounds =
+          bounds_of(call, c, truth, type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12);
+      expect_within(got.output, truth.output, bounds.output, "output");
+      expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
+                    "log_normalizer");
+    }
+  }
+  simt::set_multiprocessors(1);
+}
+
+// sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.
+TEST(HalfAttentionOnDevice, FitsTheLeastSharedMemory) {
+  simt::set_shared_limit(99 * 1024);
+  for (const int64_t d_v : {64, 128}) {
+    for (const auto& [masking, causal] : {std::pair{Masking::kNone, false},
+                                          {Masking::kNone, true},
+                                          {Masking::kBool, false},
+                                          {Masking::kFloat, false}}) {
+      Case c{.name = "wide", .B = 1, .H = 1, .G = 1, .L = 2, .S = 3, .d_v = d_v, .M = 64};
+      c.frequency_heads = 1;
+      c.masking = masking;
+      c.causal = causal;
+      c.type = ElementType::kBFloat16;
+      Call call(c);
+      device_results(call, c);  // expects that nothing is refused
+    }
+  }
+  simt::set_shared_limit(227 * 1024);
+}
+
+// Alone, what the backward pass adds: the features' rounding in Half and that of its results.
+TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    Case c = GetParam();
+    c.type = type;
+    Call call(c);
+    const Results truth = truth_of(call, c);
+    const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+    // Where few keys dominate, rows follow from few scores, and those may be small: the gradient of
+    // a score s errs by its rounding over s.
+    const double amplification = c.magnitude > 10 ? 20 : c.magnitude > 1 ? 5 : 1;
+    compare_gradients(device_gradients(call, c, truth), truth, c,
+                      amplification * (2 * roundoff + 0x1p-10));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Simt, HalfAttentionOnDevice, ::testing::ValuesIn(kHalfCases),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    for (const bool causal : {true, false}) {
+      Case c{.name = "nan", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+      c.frequency_heads = 1;
+      c.causal = causal;
+      c.type = type;
+      for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
+        Call call(c);
+        const Tensor& tensor = call.*spoiled;
+        write(tensor.array, 40 * (tensor.count / 70), NAN);
+        const Results got = device_results(call, c), truth = truth_of(call, c);
+        const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+        expect_close(got.output, truth.output, 6 * roundoff, "output");
+        expect_close(got.grad_query, truth.grad_query, 6 * roundoff, "grad_query");
+        expect_close(got.grad_key, truth.grad_key, 6 * roundoff, "grad_key");
+        expect_close(got.grad_value, truth.grad_value, 6 * roundoff, "grad_value");
+      }
+    }
+  }
+}
+
+// Padding: what a key that key_bias hides holds, nobody sees. Large numbers must not make the
+// scales coarse either.
+TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    for (const auto& [causal, garbage] :
+         {std::pair{true, NAN}, {false, INFINITY}, {true, 6e4f}, {false, 6e4f}}) {
+      Case c{.name = "hidden", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+      c.frequency_heads = 1;
+      c.causal = causal;
+      c.bias = true;
+      c.type = type;
+      Call clean(c), call(c);
+      for (const int64_t j : {int64_t{3}, int64_t{40}}) {
+        write(clean.bias.array, j, -INFINITY);
+        write(call.bias.array, j, -INFINITY);
+        write(call.key.array, j * c.d, garbage);
+        for (int64_t column = 0; column < c.d_v; ++column) {
+          const bool spoiled = !std::isfinite(garbage) && column % 2 == 0;
+          write(call.value.array, j * c.d_v + column, spoiled ? NAN : garbage);
+        }
+      }
+      const Results got = device_results(call, c), expected = device_results(clean, c);
+      for (int64_t i = 0; i < got.output.count; ++i) {
+        EXPECT_EQ(read(got.output.array, i), read(expected.output.array, i)) << i;
+      }
+      compare_gradients(got, expected, c, 0);
+    }
+  }
+}
+
+// Neither the sums of squares nor the scales of gradients leave float32.
+TEST(HalfAttentionOnDevice, LargeValuesOfBFloat16) {
+  for (const bool causal : {true, false}) {
+    Case c{.name = "large_values", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+    c.frequency_heads = 1;
+    c.causal = causal;
+    c.type = ElementType::kBFloat16;
+    Call call(c);
+    for (int64_t i = 0; i < call.value.count; ++i) {
+      write(call.value.array, i, 1e25 * read(call.value.array, i));
+    }
+    const Results got = device_results(call, c), truth = truth_of(call, c);
+    expect_close(got.output, truth.output, 6 * 0x1p-9, "output");
+    compare_gradients(got, truth, c, 6 * 0x1p-9);
+  }
+}
+
+}  // namespace
+}  // namespace ikattn
