@@ -1,7 +1,7 @@
 """Norm-aware contributions beside the formulation that builds every vector.
 
 export OMP_WAIT_POLICY=passive
-python benchmarks/contributions.py --length 512  # one thread: N summed, all maps, two rivals
+python benchmarks/contributions.py --length 512  # one thread: N summed, all maps, rivals
 python benchmarks/contributions.py --memory    # peak memory in fresh processes
 python benchmarks/contributions.py --model     # against the forward pass of BERT-base
 """
@@ -9,6 +9,8 @@ python benchmarks/contributions.py --model     # against the forward pass of BER
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from timing import interleaved, peak_memory, processor, show
@@ -55,8 +57,23 @@ def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     }
     if length <= 512:  # the size of its tensor is 10 GB there
         rivals["5-D"] = lambda: five_dimensional(weights, value, projection)
+    title = f"H = {heads}, D = {size}, T = S = {length}"
     with torch.no_grad():
-        show(f"H = {heads}, D = {size}, T = S = {length}", interleaved(rivals, seconds))
+        show(title, interleaved(rivals, seconds))
+
+    leaves = [x.requires_grad_() for x in (weights, value, projection)]
+    incoming = torch.rand(1, length, length)
+    functions: dict[str, Callable[..., Any]] = {
+        "ikattn": lambda *call: ikattn.contributions(*call, maps=["summed"]).summed,
+        "factors": factor_form,
+    }
+    if length <= 128:
+        functions["5-D"] = five_dimensional
+    rivals = {
+        name: lambda f=function: torch.autograd.grad(f(*leaves), leaves, incoming)
+        for name, function in functions.items()
+    }
+    show(f"{title}, forward + backward", interleaved(rivals, seconds))
 
 
 SETUP = """
@@ -93,9 +110,14 @@ def compare_memory(heads: int, size: int) -> None:
         "ikattn.streamed_contributions(query, key, value, projection, residual=residual, "
         "norm=norm, second_norm=norm)"
     )
+    backward = (
+        "leaves = [x.requires_grad_() for x in (weights, value, projection)]; "
+        "torch.autograd.grad(ikattn.contributions(*leaves, maps=['summed']).summed.sum(), leaves)"
+    )
     print("MiB above the inputs")
     for name, call, length in (
         ("N summed", ours, 512),
+        ("its gradients, too", backward, 512),
         ("5-D", FIVE_DIMENSIONAL, 512),
         ("all maps", all_maps, 512),
         ("N summed", ours, 4096),

@@ -50,6 +50,11 @@ struct Block {
   std::array<bool, kMaps> maps{};  // which are wanted
 };
 
+// Whether a map treats a query's own pair apart from the others.
+inline bool needs_own_pairs(const Block& block) {
+  return block.residual.defined() || block.maps[kMixingRatios];
+}
+
 // Where the weights come from: given, or from query and key.
 struct WeightsSource {
   at::Tensor attn_weights;  // [B, H, T, S]; undefined: from the rest

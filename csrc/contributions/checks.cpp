@@ -54,11 +54,12 @@ void check_block(const char* function, const ContributionSizes& sizes, const Blo
               ": residual must be given with norm: a normalisation follows the residual sum");
   TORCH_CHECK(!block.norm_weight[1].defined() || block.norm_weight[0].defined(), function,
               ": norm must be given with second_norm");
-  const bool needs_own = block.residual.defined() || block.maps[kMixingRatios];
-  TORCH_CHECK(!needs_own || (block.diagonal >= 0 && block.diagonal + sizes.T <= sizes.S), function,
-              ": a residual and mixing ratios need every query among the keys: diagonal + T must "
-              "be at most S, got diagonal ",
-              block.diagonal, ", T ", sizes.T, ", S ", sizes.S);
+  TORCH_CHECK(
+      !needs_own_pairs(block) || (block.diagonal >= 0 && block.diagonal + sizes.T <= sizes.S),
+      function,
+      ": a residual and mixing ratios need every query among the keys: diagonal + T must "
+      "be at most S, got diagonal ",
+      block.diagonal, ", T ", sizes.T, ", S ", sizes.S);
   constexpr const char* kName[4] = {"summed", "with_residual", "with_norm", "encoder"};
   constexpr const char* kNeeds[4] = {"", "residual", "norm", "second_norm"};
   const bool defined[4] = {true, block.residual.defined(), block.norm_weight[0].defined(),

@@ -36,24 +36,54 @@ inline bool needs_variant(const Block& block, int variant) {
   }
 }
 
-template <typename Device>
-Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes) {
-  const auto [B, H, G, T, S, d_v, D] = sizes;
+// Tokens whose vectors f_h(x_j) take about 2 MiB: they are made and read while in cache.
+inline int64_t tokens_at_a_time(const ContributionSizes& sizes) {
+  const int64_t per_token = std::max<int64_t>(1, sizes.B * sizes.H * sizes.D);
+  return std::clamp<int64_t>((int64_t{1} << 19) / per_token, 16, std::max<int64_t>(16, sizes.S));
+}
+
+// What head h takes its vectors of the tokens [j0, j0 + tokens) from, [B * tokens, d_v].
+inline at::Tensor tokens_of(const Keys& keys, const ContributionSizes& sizes, int64_t h, int64_t j0,
+                            int64_t tokens) {
+  const at::Tensor of_head = keys.value.select(1, h / (sizes.H / sizes.G)).narrow(1, j0, tokens);
+  return of_head.reshape({sizes.B * tokens, sizes.d_v});
+}
+
+// vectors [B * tokens, D] = f_h of the tokens [j0, j0 + tokens).
+inline void transform(const Keys& keys, const ContributionSizes& sizes, int64_t h, int64_t j0,
+                      int64_t tokens, at::Tensor& vectors) {
+  at::mm_out(vectors, tokens_of(keys, sizes, h, j0, tokens),
+             keys.projection.narrow(1, h * sizes.d_v, sizes.d_v).t());
+}
+
+// All but the factors and value norms.
+inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
   const Block& block = call.block;
-  const auto options = call.value.options().dtype(arithmetic_type(call));
   Keys keys;
-  keys.value = call.value.to(options.dtype());
+  keys.value = call.value.to(type);
   if (block.key_padding.defined()) {
     keys.value = keys.value.masked_fill(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);
   }
-  keys.projection = call.out_proj_weight.to(options.dtype());
+  keys.projection = call.out_proj_weight.to(type);
+  for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
+    keys.weights[n] = block.norm_weight[n].to(type).contiguous();
+  }
+  return keys;
+}
+
+template <typename Device>
+Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
+                  at::ScalarType type) {
+  const auto [B, H, G, T, S, d_v, D] = sizes;
+  const Block& block = call.block;
+  const auto options = call.value.options().dtype(type);
+  Keys keys = stored_keys(call, type);
   FactorParams params;
   params.B = B;
   params.H = H;
   params.S = S;
   params.D = D;
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
-    keys.weights[n] = block.norm_weight[n].to(options.dtype()).contiguous();
     params.norms[n] = {keys.weights[n].const_data_ptr(), block.centered[n]};
   }
   bool needed = block.maps[kValueNorms];
@@ -70,21 +100,15 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes) 
   }
   if (!needed) return keys;
 
-  // Vectors f_h(x_j) of about 2 MiB at a time: made by one product per head, read while in cache.
-  const int64_t per_token = std::max<int64_t>(1, B * H * D);
-  const int64_t step =
-      std::clamp<int64_t>((int64_t{1} << 19) / per_token, 16, std::max<int64_t>(16, S));
+  const int64_t step = tokens_at_a_time(sizes);
   const at::Tensor buffer = at::empty({H * B * std::min(step, S) * D}, options);
   for (params.j0 = 0; params.j0 < S; params.j0 += step) {
     params.tokens = std::min(step, S - params.j0);
     const at::Tensor vectors =
         buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
     for (int64_t h = 0; h < H; ++h) {
-      const at::Tensor tokens =
-          keys.value.select(1, h / (H / G)).narrow(1, params.j0, params.tokens);
       at::Tensor target = vectors.select(0, h);
-      at::mm_out(target, tokens.reshape({B * params.tokens, d_v}),
-                 keys.projection.narrow(1, h * d_v, d_v).t());
+      transform(keys, sizes, h, params.j0, params.tokens, target);
     }
     params.vectors = vectors.const_data_ptr();
     const double work = static_cast<double>(B * params.tokens * H) * static_cast<double>(H * D);
@@ -93,11 +117,9 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes) 
   return keys;
 }
 
-// norms[variant] [B, rows, S], for every variant whose map is there.
-template <typename Device>
-void pair_norms(const at::Tensor& weights, const Keys& keys, const Block& block,
-                const std::array<at::Tensor, 3>& norms) {
-  PairParams params;
+// norms[variant] [B, rows, S], for every variant that is there.
+inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys& keys,
+                      const Block& block, const std::array<at::Tensor, 3>& norms) {
   params.B = weights.size(0);
   params.H = weights.size(1);
   params.rows = weights.size(2);
@@ -110,10 +132,20 @@ void pair_norms(const at::Tensor& weights, const Keys& keys, const Block& block,
     params.factors[params.variants] = keys.factors[variant].const_data_ptr();
     params.norms[params.variants++] = array_of(norms[variant]);
   }
-  if (params.variants == 0) return;
-  const double work = static_cast<double>(params.B * params.rows) *
-                      static_cast<double>(params.S * triangle(params.H) * params.variants);
-  Device::pair_norms(params, keys.value, work);
+}
+
+// Multiply-adds of the norms.
+inline double pair_work(const PairParams& params) {
+  return static_cast<double>(params.B * params.rows) *
+         static_cast<double>(params.S * triangle(params.H) * params.variants);
+}
+
+template <typename Device>
+void pair_norms(const at::Tensor& weights, const Keys& keys, const Block& block,
+                const std::array<at::Tensor, 3>& norms) {
+  PairParams params;
+  set_pairs(params, weights, keys, block, norms);
+  if (params.variants > 0) Device::pair_norms(params, keys.value, pair_work(params));
 }
 
 // --- A query's own pair, and the sum over the others: vectors [B, rows, D]
@@ -207,7 +239,7 @@ template <typename Device>
 MapTensors contribution_maps_of(const ContributionCall& call) {
   const ContributionSizes sizes = check_contributions(call);
   const Block& block = call.block;
-  const Keys keys = prepare_keys<Device>(call, sizes);
+  const Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call));
   const auto options = call.value.options().dtype(arithmetic_type(call));
   MapTensors maps;
   maps[kValueNorms] = keys.value_norms;
@@ -216,7 +248,7 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   }
   if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
 
-  const bool needs_own = block.residual.defined() || block.maps[kMixingRatios];
+  const bool needs_own = needs_own_pairs(block);
   const bool at_once = call.source.attn_weights.defined() && !needs_own;
   const int64_t step = at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes);
   for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {

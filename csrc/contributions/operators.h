@@ -49,6 +49,52 @@ struct MapsOperator {
   }
 };
 
+using MapGradientsOf = std::array<at::Tensor, kContributionInputs> (*)(
+    const MapTensors& grad_maps, const ContributionCall& call,
+    const std::array<bool, kContributionInputs>& wanted);
+
+template <MapGradientsOf kGradientsOf>
+std::vector<at::Tensor> maps_backward(const c10::List<std::optional<at::Tensor>>& grad_maps,
+                                      const c10::List<std::optional<at::Tensor>>& inputs,
+                                      std::optional<double> p, bool is_causal, bool enable_gqa,
+                                      double eps, std::optional<double> magnitude_scale,
+                                      std::optional<double> scale, bool norm_centered,
+                                      bool second_norm_centered, int64_t diagonal,
+                                      std::array<bool, kMaps> maps,
+                                      std::array<bool, kContributionInputs> wanted) {
+  TORCH_CHECK(grad_maps.size() == kMaps && inputs.size() == kContributionInputs + 2,
+              "contribution_maps_backward: grad_maps must have ", int{kMaps},
+              " entries and inputs ", kContributionInputs + 2, ", got ", grad_maps.size(), " and ",
+              inputs.size());
+  ContributionCall call;
+  const auto targets = differentiable_inputs(call);
+  const auto element = [](const c10::List<std::optional<at::Tensor>>& list, size_t index) {
+    return or_undefined(list.get(index));
+  };
+  for (size_t i = 0; i < kContributionInputs; ++i) *targets[i] = element(inputs, i);
+  AttentionOptions& options = call.source.options;
+  options.p = p;
+  options.is_causal = is_causal;
+  options.enable_gqa = enable_gqa;
+  options.eps = eps;
+  options.magnitude_scale = magnitude_scale;
+  call.source.scale = scale;
+  Block& block = call.block;
+  block.query_padding = element(inputs, kContributionInputs);
+  block.key_padding = element(inputs, kContributionInputs + 1);
+  block.centered = {norm_centered, second_norm_centered};
+  block.diagonal = diagonal;
+  block.maps = maps;
+  MapTensors gradients;
+  for (size_t map = 0; map < kMaps; ++map) gradients[map] = element(grad_maps, map);
+  const auto found = kGradientsOf(gradients, call, wanted);
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& gradient : found) {
+    result.push_back(gradient.defined() ? gradient : at::empty({0}, call.value.options()));
+  }
+  return result;
+}
+
 template <MapTensors (*kMapsOf)(const ContributionCall&)>
 void register_contribution_maps(torch::Library& m) {
   m.impl("contribution_maps", MapsOperator<kMapsOf>::given);

@@ -43,4 +43,14 @@ struct PairParams {
   Array norms[3];  // [B, rows, S], compute type
 };
 
+// The way back, in float64 whatever the maps were computed in: where heads cancel, the direction of
+// their sum errs by what its norm has lost. With n = |R^v_j a_ij| and g its gradient, in `norms`, a
+// pair whose n is not 0 gives
+//   grad_weights_ij = sum_v g R^v_j^T R^v_j a_ij / n,  outer^v_j += g / n a_ij a_ij^T
+struct PairGradientParams : PairParams {
+  Array grad_weights;  // [B, H, rows, S], written
+  // [B, blocks, triangle(H), 64], float64, added to; nullptr: not wanted
+  double* outer[3] = {nullptr, nullptr, nullptr};
+};
+
 }  // namespace ikattn

@@ -1,7 +1,6 @@
 #include "contributions/reference.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
 
 #include "attention/reference.h"
 
@@ -30,6 +29,17 @@ at::Tensor zero_where(const at::Tensor& condition, const at::Tensor& x) {
   return at::where(condition, at::zeros({}, x.options()), x);
 }
 
+// Weights [B, H, rows, S], zero where query or key is padding.
+at::Tensor hide(at::Tensor weights, const Block& block) {
+  if (block.query_padding.defined()) {
+    weights = zero_where(block.query_padding.unsqueeze(1).unsqueeze(-1), weights);
+  }
+  if (block.key_padding.defined()) {
+    weights = zero_where(block.key_padding.unsqueeze(1).unsqueeze(1), weights);
+  }
+  return weights;
+}
+
 // [B, rows] true on the rows whose own pair counts for nothing.
 at::Tensor own_padding(const Block& block, int64_t rows) {
   at::Tensor padding = block.query_padding;
@@ -39,11 +49,6 @@ at::Tensor own_padding(const Block& block, int64_t rows) {
   }
   return padding;
 }
-
-// Every query's own pair, apart from the others: vectors [B, rows, D].
-struct OwnAndOthers {
-  at::Tensor own, others;  // others: only where mixing ratios are wanted
-};
 
 // bool [rows, S], true where a query meets itself
 at::Tensor own_pairs(const at::Tensor& weights, const Block& block) {
@@ -57,20 +62,17 @@ at::Tensor project(const at::Tensor& heads, const at::Tensor& projection) {
   return at::matmul(heads.transpose(1, 2).flatten(2), projection.t());
 }
 
-OwnAndOthers own_and_others(const at::Tensor& weights, const ReferenceKeys& keys,
-                            const Block& block) {
-  const int64_t H = weights.size(1), rows = weights.size(2);
-  const int64_t group = H / keys.value.size(1);
-  const at::Tensor value = at::repeat_interleave(keys.value, group, 1);
-  const at::Tensor own_weights = weights.diagonal(block.diagonal, 2, 3);
-  OwnAndOthers result;
-  result.own =
-      project(own_weights.unsqueeze(-1) * value.narrow(2, block.diagonal, rows), keys.projection);
-  if (block.maps[kMixingRatios]) {
-    const at::Tensor others = zero_where(own_pairs(weights, block), weights);
-    result.others = project(at::matmul(others, value), keys.projection);
+// What the pairs of each variant of the factors are divided by, [B, rows]; undefined: nothing.
+std::array<at::Tensor, 3> pair_scales(const Block& block) {
+  std::array<at::Tensor, 3> scales;
+  for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
+    at::Tensor scale = wide(block.norm_scale[n]);
+    if (block.query_padding.defined()) {
+      scale = at::where(block.query_padding, at::ones({}, scale.options()), scale);
+    }
+    scales[n + 1] = n == 0 ? scale : scales[n] * scale;
   }
-  return result;
+  return scales;
 }
 
 }  // namespace
@@ -184,33 +186,21 @@ ReferenceKeys reference_keys(const ContributionCall& call) {
   return keys;
 }
 
-MapTensors reference_rows(const at::Tensor& given_weights, const ReferenceKeys& keys,
-                          const Block& block) {
-  MapTensors maps;
-  at::Tensor weights = wide(given_weights);
-  if (block.query_padding.defined()) {
-    weights = zero_where(block.query_padding.unsqueeze(1).unsqueeze(-1), weights);
-  }
-  if (block.key_padding.defined()) {
-    weights = zero_where(block.key_padding.unsqueeze(1).unsqueeze(1), weights);
-  }
-  const int64_t rows = weights.size(2);
-  const at::Tensor by_key = weights.permute({0, 3, 2, 1});  // [B, S, rows, H]
-  const at::Tensor unseen = (by_key == 0).all(-1);          // [B, S, rows]
-  at::Tensor scale;                                         // of all norms so far, [B, rows]
-  const auto pair_norms = [&](int variant) {
-    const at::Tensor squares = (at::matmul(by_key, keys.grams[variant]) * by_key).sum(-1);
-    const at::Tensor norms = safe_root(zero_where(unseen, squares)).transpose(1, 2);
-    return scale.defined() ? norms / scale.unsqueeze(-1) : norms;
-  };
-  if (block.maps[kSummed]) maps[kSummed] = pair_norms(0);
-  if (!block.residual.defined() && !block.maps[kMixingRatios]) return maps;
-
-  auto [own, others] = own_and_others(weights, keys, block);
+MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& given_others,
+                               const ReferenceKeys& keys, const Block& block) {
+  const int64_t H = own_weights.size(1), rows = own_weights.size(2);
   const at::Tensor padding = own_padding(block, rows);
-  const at::Tensor is_own = own_pairs(weights, block);
+  const at::Tensor value = at::repeat_interleave(keys.value, H / keys.value.size(1), 1);
+  at::Tensor weights = wide(own_weights), own, others;
+  if (padding.defined()) weights = zero_where(padding.unsqueeze(1), weights);
+  own = project(weights.unsqueeze(-1) * value.narrow(2, block.diagonal, rows), keys.projection);
+  if (block.maps[kMixingRatios]) {
+    others = zero_where(own_pairs(given_others, block), hide(wide(given_others), block));
+    others = project(at::matmul(others, value), keys.projection);
+  }
+  const std::array<at::Tensor, 3> scales = pair_scales(block);
+  MapTensors maps;
   std::array<at::Tensor, 4> ratios;
-  // Of a map whose own pairs are `own`, divided by `scale`.
   const auto finish = [&](Map map, int variant) {
     at::Tensor own_norms = vector_norms(own);
     if (padding.defined()) own_norms = zero_where(padding, own_norms);
@@ -225,8 +215,7 @@ MapTensors reference_rows(const at::Tensor& given_weights, const ReferenceKeys& 
           zero_where(nothing, other_norms / at::where(nothing, at::ones({}, sum.options()), sum));
     }
     if (map == kSummed || !block.maps[map]) return;
-    if (scale.defined()) own_norms = own_norms / scale;
-    maps[map] = at::where(is_own, own_norms.unsqueeze(-1), pair_norms(variant));
+    maps[map] = scales[variant].defined() ? own_norms / scales[variant] : own_norms;
   };
   finish(kSummed, 0);
   if (block.residual.defined()) {
@@ -236,11 +225,6 @@ MapTensors reference_rows(const at::Tensor& given_weights, const ReferenceKeys& 
       const at::Tensor weight = wide(block.norm_weight[n]);
       own = apply_norm(own, weight, block.centered[n]);
       if (others.defined()) others = apply_norm(others, weight, block.centered[n]);
-      at::Tensor norm_scale = wide(block.norm_scale[n]);
-      if (block.query_padding.defined()) {
-        norm_scale = at::where(block.query_padding, at::ones({}, norm_scale.options()), norm_scale);
-      }
-      scale = scale.defined() ? scale * norm_scale : norm_scale;
       finish(n == 0 ? kWithNorm : kEncoder, n + 1);
     }
   }
@@ -253,117 +237,44 @@ MapTensors reference_rows(const at::Tensor& given_weights, const ReferenceKeys& 
   return maps;
 }
 
+namespace {
+
+// The maps of a call whose weights and keys are there; value_norms is undefined.
+MapTensors reference_pairs(const at::Tensor& given_weights, const ReferenceKeys& keys,
+                           const Block& block) {
+  const at::Tensor weights = hide(wide(given_weights), block);
+  const at::Tensor by_key = weights.permute({0, 3, 2, 1});  // [B, S, rows, H]
+  const at::Tensor unseen = (by_key == 0).all(-1);          // [B, S, rows]
+  const std::array<at::Tensor, 3> scales = pair_scales(block);
+  const auto pair_norms = [&](int variant) {
+    const at::Tensor squares = (at::matmul(by_key, keys.grams[variant]) * by_key).sum(-1);
+    const at::Tensor norms = safe_root(zero_where(unseen, squares)).transpose(1, 2);
+    return scales[variant].defined() ? norms / scales[variant].unsqueeze(-1) : norms;
+  };
+  MapTensors maps;
+  if (needs_own_pairs(block)) {
+    maps = reference_own_pairs(weights.diagonal(block.diagonal, 2, 3), weights, keys, block);
+    const at::Tensor is_own = own_pairs(weights, block);
+    for (int variant = 0; variant < 3; ++variant) {
+      at::Tensor& map = maps[kWithResidual + variant];
+      if (map.defined()) map = at::where(is_own, map.unsqueeze(-1), pair_norms(variant));
+    }
+  }
+  if (block.maps[kSummed]) maps[kSummed] = pair_norms(0);
+  return maps;
+}
+
+}  // namespace
+
 MapTensors reference_maps(const ContributionCall& call) {
   const ReferenceKeys keys = reference_keys(call);
-  MapTensors maps = reference_rows(weights_of(call.source), keys, call.block);
+  MapTensors maps = reference_pairs(weights_of(call.source), keys, call.block);
   maps[kValueNorms] = keys.value_norms;
   const at::ScalarType type = arithmetic_type(call);
   for (at::Tensor& map : maps) {
     if (map.defined()) map = map.to(type);
   }
   return maps;
-}
-
-// --- The backward: some queries at a time through the graph above, the keys' part once at the end.
-
-namespace {
-
-// Inputs with an axis over the queries, which each round cuts anew.
-constexpr int64_t query_axis(size_t input) {
-  return input <= 1 ? 2 : input == 9 || input == 11 || input == 13 ? 1 : -1;
-}
-
-}  // namespace
-
-std::array<at::Tensor, kContributionInputs> reference_gradients(
-    const MapTensors& grad_maps, const ContributionCall& given,
-    std::array<bool, kContributionInputs> wanted) {
-  using torch::autograd::variable_list;
-  // Autograd on, also where this is called from below it.
-  const c10::InferenceMode ordinary_mode(false);
-  const at::AutoGradMode gradients_on(true);
-  const ContributionSizes sizes = check_contributions(given);
-
-  // Leaves in float64, so that the sums over the rounds lose nothing.
-  ContributionCall call = given;
-  const auto inputs = differentiable_inputs(call);
-  std::array<at::Tensor, kContributionInputs> totals;
-  std::array<at::ScalarType, kContributionInputs> types;
-  for (size_t i = 0; i < kContributionInputs; ++i) {
-    if (!inputs[i]->defined()) continue;
-    types[i] = inputs[i]->scalar_type();
-    *inputs[i] = inputs[i]->detach();
-    if (query_axis(i) < 0 && inputs[i]->is_floating_point())
-      *inputs[i] = inputs[i]->to(at::kDouble);
-    if (!wanted[i]) continue;
-    const auto type = query_axis(i) < 0 ? at::kDouble : types[i];
-    totals[i] = at::zeros(inputs[i]->sizes(), inputs[i]->options().dtype(type));
-    if (query_axis(i) < 0) inputs[i]->requires_grad_();
-  }
-
-  const ReferenceKeys keys = reference_keys(call);
-  ReferenceKeys held = keys;
-  variable_list key_results, key_gradients, gram_leaves;
-  for (at::Tensor& gram : held.grams) {
-    if (!gram.defined() || !gram.requires_grad()) continue;
-    key_results.push_back(gram);
-    gram = gram.detach().requires_grad_();
-    gram_leaves.push_back(gram);
-    key_gradients.push_back(at::zeros_like(gram));
-  }
-
-  const int64_t step = rows_at_a_time(sizes);
-  for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
-    const int64_t rows = std::min(step, sizes.T - i0);
-    ContributionCall round = rows_of(call, i0, rows);
-    const auto round_inputs = differentiable_inputs(round);
-    variable_list sources = gram_leaves, gradients = key_gradients;
-    for (size_t i = 0; i < kContributionInputs; ++i) {
-      if (!wanted[i]) continue;
-      const int64_t axis = query_axis(i);
-      if (axis >= 0) *round_inputs[i] = round_inputs[i]->to(at::kDouble).requires_grad_();
-      sources.push_back(axis < 0 ? *inputs[i] : *round_inputs[i]);
-      gradients.push_back(axis < 0 ? totals[i] : totals[i].narrow(axis, i0, rows));
-    }
-    const MapTensors maps = reference_rows(weights_of(round.source), held, round.block);
-    variable_list results, grad_results;
-    for (int map = kSummed; map < kMaps; ++map) {
-      if (!maps[map].defined() || !grad_maps[map].defined() || !maps[map].requires_grad()) continue;
-      results.push_back(maps[map]);
-      grad_results.push_back(
-          grad_maps[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows).to(at::kDouble));
-    }
-    if (results.empty()) continue;
-    const variable_list found =
-        torch::autograd::grad(results, sources, grad_results, /*retain_graph=*/true,
-                              /*create_graph=*/false, /*allow_unused=*/true);
-    for (size_t n = 0; n < sources.size(); ++n) {
-      if (found[n].defined()) gradients[n].add_(found[n]);
-    }
-  }
-  if (keys.value_norms.defined() && keys.value_norms.requires_grad() &&
-      grad_maps[kValueNorms].defined()) {
-    key_results.push_back(keys.value_norms);
-    key_gradients.push_back(grad_maps[kValueNorms].to(at::kDouble));
-  }
-  variable_list sources, gradients;
-  for (size_t i = 0; i < kContributionInputs; ++i) {
-    if (!wanted[i] || query_axis(i) >= 0) continue;
-    sources.push_back(*inputs[i]);
-    gradients.push_back(totals[i]);
-  }
-  if (!key_results.empty()) {
-    const variable_list found =
-        torch::autograd::grad(key_results, sources, key_gradients, /*retain_graph=*/false,
-                              /*create_graph=*/false, /*allow_unused=*/true);
-    for (size_t n = 0; n < sources.size(); ++n) {
-      if (found[n].defined()) gradients[n].add_(found[n]);
-    }
-  }
-  for (size_t i = 0; i < kContributionInputs; ++i) {
-    if (totals[i].defined()) totals[i] = totals[i].to(types[i]);
-  }
-  return totals;
 }
 
 }  // namespace ikattn

@@ -1,5 +1,5 @@
-// The same mathematics in differentiable ATen, in float64: the oracle of the tests, the backward,
-// double backward, torch.func, forward-mode duals. Time and memory O(B H T S).
+// The same mathematics in differentiable ATen, in float64: the oracle of the tests, the
+// own pairs' backward, double backward, torch.func, forward-mode duals. Time and memory O(B H T S).
 #pragma once
 
 #include "contributions/arguments.h"
@@ -21,16 +21,15 @@ ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows)
 // The weights of a source, [B, H, T, S]: the given ones, or from query and key.
 at::Tensor weights_of(const WeightsSource& source);
 
-// The maps of a call whose weights and keys are there; value_norms is undefined.
-MapTensors reference_rows(const at::Tensor& weights, const ReferenceKeys& keys, const Block& block);
+// The own pairs [B, rows] of the maps from with_residual on, and mixing_ratios, of which the keys'
+// value and projection are read.
+//   own_weights [B, H, rows], of each query for itself
+//   weights [B, H, rows, S], read for mixing_ratios only
+MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& weights,
+                               const ReferenceKeys& keys, const Block& block);
 
 // All maps, in the arithmetic type of the call.
 MapTensors reference_maps(const ContributionCall& call);
-
-// Gradients through the reference, some rows at a time. Undefined where not wanted.
-std::array<at::Tensor, kContributionInputs> reference_gradients(
-    const MapTensors& grad_maps, const ContributionCall& call,
-    std::array<bool, kContributionInputs> wanted);
 
 // The arithmetic type of a call: float64 if an input is, otherwise float32.
 at::ScalarType arithmetic_type(const ContributionCall& call);

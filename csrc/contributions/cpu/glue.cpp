@@ -1,7 +1,6 @@
 // CPU: threads and the choice of instruction set.
-#include "contributions/glue.h"
-
 #include "contributions/cpu/kernel.h"
+#include "contributions/gradients.h"
 #include "support/cpu_glue.h"
 
 namespace ikattn {
@@ -16,9 +15,15 @@ struct Cpu {
   static void pair_norms(const PairParams& params, const at::Tensor& like, double work) {
     kernels().pair_norms[compute_index(like)](params, TorchExecutor(work));
   }
+  static void pair_gradients(const PairGradientParams& params, const at::Tensor&, double work) {
+    kernels().pair_gradients(params, TorchExecutor(work));
+  }
 };
 
-TORCH_LIBRARY_IMPL(ikattn, CPU, m) { register_contribution_maps<contribution_maps_of<Cpu>>(m); }
+TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
+  register_contribution_maps<contribution_maps_of<Cpu>>(m);
+  m.impl("contribution_maps_backward", maps_backward<contribution_gradients_of<Cpu>>);
+}
 
 }  // namespace
 }  // namespace ikattn

@@ -2,6 +2,7 @@
 #include "contributions/cpu/kernel.h"
 
 #include "contributions/cpu/factors.h"
+#include "contributions/cpu/pair_gradients.h"
 #include "contributions/cpu/pairs.h"
 
 namespace ikattn::IKATTN_ISA {
@@ -10,6 +11,7 @@ extern const ContributionKernels contribution_kernels;
 const ContributionKernels contribution_kernels = {
     {token_factors<float>, token_factors<double>},
     {pair_norms<float>, pair_norms<double>},
+    pair_gradients,
 };
 
 }  // namespace ikattn::IKATTN_ISA

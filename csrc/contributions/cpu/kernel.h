@@ -10,6 +10,7 @@ struct ContributionKernels {
   // Index 0: compute in float32; 1: in float64.
   void (*factors[2])(const FactorParams&, const Executor&);
   void (*pair_norms[2])(const PairParams&, const Executor&);
+  void (*pair_gradients)(const PairGradientParams&, const Executor&);
 };
 
 namespace baseline {

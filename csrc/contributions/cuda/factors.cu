@@ -89,10 +89,12 @@ const char* token_factors(const FactorParams& params, void* scratch, Stream stre
 
 template <typename T>
 const char* pair_norms(const PairParams& params, Stream stream);
+const char* pair_gradients(const PairGradientParams& params, double* scratch, Stream stream);
 
 const ContributionKernels contribution_kernels = {
     {token_factors<float>, token_factors<double>},
     {pair_norms<float>, pair_norms<double>},
+    pair_gradients,
 };
 
 }  // namespace ikattn::cuda

@@ -1,8 +1,8 @@
 // CUDA: the stream and scratch memory. Built where torch has CUDA.
-#include "contributions/glue.h"
+#include "support/cuda/glue.h"
 
 #include "contributions/cuda/kernels.h"
-#include "support/cuda/glue.h"
+#include "contributions/gradients.h"
 
 namespace ikattn {
 namespace {
@@ -18,9 +18,18 @@ struct Cuda {
     const cuda::Call call("contributions", like);
     call.check(cuda::contribution_kernels.pair_norms[compute_index(like)](params, call.stream()));
   }
+  static void pair_gradients(const PairGradientParams& params, const at::Tensor& like, double) {
+    cuda::Call call("contributions", like);
+    const int64_t bytes = cuda::pair_gradient_scratch(params) * int64_t{sizeof(double)};
+    auto* scratch = static_cast<double*>(call.allocate(bytes));
+    call.check(cuda::contribution_kernels.pair_gradients(params, scratch, call.stream()));
+  }
 };
 
-TORCH_LIBRARY_IMPL(ikattn, CUDA, m) { register_contribution_maps<contribution_maps_of<Cuda>>(m); }
+TORCH_LIBRARY_IMPL(ikattn, CUDA, m) {
+  register_contribution_maps<contribution_maps_of<Cuda>>(m);
+  m.impl("contribution_maps_backward", maps_backward<contribution_gradients_of<Cuda>>);
+}
 
 }  // namespace
 }  // namespace ikattn

@@ -12,8 +12,12 @@ struct ContributionKernels {
   // scratch: as large as params.vectors
   const char* (*factors[2])(const FactorParams&, void* scratch, Stream);
   const char* (*pair_norms[2])(const PairParams&, Stream);
+  // scratch: pair_gradient_scratch() elements
+  const char* (*pair_gradients)(const PairGradientParams&, double* scratch, Stream);
 };
 
 extern const ContributionKernels contribution_kernels;
+
+int64_t pair_gradient_scratch(const PairGradientParams& params);
 
 }  // namespace ikattn::cuda

@@ -1,20 +1,12 @@
 // Norms of the summed contributions of every pair, |R_j a_ij|: a lane is a key, whose factor it
 // reads beside its neighbours'; a warp takes four queries at a time, so that a factor read serves
 // four pairs.
-#include "contributions/cuda/kernels.h"
-#include "support/cuda/elements.h"
+#include "contributions/cuda/pairs.h"
 
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kRows = 4;  // of a warp at a time
 constexpr int kRowsPerBlock = 64;
-
-__device__ __forceinline__ bool is_padding(const Array& padding, int64_t b, int64_t token) {
-  return padding.type != ElementType::kNone &&
-         static_cast<const uint8_t*>(
-             padding.data)[b * padding.stride[0] + token * padding.stride[1]] != 0;
-}
 
 // Shared memory holds every thread's own weights, [warps][H][kRows][32]: no thread reads another's.
 template <typename T>
@@ -30,23 +22,9 @@ __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
   const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
   Shared<T> own = dynamic_shared<T>() + (warp * H * kRows * 32 + lane);
   const bool key_visible = j < params.S && !is_padding(params.key_padding, b, j);
-  const int64_t* stride = params.weights.stride;
   for (int64_t i0 = first + warp * kRows; i0 < end; i0 += warps * kRows) {
-    bool weighed[kRows] = {};
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      const int64_t i = i0 + m;
-      const bool visible = key_visible && i < end && !is_padding(params.query_padding, b, i);
-      for (int64_t h = 0; h < H; ++h) {
-        T weight = 0;
-        if (visible) {
-          weight = load_element<T>(params.weights,
-                                   b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3]);
-        }
-        weighed[m] = weighed[m] || weight != T(0);
-        own[(h * kRows + m) * 32] = weight;
-      }
-    }
+    bool weighed[kRows];
+    load_own_weights(params, b, i0, end, j, key_visible, own, weighed);
     for (int variant = 0; variant < params.variants; ++variant) {
       const T* factors = static_cast<const T*>(params.factors[variant]) +
                          (b * blocks + j / kFactorBlock) * triangle(H) * kFactorBlock +
@@ -82,9 +60,10 @@ __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
 template <typename T>
 const char* pair_norms(const PairParams& params, Stream stream) {
   const int64_t bytes_per_warp = params.H * kRows * 32 * int64_t{sizeof(T)};
-  constexpr int64_t kMost = 96 * 1024;
-  if (bytes_per_warp > kMost) return "too many heads for the contribution kernels";
-  const int warps = bytes_per_warp * 4 <= kMost ? 4 : bytes_per_warp * 2 <= kMost ? 2 : 1;
+  if (bytes_per_warp > kMostShared) return "too many heads for the contribution kernels";
+  const int warps = bytes_per_warp * 4 <= kMostShared   ? 4
+                    : bytes_per_warp * 2 <= kMostShared ? 2
+                                                        : 1;
   const int64_t tiles =
       params.B * ((params.S + 31) / 32) * ((params.rows + kRowsPerBlock - 1) / kRowsPerBlock);
   return launch(pair_kernel<T>, dim3(static_cast<unsigned>(tiles)),

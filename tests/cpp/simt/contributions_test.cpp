@@ -140,6 +140,38 @@ void compare(const Case& c, double tolerance) {
   }
 }
 
+// Gradients of some numbers in the place of the norms, and what outer products are added to.
+struct PairGradients {
+  explicit PairGradients(const Case& c) : call(truth_of(c)) {
+    std::mt19937 generator(7);
+    std::normal_distribution<double> normal;
+    grad_weights.resize(call.weights.size());
+    for (int variant = 0; variant < 3; ++variant) {
+      for (double& gradient : call.norms[variant]) gradient = normal(generator);
+      outer[variant].resize(call.factors[variant].size(), 0.5);
+    }
+  }
+
+  PairGradientParams params() {
+    PairGradientParams params;
+    static_cast<PairParams&>(params) = call.pair_params();
+    params.grad_weights = params.weights;
+    params.grad_weights.data = grad_weights.data();
+    for (int variant = 0; variant < 3; ++variant) params.outer[variant] = outer[variant].data();
+    return params;
+  }
+
+  void by_device() {
+    const PairGradientParams given = params();
+    std::vector<double> scratch(cuda::pair_gradient_scratch(given) + 1);
+    EXPECT_STREQ(cuda::contribution_kernels.pair_gradients(given, scratch.data(), nullptr),
+                 nullptr);
+  }
+
+  Call<double> call;
+  std::vector<double> grad_weights, outer[3];
+};
+
 const Case kCases[] = {
     {.name = "plain"},
     {.name = "padding", .padding = true},
@@ -147,6 +179,7 @@ const Case kCases[] = {
     {.name = "twelve_heads", .B = 1, .H = 12, .T = 9, .S = 33, .D = 40},
     {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
     {.name = "blocks", .B = 1, .H = 3, .T = 67, .S = 65, .D = 33, .padding = true},
+    {.name = "shares", .B = 2, .H = 2, .T = 150, .S = 5, .D = 4},
     {.name = "no_queries", .T = 0},
 };
 
@@ -156,18 +189,35 @@ TEST_P(ContributionKernelsOnDevice, Float64EqualsTheCpu) { compare<double>(GetPa
 
 TEST_P(ContributionKernelsOnDevice, Float32ErrsByRounding) { compare<float>(GetParam(), 2e-6); }
 
+TEST_P(ContributionKernelsOnDevice, GradientsEqualTheCpu) {
+  PairGradients truth(GetParam()), got(GetParam());
+  Memory memory;
+  simt_truth::contribution_kernels.pair_gradients(truth.params(), cpu_executor(memory));
+  got.by_device();
+  expect_close(got.grad_weights, truth.grad_weights, 1e-13, "grad_weights");
+  for (int variant = 0; variant < 3; ++variant) {
+    expect_close(got.outer[variant], truth.outer[variant], 1e-13, "outer products");
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Simt, ContributionKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
 
 TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
   const Case c{.name = "order", .H = 5, .T = 70, .S = 40};
   const Call<float> first = on_device<float>(c);
+  PairGradients first_gradients(c);
+  first_gradients.by_device();
   for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
     simt::set_order(order);
     const Call<float> other = on_device<float>(c);
     for (int variant = 0; variant < 3; ++variant) {
       EXPECT_EQ(other.norms[variant], first.norms[variant]);
     }
+    PairGradients gradients(c);
+    gradients.by_device();
+    EXPECT_EQ(gradients.grad_weights, first_gradients.grad_weights);
+    EXPECT_EQ(gradients.outer[0], first_gradients.outer[0]);
   }
   simt::set_order(simt::Order::kForward);
 }

@@ -1,0 +1,187 @@
+// The way back from |R_j a_ij|: to the weights, and to the keys as sums of a_ij a_ij^T. A warp is a
+// block, and owns 32 keys and a share of the rows; the shares' sums are added up in order.
+#include "contributions/cuda/pairs.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// At most 16 shares, of 64 rows or more.
+int64_t rows_of_share(const PairGradientParams& params) {
+  const int64_t rows = (params.rows + 15) / 16;
+  return rows < 64 ? 64 : (rows + kRows - 1) / kRows * kRows;
+}
+int64_t shares_of(const PairGradientParams& params) {
+  const int64_t each = rows_of_share(params);
+  return (params.rows + each - 1) / each;
+}
+// Elements of the factors of one variant.
+__host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  return params.B * blocks * triangle(params.H) * kFactorBlock;
+}
+
+// parts [share][B, blocks, triangle(H), 64]: the outer products of this variant; nullptr: not
+// wanted. Shared memory: two arrays as in load_own_weights(), the second of R a / |R a|.
+__global__ void __launch_bounds__(32, 8)
+    pair_gradient_kernel(PairGradientParams params, int variant, int64_t share_rows,
+                         double* parts) {
+  constexpr double kSmallest = 2.3e-308;  // what still has an inverse
+  const int lane = threadIdx.x;
+  const int64_t H = params.H, key_blocks = (params.S + 31) / 32;
+  int64_t index = blockIdx.x;
+  const int64_t j = index % key_blocks * 32 + lane;
+  index /= key_blocks;
+  const int64_t b = index % params.B, share = index / params.B;
+  const int64_t first = share * share_rows, end = min(params.rows, first + share_rows);
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  const int64_t place =
+      (b * blocks + j / kFactorBlock) * triangle(H) * kFactorBlock + j % kFactorBlock;
+  const bool exists = j < params.S;
+  Shared<double> own = dynamic_shared<double>() + lane;
+  Shared<double> directions = own + H * kRows * 32;
+  const bool key_visible = exists && !is_padding(params.key_padding, b, j);
+  const Array& grad_norms = params.norms[variant];
+  const Array& grad_weights = params.grad_weights;
+  for (int64_t i0 = first; i0 < end; i0 += kRows) {
+    bool lives[kRows];
+    load_own_weights(params, b, i0, end, j, key_visible, own, lives);
+    if (!exists) continue;  // no warp operation follows
+    const double* factors = static_cast<const double*>(params.factors[variant]) + place;
+    double largest[kRows] = {};
+    for (int64_t h = 0; h < H; ++h) {
+      double sums[kRows] = {};
+      for (int64_t k = h; k < H; ++k, factors += kFactorBlock) {
+        const double factor = *factors;
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+          const double weight = own[(k * kRows + m) * 32];
+          sums[m] += factor * weight;
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        directions[(h * kRows + m) * 32] = sums[m];
+        const double size = sums[m] < 0.0 ? -sums[m] : sums[m];
+        if (size > largest[m] || size != size) largest[m] = size;  // NaN stays
+      }
+    }
+    // g / n, and R a / n, of pairs that have a norm; scaled by the largest element, so that squares
+    // stay in range.
+    double gradient[kRows], slope[kRows];
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      lives[m] = lives[m] && !(largest[m] < kSmallest);
+      const double scale = lives[m] ? 1.0 / largest[m] : 0.0;
+      double square = 0;
+      for (int64_t h = 0; h < H; ++h) {
+        const double scaled = directions[(h * kRows + m) * 32] * scale;
+        square += scaled * scaled;
+      }
+      const double inverse = lives[m] ? 1.0 / sqrt(square) : 0.0;
+      for (int64_t h = 0; h < H; ++h) {
+        const double direction = directions[(h * kRows + m) * 32] * scale * inverse;
+        directions[(h * kRows + m) * 32] = lives[m] ? direction : 0.0;
+      }
+      gradient[m] = 0;
+      if (lives[m]) {
+        const int64_t* stride = grad_norms.stride;
+        gradient[m] =
+            load_element<double>(grad_norms, b * stride[0] + (i0 + m) * stride[1] + j * stride[2]);
+      }
+      slope[m] = lives[m] ? gradient[m] * scale * inverse : 0.0;
+    }
+    if (grad_weights.type != ElementType::kNone) {
+      for (int64_t k = 0; k < H; ++k) {
+        double sums[kRows] = {};
+        // R_0k, then down the column
+        factors = static_cast<const double*>(params.factors[variant]) + place + k * kFactorBlock;
+        for (int64_t h = 0; h <= k; ++h) {
+          const double factor = *factors;
+#pragma unroll
+          for (int m = 0; m < kRows; ++m) {
+            const double direction = directions[(h * kRows + m) * 32];
+            sums[m] += factor * direction;
+          }
+          factors += (H - h - 1) * kFactorBlock;
+        }
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+          if (i0 + m >= end) continue;
+          const int64_t* stride = grad_weights.stride;
+          const int64_t offset =
+              b * stride[0] + k * stride[1] + (i0 + m) * stride[2] + j * stride[3];
+          const double before = variant == 0 ? 0.0 : load_element<double>(grad_weights, offset);
+          // What a key without weight holds may be NaN.
+          const double here = lives[m] ? gradient[m] * sums[m] : 0.0;
+          store_element<double>(grad_weights, offset, before + here);
+        }
+      }
+    }
+    if (parts == nullptr) continue;
+    double* outer = parts + share * factor_elements(params) + place;
+    for (int64_t h = 0; h < H; ++h) {
+      double scaled[kRows];
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        const double weight = own[(h * kRows + m) * 32];
+        scaled[m] = slope[m] * weight;
+      }
+      for (int64_t k = h; k < H; ++k, outer += kFactorBlock) {
+        double sum = i0 == first ? 0.0 : *outer;
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+          const double weight = own[(k * kRows + m) * 32];
+          sum += scaled[m] * weight;
+        }
+        *outer = sum;
+      }
+    }
+  }
+}
+
+// outer += the parts, share after share.
+__global__ void __launch_bounds__(128, 2)
+    add_shares_kernel(PairGradientParams params, const double* parts, int64_t shares,
+                      double* outer) {
+  const int64_t index = int64_t{blockIdx.x} * 128 + threadIdx.x, count = factor_elements(params);
+  if (index >= count) return;
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  const int64_t block = index / (triangle(params.H) * kFactorBlock) % blocks;
+  if (block * kFactorBlock + index % kFactorBlock >= params.S) return;  // no key, no part
+  double sum = outer[index];
+  for (int64_t share = 0; share < shares; ++share) sum += parts[share * count + index];
+  outer[index] = sum;
+}
+
+}  // namespace
+
+int64_t pair_gradient_scratch(const PairGradientParams& params) {
+  bool wanted = false;
+  for (const void* outer : params.outer) wanted = wanted || outer != nullptr;
+  return wanted ? shares_of(params) * factor_elements(params) : 0;
+}
+
+const char* pair_gradients(const PairGradientParams& params, double* scratch, Stream stream) {
+  const int64_t bytes = 2 * params.H * kRows * 32 * int64_t{sizeof(double)};
+  if (bytes > kMostShared) return "too many heads for the contribution kernels";
+  const int64_t shares = shares_of(params);
+  const auto blocks = static_cast<unsigned>(shares * params.B * ((params.S + 31) / 32));
+  for (int variant = 0; variant < params.variants; ++variant) {
+    double* outer = params.outer[variant];
+    double* parts = outer == nullptr ? nullptr : scratch;
+    if (const char* error = launch(pair_gradient_kernel, dim3(blocks), dim3(32), bytes, stream,
+                                   params, variant, rows_of_share(params), parts)) {
+      return error;
+    }
+    if (outer == nullptr) continue;
+    const double* read = parts;
+    const auto sums = static_cast<unsigned>((factor_elements(params) + 127) / 128);
+    if (const char* error = launch(add_shares_kernel, dim3(sums), dim3(128), 0, stream, params,
+                                   read, shares, outer)) {
+      return error;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace ikattn::cuda

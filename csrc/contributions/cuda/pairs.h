@@ -1,0 +1,45 @@
+// What the pair kernels share: a lane is a key, whose factor it reads beside its neighbours'; a
+// warp takes four queries at a time, so that a factor read serves four pairs.
+#pragma once
+
+#include "contributions/cuda/kernels.h"
+#include "support/cuda/elements.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kRows = 4;  // of a warp at a time
+constexpr int64_t kMostShared = 96 * 1024;
+
+__device__ __forceinline__ bool is_padding(const Array& padding, int64_t b, int64_t token) {
+  return padding.type != ElementType::kNone &&
+         static_cast<const uint8_t*>(
+             padding.data)[b * padding.stride[0] + token * padding.stride[1]] != 0;
+}
+
+// A thread's weights of key j and the queries [i0, i0 + kRows), zero where either is padding or
+// beyond the end: own[(h * kRows + m) * 32], and whether query m has one that is not zero.
+template <typename T>
+__device__ __forceinline__ void load_own_weights(const PairParams& params, int64_t b, int64_t i0,
+                                                 int64_t end, int64_t j, bool key_visible,
+                                                 Shared<T> own, bool (&weighed)[kRows]) {
+  const int64_t* stride = params.weights.stride;
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+    const int64_t i = i0 + m;
+    const bool visible = key_visible && i < end && !is_padding(params.query_padding, b, i);
+    weighed[m] = false;
+    for (int64_t h = 0; h < params.H; ++h) {
+      T weight = 0;
+      if (visible) {
+        weight = load_element<T>(params.weights,
+                                 b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3]);
+      }
+      weighed[m] = weighed[m] || weight != T(0);
+      own[(h * kRows + m) * 32] = weight;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
