@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--contributions", action="store_true", help="the maps")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--tf32", action="store_true", help="allow it for float32")
     parser.add_argument("--tokens", type=int, default=16384, help="B x N")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-size", type=int, default=64)
@@ -258,6 +259,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no GPU (--device cpu makes a dry run)")
     print(facts(options.device))
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
     if options.contributions:
         compare_contributions(options)
     else:

@@ -33,6 +33,7 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
   params.value = array_of(value);
   params.eps = eps;
   params.is_causal = is_causal;
+  params.allow_tf32 = at::globalContext().allowTF32CuBLAS();
   if (is_present(attn_mask)) {
     params.mask = array_of(*attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
   }

@@ -1,32 +1,34 @@
 // Which calls the tensor cores take, for the CUDA kernels and for who asks beforehand.
 #pragma once
 
-#include <stdint.h>
-
 #include "attention/params.h"
 
 namespace ikattn {
 
-// nullptr, or why a call cannot go to the tensor cores: types, sizes, alignment.
-inline const char* why_no_tensor_cores(const AttentionParams& params) {
+// Whether rows of the value can be copied to shared memory as they are, 16 bytes at a time.
+inline bool lies_ready_for_tensor_cores(const AttentionParams& params) {
   const Array& value = params.value;
   const auto is_multiple = [](int64_t x, int64_t of) { return x % of == 0; };
-  if (value.type != ElementType::kFloat16 && value.type != ElementType::kBFloat16) {
-    return "query, key and value must be float16 or bfloat16";
+  return value.type != ElementType::kFloat32 && is_multiple(params.d_v, 8) &&
+         value.stride[3] == 1 && is_multiple(value.stride[0], 8) &&
+         is_multiple(value.stride[1], 8) && is_multiple(value.stride[2], 8) &&
+         is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(value.data)), 16);
+}
+
+// nullptr, or why a call cannot go to the tensor cores: types and sizes.
+inline const char* why_no_tensor_cores(const AttentionParams& params) {
+  const Array& value = params.value;
+  const bool is_half = value.type == ElementType::kFloat16 || value.type == ElementType::kBFloat16;
+  if (!is_half && (value.type != ElementType::kFloat32 || !params.allow_tf32)) {
+    return "query, key and value must be float16 or bfloat16, or float32 where torch allows TF32 "
+           "(torch.backends.cuda.matmul.allow_tf32)";
   }
   // Where no row's largest key is known beforehand, only eps bounds the gradients of scores.
   if (params.eps < 1e-8 && (params.is_causal || params.mask.type != ElementType::kNone)) {
     return "eps must be at least 1e-8 with attn_mask or is_causal";
   }
   if (2 * params.M > 128) return "there must be at most 64 frequencies";
-  if (params.d_v < 8 || params.d_v > 128 || !is_multiple(params.d_v, 8)) {
-    return "the head size of value must be a multiple of 8 from 8 to 128";
-  }
-  if (value.stride[3] != 1 || !is_multiple(value.stride[0], 8) ||
-      !is_multiple(value.stride[1], 8) || !is_multiple(value.stride[2], 8) ||
-      !is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(value.data)), 16)) {
-    return "rows of value must be contiguous and begin at multiples of 16 bytes";
-  }
+  if (params.d_v < 1 || params.d_v > 128) return "the head size of value must be 1 to 128";
   return nullptr;
 }
 

@@ -42,22 +42,38 @@ TEST(FastPath, NamesWhatIsInTheWay) {
   const auto names = [](const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;
   };
-  EXPECT_TRUE(names(reason([](auto& call) { call.value.type = ElementType::kFloat32; }), "query"));
+  EXPECT_TRUE(names(reason([](auto& call) { call.value.type = ElementType::kFloat32; }), "TF32"));
+  EXPECT_TRUE(names(reason([](auto& call) { call.value.type = ElementType::kFloat64; }), "query"));
   EXPECT_TRUE(names(reason([](auto& call) {
                       call.is_causal = true;
                       call.eps = 0;
                     }),
                     "eps"));
   EXPECT_TRUE(names(reason([](auto& call) { call.M = 65; }), "64 frequencies"));
-  for (const int64_t d_v : {4, 12, 136}) {
+  for (const int64_t d_v : {0, 129}) {
     EXPECT_TRUE(names(reason([=](auto& call) { call.d_v = d_v; }), "head size of value"));
   }
+}
+
+TEST(FastPath, CopiesAValueThatDoesNotLieReady) {
+  EXPECT_TRUE(lies_ready_for_tensor_cores(good_call()));
   for (int axis = 0; axis < 4; ++axis) {
-    EXPECT_TRUE(names(reason([=](auto& call) { call.value.stride[axis] += 4; }), "contiguous"));
+    AttentionParams call = good_call();
+    call.value.stride[axis] += 4;
+    EXPECT_FALSE(lies_ready_for_tensor_cores(call));
+    EXPECT_EQ(why_no_tensor_cores(call), nullptr);
   }
-  EXPECT_TRUE(
-      names(reason([](auto& call) { call.value.data = reinterpret_cast<void*>(uintptr_t{8}); }),
-            "16 bytes"));
+  AttentionParams call = good_call();
+  call.d_v = 12;
+  EXPECT_FALSE(lies_ready_for_tensor_cores(call));
+  call = good_call();
+  call.value.data = reinterpret_cast<void*>(uintptr_t{8});
+  EXPECT_FALSE(lies_ready_for_tensor_cores(call));
+  call = good_call();
+  call.value.type = ElementType::kFloat32;
+  call.allow_tf32 = true;
+  EXPECT_FALSE(lies_ready_for_tensor_cores(call));
+  EXPECT_EQ(why_no_tensor_cores(call), nullptr);
 }
 
 }  // namespace

@@ -81,6 +81,33 @@ def test_gradients_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
     )
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_float32_where_torch_allows_tf32(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensor cores, value and incoming gradient rounded to 11 bits, of any size."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    torch.manual_seed(0)
+    shape = (2, 4, 300, 40)
+    arguments: Arguments = {
+        "query": torch.randn(shape),
+        "key": torch.randn(shape),
+        "value": 1e20 * torch.randn(shape),
+        "w1": torch.randn(4, 40, 32) / 6,
+        "w2": torch.randn(4, 40, 32) / 6,
+        "is_causal": causal,
+    }
+    call = on_gpu(arguments)
+    tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
+    assert ikattn.why_not_fast(*tensors, is_causal=causal) is None
+    incoming = torch.randn(shape)
+    output = ikattn.implicit_kernel_attention(**call)
+    assert_close(output.cpu(), in_float64(reference, arguments), 2**-9)
+    got = gradients(ikattn.implicit_kernel_attention, call, grad_output=incoming.cuda())
+    wide = converted(arguments, torch.float64)
+    expected = gradients(reference, wide, grad_output=incoming.double())
+    for name, gradient in got.items():
+        assert_close(gradient.cpu(), expected[name], 2**-7, name)
+
+
 @every_sample
 def test_weights_are_those_of_the_cpu(sample: Sample) -> None:
     arguments = sample.arguments()

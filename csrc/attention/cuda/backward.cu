@@ -24,14 +24,22 @@ __global__ void __launch_bounds__(128, 2)
   const int64_t index = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
   if (index >= params.B * params.H * params.L) return;  // the whole warp
   const int64_t i = index % params.L, bh = index / params.L, F = 2 * params.M;
-  const IncomingRow incoming(params, bh, i);
-  bool finite = incoming.finite;
+  const Tokens output(params.output, bh / params.H, bh % params.H);
+  const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
+  double delta = 0;
+  bool finite = true;
+  for (int64_t c = lane; c < params.d_v; c += 32) {
+    const double incoming = gradient.load<double>(i, c);
+    finite = finite && is_finite(incoming);
+    delta += output.load<double>(i, c) * incoming;
+  }
   for (int64_t f = lane; f < F; f += 32) finite = finite && is_finite(phi_q[index * F + f]);
+  delta = sum_of_lanes(delta);
   finite = __all_sync(0xffffffffu, finite);
   if (lane != 0) return;
   const double log_normalizer = static_cast<const double*>(params.log_normalizer.data)[index];
   store_split(rows.log_normalizer, index, finite ? log_normalizer : static_cast<double>(NAN));
-  rows.delta[index] = finite ? static_cast<T>(incoming.delta) : T(0);
+  rows.delta[index] = finite ? static_cast<T>(delta) : T(0);
 }
 
 // One tile of pairs. Rows are queries or keys.

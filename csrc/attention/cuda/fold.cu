@@ -1,4 +1,4 @@
-// Tokens for the tensor cores: which form a head takes, and its features in Half.
+// Tokens for the tensor cores: which form a head takes, its features in Half, its value in 16 bits.
 #include <cmath>
 
 #include "attention/cuda/feature_source.h"
@@ -62,14 +62,108 @@ __global__ void __launch_bounds__(256, 2)
   }
 }
 
+__global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, int64_t count) {
+  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (index < count) bounds[index] = 0;
+}
+
+// bounds [B, key_heads]. A warp per key; what a hidden one holds may be anything.
+__global__ void __launch_bounds__(128, 2)
+    value_bound_kernel(AttentionParams params, const float* logits, uint32_t* bounds) {
+  const int lane = threadIdx.x % 32;
+  const int64_t index = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
+  if (index >= params.B * params.key_heads * params.S) return;  // the whole warp
+  if (logits[index] == minus_infinity<float>()) return;
+  const int64_t bk = index / params.S;
+  const Tokens value(params.value, bk / params.key_heads,
+                     bk % params.key_heads * params.G / params.key_heads);
+  double square = 0;
+  for (int64_t c = lane; c < params.d_v; c += 32) {
+    const double x = value.load<double>(index % params.S, c);
+    square += x * x;
+  }
+  square = sum_of_lanes(square);
+  if (lane == 0) raise(bounds + bk, sqrt(square));
+}
+
+// The value in 16 bits, rows padded with zeros; of float32 multiplied with its scale. What is not
+// finite becomes zero, as does what only hidden keys hold.
+//   copy [B, G, S, columns]
+template <typename T>
+__global__ void __launch_bounds__(256, 2)
+    value_copy_kernel(AttentionParams params, const uint32_t* bounds, int columns, T* copy,
+                      float* scales) {
+  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (index >= params.B * params.G * params.S * columns) return;
+  const int64_t column = index % columns, j = index / columns % params.S;
+  const int64_t head = index / columns / params.S, b = head / params.G, g = head % params.G;
+  float scale = 1;
+  if (scales != nullptr) {
+    const int64_t group = params.key_heads / params.G;
+    float bound = 0;
+    for (int64_t k = g * group; k < (g + 1) * group; ++k) {
+      bound = fmaxf(bound, __uint_as_float(bounds[b * params.key_heads + k]));
+    }
+    scale = fitting_power(bound);
+    if (column == 0 && j == 0) scales[head] = scale;
+  }
+  const Tokens value(params.value, b, g);
+  const float x = column < params.d_v ? value.load<float>(j, column) * scale : 0.0f;
+  copy[index] = from_float<T>(fabsf(x) < 65504.0f || scales == nullptr ? x : 0.0f);
+}
+
+// The value as the kernels read it, and its bounds where they are needed.
+const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
+                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
+  const bool is_scaled = params.value.type == ElementType::kFloat32;
+  const int64_t key_heads = params.B * params.key_heads;
+  uint32_t* bounds = executor.take<uint32_t>(key_heads);
+  folded.value_bounds = bounds;
+  if (is_scaled || for_backward) {
+    const float* high = logits.high;
+    const auto clears = static_cast<unsigned>(ceil_div(key_heads, 256));
+    if (const char* error = launch(clear_bounds_kernel, dim3(clears), dim3(256), 0, executor.stream,
+                                   bounds, key_heads)) {
+      return error;
+    }
+    const auto blocks = static_cast<unsigned>(ceil_div(key_heads * params.S, 4));
+    if (const char* error = launch(value_bound_kernel, dim3(blocks), dim3(128), 0, executor.stream,
+                                   params, high, bounds)) {
+      return error;
+    }
+  }
+  folded.value = params.value;
+  folded.value_columns = static_cast<int>(params.d_v);
+  if (lies_ready_for_tensor_cores(params)) return nullptr;
+  const int columns = static_cast<int>((params.d_v + 7) / 8 * 8);
+  const int64_t heads = params.B * params.G, count = heads * params.S * columns;
+  const bool is_half = params.value.type != ElementType::kBFloat16;
+  folded.value_columns = columns;
+  folded.value.type = is_half ? ElementType::kFloat16 : ElementType::kBFloat16;
+  folded.value.stride[0] = params.G * params.S * columns;
+  folded.value.stride[1] = params.S * columns;
+  folded.value.stride[2] = columns;
+  folded.value.stride[3] = 1;
+  float* scales = is_scaled ? executor.take<float>(heads) : nullptr;
+  folded.value_scales = scales;
+  const uint32_t* read = bounds;
+  const auto copy =
+      [&]<typename T>(void (*kernel)(AttentionParams, const uint32_t*, int, T*, float*)) {
+        T* data = executor.take<T>(count);
+        folded.value.data = data;
+        return launch(kernel, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256), 0,
+                      executor.stream, params, read, columns, data, scales);
+      };
+  return is_half ? copy(value_copy_kernel<Half>) : copy(value_copy_kernel<BFloat16>);
+}
+
 }  // namespace
 
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, bool clean_queries,
-                        FoldedTokens& folded) {
+                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
   const int64_t F = padded_features(2 * params.M);
-  const bool is_half = params.value.type == ElementType::kFloat16;
+  const bool is_half = params.value.type != ElementType::kBFloat16;
   // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
   const double four_m = 4.0 * static_cast<double>(params.M);
   const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
@@ -81,15 +175,16 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
   float* largest = executor.take<float>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
-  folded = {phi_q,
-            phi_k,
-            scales,
-            terms,
-            lows,
-            largest,
-            state,
-            static_cast<float>(root),
-            static_cast<float>(std::log(K))};
+  folded = {};
+  folded.phi_q = phi_q;
+  folded.phi_k = phi_k;
+  folded.scales = scales;
+  folded.terms = terms;
+  folded.lows = lows;
+  folded.largest = largest;
+  folded.state = state;
+  folded.root_scale = static_cast<float>(root);
+  folded.log_scale = static_cast<float>(std::log(K));
   const float most_spread = has_float_mask(params)       ? -1.0f
                             : every_row_sees_all(params) ? static_cast<float>(INFINITY)
                             : is_half                    ? 12.0f
@@ -100,6 +195,9 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
                  most_spread, scales, terms, lows, largest, state)) {
     return error;
   }
+  if (const char* error = fold_values(params, executor, logits, for_backward, folded)) {
+    return error;
+  }
   const auto rows_of_half = [&](Half* data, int64_t heads, int64_t N) {
     Array array = contiguous(data, heads, N, F);
     array.type = ElementType::kFloat16;
@@ -107,7 +205,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   };
   FeatureOptions<float> options;
   options.width = F;
-  options.clean = clean_queries;
+  options.clean = for_backward;
   if (const char* error =
           write_features<float>(source_of(params, false), rows_of_half(phi_q, params.H, params.L),
                                 options, executor.stream)) {

@@ -37,9 +37,37 @@ struct FoldedTokens {
   // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
   // finite
   const uint32_t* state;
-  float root_scale;  // sqrt(K)
-  float log_scale;   // log K
+  // The value in 16 bits, as it lies or a copy.
+  Array value;        // [B, G, S, value_columns], rows aligned to 16 bytes
+  int value_columns;  // a multiple of 8
+  // [B, G]  a power of two that float32 was multiplied with, so that its largest are Half's
+  // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
+  const float* value_scales;
+  const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  float root_scale;              // sqrt(K)
+  float log_scale;               // log K
 };
+// Where a head's value lies among [B, G], and what it is multiplied with.
+__device__ __forceinline__ int64_t value_head_of(const AttentionParams& params, int64_t b,
+                                                 int64_t h) {
+  return b * params.G + h * params.G / params.H;
+}
+__device__ __forceinline__ float value_scale_of(const FoldedTokens& tokens, int64_t value_head) {
+  return tokens.value_scales == nullptr ? 1.0f : tokens.value_scales[value_head];
+}
+
+// The largest power of two with which numbers up to `bound` stay below 2^15.
+__device__ __forceinline__ float fitting_power(float bound) {
+  if (!(bound > 0)) return 1;
+  const int exponent = static_cast<int>(__float_as_uint(bound) >> 23);  // biased by 127
+  return __uint_as_float(static_cast<uint32_t>(min(127 + 14 + 127 - exponent, 254)) << 23);
+}
+
+// Not negative: floats of which the order is that of their bits.
+__device__ __forceinline__ void raise(uint32_t* bound, double x) {
+  constexpr double kLargest = 3e38;
+  if (x - x == 0) atomicMax(bound, __float_as_uint(static_cast<float>(min(x, kLargest))));
+}
 constexpr uint32_t kGeneral = 1, kUnclean = 2;
 
 inline bool has_float_mask(const AttentionParams& params) {
@@ -52,9 +80,9 @@ __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params
 }
 
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
-// clean_queries: features that are not finite become zero.
+// for_backward: with the value's bounds, and features that are not finite become zero.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, bool clean_queries, FoldedTokens& folded);
+                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded);
 
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens);

@@ -7,34 +7,27 @@
 namespace ikattn::cuda {
 namespace {
 
-// Not negative: floats of which the order is that of their bits.
-__device__ __forceinline__ void raise(uint32_t* bound, double x) {
-  constexpr double kLargest = 3e38;
-  if (is_finite(x)) atomicMax(bound, __float_as_uint(static_cast<float>(min(x, kLargest))));
-}
-
-__global__ void __launch_bounds__(256, 2) clear_bounds_kernel(FoldedRows rows, int64_t key_heads) {
+__global__ void __launch_bounds__(256, 2) clear_rows_kernel(FoldedRows rows, int64_t key_heads) {
   const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (index < key_heads) rows.value_bound[index] = rows.row_bound[index] = 0;
+  if (index >= key_heads) return;
+  rows.row_bound[index] = 0;
+  if (rows.gradient_bound != nullptr) rows.gradient_bound[index] = 0;
 }
 
-// A warp per key; what a hidden one holds may be anything.
+// A warp per query.
 __global__ void __launch_bounds__(kFoldedThreads, 2)
-    value_bound_kernel(AttentionBackwardParams params, FoldedRows rows, const float* logits) {
-  const int lane = threadIdx.x % 32;
+    gradient_bound_kernel(AttentionBackwardParams params, FoldedRows rows) {
   const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (index >= params.B * params.key_heads * params.S) return;  // the whole warp
-  if (logits[index] == minus_infinity<float>()) return;
-  const int64_t bk = index / params.S;
-  const Tokens value(params.value, bk / params.key_heads,
-                     bk % params.key_heads * params.G / params.key_heads);
+  if (index >= params.B * params.H * params.L) return;  // the whole warp
+  const int64_t bh = index / params.L;
+  const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
   double square = 0;
-  for (int64_t c = lane; c < params.d_v; c += 32) {
-    const double x = value.load<double>(index % params.S, c);
+  for (int64_t c = threadIdx.x % 32; c < params.d_v; c += 32) {
+    const double x = gradient.load<double>(index % params.L, c);
     square += x * x;
   }
   square = sum_of_lanes(square);
-  if (lane == 0) raise(rows.value_bound + bk, sqrt(square));
+  if (threadIdx.x % 32 == 0) raise(rows.gradient_bound + key_head_of(params, bh), sqrt(square));
 }
 
 // A warp per query, those of the padding included.
@@ -50,18 +43,32 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
   double delta = 0;
   if (i < params.L) {  // the whole warp
+    const Tokens output(params.output, bh / params.H, bh % params.H);
     const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
-    const IncomingRow incoming(params, bh, i);
-    const bool finite = __all_sync(0xffffffffu, incoming.finite);
+    double square = 0;
+    bool finite = true;
+    for (int64_t c = lane; c < params.d_v; c += 32) {
+      const double incoming = gradient.load<double>(i, c);
+      finite = finite && is_finite(incoming);
+      square += incoming * incoming;
+    }
+    finite = __all_sync(0xffffffffu, finite);
+    const float gradient_scale = gradient_scale_of(rows, bk);
+    const float value_scale =
+        value_scale_of(tokens, value_head_of(params, bh / params.H, bh % params.H));
+    // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
     T* row = static_cast<T*>(rows.gradients) + (bh * params.L + i) * V;
     for (int c = lane; c < V; c += 32) {
       const bool there = finite && c < params.d_v;
-      row[c] = from_float<T>(there ? gradient.load<float>(i, c) : 0.0f);
+      const T rounded = from_float<T>(there ? gradient.load<float>(i, c) * gradient_scale : 0.0f);
+      if (there) delta += output.load<double>(i, c) * static_cast<double>(to_float(rounded));
+      row[c] = rounded;
     }
+    delta = sum_of_lanes(delta) * value_scale;
     const double log_normalizer =
         static_cast<const double*>(params.log_normalizer.data)[bh * params.L + i];
     const double kept = dropout_rescale(params.dropout_threshold);
-    const double size = sqrt(sum_of_lanes(incoming.square)) * kept;
+    const double size = sqrt(sum_of_lanes(square)) * kept * gradient_scale;
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
     float by_query = limit, by_key = limit;  // what bounds the score's factor
     if (log_normalizer != minus_infinity<double>()) {
@@ -82,8 +89,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       }
       if (lane == 0 && normalizer == normalizer) raise(rows.row_bound + bk, size * by_key);
     }
-    if (finite) delta = incoming.delta;
-    fit = fit_of(2 * static_cast<float>(size) * __uint_as_float(rows.value_bound[bk]) * by_query);
+    const float value_bound = __uint_as_float(tokens.value_bounds[bk]) * value_scale;
+    fit = fit_of(2 * static_cast<float>(size) * value_bound * by_query);
   }
   if (lane != 0) return;
   rows.normalizer[index] = normalizer;
@@ -102,19 +109,24 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
   const auto blocks = [](int64_t count) { return dim3(static_cast<unsigned>(count)); };
   const Stream stream = executor.stream;
   const float* high = logits.high;
-  FoldedRows rows;
+  FoldedRows rows = {};
   for (float** numbers : {&rows.normalizer, &rows.low, &rows.delta, &rows.fit}) {
     *numbers = executor.take<float>(padded);
   }
-  rows.value_bound = executor.take<uint32_t>(key_heads);
   rows.row_bound = executor.take<uint32_t>(key_heads);
-  if (const char* error = launch(clear_bounds_kernel, blocks(ceil_div(key_heads, 256)), dim3(256),
-                                 0, stream, rows, key_heads)) {
+  if (params.value.type == ElementType::kFloat32) {
+    rows.gradient_bound = executor.take<uint32_t>(key_heads);
+  }
+  if (const char* error = launch(clear_rows_kernel, blocks(ceil_div(key_heads, 256)), dim3(256), 0,
+                                 stream, rows, key_heads)) {
     return error;
   }
-  if (const char* error = launch(value_bound_kernel, blocks(ceil_div(key_heads * params.S, kWarps)),
-                                 dim3(kFoldedThreads), 0, stream, params, rows, high)) {
-    return error;
+  if (rows.gradient_bound != nullptr) {
+    if (const char* error =
+            launch(gradient_bound_kernel, blocks(ceil_div(heads * params.L, kWarps)),
+                   dim3(kFoldedThreads), 0, stream, params, rows)) {
+      return error;
+    }
   }
   const char* error = launch_sizes(params, [&]<typename T, int F, int V>() {
     rows.gradients = executor.take<T>(heads * params.L * V);

@@ -24,9 +24,18 @@ struct FoldedRows {
   float* delta;     // [B, H, padded L]  sum over d_v of output grad_output
   float* fit;       // [B, H, padded L]  makes S (dP - delta), or s E (dP - delta), fit, by query
   void* gradients;  // [B, H, L, V], T: grad_output; rows that are not finite are zero
-  uint32_t* value_bound;  // [B, key_heads]  bits of max |V_j|
-  uint32_t* row_bound;    // [B, key_heads]  bits of max |dO_i| min(1 / (2 sqrt(eps)), sqrt(K / Z'))
+  // [B, key_heads]  bits of max |dO_i|, where grad_output is multiplied with a power of two that
+  // follows from it, as float32 is; nullptr: it is not
+  uint32_t* gradient_bound;
+  uint32_t* row_bound;  // [B, key_heads]  bits of max |dO_i| min(1 / (2 sqrt(eps)), sqrt(K / Z'))
 };
+
+// What grad_output is multiplied with; the value is by a scale of its own. Everything here is in
+// these units: products of both, as delta is, in those of the two.
+__device__ __forceinline__ float gradient_scale_of(const FoldedRows& rows, int64_t bk) {
+  return rows.gradient_bound == nullptr ? 1.0f
+                                        : fitting_power(__uint_as_float(rows.gradient_bound[bk]));
+}
 
 // What a bounded number is multiplied with to fit in Half: rounding may pass a bound, so that
 // 2^15 is left of 2^16. Bounds that nothing reaches must not make scales of infinity.

@@ -28,9 +28,9 @@ struct TileCopy {
   __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
                                       int64_t b, int64_t h, int64_t bk, int first_tile)
       : key_rows(F, F),
-        value_rows(params.value.stride[2], static_cast<int>(params.d_v)),
+        value_rows(tokens.value.stride[2], tokens.value_columns),
         phi_k(key_rows.source(tokens.phi_k + (bk * params.S + first_tile * int64_t{kStep}) * F)),
-        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h) +
+        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h) +
                                 first_tile * kStep * value_rows.stride)) {
     const int64_t first =
         bk * padded_tokens(params.S) + first_tile * int64_t{kStep} + threadIdx.x * 4;
@@ -74,6 +74,7 @@ __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64
   return kGeneral ? static_cast<double>(largest) - log(static_cast<double>(kWeightScale<T>))
                   : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
 }
+// kept: the rescale of dropout, over the scale of the value.
 __device__ __forceinline__ float attended(float weighted, float sum, float kept) {
   return sum == 0 ? 0.0f : sum != sum ? sum : weighted * (kept / sum);
 }
@@ -236,7 +237,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                     value_scale_of(tokens, value_head_of(params, b, h));
   const Tokens out(params.output, b, h);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -307,7 +309,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         log_normalizer_of(sum, general ? reference_of<T, true>(tokens, bk, largest)
                                        : reference_of<T, false>(tokens, bk, largest));
   }
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const int64_t value_head = value_head_of(params, bh / params.H, bh % params.H);
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                     value_scale_of(tokens, value_head);
   const Tokens out(params.output, bh / params.H, bh % params.H);
 #pragma unroll
   for (int n = 0; n < V / 32; ++n) {

@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                          feature_rows.source(keys), left_of(params.S, j0));
     }
     if constexpr (!L::kHoldsValue) {
-      const RowCopy<V> rows_of_value(params.value.stride[2], static_cast<int>(params.d_v));
-      const T* from = value_rows<T>(params, b, key_head * group) + j0 * rows_of_value.stride;
+      const RowCopy<V> rows_of_value(tokens.value.stride[2], tokens.value_columns);
+      const T* from =
+          value_rows<T>(params, tokens, b, key_head * group) + j0 * rows_of_value.stride;
       rows_of_value.template begin<kStep>(shared_address(shared + L::kValue),
                                           rows_of_value.source(from), left_of(params.S, j0));
     }
@@ -86,8 +87,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces query_places = FragmentPlaces::of_rows(0, 2 * F);
   const FragmentPlaces output_places = FragmentPlaces::of_rows(L::kGradients, 2 * V);
 
-  const float fit =
-      fit_of(2 * __uint_as_float(rows.row_bound[bk]) * __uint_as_float(rows.value_bound[bk]));
+  const float value_bound = __uint_as_float(tokens.value_bounds[bk]) *
+                            value_scale_of(tokens, value_head_of(params, b, key_head * group));
+  const float fit = fit_of(2 * __uint_as_float(rows.row_bound[bk]) * value_bound);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float four_m = static_cast<float>(4 * params.M);
   [[maybe_unused]] const float norm = 1 / four_m, eps = static_cast<float>(params.eps);
@@ -102,7 +104,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const int64_t j = warp_key + g + 8 * half;
     const bool there = j < params.S;
     const Half* features = tokens.phi_k + (bk * params.S + j) * F + 2 * t;
-    const T* values = value_rows<T>(params, b, key_head * group) + j * params.value.stride[2];
+    const T* values =
+        value_rows<T>(params, tokens, b, key_head * group) + j * tokens.value.stride[2];
 #pragma unroll
     for (int k = 0; k < kHeldKeys; ++k) {
       uint32_t (&registers)[4] = phi_k[k].registers;
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       for (int right = 0; right < 2; ++right) {
         const int column = 16 * k + 8 * right + 2 * t;
         value[k].registers[half + 2 * right] =
-            there && column < params.d_v ? load_vector<uint32_t>(values + column) : 0;
+            there && column < tokens.value_columns ? load_vector<uint32_t>(values + column) : 0;
       }
     }
     // Folded: sqrt(K e_j), with which the score is bounded. There is nothing to fold in the other.
@@ -216,7 +219,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   const int width = static_cast<int>(2 * params.M);
-  const float key_scale = 2 / (four_m * fit), value_scale = kept / kWeightScale<T>;
+  const float gradient_units = gradient_scale_of(rows, bk);
+  const float units =
+      gradient_units * value_scale_of(tokens, value_head_of(params, b, key_head * group));
+  const float key_scale = 2 / (four_m * fit) / units, logit_scale = 1 / kWeightScale<T> / units;
+  const float value_scale = kept / kWeightScale<T> / gradient_units;
   const Tokens grad_value(params.grad_value, b, key_head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -225,7 +232,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     if (j >= params.S) continue;
     // A hidden key's numbers may be anything.
     const bool hidden = logits[bk * params.S + j] == minus_infinity<float>();
-    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * (1 / kWeightScale<T>);
+    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * logit_scale;
     float* row = gradients.phi_k + (bk * params.S + j) * width;
 #pragma unroll
     for (int n = 0; n < F / 8; ++n) {

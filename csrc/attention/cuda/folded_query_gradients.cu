@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
   const RowCopy<V> gradient_rows(V, V);
-  const RowCopy<V> value_rows(params.value.stride[2], static_cast<int>(params.d_v));
+  const RowCopy<V> value_rows(tokens.value.stride[2], tokens.value_columns);
   const Half* phi_k = feature_rows.source(tokens.phi_k + bk * params.S * F);
-  const T* value = value_rows.source(::ikattn::cuda::value_rows<T>(params, b, h));
+  const T* value = value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h));
   const auto copy = [&](int tile) {
     const uint32_t base = shared_address(shared + L::kStages0 + tile % kStages * L::kStage);
     const int count = left_of(params.S, tile * int64_t{kStep});
@@ -171,6 +171,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   const int width = static_cast<int>(2 * params.M);
+  const float units =
+      gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, b, h));
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const float normalizer_here = rows.normalizer[row_base + i];
       const bool general = kPairs == Pairs::kGeneral;
       const bool blind = normalizer_here == (general ? INFINITY : 0.0f);
-      const float scale = 2 * (general ? norm * norm : normalizer_here) / fit[m][half];
+      const float scale = 2 * (general ? norm * norm : normalizer_here) / fit[m][half] / units;
       float* row = grad_phi_q + (bh * params.L + i) * width;
 #pragma unroll
       for (int n = 0; n < F / 8; ++n) {

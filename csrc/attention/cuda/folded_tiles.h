@@ -149,10 +149,10 @@ __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
 
 // The rows of the value that belong to a query head.
 template <typename T>
-__device__ __forceinline__ const T* value_rows(const AttentionParams& params, int64_t b,
-                                               int64_t h) {
-  return static_cast<const T*>(params.value.data) + b * params.value.stride[0] +
-         h * params.G / params.H * params.value.stride[1];
+__device__ __forceinline__ const T* value_rows(const AttentionParams& params,
+                                               const FoldedTokens& tokens, int64_t b, int64_t h) {
+  return static_cast<const T*>(tokens.value.data) + b * tokens.value.stride[0] +
+         h * params.G / params.H * tokens.value.stride[1];
 }
 
 // Tokens from the first of a tile on; beyond 2^31 a tile is full all the same.
@@ -183,7 +183,7 @@ const char* launch_forms(const AttentionParams& params, const Launch& launch) {
   return launch.template operator()<Pairs::kGeneral>();
 }
 
-// Calls launch.operator()<T, F, V>() for the type of the value and the widths that rows of features
+// Calls launch.operator()<T, F, V>() for the 16-bit type and the widths that rows of features
 // and of the value have in shared memory.
 template <typename Launch>
 const char* launch_sizes(const AttentionParams& params, const Launch& launch) {
@@ -195,8 +195,8 @@ const char* launch_sizes(const AttentionParams& params, const Launch& launch) {
     return padded_features(2 * params.M) == 64 ? of_features.template operator()<T, 64>()
                                                : of_features.template operator()<T, 128>();
   };
-  return params.value.type == ElementType::kFloat16 ? of_type.template operator()<Half>()
-                                                    : of_type.template operator()<BFloat16>();
+  return params.value.type == ElementType::kBFloat16 ? of_type.template operator()<BFloat16>()
+                                                     : of_type.template operator()<Half>();
 }
 
 // Whether another kernel computes this head.

@@ -39,7 +39,9 @@ struct Cuda {
                   const char* (*const (&kernels)[2])(const Params&, const cuda::DeviceExecutor&),
                   const Params& params) {
     cuda::Call call(function, query);
-    call.check(kernels[compute_index(query)](params, executor_of(call)));
+    Params with_context = params;
+    with_context.allow_tf32 = at::globalContext().allowTF32CuBLAS();
+    call.check(kernels[compute_index(query)](with_context, executor_of(call)));
   }
 };
 

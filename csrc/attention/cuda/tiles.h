@@ -64,26 +64,6 @@ __device__ __forceinline__ void store_split(const SplitLogits<T>& logits, int64_
   logits.low[index] = is_finite(value) ? static_cast<T>(value - static_cast<double>(high)) : T(0);
 }
 
-// What a warp finds in row i of the incoming gradient.
-struct IncomingRow {
-  double delta = 0;   // sum over d_v of output grad_output
-  double square = 0;  // this lane's part of |grad_output_i|^2
-  bool finite = true;
-
-  __device__ __forceinline__ IncomingRow(const AttentionBackwardParams& params, int64_t bh,
-                                         int64_t i) {
-    const Tokens output(params.output, bh / params.H, bh % params.H);
-    const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
-    for (int64_t c = threadIdx.x % 32; c < params.d_v; c += 32) {
-      const double incoming = gradient.load<double>(i, c);
-      finite = finite && is_finite(incoming);
-      delta += output.load<double>(i, c) * incoming;
-      square += incoming * incoming;
-    }
-    delta = sum_of_lanes(delta);
-  }
-};
-
 // The place of a thread in its tile.
 struct ThreadTile {
   int row_lane, column_lane;  // 0..15

@@ -28,6 +28,7 @@ struct Case {
   int64_t B = 2, H = 2, G = 2, L = 5, S = 7, d = 3, d_v = 4, M = 3;
   int64_t frequency_heads = 2, frequency_batches = 1;
   bool stationary = false, causal = false, bias = false;
+  bool tf32 = false;  // float32 may go to the tensor cores; its numbers are then those of float16
   Masking masking = Masking::kNone;
   double p = 2, dropout = 0, magnitude = 1;  // the magnitude scale, times its default
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -48,6 +49,9 @@ struct Tensor {
 
 Tensor make(Memory& memory, ElementType type, std::vector<int64_t> sizes,
             std::vector<bool> broadcast = {});
+
+// As TF32 does, and the tensor cores with value and grad_output of float32.
+void round_to_11_bits(const Tensor& tensor);
 
 // The arguments of a case, and room for results, gradients, twice.
 class Call {
@@ -78,6 +82,7 @@ class Call {
     params.p = c.p;
     params.magnitude_scale = 0.5 * c.magnitude / std::sqrt(static_cast<double>(c.d));
     params.is_causal = c.causal;
+    params.allow_tf32 = c.tf32;
     if (c.dropout > 0) {
       params.dropout_threshold = dropout_threshold(c.dropout);
       params.dropout_state = state_;

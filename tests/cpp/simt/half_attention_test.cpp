@@ -95,6 +95,19 @@ const Case kHalfCases[] = {
      .magnitude = 40},
 };
 
+// The types that go there: float32 is rounded as float16 is, after scaling, and its results are
+// not.
+constexpr ElementType kTypes[] = {ElementType::kBFloat16, ElementType::kFloat16,
+                                  ElementType::kFloat32};
+
+double roundoff_of(ElementType type) { return type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12; }
+
+Case of_type(Case c, ElementType type) {
+  c.type = type;
+  c.tf32 = type == ElementType::kFloat32;
+  return c;
+}
+
 class HalfAttentionOnDevice : public ::testing::TestWithParam<Case> {};
 
 // phi of queries or keys, in float64.
@@ -180,18 +193,18 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
 }
 
 TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
-  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    Case c = GetParam();
-    c.type = type;
+  for (const ElementType type : kTypes) {
+    const Case c = of_type(GetParam(), type);
     Call call(c);
     const Results truth = truth_of(call, c), got = device_results(call, c);
-    const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+    const double roundoff = roundoff_of(type);
     const Bounds bounds = bounds_of(call, c, truth, roundoff);
     expect_within(got.output, truth.output, bounds.output, "output");
     expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
                   "log_normalizer");
     // delta comes from the rounded output, which tells where single keys dominate.
-    if (c.magnitude == 1) compare_gradients(got, truth, c, 6 * roundoff);
+    // float32's results are not rounded themselves, which takes from those of float16 some of it.
+    if (c.magnitude == 1) compare_gradients(got, truth, c, (c.tf32 ? 8 : 6) * roundoff);
   }
 }
 
@@ -203,18 +216,16 @@ TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
         {Masking::kNone, true, 40.0, 0.0},
         {Masking::kFloat, false, 1.0, 0.3},
         {Masking::kBool, false, 1.0, 0.0}}) {
-    for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    for (const ElementType type : kTypes) {
       Case c{.name = "few", .B = 1, .H = 2, .G = 1, .L = 3, .S = 1100, .d_v = 40};
       c.frequency_heads = 1;
       c.masking = masking;
       c.causal = causal;
       c.magnitude = magnitude;
       c.dropout = dropout;
-      c.type = type;
-      Call call(c);
+      Call call(c = of_type(c, type));
       const Results truth = truth_of(call, c), got = device_results(call, c);
-      const Bounds bounds =
-          bounds_of(call, c, truth, type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12);
+      const Bounds bounds = bounds_of(call, c, truth, roundoff_of(type));
       expect_within(got.output, truth.output, bounds.output, "output");
       expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
                     "log_normalizer");
@@ -245,12 +256,11 @@ TEST(HalfAttentionOnDevice, FitsTheLeastSharedMemory) {
 
 // Alone, what the backward pass adds: the features' rounding in Half and that of its results.
 TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
-  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    Case c = GetParam();
-    c.type = type;
+  for (const ElementType type : kTypes) {
+    const Case c = of_type(GetParam(), type);
     Call call(c);
     const Results truth = truth_of(call, c);
-    const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+    const double roundoff = roundoff_of(type);
     // Where few keys dominate, rows follow from few scores, and those may be small: the gradient of
     // a score s errs by its rounding over s.
     const double amplification = c.magnitude > 10 ? 20 : c.magnitude > 1 ? 5 : 1;
@@ -263,18 +273,18 @@ INSTANTIATE_TEST_SUITE_P(Simt, HalfAttentionOnDevice, ::testing::ValuesIn(kHalfC
                          [](const auto& info) { return info.param.name; });
 
 TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
-  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+  for (const ElementType type : kTypes) {
     for (const bool causal : {true, false}) {
       Case c{.name = "nan", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
       c.frequency_heads = 1;
       c.causal = causal;
-      c.type = type;
+      c = of_type(c, type);
       for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
         Call call(c);
         const Tensor& tensor = call.*spoiled;
         write(tensor.array, 40 * (tensor.count / 70), NAN);
         const Results got = device_results(call, c), truth = truth_of(call, c);
-        const double roundoff = type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+        const double roundoff = roundoff_of(type);
         expect_close(got.output, truth.output, 6 * roundoff, "output");
         expect_close(got.grad_query, truth.grad_query, 6 * roundoff, "grad_query");
         expect_close(got.grad_key, truth.grad_key, 6 * roundoff, "grad_key");
@@ -287,14 +297,14 @@ TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
 // Padding: what a key that key_bias hides holds, nobody sees. Large numbers must not make the
 // scales coarse either.
 TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
-  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+  for (const ElementType type : kTypes) {
     for (const auto& [causal, garbage] :
          {std::pair{true, NAN}, {false, INFINITY}, {true, 6e4f}, {false, 6e4f}}) {
       Case c{.name = "hidden", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
       c.frequency_heads = 1;
       c.causal = causal;
       c.bias = true;
-      c.type = type;
+      c = of_type(c, type);
       Call clean(c), call(c);
       for (const int64_t j : {int64_t{3}, int64_t{40}}) {
         write(clean.bias.array, j, -INFINITY);
@@ -310,6 +320,45 @@ TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
         EXPECT_EQ(read(got.output.array, i), read(expected.output.array, i)) << i;
       }
       compare_gradients(got, expected, c, 0);
+    }
+  }
+}
+
+// Of float32's own numbers value and grad_output are rounded to 11 bits, as TF32 rounds them. They
+// may be of any size, and differ by 2^25 within a head.
+TEST(HalfAttentionOnDevice, Float32IsRoundedAsTf32Is) {
+  constexpr int64_t kColumns = 9, kSmallColumn = 3;
+  const auto small_column = [](Call& call, const Tensor& output) {
+    const Tensor part = make(call.memory, ElementType::kFloat64, {output.count / kColumns});
+    for (int64_t i = 0; i < part.count; ++i) {
+      write(part.array, i, read(output.array, i * kColumns + kSmallColumn));
+    }
+    return part;
+  };
+  for (const bool causal : {true, false}) {
+    for (const double size : {0.3, 1e20, 1e-20}) {
+      Case c{.name = "float32", .B = 1, .H = 4, .G = 2, .L = 70, .S = 70, .d_v = kColumns};
+      c.causal = causal;
+      c = of_type(c, ElementType::kFloat32);
+      Call call(c);
+      for (int64_t i = 0; i < call.value.count; ++i) {
+        const double column = i % kColumns == kSmallColumn ? 0x1p-25 : 1;
+        write(call.value.array, i, size * column * read(call.value.array, i));
+      }
+      for (int64_t i = 0; i < call.grad_output.count; ++i) {
+        const double row = i / kColumns % 7 == 3 ? 0x1p-25 : 1;
+        write(call.grad_output.array, i, row / size * read(call.grad_output.array, i));
+      }
+      const Results got = device_results(call, c);
+      round_to_11_bits(call.value);
+      round_to_11_bits(call.grad_output);
+      const Results truth = truth_of(call, c);
+      expect_close(got.output, truth.output, 6 * 0x1p-12, "output", size * 1e-3);
+      expect_close(small_column(call, got.output), small_column(call, truth.output), 6 * 0x1p-12,
+                   "a small column of the output", size * 1e-12);
+      // Early rows follow from few scores: float16 errs by 10.5 roundings of the same numbers.
+      compare_gradients(got, truth, c, 12 * 0x1p-12);
+      expect_close(got.grad_value, truth.grad_value, 6 * 0x1p-12, "grad_value", 1e-3 / size);
     }
   }
 }
