@@ -412,3 +412,54 @@ def test_the_comparisons_run(source_tree: Path, tmp_path: Path, name: str) -> No
     result = run(source_tree, name, "--quick", *sizes, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "nan" not in result.stdout
+
+
+@pytest.fixture
+def everything(source_tree: Path, tmp_path: Path) -> ModuleType:
+    """The program that runs all experiments; ``tmp_path / "data"`` holds what it looks for."""
+    program = import_program(source_tree / "experiments/everything.py")
+    for number, marker in enumerate((*program.MARKERS.values(), "alignment.talp")):
+        (tmp_path / f"data/{number}").mkdir(parents=True)
+        (tmp_path / f"data/{number}" / marker).touch()
+    return program
+
+
+def test_everything_is_called_with_options_that_there_are(
+    source_tree: Path, tmp_path: Path, everything: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    names = [planned.name for planned in everything.PLAN]
+    assert len(set(names)) == len(names)
+    for planned in (*everything.PLAN, *everything.QUICK):
+        command = everything.command_of(planned, tmp_path / "data", tmp_path / "out")
+        monkeypatch.setattr("sys.argv", command[1:])
+        options = import_program(Path(command[1])).parse_options()
+        marker = everything.MARKERS[planned.program]
+        assert (options.data / marker).exists()
+
+
+def test_everything_keeps_what_has_been_run(
+    tmp_path: Path,
+    everything: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    programs = {"good": "print('a result')", "bad": "raise SystemExit(3)"}
+    monkeypatch.setattr(
+        everything, "command_of", lambda run, data, out: [sys.executable, "-c", programs[run.name]]
+    )
+    good, bad = (everything.Run(name, "regression", ()) for name in programs)
+    assert everything.execute(good, tmp_path, tmp_path)
+    assert (tmp_path / "good.log").read_text() == "a result\n"
+    assert everything.execute(good, tmp_path, tmp_path)
+    assert "kept" in capsys.readouterr().out
+    assert not everything.execute(bad, tmp_path, tmp_path)
+    assert "failed" in capsys.readouterr().out
+    assert not (tmp_path / "bad.log").exists()
+
+
+def test_everything_names_the_data_that_are_missing(source_tree: Path, tmp_path: Path) -> None:
+    result = run(source_tree, "everything.py", "--data", tmp_path, "--out", "out", cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"{tmp_path} holds no train.lc.norm.tok.de" in result.stderr
+    assert not (tmp_path / "out").exists()

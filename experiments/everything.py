@@ -1,0 +1,131 @@
+"""All experiments, a few at a time: within three hours on two cores.
+
+What that budget leaves: every attention and order on the smallest data sets (airline, TREC), order
+2 on the others, one seed of translation, parkinsons for its cost alone. An experiment whose log is
+in OUT is not run again.
+
+--data DIR holds the files of all experiments, in any folders; --help of each names them.
+
+    pip install 'ikattn[experiments]'
+    python experiments/everything.py --data DIR --out OUT --quick
+    python experiments/everything.py --data DIR --out OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ALL = ("--attention", "softmax", "rbf", "direct", "ikan", "mikan")
+LEARNED = ("--attention", "softmax", "direct", "ikan", "mikan")
+ORDERS = ("--p", "1", "1.5", "2", "3", "none")
+# program -> a file or folder beside which its data lie
+MARKERS = {
+    "regression": "airline_passengers",
+    "sentences": "TREC.train.all",
+    "translation": "train.lc.norm.tok.de",
+}
+
+
+class Run(NamedTuple):
+    """One call of an experiment; ``name`` is that of its files."""
+
+    name: str
+    program: str
+    arguments: tuple[str, ...]
+
+
+# The longest first, so that no process is left with one of them.
+PLAN = (
+    Run("translation", "translation", LEARNED),
+    Run("trec", "sentences", ("--datasets", "trec", *ALL, *ORDERS)),
+    Run("translation-p1", "translation", ("--attention", "rbf", "direct", "--p", "1")),
+    Run("subj", "sentences", ("--datasets", "subj", *LEARNED)),
+    Run("mr", "sentences", ("--datasets", "mr", *LEARNED)),
+    Run("sst2", "sentences", ("--datasets", "sst2", *LEARNED)),
+    Run("airline", "regression", ("--datasets", "airline", *ALL, *ORDERS)),
+    Run("co2", "regression", ("--datasets", "co2", "--repeats", "2", *LEARNED)),
+    Run("housing", "regression", ("--datasets", "housing", "--epochs", "300", *ALL)),
+    Run("cost", "regression", ("--datasets", "parkinsons", "--cost")),
+)
+QUICK = tuple(Run(f"{program}-quick", program, ("--quick",)) for program in MARKERS)
+
+
+def folder_of(data: Path, marker: str) -> Path:
+    """The folder under ``data`` that holds ``marker``."""
+    found = sorted(data.rglob(marker))
+    if not found:
+        raise FileNotFoundError(f"{data} holds no {marker}, in no folder")
+    return found[0].parent
+
+
+def command_of(run: Run, data: Path, out: Path) -> list[str]:
+    """What to execute."""
+    folder = folder_of(data, MARKERS[run.program])
+    options: list[str] = []
+    if "--cost" not in run.arguments:
+        options += ["--csv", str(out / f"{run.name}.csv"), "--plot", str(out / f"{run.name}.png")]
+    if run.program == "translation" and "--quick" not in run.arguments:
+        options += ["--models", str(out / "models")]
+    if run.name == "translation":
+        aligned = folder_of(data, "alignment.talp")
+        options += ["--align", str(aligned), "--align-csv", str(out / "alignment.csv")]
+    program = Path(__file__).parent / f"{run.program}.py"
+    return [sys.executable, str(program), "--data", str(folder), *run.arguments, *options]
+
+
+def execute(run: Run, data: Path, out: Path) -> bool:
+    """Runs one experiment, or tells that its log is there; returns whether it is in the end."""
+    log, growing = out / f"{run.name}.log", out / f"{run.name}.log.partial"
+    if log.exists():
+        print(f"{run.name:18s} kept: {log}", flush=True)
+        return True
+    start = time.monotonic()
+    with growing.open("w") as text:
+        code = subprocess.run(
+            command_of(run, data, out),
+            stdout=text,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+            check=False,
+        ).returncode
+    minutes = (time.monotonic() - start) / 60
+    if code != 0:
+        print(f"{run.name:18s} failed after {minutes:.1f} min: {growing}", flush=True)
+        return False
+    growing.rename(log)
+    print(f"{run.name:18s} {minutes:6.1f} min: {log}", flush=True)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of all data")
+    parser.add_argument("--out", type=Path, required=True, help="folder of tables, plots and logs")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time, of a core each; default: 2")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each experiment")
+    options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    plan = QUICK if options.quick else PLAN
+    try:  # before anything is computed
+        for run in plan:
+            command_of(run, options.data, options.out)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        parser.error(str(problem))
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        done = list(pool.map(lambda run: execute(run, options.data, options.out), plan))
+    print(f"{sum(done)} of {len(plan)} in {(time.monotonic() - start) / 60:.1f} min")
+    sys.exit(0 if all(done) else 1)
+
+
+if __name__ == "__main__":
+    main()
