@@ -252,7 +252,7 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
       if (variant == 0) break;
       const int n = variant - 1;
       if (wanted[kNormWeight + 2 * n]) {
-        totals.add(kNormWeight + 2 * n, (gradient * centered[n]).sum({0, 1}), 0);
+        totals.add(kNormWeight + 2 * n, (gradient * centered[n]).sum(at::IntArrayRef({0, 1})), 0);
       }
       gradient.mul_(keys.weights[n]);
       if (block.centered[n]) gradient.sub_(gradient.mean(-1, true));
