@@ -1,7 +1,9 @@
-// Angles of tokens: a block takes 16 tokens of one head and passes along the frequencies.
+// Angles of tokens. On the ordinary units a block takes 16 tokens of one head and passes along the
+// frequencies; on tensor cores it takes 64 tokens and 64 frequencies.
 #pragma once
 
 #include "attention/cuda/feature_source.h"
+#include "attention/cuda/tensor_products.h"
 #include "attention/cuda/tiles.h"
 
 namespace ikattn::cuda {
@@ -28,6 +30,13 @@ struct Angle {
     sin_v = 0;
     cos_v = 1;
     if (!stationary) sincos_turns(v, sin_v, cos_v);
+  }
+  // To an absolute error of 1e-6.
+  __device__ __forceinline__ void set_fast(T u, T v, bool stationary) {
+    fast_sincos_turns(u, &sin_u, &cos_u);
+    sin_v = 0;
+    cos_v = 1;
+    if (!stationary) fast_sincos_turns(v, &sin_v, &cos_v);
   }
 };
 
@@ -107,7 +116,86 @@ __device__ __forceinline__ void visit_angles(const FeatureSource& source, const 
   }
 }
 
-// Launches a kernel that visits the angles of `source`.
+// W+ or W-, half the sum and half the difference of both frequencies, of one head.
+template <typename T>
+struct HalfFrequencies {
+  const FeatureSource& source;
+  int64_t base1, base2;
+  bool stationary;
+
+  __device__ HalfFrequencies(const FeatureSource& s, int64_t b, int64_t head)
+      : source(s),
+        base1(s.frequency_base(s.w1, b, head)),
+        base2(s.frequency_base(s.w2, b, head)),
+        stationary(s.w2.type == ElementType::kNone) {}
+  __device__ __forceinline__ T operator()(int64_t c, int64_t m, bool sum) const {
+    const int64_t *stride1 = source.w1.stride, *stride2 = source.w2.stride;
+    const T w1 = load_element<T>(source.w1, base1 + c * stride1[2] + m * stride1[3]);
+    if (stationary) return w1;
+    const T w2 = load_element<T>(source.w2, base2 + c * stride2[2] + m * stride2[3]);
+    return (sum ? w1 + w2 : w1 - w2) / 2;
+  }
+};
+
+// visit_angles() on tensor cores; of the block's 64 frequencies.
+template <int kTokenParts, typename Visit>
+__device__ __forceinline__ void visit_product_angles(const FeatureSource& source,
+                                                     const Visit& visit) {
+  const int64_t token_blocks = (source.N + kTile - 1) / kTile;
+  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTile;
+  const int64_t b = bh / source.heads, head = bh % source.heads, m0 = int64_t{blockIdx.y} * kTile;
+  const Tokens tokens(source.x, b, head * source.x_heads / source.heads);
+  const HalfFrequencies<float> frequencies(source, b, head);
+  const auto x = [&](int row, int64_t c) {
+    return first + row < source.N ? tokens.load<float>(first + row, c) : 0.0f;
+  };
+  ProductSums u = {}, v = {};
+  const auto add = [&](bool sum, ProductSums& sums) {
+    const auto w = [&](int column, int64_t c) {
+      return m0 + column < source.M ? frequencies(c, m0 + column, sum) : 0.0f;
+    };
+    add_product<kTokenParts, Contiguous::kDepth, 2, Contiguous::kRows>(
+        source.d, x, w, dynamic_shared<float>(), sums);
+  };
+  add(true, u);
+  if (!frequencies.stationary) add(false, v);
+  const ProductTile at;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int64_t token = first + at.row(r, c), m = m0 + at.column(n, c);
+        if (token >= source.N || m >= source.M) continue;
+        Angle<float> angle;
+        angle.set_fast(u[r][n][c], v[r][n][c], frequencies.stationary);
+        visit(b, head, bh * source.N + token, token, m, angle);
+      }
+    }
+  }
+}
+
+// By the ordinary units where kTokenParts is 0, in T; else float32 by tensor cores.
+template <typename T, int kTokenParts, typename Visit>
+__device__ __forceinline__ void visit_angles_by(const FeatureSource& source, const Visit& visit) {
+  if constexpr (kTokenParts == 0) {
+    visit_angles<T>(source, visit);
+  } else {
+    visit_product_angles<kTokenParts>(source, visit);
+  }
+}
+template <typename... Parameters, typename... Arguments>
+const char* launch_product_angles(void (*kernel)(FeatureSource, Parameters...),
+                                  const FeatureSource& source, Stream stream,
+                                  Arguments&&... arguments) {
+  const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTile));
+  return launch(kernel, dim3(blocks, static_cast<unsigned>(ceil_div(source.M, kTile))),
+                dim3(kProductThreads), kProductShared, stream, source,
+                static_cast<Arguments&&>(arguments)...);
+}
+
+// Launches a kernel that visits the angles of `source` by the ordinary units.
 template <typename T, typename... Parameters, typename... Arguments>
 const char* launch_angles(void (*kernel)(FeatureSource, Parameters...), const FeatureSource& source,
                           Stream stream, Arguments&&... arguments) {

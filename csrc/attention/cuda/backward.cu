@@ -385,7 +385,7 @@ const char* attention_backward(const AttentionBackwardParams& params,
       return error;
     }
   }
-  return token_gradients<T>(params, executor, tokens.keys, gradients);
+  return token_gradients<T>(params, executor, tokens.keys, gradients, folds);
 }
 
 template const char* attention_backward<float>(const AttentionBackwardParams&,

@@ -35,6 +35,11 @@ inline Array contiguous(T* data, int64_t heads, int64_t N, int64_t width) {
   return array;
 }
 
+// TF32 numbers that an element of the tokens is taken for on tensor cores: 16 bits are one.
+inline int tf32_parts_of(const FeatureSource& source) {
+  return source.x.type == ElementType::kFloat32 ? 2 : 1;
+}
+
 // How features are written.
 template <typename T>
 struct FeatureOptions {
@@ -42,6 +47,7 @@ struct FeatureOptions {
   const T* logits = nullptr;  // [B, heads, N]  where it is NaN, features are zero
   const T* scales = nullptr;  // [B, heads, N]  multiply the features
   bool clean = false;         // features that are not finite become zero
+  bool tensor_cores = false;  // the products by TF32 in parts, sines and cosines to 1e-6
 };
 
 // phi [B, heads, N, width], cosines first, then sines.

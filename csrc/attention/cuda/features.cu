@@ -6,11 +6,11 @@ namespace ikattn::cuda {
 namespace {
 
 // phi [B, heads, N, width], cosines first.
-template <typename T>
+template <typename T, int kTokenParts>
 __global__ void __launch_bounds__(kTokenThreads, 2)
     feature_kernel(FeatureSource source, Array phi, FeatureOptions<T> options) {
-  visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
-                              const Angle<T>& angle) {
+  visit_angles_by<T, kTokenParts>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token,
+                                              int64_t m, const Angle<T>& angle) {
     const T logit = options.logits == nullptr ? T(0) : options.logits[index];
     const T factor = options.scales == nullptr ? T(2) : 2 * options.scales[index];
     const T scale = logit != logit || factor == T(0) ? T(0) : factor * angle.cos_v;
@@ -101,7 +101,14 @@ FeatureSource source_of(const FeaturesParams& params) {
 template <typename T>
 const char* write_features(const FeatureSource& source, const Array& phi,
                            const FeatureOptions<T>& options, Stream stream) {
-  return launch_angles<T>(feature_kernel<T>, source, stream, phi, options);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (options.tensor_cores) {
+      return launch_product_angles(
+          tf32_parts_of(source) == 1 ? feature_kernel<T, 1> : feature_kernel<T, 2>, source, stream,
+          phi, options);
+    }
+  }
+  return launch_angles<T>(feature_kernel<T, 0>, source, stream, phi, options);
 }
 
 template <typename T>

@@ -205,6 +205,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   };
   FeatureOptions<float> options;
   options.width = F;
+  options.tensor_cores = true;
   options.clean = for_backward;
   if (const char* error =
           write_features<float>(source_of(params, false), rows_of_half(phi_q, params.H, params.L),

@@ -8,11 +8,11 @@ namespace {
 constexpr double kTwoPi = 6.283185307179586476925;
 
 // Gradients of u and v, in units of x.w: [B, heads, N, M] each.
-template <typename T>
+template <typename T, int kTokenParts>
 __global__ void __launch_bounds__(kTokenThreads, 2)
     angle_gradient_kernel(FeatureSource source, Array grad_phi, T* grad_u, T* grad_v) {
-  visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
-                              const Angle<T>& angle) {
+  visit_angles_by<T, kTokenParts>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token,
+                                              int64_t m, const Angle<T>& angle) {
     const Tokens incoming(grad_phi, b, head);
     const T grad_cos = incoming.load<T>(token, m);
     const T grad_sin = incoming.load<T>(token, source.M + m);
@@ -30,23 +30,21 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
 // grad_x[n][c] = sum_m grad_u W+[c][m] + grad_v W-[c][m], and the magnitude's part:
 // grad_logits scale d|x|_p^2 / dx_c. A block: 64 tokens and 64 dimensions.
 //   out [B, heads, N, d]
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename T, bool kTensorCores>
+__global__ void __launch_bounds__(kTensorCores ? kProductThreads : kThreads, 1)
     token_gradient_kernel(FeatureSource source, Array out, const T* grad_u, const T* grad_v,
                           const T* grad_logits, const T* logits, double p, double magnitude_scale) {
   IKATTN_SHARED(double, norms, kTile);
   IKATTN_SHARED(T, factors, kTile);
-  const ThreadTile at;
+  constexpr int kBlockThreads = kTensorCores ? kProductThreads : kThreads;
   const int64_t token_blocks = (source.N + kTile - 1) / kTile;
   const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTile;
   const int64_t b = bh / source.heads, head = bh % source.heads, c0 = int64_t{blockIdx.y} * kTile;
-  const bool stationary = source.w2.type == ElementType::kNone;
-  const int64_t base1 = source.frequency_base(source.w1, b, head);
-  const int64_t base2 = source.frequency_base(source.w2, b, head);
+  const HalfFrequencies<T> half_frequencies(source, b, head);
   const Tokens x(source.x, b, head * source.x_heads / source.heads), gradient(out, b, head);
   const bool has_magnitude = grad_logits != nullptr && p > 0;
   if (has_magnitude) {
-    for (int row = threadIdx.x / 32; row < kTile; row += kThreads / 32) {
+    for (int row = threadIdx.x / 32; row < kTile; row += kBlockThreads / 32) {
       const int64_t token = first + row;
       if (token >= source.N) break;  // the whole warp
       const T logit = logits[bh * source.N + token];
@@ -65,38 +63,38 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto frequencies = [&](int column, int64_t k) {
     const int64_t c = c0 + column, m = k < source.M ? k : k - source.M;
-    if (c >= source.d) return T(0);
-    const T w1 =
-        load_element<T>(source.w1, base1 + c * source.w1.stride[2] + m * source.w1.stride[3]);
-    if (stationary) return w1;
-    const T w2 =
-        load_element<T>(source.w2, base2 + c * source.w2.stride[2] + m * source.w2.stride[3]);
-    return (k < source.M ? w1 + w2 : w1 - w2) / 2;
+    return c < source.d ? half_frequencies(c, m, k < source.M) : T(0);
   };
-  T sums[kPerThread][kPerThread];
-  dot_tile<T>(at, stationary ? source.M : 2 * source.M, angle_gradients, frequencies,
-              dynamic_shared<T>(), sums);
-#pragma unroll
-  for (int r = 0; r < kPerThread; ++r) {
-    const int64_t token = first + at.row(r);
-    if (token >= source.N) continue;
-    const T factor = has_magnitude ? factors[at.row(r)] : T(0);
-    const double norm = has_magnitude ? norms[at.row(r)] : 0.0;
-#pragma unroll
-    for (int column = 0; column < kPerThread; ++column) {
-      const int64_t c = c0 + at.column(column);
-      if (c >= source.d) continue;
-      T sum = sums[r][column];
-      if (factor != T(0)) {
-        const T value = x.load<T>(token, c);
-        if (p == 2) {
-          sum += factor * value;
-        } else if (value != T(0)) {
-          const double slope = norm * pow(fabs(static_cast<double>(value)) / norm, p - 1);
-          sum += factor * static_cast<T>(value < T(0) ? -slope : slope);
-        }
+  const auto finish = [&](int row, int column, T sum) {
+    const int64_t token = first + row, c = c0 + column;
+    if (token >= source.N || c >= source.d) return;
+    const T factor = has_magnitude ? factors[row] : T(0);
+    if (factor != T(0)) {
+      const T value = x.load<T>(token, c);
+      if (p == 2) {
+        sum += factor * value;
+      } else if (value != T(0)) {
+        const double norm = norms[row];
+        const double slope = norm * pow(fabs(static_cast<double>(value)) / norm, p - 1);
+        sum += factor * static_cast<T>(value < T(0) ? -slope : slope);
       }
-      gradient.store<T>(token, c, sum);
+    }
+    gradient.store<T>(token, c, sum);
+  };
+  const int64_t depth = half_frequencies.stationary ? source.M : 2 * source.M;
+  if constexpr (kTensorCores) {
+    ProductSums sums = {};
+    add_product<2, Contiguous::kDepth, 2, Contiguous::kDepth>(depth, angle_gradients, frequencies,
+                                                              dynamic_shared<T>(), sums);
+    visit_product(ProductTile(), sums, finish);
+  } else {
+    const ThreadTile at;
+    T sums[kPerThread][kPerThread];
+    dot_tile<T>(at, depth, angle_gradients, frequencies, dynamic_shared<T>(), sums);
+#pragma unroll
+    for (int r = 0; r < kPerThread; ++r) {
+#pragma unroll
+      for (int c = 0; c < kPerThread; ++c) finish(at.row(r), at.column(c), sums[r][c]);
     }
   }
 }
@@ -119,8 +117,37 @@ struct TokenShares {
   }
 };
 
+// What a block of the next kernel adds up: 64 dimensions and 64 frequencies over one share.
+struct FrequencyBlock {
+  int64_t c0, m0, frequency_batch, frequency_head, group;
+  int64_t first_head, end_head, first, end;  // of the share: heads, and tokens of each
+  int64_t size, offset;                      // of a part, and its place
+
+  __device__ FrequencyBlock(const FeatureSource& source, const TokenShares& shares) {
+    const int64_t tiles_m = (source.M + kTile - 1) / kTile;
+    const int64_t tiles_c = (source.d + kTile - 1) / kTile;
+    m0 = blockIdx.x % tiles_m * kTile;
+    c0 = blockIdx.x / tiles_m % tiles_c * kTile;
+    const int64_t sets = source.frequency_batches * source.frequency_heads;
+    const int64_t which = blockIdx.x / (tiles_m * tiles_c) % sets;
+    const int64_t share = blockIdx.x / (tiles_m * tiles_c) / sets;
+    frequency_batch = which / source.frequency_heads;
+    frequency_head = which % source.frequency_heads;
+    group = source.heads / source.frequency_heads;
+    first_head = share / shares.ranges * shares.heads_each;
+    end_head = min(first_head + shares.heads_each, shares.heads);
+    first = share % shares.ranges * TokenShares::kTokensEach;
+    end = min(first + TokenShares::kTokensEach, source.N);
+    size = source.d * source.M;
+    offset = (share * sets + which) * 2 * size;
+  }
+  // The batch and the head of the share's unit-th head.
+  __device__ int64_t batch(int64_t unit) const { return frequency_batch + unit / group; }
+  __device__ int64_t head(int64_t unit) const { return frequency_head * group + unit % group; }
+};
+
 // parts [share][frequency batch, head][u, v][d][M] = sum over the share's tokens of x grad_u and
-// x grad_v. A block: 64 dimensions and 64 frequencies.
+// x grad_v.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     frequency_part_kernel(FeatureSource source, TokenShares shares, const T* grad_u,
@@ -129,31 +156,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared<T> u = values + kDepth * kPitch;
   Shared<T> v = u + kDepth * kPitch;
   const ThreadTile at;
-  const int64_t tiles_m = (source.M + kTile - 1) / kTile, tiles_c = (source.d + kTile - 1) / kTile;
-  const int64_t m0 = blockIdx.x % tiles_m * kTile, c0 = blockIdx.x / tiles_m % tiles_c * kTile;
-  const int64_t sets = source.frequency_batches * source.frequency_heads;
-  const int64_t which = blockIdx.x / (tiles_m * tiles_c) % sets;
-  const int64_t share = blockIdx.x / (tiles_m * tiles_c) / sets;
-  const int64_t frequency_batch = which / source.frequency_heads;
-  const int64_t frequency_head = which % source.frequency_heads;
-  const int64_t group = source.heads / source.frequency_heads;
-  const int64_t first_head = share / shares.ranges * shares.heads_each;
-  const int64_t end_head = min(first_head + shares.heads_each, shares.heads);
-  const int64_t first = share % shares.ranges * TokenShares::kTokensEach;
-  const int64_t end = min(first + TokenShares::kTokensEach, source.N);
+  const FrequencyBlock block(source, shares);
   T sums_u[kPerThread][kPerThread] = {}, sums_v[kPerThread][kPerThread] = {};
-  for (int64_t unit = first_head; unit < end_head; ++unit) {
-    const int64_t b = frequency_batch + unit / group;
-    const int64_t head = frequency_head * group + unit % group;
+  for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
+    const int64_t b = block.batch(unit), head = block.head(unit);
     const Tokens x(source.x, b, head * source.x_heads / source.heads);
     const int64_t base = (b * source.heads + head) * source.N;
-    for (int64_t token0 = first; token0 < end; token0 += kDepth) {
+    for (int64_t token0 = block.first; token0 < block.end; token0 += kDepth) {
       __syncthreads();
       for (int index = threadIdx.x; index < kDepth * kTile; index += kThreads) {
         const int k = index / kTile, column = index % kTile;
-        const int64_t token = token0 + k, m = m0 + column;
-        const bool there = token < end;
-        const T value = there && c0 + column < source.d ? x.load<T>(token, c0 + column) : T(0);
+        const int64_t token = token0 + k, m = block.m0 + column, c = block.c0 + column;
+        const bool there = token < block.end;
+        const T value = there && c < source.d ? x.load<T>(token, c) : T(0);
         // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
         values[k * kPitch + column] = is_finite(value) ? value : T(0);
         const int64_t from = (base + token) * source.M + m;
@@ -178,18 +193,50 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
-  const int64_t size = source.d * source.M;
-  T* part = parts + (share * sets + which) * 2 * size;
+  T* part = parts + block.offset;
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
-      const int64_t row = c0 + at.row(r), column = m0 + at.column(c);
+      const int64_t row = block.c0 + at.row(r), column = block.m0 + at.column(c);
       if (row >= source.d || column >= source.M) continue;
       part[row * source.M + column] = sums_u[r][c];
-      part[size + row * source.M + column] = sums_v[r][c];
+      part[block.size + row * source.M + column] = sums_v[r][c];
     }
   }
+}
+
+// The same on tensor cores.
+template <int kTokenParts>
+__global__ void __launch_bounds__(kProductThreads, 1)
+    frequency_product_kernel(FeatureSource source, TokenShares shares, const float* grad_u,
+                             const float* grad_v, float* parts) {
+  const FrequencyBlock block(source, shares);
+  const auto add_up = [&](const float* gradients, float* part) {
+    ProductSums sums = {};
+    for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
+      const int64_t b = block.batch(unit), head = block.head(unit);
+      const Tokens x(source.x, b, head * source.x_heads / source.heads);
+      const int64_t base = (b * source.heads + head) * source.N + block.first;
+      const auto values = [&](int row, int64_t k) {
+        const int64_t c = block.c0 + row;
+        const float value = c < source.d ? x.load<float>(block.first + k, c) : 0.0f;
+        return is_finite(value) ? value : 0.0f;  // as above
+      };
+      const auto of_angles = [&](int column, int64_t k) {
+        const int64_t m = block.m0 + column;
+        return m < source.M ? gradients[(base + k) * source.M + m] : 0.0f;
+      };
+      add_product<kTokenParts, Contiguous::kRows, 2, Contiguous::kRows>(
+          block.end - block.first, values, of_angles, dynamic_shared<float>(), sums);
+    }
+    visit_product(ProductTile(), sums, [&](int row, int column, float sum) {
+      const int64_t c = block.c0 + row, m = block.m0 + column;
+      if (c < source.d && m < source.M) part[c * source.M + m] = sum;
+    });
+  };
+  add_up(grad_u, parts + block.offset);
+  add_up(grad_v, parts + block.offset + block.size);
 }
 
 // grad_w1 and grad_w2 += the parts, share after share.
@@ -217,37 +264,64 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
 template <typename T>
 const char* side_gradients(const FeatureSource& source, const Array& grad_phi, const Array& grad_x,
                            T* grad_w1, T* grad_w2, const T* grad_logits, const T* logits, double p,
-                           double magnitude_scale, const DeviceExecutor& executor) {
+                           double magnitude_scale, bool tensor_cores,
+                           const DeviceExecutor& executor) {
   const int64_t count = source.B * source.heads * source.N * source.M;
   T* grad_u = executor.take<T>(count);
   T* grad_v = executor.take<T>(count);
-  if (const char* error = launch_angles<T>(angle_gradient_kernel<T>, source, executor.stream,
-                                           grad_phi, grad_u, grad_v)) {
-    return error;
+  const char* error = nullptr;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (tensor_cores) {
+      error = launch_product_angles(
+          tf32_parts_of(source) == 1 ? angle_gradient_kernel<T, 1> : angle_gradient_kernel<T, 2>,
+          source, executor.stream, grad_phi, grad_u, grad_v);
+    }
   }
+  if (!tensor_cores) {
+    error = launch_angles<T>(angle_gradient_kernel<T, 0>, source, executor.stream, grad_phi, grad_u,
+                             grad_v);
+  }
+  if (error != nullptr) return error;
   const T *read_u = grad_u, *read_v = grad_v;
   if (grad_x.type != ElementType::kNone) {
-    const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTile));
-    if (const char* error =
-            launch(token_gradient_kernel<T>,
-                   dim3(blocks, static_cast<unsigned>(ceil_div(source.d, kTile))), dim3(kThreads),
-                   2 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, source, grad_x,
-                   read_u, read_v, grad_logits, logits, p, magnitude_scale)) {
-      return error;
+    const dim3 blocks(static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTile)),
+                      static_cast<unsigned>(ceil_div(source.d, kTile)));
+    const auto launch_with = [&](auto kernel, int threads, int64_t shared) {
+      return launch(kernel, blocks, dim3(static_cast<unsigned>(threads)), shared, executor.stream,
+                    source, grad_x, read_u, read_v, grad_logits, logits, p, magnitude_scale);
+    };
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (tensor_cores) {
+        error = launch_with(token_gradient_kernel<T, true>, kProductThreads, kProductShared);
+      }
     }
+    if (!tensor_cores) {
+      error = launch_with(token_gradient_kernel<T, false>, kThreads,
+                          2 * kDepth * kPitch * int64_t{sizeof(T)});
+    }
+    if (error != nullptr) return error;
   }
   if (grad_w1 == nullptr && grad_w2 == nullptr) return nullptr;
   const TokenShares shares(source);
   const int64_t sets = source.frequency_batches * source.frequency_heads;
   const int64_t elements = sets * source.d * source.M;
   T* parts = executor.take<T>(shares.count * 2 * elements);
-  const auto blocks = static_cast<unsigned>(shares.count * sets * ceil_div(source.d, kTile) *
-                                            ceil_div(source.M, kTile));
-  if (const char* error = launch(frequency_part_kernel<T>, dim3(blocks), dim3(kThreads),
-                                 3 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, source,
-                                 shares, read_u, read_v, parts)) {
-    return error;
+  const dim3 blocks(static_cast<unsigned>(shares.count * sets * ceil_div(source.d, kTile) *
+                                          ceil_div(source.M, kTile)));
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (tensor_cores) {
+      error = launch(
+          tf32_parts_of(source) == 1 ? frequency_product_kernel<1> : frequency_product_kernel<2>,
+          blocks, dim3(kProductThreads), kProductShared, executor.stream, source, shares, read_u,
+          read_v, parts);
+    }
   }
+  if (!tensor_cores) {
+    error = launch(frequency_part_kernel<T>, blocks, dim3(kThreads),
+                   3 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, source, shares,
+                   read_u, read_v, parts);
+  }
+  if (error != nullptr) return error;
   const T* read_parts = parts;
   return launch(frequency_gradient_kernel<T>,
                 dim3(static_cast<unsigned>(ceil_div(elements, kTokenThreads))), dim3(kTokenThreads),
@@ -263,7 +337,8 @@ T* data_of(const Array& array) {
 
 template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const SplitLogits<T>& keys, const PairGradients<T>& gradients) {
+                            const SplitLogits<T>& keys, const PairGradients<T>& gradients,
+                            bool tensor_cores) {
   const int64_t F = 2 * params.M;
   T* grad_w1 = data_of<T>(params.grad_w1);
   T* grad_w2 = data_of<T>(params.grad_w2);
@@ -271,7 +346,7 @@ const char* token_gradients(const AttentionBackwardParams& params, const DeviceE
   if (params.grad_query || frequencies) {
     if (const char* error = side_gradients<T>(
             source_of(params, false), contiguous(gradients.phi_q, params.H, params.L, F),
-            params.grad_query, grad_w1, grad_w2, nullptr, nullptr, 0, 0, executor)) {
+            params.grad_query, grad_w1, grad_w2, nullptr, nullptr, 0, 0, tensor_cores, executor)) {
       return error;
     }
   }
@@ -279,19 +354,19 @@ const char* token_gradients(const AttentionBackwardParams& params, const DeviceE
   return side_gradients<T>(source_of(params, true),
                            contiguous(gradients.phi_k, params.key_heads, params.S, F),
                            params.grad_key, grad_w1, grad_w2, gradients.logits, keys.high, params.p,
-                           params.magnitude_scale, executor);
+                           params.magnitude_scale, tensor_cores, executor);
 }
 
 template <typename T>
 const char* feature_gradients(const FeaturesParams& params, const DeviceExecutor& executor) {
   return side_gradients<T>(source_of(params), params.features, params.grad_x,
                            data_of<T>(params.grad_w1), data_of<T>(params.grad_w2), nullptr, nullptr,
-                           0, 0, executor);
+                           0, 0, false, executor);
 }
 
 #define IKATTN_INSTANTIATE(T)                                                                    \
   template const char* token_gradients<T>(const AttentionBackwardParams&, const DeviceExecutor&, \
-                                          const SplitLogits<T>&, const PairGradients<T>&);       \
+                                          const SplitLogits<T>&, const PairGradients<T>&, bool); \
   template const char* feature_gradients<T>(const FeaturesParams&, const DeviceExecutor&);
 IKATTN_INSTANTIATE(float)
 IKATTN_INSTANTIATE(double)

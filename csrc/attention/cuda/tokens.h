@@ -62,7 +62,8 @@ struct PairGradients {
 // grad_w2 added to, those that are there.
 template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const SplitLogits<T>& keys, const PairGradients<T>& gradients);
+                            const SplitLogits<T>& keys, const PairGradients<T>& gradients,
+                            bool tensor_cores);
 
 // The same of ikattn::features: params.features holds the incoming gradients.
 template <typename T>

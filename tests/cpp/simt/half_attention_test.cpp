@@ -31,6 +31,16 @@ const Case kHalfCases[] = {
      .d_v = 72,
      .M = 20,
      .frequency_heads = 1},
+    {.name = "wide_heads_and_odd_frequencies",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 70,
+     .S = 65,
+     .d = 70,
+     .d_v = 8,
+     .M = 33,
+     .frequency_heads = 1},
     {.name = "causal", .B = 1, .L = 150, .S = 150, .d_v = 16, .M = 9, .causal = true},
     {.name = "bool_mask", .L = 40, .S = 70, .d_v = 8, .masking = Masking::kBool},
     {.name = "dropout", .L = 40, .S = 70, .d_v = 8, .dropout = 0.3},
@@ -361,6 +371,18 @@ TEST(HalfAttentionOnDevice, Float32IsRoundedAsTf32Is) {
       expect_close(got.grad_value, truth.grad_value, 6 * 0x1p-12, "grad_value", 1e-3 / size);
     }
   }
+}
+
+// The frequencies' gradients, of more tokens than a share. Of two keys many rows have a score near
+// zero, and its gradient errs by its rounding over it.
+TEST(HalfAttentionOnDevice, FrequenciesOfManyTokens) {
+  Case c{.name = "shares", .B = 2, .H = 1, .G = 1, .L = 2049, .S = 2, .d_v = 8};
+  c.frequency_heads = 1;
+  c = of_type(c, ElementType::kBFloat16);
+  Call call(c);
+  const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
+  expect_close(got.grad_w1, truth.grad_w1, 5 * (2 * 0x1p-9 + 0x1p-10), "grad_w1");
+  expect_close(got.grad_w2, truth.grad_w2, 5 * (2 * 0x1p-9 + 0x1p-10), "grad_w2");
 }
 
 // Neither the sums of squares nor the scales of gradients leave float32.
