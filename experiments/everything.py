@@ -17,6 +17,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,10 +60,11 @@ QUICK = tuple(Run(f"{program}-quick", program, ("--quick",)) for program in MARK
 
 def folder_of(data: Path, marker: str) -> Path:
     """The folder under ``data`` that holds ``marker``."""
-    found = sorted(data.rglob(marker))
-    if not found:
-        raise FileNotFoundError(f"{data} holds no {marker}, in no folder")
-    return found[0].parent
+    for folder, folders, files in os.walk(data, followlinks=True):
+        folders.sort()
+        if marker in files or marker in folders:
+            return Path(folder)
+    raise FileNotFoundError(f"{data} holds no {marker}, in no folder")
 
 
 def command_of(run: Run, data: Path, out: Path) -> list[str]:
@@ -83,7 +85,7 @@ def command_of(run: Run, data: Path, out: Path) -> list[str]:
 def execute(run: Run, data: Path, out: Path) -> bool:
     """Runs one experiment, or tells that its log is there; returns whether it is in the end."""
     log, growing = out / f"{run.name}.log", out / f"{run.name}.log.partial"
-    if log.exists():
+    if log.is_file():
         print(f"{run.name:18s} kept: {log}", flush=True)
         return True
     start = time.monotonic()
@@ -104,6 +106,15 @@ def execute(run: Run, data: Path, out: Path) -> bool:
     return True
 
 
+def attempt(run: Run, data: Path, out: Path) -> bool:
+    """``execute``, or says why it could not."""
+    try:
+        return execute(run, data, out)
+    except OSError as problem:
+        print(f"{run.name:18s} failed: {problem}", flush=True)
+        return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of all data")
@@ -118,11 +129,12 @@ def main() -> None:
         for run in plan:
             command_of(run, options.data, options.out)
         options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
     except OSError as problem:
         parser.error(str(problem))
     start = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
-        done = list(pool.map(lambda run: execute(run, options.data, options.out), plan))
+        done = list(pool.map(lambda run: attempt(run, options.data, options.out), plan))
     print(f"{sum(done)} of {len(plan)} in {(time.monotonic() - start) / 60:.1f} min")
     sys.exit(0 if all(done) else 1)
 

@@ -56,10 +56,12 @@ class Maps : public torch::autograd::Function<Maps> {
     const auto wanted = wanted_gradients<kContributionInputs>(ctx, inputs);
     std::array<at::Tensor, kContributionInputs> gradients;
     if (at::GradMode::is_enabled()) {
+      const ExactArithmetic exact;
       const MapTensors maps = reference_maps(call);
       variable_list outputs, grad_outputs;
       for (int map = 0; map < kMaps; ++map) {
         if (!grad_maps[map].defined() || !maps[map].defined()) continue;
+        if (!maps[map].requires_grad()) continue;  // of an input that no gradient is asked for
         outputs.push_back(maps[map]);
         grad_outputs.push_back(grad_maps[map]);
       }
@@ -110,6 +112,7 @@ MapTensors maps_autograd(const ContributionCall& given) {
     if (input->defined()) present.push_back(*input);
     transformed = transformed || is_transformed(*input);
   }
+  const ExactArithmetic exact;
   if (transformed) return reference_maps(call);
   const variable_list maps = Maps::apply(at::TensorList(present), call);
   MapTensors result;

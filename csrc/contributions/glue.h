@@ -237,6 +237,7 @@ inline void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& 
 
 template <typename Device>
 MapTensors contribution_maps_of(const ContributionCall& call) {
+  const ExactArithmetic exact;
   const ContributionSizes sizes = check_contributions(call);
   const Block& block = call.block;
   const Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call));

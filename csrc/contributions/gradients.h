@@ -19,6 +19,7 @@ using Wanted = std::array<bool, kContributionInputs>;
 enum Input {
   kWeights = 0,
   kSources = 1,  // of streamed weights: query, key, w1, w2, key_bias, attn_mask
+  kMask = 6,     // the last of these
   kValue = 7,
   kProjection = 8,
   kResidual = 9,
@@ -27,8 +28,9 @@ enum Input {
 };
 
 // Of inputs that have an axis over the queries, that axis; else -1.
-inline int64_t query_axis(size_t input) {
+inline int64_t query_axis(size_t input, const at::Tensor& tensor) {
   if (input == kWeights || input == kSources) return 2;
+  if (input == kMask) return tensor.dim() >= 2 && tensor.size(-2) != 1 ? tensor.dim() - 2 : -1;
   return input == kResidual || input == kNormScale || input == kNormScale + 2 ? 1 : -1;
 }
 
@@ -41,7 +43,7 @@ struct Totals {
   void add(size_t input, const at::Tensor& part, int64_t i0) {
     if (!part.defined()) return;
     at::Tensor& total = inputs[input];
-    const int64_t axis = query_axis(input);
+    const int64_t axis = query_axis(input, total);
     (axis < 0 ? total : total.narrow(axis, i0, part.size(axis))).add_(part);
   }
 };
@@ -93,7 +95,8 @@ void add_scale_gradients(const at::Tensor& weights, const Keys& keys, const Bloc
   for (int n = 1; n >= 0; --n) {
     const at::Tensor& g = pairs.norms[n + 1];
     if (g.defined()) {
-      const at::Tensor part = g.mul(norms[n + 1]).sum(-1);
+      // What comes in at a pair without norm may be anything.
+      const at::Tensor part = g.mul(norms[n + 1]).masked_fill_(norms[n + 1] == 0, 0).sum(-1);
       sum = sum.defined() ? sum + part : part;
     }
     const size_t input = kNormScale + 2 * n;
@@ -109,7 +112,6 @@ inline void add_own_gradients(const at::Tensor& weights, const Keys& keys, const
                               const MapTensors& grads, int64_t i0, const Wanted& wanted,
                               const at::Tensor& grad_weights, Totals& totals) {
   using torch::autograd::variable_list;
-  const c10::InferenceMode ordinary_mode(false);
   const at::AutoGradMode gradients_on(true);
   Block block = given;
   variable_list leaves;
@@ -168,7 +170,6 @@ inline WeightsGraph weights_graph(const ContributionCall& round, at::ScalarType 
     graph.weights = round.source.attn_weights;
     return graph;
   }
-  const c10::InferenceMode ordinary_mode(false);
   const at::AutoGradMode gradients_on(true);
   ContributionCall call = round;
   const auto inputs = differentiable_inputs(call);
@@ -208,7 +209,7 @@ inline at::Tensor unpacked(const at::Tensor& outer, int64_t H, int64_t S) {
   }
   const at::Tensor index = at::tensor(entries, at::kLong).to(outer.device());
   const at::Tensor matrices = outer.index_select(2, index).transpose(2, 3);
-  return matrices.reshape({outer.size(0), -1, H, H}).narrow(1, 0, S);
+  return matrices.reshape({outer.size(0), outer.size(1) * kFactorBlock, H, H}).narrow(1, 0, S);
 }
 
 // From the outer products, and the gradient of value norms, to value, projection and norm weights:
@@ -286,7 +287,9 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
 template <typename Device>
 Gradients contribution_gradients_of(const MapTensors& grad_maps, const ContributionCall& given,
                                     const Wanted& wanted) {
+  const c10::InferenceMode ordinary_mode(false);
   const at::AutoGradMode gradients_off(false);
+  const ExactArithmetic exact;
   const ContributionSizes sizes = check_contributions(given);
   ContributionCall call = given;
   Block& block = call.block;

@@ -219,7 +219,9 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
   };
   finish(kSummed, 0);
   if (block.residual.defined()) {
-    own = own + wide(block.residual);
+    at::Tensor residual = wide(block.residual);
+    if (padding.defined()) residual = zero_where(padding.unsqueeze(-1), residual);
+    own = own + residual;
     finish(kWithResidual, 0);
     for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
       const at::Tensor weight = wide(block.norm_weight[n]);

@@ -59,7 +59,8 @@ std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
   return wanted;
 }
 
-// Gradients of `outputs` by the reference's graph, itself differentiable.
+// Gradients of `outputs` by the reference's graph, itself differentiable; zeros where there are
+// none.
 template <size_t kCount>
 std::array<at::Tensor, kCount> differentiable_gradients(
     const variable_list& outputs, const variable_list& grad_outputs,
@@ -68,9 +69,14 @@ std::array<at::Tensor, kCount> differentiable_gradients(
   for (size_t i = 0; i < kCount; ++i) {
     if (wanted[i]) sources.push_back(inputs[i]);
   }
-  const variable_list found = torch::autograd::grad(outputs, sources, grad_outputs,
-                                                    /*retain_graph=*/true, /*create_graph=*/true,
-                                                    /*allow_unused=*/true);
+  variable_list found(sources.size());
+  if (!outputs.empty()) {
+    found = torch::autograd::grad(outputs, sources, grad_outputs, /*retain_graph=*/true,
+                                  /*create_graph=*/true, /*allow_unused=*/true);
+  }
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (!found[i].defined()) found[i] = at::zeros_like(sources[i]);
+  }
   std::array<at::Tensor, kCount> gradients;
   size_t next = 0;
   for (size_t i = 0; i < kCount; ++i) {

@@ -556,6 +556,40 @@ def test_part_by_part_dropout_is_that_of_all_at_once(
     assert_same(actual, run(module, arguments))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"dropout": 0.3}], ids=str)
+@pytest.mark.parametrize("mask", ["none", "bool padding", "float 2-D"])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_under_autocast(kernel, mask, options, dtype, every_call_is_large):
+    """The backward, outside, makes the weights of the forward again."""
+    module, arguments = make(kernel, **options).float(), arguments_of(mask, True, False)
+    arguments = {
+        name: x.detach().float().requires_grad_() if x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+
+    def gradients():
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype):
+            output, weights = module(**arguments)
+        leaves = [*module.parameters(), *(x for x in arguments.values() if x.requires_grad)]
+        loss = output.float().square().sum() + weights.float().square().sum()
+        return [output, weights, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+    results = gradients()
+    assert all(x is None or x.isfinite().all() for x in results)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(gradients(), results, strict=True))
+
+
+def test_part_by_part_fake_tensors_and_other_default_devices(every_call_is_large):
+    module, x = make("dot", dropout=0.4), batch(L, N, E)
+    with torch.device("meta"):
+        assert module(x, x, x)[1].device == x.device
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
+        assert module(fake, fake, fake)[1].shape == (N, L, L)
+
+
 def test_part_by_part_dropout_follows_the_seed(every_call_is_large):
     module, x = make("dot", dropout=0.4), batch(L, N, E)
 

@@ -317,6 +317,86 @@ def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: fl
         assert_close(got, right, 2e-6)
 
 
+@pytest.mark.parametrize("masked", ["query_padding", "both paddings"])
+def test_what_padded_rows_hold_never_shows_in_gradients(masked: str) -> None:
+    """Not in the residual either, of which NaN would come through the norm's derivative."""
+    arguments = PADDED.arguments()
+    if masked == "query_padding":
+        del arguments["key_padding"]
+    spoiled = dict(arguments)
+    spoiled["residual"] = arguments["residual"].clone()
+    spoiled["residual"][arguments["query_padding"]] = torch.nan
+
+    def gradients(call: dict[str, Any]) -> tuple[Tensor, ...]:
+        leaves = {name: x.detach().requires_grad_() for name, x in differentiable(call).items()}
+        maps = named(maps_of(replaced(call, leaves)))
+        return torch.autograd.grad(sum(map_.sum() for map_ in maps.values()), leaves.values())  # type: ignore[arg-type]
+
+    for got, expected in zip(gradients(spoiled), gradients(arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_what_comes_in_at_pairs_without_norm_does_not_matter() -> None:
+    arguments = Sample("causal", causal=True, T=5, S=5, steps=2).arguments()
+    scale = arguments["norm"].scale.requires_grad_()
+    map_ = ikattn.contributions(**arguments, maps=["with_norm"]).with_norm
+    assert map_ is not None
+    incoming = torch.ones_like(map_).masked_fill(map_ == 0, torch.inf)
+    (got,) = torch.autograd.grad(map_, scale, incoming, retain_graph=True)
+    (expected,) = torch.autograd.grad(map_.sum(), scale)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_maps_that_depend_on_nothing_wanted_have_no_gradient(create_graph: bool) -> None:
+    arguments = BLOCK.arguments()
+    weights = arguments["attn_weights"].requires_grad_()
+    maps = ikattn.contributions(**arguments)
+    assert maps.summed is not None
+    assert maps.value_norms is not None
+    for loss in (maps.summed.sum() + maps.value_norms.sum(), maps.value_norms.sum()):
+        if not loss.requires_grad:
+            continue
+        (got,) = torch.autograd.grad(loss, weights, create_graph=create_graph, retain_graph=True)
+        assert got.isfinite().all()
+
+
+def test_empty_batches_have_gradients() -> None:
+    arguments = Sample("no batch", B=0).arguments()
+    leaves = {name: x.requires_grad_() for name, x in differentiable(arguments).items()}
+    maps = named(maps_of(replaced(arguments, leaves)))
+    sum(map_.sum() for map_ in maps.values()).backward()  # type: ignore[union-attr]
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves.values())
+
+
+def test_backward_in_inference_mode() -> None:
+    """Of a graph made outside: torch's own operations allow it."""
+    arguments = BLOCK.arguments()
+    weights = arguments["attn_weights"].requires_grad_()
+    loss = sum(map_.sum() for map_ in named(maps_of(arguments)).values())
+    assert isinstance(loss, Tensor)
+    (expected,) = torch.autograd.grad(loss, weights, retain_graph=True)
+    with torch.inference_mode():
+        (got,) = torch.autograd.grad(loss, weights)
+    assert torch.equal(got, expected)
+
+
+def test_autocast_changes_nothing() -> None:
+    """Maps and gradients, also where the backward runs inside: types are those of the arguments."""
+
+    def maps_and_gradients() -> list[Tensor]:
+        arguments = BLOCK.arguments(torch.float32)
+        leaves = {name: x.requires_grad_() for name, x in differentiable(arguments).items()}
+        maps = list(named(maps_of(replaced(arguments, leaves))).values())
+        loss = torch.stack([map_.sum() for map_ in maps]).sum()
+        return [*maps, *torch.autograd.grad(loss, leaves.values())]
+
+    expected = maps_and_gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = maps_and_gradients()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
     arguments = Sample("causal", causal=True, T=5, S=5, steps=0).arguments()
     weights = arguments["attn_weights"].requires_grad_()

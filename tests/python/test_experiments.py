@@ -458,6 +458,17 @@ def test_everything_keeps_what_has_been_run(
     assert not (tmp_path / "bad.log").exists()
 
 
+def test_everything_follows_links_and_survives_a_bad_log(
+    tmp_path: Path, everything: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/there").symlink_to(tmp_path / "data")
+    assert everything.folder_of(tmp_path / "links", "alignment.talp").is_dir()
+    (tmp_path / "a.log.partial").mkdir()
+    assert not everything.attempt(everything.Run("a", "regression", ()), tmp_path, tmp_path)
+    assert "a.log.partial" in capsys.readouterr().out
+
+
 def test_everything_names_the_data_that_are_missing(source_tree: Path, tmp_path: Path) -> None:
     result = run(source_tree, "everything.py", "--data", tmp_path, "--out", "out", cwd=tmp_path)
     assert result.returncode == 2

@@ -144,6 +144,43 @@ def test_streaming_many_rounds_gives_what_one_gives() -> None:
     assert_close(leaf.grad, wide.grad, 1e-5)
 
 
+@pytest.mark.parametrize("shape", [(300, 300), (64, 300, 300), (300,), (64, 1, 300)], ids=str)
+def test_a_mask_has_its_gradient_over_many_rounds(shape: tuple[int, ...]) -> None:
+    """Of some 200 queries each, which a mask may or may not tell apart."""
+    torch.manual_seed(6)
+    query, key, value = torch.randn(3, 1, 64, 300, 4, dtype=torch.float64).unbind()
+    projection = torch.randn(5, 64 * 4, dtype=torch.float64)
+    mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    incoming = torch.randn(1, 300, 300, dtype=torch.float64)
+    streamed = ikattn.streamed_contributions(
+        query, key, value, projection, attn_mask=mask, maps=["summed"]
+    ).summed
+    weights = softmax_weights(query, key, attn_mask=mask)
+    given = ikattn.contributions(weights, value, projection, maps=["summed"]).summed
+    assert streamed is not None
+    assert given is not None
+    (got,) = torch.autograd.grad(streamed, mask, incoming)
+    (expected,) = torch.autograd.grad(given, mask, incoming)
+    assert_close(got, expected, 1e-11)
+
+
+def test_autocast_changes_nothing() -> None:
+    torch.manual_seed(7)
+    query, key, value = torch.randn(3, 1, 4, 9, 5).unbind()
+    projection, w1 = torch.randn(6, 20), torch.randn(4, 5, 3)
+
+    def maps_and_gradients() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (query, key, value, projection, w1)]
+        maps = ikattn.streamed_contributions(*leaves[:4], w1=leaves[4], maps=["summed"]).summed
+        assert maps is not None
+        return [maps, *torch.autograd.grad(maps.sum(), leaves)]
+
+    expected = maps_and_gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = maps_and_gradients()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_opcheck_of_streamed_weights() -> None:
     (_, value, projection), named_ = operator_call(BLOCK)
     query, key = torch.randn(2, 2, 4, 7, 5, dtype=torch.float64).unbind()

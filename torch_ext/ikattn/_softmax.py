@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ikattn._masks import Masks, as_bias, hidden
 from ikattn.magnitude import LearnedOrder
@@ -147,10 +148,11 @@ def _is_large(query: Tensor, key: Tensor) -> bool:
     """Whether to go part by part: many weights, and nothing that differentiates in other ways.
 
     A compiler is shown the plain composition, and so are torch.func and forward-mode duals, for
-    which ``_MeanWeights`` has no rules. Meta tensors hold nothing anyway.
+    which ``_MeanWeights`` has no rules. Meta and fake tensors hold nothing anyway.
     """
     if (
         query.is_meta
+        or _get_current_dispatch_mode() is not None
         or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
@@ -164,7 +166,7 @@ class _Dropout:
 
     def __init__(self, p: float) -> None:
         self.p = p
-        self.seed = 0 if p == 0.0 else int(torch.randint(1 << 62, ()))
+        self.seed = 0 if p == 0.0 else int(torch.randint(1 << 62, (), device="cpu"))
 
     def begin(self, device: torch.device) -> Callable[[Tensor], Tensor | None]:
         """Begins a pass: what is returned gives the factors of the next weights; None: all 1."""
@@ -192,6 +194,9 @@ class _MeanWeights(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value, *biases)
         ctx.drop = drop
+        device = query.device.type
+        enabled = torch.is_autocast_enabled(device)
+        ctx.autocast = (device, torch.get_autocast_dtype(device) if enabled else None, enabled)
         next_factors = drop.begin(query.device)
         wide = query.dtype if query.dtype == torch.float64 else torch.float32
         mean = query.new_zeros(query.size(0), query.size(2), key.size(2), dtype=wide)
@@ -208,6 +213,11 @@ class _MeanWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(*ctx.autocast):  # weights come as they did in the forward
+            return _MeanWeights._gradients(ctx, grad_output, grad_mean)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_output: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *biases = ctx.saved_tensors
         inputs = (query, key, value, None, *biases)
         grads = [
