@@ -72,7 +72,7 @@ def compare_tiny(seconds: float) -> None:
 
 SETUP = """
     import copy
-    stock = torch.nn.MultiheadAttention(512, 8, batch_first=True)
+    stock = torch.nn.MultiheadAttention(512, 8, {dropout}, batch_first=True)
     ours = ikattn.convert(copy.deepcopy(stock), {kernel!r})
     few, x = torch.randn(1, 64, 512), torch.randn(1, {length}, 512)
     def step(module, x):
@@ -85,11 +85,13 @@ def compare_memory(length: int) -> None:
     one = length * length * 4 / 2**20
     print(f"MiB above the inputs, N = {length}, H = 8; weights [N, L, S] are {one:.0f}, of all")
     print(f"heads {8 * one:.0f}")
-    for kernel in ("dot", "rbf", "implicit"):
-        setup = SETUP.format(kernel=kernel, length=length)
-        used = peak_memory(setup, "step(ours, x)", "step(ours, few)")
-        print(f"  {kernel:10s} {used:9.1f}")
-    print(f"  {'stock':10s} {peak_memory(setup, 'step(stock, x)', 'step(stock, few)'):9.1f}")
+    for dropout in (0.0, 0.1):
+        print(f"dropout {dropout}")
+        for kernel in ("dot", "rbf", "implicit"):
+            setup = SETUP.format(kernel=kernel, length=length, dropout=dropout)
+            used = peak_memory(setup, "step(ours, x)", "step(ours, few)")
+            print(f"  {kernel:10s} {used:9.1f}")
+        print(f"  {'stock':10s} {peak_memory(setup, 'step(stock, x)', 'step(stock, few)'):9.1f}")
 
 
 def main() -> None:
