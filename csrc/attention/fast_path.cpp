@@ -33,7 +33,7 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
   params.value = array_of(value);
   params.eps = eps;
   params.is_causal = is_causal;
-  params.allow_tf32 = at::globalContext().allowTF32CuBLAS();
+  params.allow_tf32 = torch_allows_tf32();
   if (is_present(attn_mask)) {
     params.mask = array_of(*attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
   }

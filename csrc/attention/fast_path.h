@@ -21,7 +21,7 @@ inline const char* why_no_tensor_cores(const AttentionParams& params) {
   const bool is_half = value.type == ElementType::kFloat16 || value.type == ElementType::kBFloat16;
   if (!is_half && (value.type != ElementType::kFloat32 || !params.allow_tf32)) {
     return "query, key and value must be float16 or bfloat16, or float32 where torch allows TF32 "
-           "(torch.backends.cuda.matmul.allow_tf32)";
+           "(torch.backends.cuda.matmul.fp32_precision = 'tf32')";
   }
   // Where no row's largest key is known beforehand, only eps bounds the gradients of scores.
   if (params.eps < 1e-8 && (params.is_causal || params.mask.type != ElementType::kNone)) {

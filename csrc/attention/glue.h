@@ -15,6 +15,13 @@
 namespace ikattn {
 namespace {
 
+// By the newer of torch's two settings, which the older one sets, too; to ask for the older raises
+// an error where only the newer was used.
+inline bool torch_allows_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
 inline double pair_work(const AttentionSizes& sizes) {
   return static_cast<double>(sizes.B * sizes.H) * static_cast<double>(sizes.L * sizes.S) *
              static_cast<double>(2 * sizes.M + sizes.d_v) +

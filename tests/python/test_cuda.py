@@ -82,9 +82,13 @@ def test_gradients_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_float32_where_torch_allows_tf32(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision"])
+def test_float32_where_torch_allows_tf32(
+    causal: bool, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On tensor cores, value and incoming gradient rounded to 11 bits, of any size."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    matmul = torch.backends.cuda.matmul
+    monkeypatch.setattr(matmul, setting, True if setting == "allow_tf32" else "tf32")
     torch.manual_seed(0)
     shape = (2, 4, 300, 40)
     arguments: Arguments = {

@@ -53,7 +53,7 @@ def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
     assert reason.startswith(
         "not on tensor cores: query, key and value must be float16 or bfloat16"
     )
-    assert "allow_tf32" in reason
+    assert "fp32_precision" in reason
     half = [x.half() for x in inputs()[:3]]
     assert ikattn.why_not_fast(*half, inputs()[3], device="cuda") is None
 

@@ -40,7 +40,7 @@ struct Cuda {
                   const Params& params) {
     cuda::Call call(function, query);
     Params with_context = params;
-    with_context.allow_tf32 = at::globalContext().allowTF32CuBLAS();
+    with_context.allow_tf32 = torch_allows_tf32();
     call.check(kernels[compute_index(query)](with_context, executor_of(call)));
   }
 };
