@@ -151,9 +151,9 @@ def _is_large(query: Tensor, key: Tensor) -> bool:
     which ``_MeanWeights`` has no rules. Meta and fake tensors hold nothing anyway.
     """
     if (
-        query.is_meta
+        torch.compiler.is_compiling()  # first: a compiler knows the others not
+        or query.is_meta
         or _get_current_dispatch_mode() is not None
-        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     ):
