@@ -259,11 +259,13 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
       if (block.centered[n]) gradient.sub_(gradient.mean(-1, true));
     }
     if (grad_value_norms.defined()) {
-      const at::Tensor norms = at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1});
+      // In float64: squares may leave the range of float32.
+      const at::Tensor norms =
+          at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1}, false, at::kDouble);
       const at::Tensor incoming =
           grad_value_norms.narrow(2, j0, tokens).transpose(1, 2).reshape({count, H});
       const at::Tensor slope = (incoming / norms).masked_fill_(norms == 0, 0);
-      const at::Tensor part = vectors * slope.unsqueeze(-1);
+      const at::Tensor part = vectors * slope.to(vectors.scalar_type()).unsqueeze(-1);
       gradient = gradient.defined() ? gradient.add_(part) : part;
     }
     for (int64_t h = 0; h < H; ++h) {

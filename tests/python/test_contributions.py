@@ -316,6 +316,15 @@ def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: fl
     for got, right in zip(gradients_of_norms(summed, *call), expected, strict=True):
         assert_close(got, right, 2e-6)
 
+    def value_norms(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+        found = ikattn.contributions(weights, value, projection, maps=["value_norms"]).value_norms
+        assert found is not None
+        return found + 0 * weights.sum()
+
+    expected = gradients_of_norms(value_norms, *(x.double() for x in call))
+    for got, right in zip(gradients_of_norms(value_norms, *call), expected, strict=True):
+        assert_close(got, right, 2e-6)
+
 
 @pytest.mark.parametrize("masked", ["query_padding", "both paddings"])
 def test_what_padded_rows_hold_never_shows_in_gradients(masked: str) -> None:

@@ -151,7 +151,7 @@ def _is_large(query: Tensor, key: Tensor) -> bool:
     which ``_MeanWeights`` has no rules. Meta and fake tensors hold nothing anyway.
     """
     if (
-        torch.compiler.is_compiling()  # first: a compiler knows the others not
+        torch.compiler.is_compiling()  # first: compilers cannot trace the others
         or query.is_meta
         or _get_current_dispatch_mode() is not None
         or torch._C._are_functorch_transforms_active()
