@@ -150,10 +150,6 @@ void pair_norms(const at::Tensor& weights, const Keys& keys, const Block& block,
 
 // --- A query's own pair, and the sum over the others: vectors [B, rows, D]
 
-inline at::Tensor project(const at::Tensor& heads, const at::Tensor& projection) {
-  return at::matmul(heads.transpose(1, 2).flatten(2), projection.t());
-}
-
 // [B, H, rows, *] as [B, G, H / G * rows, *], the rows that meet the same value head together.
 inline at::Tensor by_value_head(const at::Tensor& heads, int64_t G) {
   return heads.reshape({heads.size(0), G, heads.size(1) / G * heads.size(2), heads.size(3)});
@@ -198,14 +194,11 @@ inline at::Tensor norms_of(const at::Tensor& vectors, const at::Tensor& padding)
 inline void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& block,
                       const MapTensors& maps) {
   const int64_t rows = weights.size(2);
-  at::Tensor padding = block.query_padding;
-  if (block.key_padding.defined()) {
-    const at::Tensor own = block.key_padding.narrow(1, block.diagonal, rows);
-    padding = padding.defined() ? at::logical_or(padding, own) : own;
-  }
-  at::Tensor own = own_vectors(weights, keys, block), others, scale;
+  const at::Tensor padding = own_padding(block, rows);
+  const std::array<at::Tensor, 3> scales = pair_scales(block, keys.value.scalar_type());
+  at::Tensor own = own_vectors(weights, keys, block), others;
   if (block.maps[kMixingRatios]) others = other_vectors(weights, keys, block);
-  const auto finish = [&](Map map) {
+  const auto finish = [&](Map map, int variant) {
     at::Tensor norms = norms_of(own, padding);
     if (others.defined()) {
       maps[kMixingRatios]
@@ -213,25 +206,20 @@ inline void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& 
           .copy_(ratio_of(norms, norms_of(others, block.query_padding)));
     }
     if (map == kSummed || !block.maps[map]) return;
-    if (scale.defined()) {
+    if (const at::Tensor& scale = scales[variant]; scale.defined()) {
       maps[map].div_(scale.unsqueeze(-1));
       norms.div_(scale);
     }
     maps[map].diagonal(block.diagonal, 1, 2).copy_(norms);
   };
-  finish(kSummed);
+  finish(kSummed, 0);
   if (!block.residual.defined()) return;
   own.add_(block.residual);
-  finish(kWithResidual);
+  finish(kWithResidual, 0);
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
     apply_norm_(own, keys.weights[n], block.centered[n]);
     if (others.defined()) apply_norm_(others, keys.weights[n], block.centered[n]);
-    at::Tensor norm_scale = block.norm_scale[n].to(own.scalar_type());
-    if (block.query_padding.defined()) {
-      norm_scale = norm_scale.masked_fill(block.query_padding, 1);
-    }
-    scale = scale.defined() ? scale * norm_scale : norm_scale;
-    finish(n == 0 ? kWithNorm : kEncoder);
+    finish(n == 0 ? kWithNorm : kEncoder, n + 1);
   }
 }
 

@@ -49,30 +49,24 @@ struct Totals {
 };
 
 // The gradients of the norms of every variant [B, rows, S] from those of the maps, without the own
-// pairs of the maps that have those apart; and what `scales` divides the pairs by.
-struct PairGradientsOfMaps {
-  std::array<at::Tensor, 3> norms, scales;
-};
+// pairs of the maps that have those apart.
+using NormGradients = std::array<at::Tensor, 3>;
 
-inline PairGradientsOfMaps pair_gradients_of(const MapTensors& grads, const Block& block) {
-  PairGradientsOfMaps result;
-  for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
-    at::Tensor scale = block.norm_scale[n].to(at::kDouble);
-    if (block.query_padding.defined()) scale = scale.masked_fill(block.query_padding, 1);
-    result.scales[n + 1] = n == 0 ? scale : result.scales[n] * scale;
-  }
+inline NormGradients norm_gradients_of(const MapTensors& grads, const Block& block) {
+  NormGradients result;
+  const std::array<at::Tensor, 3> scales = pair_scales(block, at::kDouble);
   for (int variant = 0; variant < 3; ++variant) {
     at::Tensor total = grads[kWithResidual + variant];
     if (total.defined()) {
       total = total.to(at::kDouble, false, /*copy=*/true);
       total.diagonal(block.diagonal, 1, 2).zero_();
-      if (variant > 0) total.div_(result.scales[variant].unsqueeze(-1));
+      if (variant > 0) total.div_(scales[variant].unsqueeze(-1));
     }
     if (variant == 0 && grads[kSummed].defined()) {
       const at::Tensor summed = grads[kSummed].to(at::kDouble);
       total = total.defined() ? total.add_(summed) : summed;
     }
-    result.norms[variant] = total;
+    result[variant] = total;
   }
   return result;
 }
@@ -80,30 +74,29 @@ inline PairGradientsOfMaps pair_gradients_of(const MapTensors& grads, const Bloc
 // The scales' gradients by all pairs but the own ones: d(n / s) = -n / s^2.
 template <typename Device>
 void add_scale_gradients(const at::Tensor& weights, const Keys& keys, const Block& block,
-                         const PairGradientsOfMaps& pairs, int64_t i0, const Wanted& wanted,
+                         const NormGradients& incoming, int64_t i0, const Wanted& wanted,
                          Totals& totals) {
+  if (!wanted[kNormScale] && !wanted[kNormScale + 2]) return;
   std::array<at::Tensor, 3> norms;
   bool any = false;
   for (int variant = 1; variant < 3; ++variant) {
-    if (!pairs.norms[variant].defined()) continue;
-    norms[variant] = at::empty(pairs.norms[variant].sizes(), pairs.norms[variant].options());
+    if (!incoming[variant].defined()) continue;
+    norms[variant] = at::empty(incoming[variant].sizes(), incoming[variant].options());
     any = true;
   }
   if (!any) return;
   pair_norms<Device>(weights, keys, block, norms);
+  const std::array<at::Tensor, 2> scales = norm_scales(block, at::kDouble);
   at::Tensor sum;  // over the variants that the norm is part of, of g n
   for (int n = 1; n >= 0; --n) {
-    const at::Tensor& g = pairs.norms[n + 1];
+    const at::Tensor& g = incoming[n + 1];
     if (g.defined()) {
       // What comes in at a pair without norm may be anything.
       const at::Tensor part = g.mul(norms[n + 1]).masked_fill_(norms[n + 1] == 0, 0).sum(-1);
       sum = sum.defined() ? sum + part : part;
     }
     const size_t input = kNormScale + 2 * n;
-    if (!sum.defined() || !wanted[input]) continue;
-    at::Tensor scale = block.norm_scale[n].to(at::kDouble);
-    if (block.query_padding.defined()) scale = scale.masked_fill(block.query_padding, 1);
-    totals.add(input, -sum / scale, i0);
+    if (sum.defined() && wanted[input]) totals.add(input, -sum / scales[n], i0);
   }
 }
 
@@ -286,6 +279,24 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
   }
 }
 
+// Through all pairs of some queries but their own: grad_weights is written, the keys' sums grow.
+template <typename Device>
+void add_pair_gradients(const at::Tensor& weights, const Keys& keys, const Block& block,
+                        const NormGradients& incoming, const at::Tensor& grad_weights,
+                        Totals& totals) {
+  PairGradientParams params;
+  set_pairs(params, weights, keys, block, incoming);
+  if (params.variants == 0) return;
+  if (grad_weights.defined()) params.grad_weights = array_of(grad_weights);
+  int index = 0;
+  for (int variant = 0; variant < 3; ++variant) {
+    if (!incoming[variant].defined()) continue;
+    const at::Tensor& outer = totals.outer[variant];
+    params.outer[index++] = outer.defined() ? outer.mutable_data_ptr<double>() : nullptr;
+  }
+  Device::pair_gradients(params, keys.value, 3 * pair_work(params));
+}
+
 template <typename Device>
 Gradients contribution_gradients_of(const MapTensors& grad_maps, const ContributionCall& given,
                                     const Wanted& wanted) {
@@ -337,22 +348,9 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     } else if (wants_weights) {
       grad_weights = at::zeros(weights.sizes(), weights.options().dtype(type));
     }
-    const PairGradientsOfMaps pairs = pair_gradients_of(grads, round.block);
-    PairGradientParams params;
-    set_pairs(params, weights, keys, round.block, pairs.norms);
-    if (params.variants > 0) {
-      if (wants_weights) params.grad_weights = array_of(grad_weights);
-      int index = 0;
-      for (int variant = 0; variant < 3; ++variant) {
-        if (!pairs.norms[variant].defined()) continue;
-        if (wants_keys) params.outer[index] = totals.outer[variant].mutable_data_ptr<double>();
-        ++index;
-      }
-      Device::pair_gradients(params, keys.value, 3 * pair_work(params));
-    }
-    if (wanted[kNormScale] || wanted[kNormScale + 2]) {
-      add_scale_gradients<Device>(weights, keys, round.block, pairs, i0, wanted, totals);
-    }
+    const NormGradients incoming = norm_gradients_of(grads, round.block);
+    add_pair_gradients<Device>(weights, keys, round.block, incoming, grad_weights, totals);
+    add_scale_gradients<Device>(weights, keys, round.block, incoming, i0, wanted, totals);
     if (needs_own) {
       add_own_gradients(weights, keys, round.block, grads, i0, wanted, grad_weights, totals);
     }

@@ -40,7 +40,15 @@ at::Tensor hide(at::Tensor weights, const Block& block) {
   return weights;
 }
 
-// [B, rows] true on the rows whose own pair counts for nothing.
+// bool [rows, S], true where a query meets itself
+at::Tensor own_pairs(const at::Tensor& weights, const Block& block) {
+  return at::ones({weights.size(2), weights.size(3)}, weights.options().dtype(at::kBool))
+      .tril(block.diagonal)
+      .triu(block.diagonal);
+}
+
+}  // namespace
+
 at::Tensor own_padding(const Block& block, int64_t rows) {
   at::Tensor padding = block.query_padding;
   if (block.key_padding.defined()) {
@@ -50,32 +58,24 @@ at::Tensor own_padding(const Block& block, int64_t rows) {
   return padding;
 }
 
-// bool [rows, S], true where a query meets itself
-at::Tensor own_pairs(const at::Tensor& weights, const Block& block) {
-  return at::ones({weights.size(2), weights.size(3)}, weights.options().dtype(at::kBool))
-      .tril(block.diagonal)
-      .triu(block.diagonal);
-}
-
-// [B, H, rows, d_v] -> [B, rows, D]
 at::Tensor project(const at::Tensor& heads, const at::Tensor& projection) {
   return at::matmul(heads.transpose(1, 2).flatten(2), projection.t());
 }
 
-// What the pairs of each variant of the factors are divided by, [B, rows]; undefined: nothing.
-std::array<at::Tensor, 3> pair_scales(const Block& block) {
-  std::array<at::Tensor, 3> scales;
+std::array<at::Tensor, 2> norm_scales(const Block& block, at::ScalarType type) {
+  std::array<at::Tensor, 2> scales;
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
-    at::Tensor scale = wide(block.norm_scale[n]);
-    if (block.query_padding.defined()) {
-      scale = at::where(block.query_padding, at::ones({}, scale.options()), scale);
-    }
-    scales[n + 1] = n == 0 ? scale : scales[n] * scale;
+    scales[n] = block.norm_scale[n].to(type);
+    if (!block.query_padding.defined()) continue;
+    scales[n] = at::where(block.query_padding, at::ones({}, scales[n].options()), scales[n]);
   }
   return scales;
 }
 
-}  // namespace
+std::array<at::Tensor, 3> pair_scales(const Block& block, at::ScalarType type) {
+  const auto [first, second] = norm_scales(block, type);
+  return {at::Tensor(), first, second.defined() ? first * second : second};
+}
 
 at::ScalarType arithmetic_type(const ContributionCall& call) {
   for (const at::Tensor* tensor : {&call.source.attn_weights, &call.source.query, &call.value,
@@ -198,7 +198,7 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
     others = zero_where(own_pairs(given_others, block), hide(wide(given_others), block));
     others = project(at::matmul(others, value), keys.projection);
   }
-  const std::array<at::Tensor, 3> scales = pair_scales(block);
+  const std::array<at::Tensor, 3> scales = pair_scales(block, at::kDouble);
   MapTensors maps;
   std::array<at::Tensor, 4> ratios;
   const auto finish = [&](Map map, int variant) {
@@ -247,7 +247,7 @@ MapTensors reference_pairs(const at::Tensor& given_weights, const ReferenceKeys&
   const at::Tensor weights = hide(wide(given_weights), block);
   const at::Tensor by_key = weights.permute({0, 3, 2, 1});  // [B, S, rows, H]
   const at::Tensor unseen = (by_key == 0).all(-1);          // [B, S, rows]
-  const std::array<at::Tensor, 3> scales = pair_scales(block);
+  const std::array<at::Tensor, 3> scales = pair_scales(block, at::kDouble);
   const auto pair_norms = [&](int variant) {
     const at::Tensor squares = (at::matmul(by_key, keys.grams[variant]) * by_key).sum(-1);
     const at::Tensor norms = safe_root(zero_where(unseen, squares)).transpose(1, 2);

@@ -28,6 +28,17 @@ ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows)
 // The weights of a source, [B, H, T, S]: the given ones, or from query and key.
 at::Tensor weights_of(const WeightsSource& source);
 
+// [B, rows] true on the rows whose own pair counts for nothing; undefined: none.
+at::Tensor own_padding(const Block& block, int64_t rows);
+
+// [B, H, rows, d_v] -> [B, rows, D]
+at::Tensor project(const at::Tensor& heads, const at::Tensor& projection);
+
+// What each norm divides the rows by, [B, rows], 1 where a query is padding.
+std::array<at::Tensor, 2> norm_scales(const Block& block, at::ScalarType type);
+// What the pairs of each variant of the factors are divided by, [B, rows]; undefined: nothing.
+std::array<at::Tensor, 3> pair_scales(const Block& block, at::ScalarType type);
+
 // The own pairs [B, rows] of the maps from with_residual on, and mixing_ratios, of which the keys'
 // value and projection are read.
 //   own_weights [B, H, rows], of each query for itself
