@@ -40,6 +40,33 @@ struct Angle {
   }
 };
 
+// W+ and W-, half the sum and half the difference of both frequencies, of one head.
+template <typename T>
+struct HalfFrequencies {
+  const FeatureSource& source;
+  int64_t base1, base2;
+  bool stationary;
+
+  __device__ HalfFrequencies(const FeatureSource& s, int64_t b, int64_t head)
+      : source(s),
+        base1(s.frequency_base(s.w1, b, head)),
+        base2(s.frequency_base(s.w2, b, head)),
+        stationary(s.w2.type == ElementType::kNone) {}
+  __device__ __forceinline__ void load(int64_t c, int64_t m, T& plus, T& minus) const {
+    const int64_t *stride1 = source.w1.stride, *stride2 = source.w2.stride;
+    const T w1 = load_element<T>(source.w1, base1 + c * stride1[2] + m * stride1[3]);
+    const T w2 =
+        stationary ? w1 : load_element<T>(source.w2, base2 + c * stride2[2] + m * stride2[3]);
+    plus = (w1 + w2) / 2;
+    minus = (w1 - w2) / 2;
+  }
+  __device__ __forceinline__ T operator()(int64_t c, int64_t m, bool is_plus) const {
+    T plus, minus;
+    load(c, m, plus, minus);
+    return is_plus ? plus : minus;
+  }
+};
+
 template <typename T>
 struct alignas(16) Four {
   T at[4];
@@ -54,30 +81,23 @@ template <typename T>
 __device__ __forceinline__ void half_angles(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t m, Shared<T> x, T (&u)[kTokens],
                                             T (&v)[kTokens]) {
-  const bool stationary = source.w2.type == ElementType::kNone;
-  const int64_t base1 = source.frequency_base(source.w1, b, head) + m * source.w1.stride[3];
-  const int64_t base2 = source.frequency_base(source.w2, b, head) + m * source.w2.stride[3];
+  const HalfFrequencies<T> frequencies(source, b, head);
   const int64_t pitch = token_pitch(source.d);
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) u[t] = v[t] = 0;
   for (int64_t first = 0; first < source.d; first += 4) {
-    T sum[4] = {}, difference[4] = {};
+    T plus[4] = {}, minus[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t c = first + i;
-      if (c >= source.d) continue;
-      const T w1 = load_element<T>(source.w1, base1 + c * source.w1.stride[2]);
-      const T w2 = stationary ? w1 : load_element<T>(source.w2, base2 + c * source.w2.stride[2]);
-      sum[i] = (w1 + w2) / 2;
-      difference[i] = (w1 - w2) / 2;
+      if (first + i < source.d) frequencies.load(first + i, m, plus[i], minus[i]);
     }
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const Four<T> values = load_vector<Four<T>>(x + t * pitch + first);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        u[t] += values.at[i] * sum[i];
-        v[t] += values.at[i] * difference[i];
+        u[t] += values.at[i] * plus[i];
+        v[t] += values.at[i] * minus[i];
       }
     }
   }
@@ -116,27 +136,6 @@ __device__ __forceinline__ void visit_angles(const FeatureSource& source, const 
   }
 }
 
-// W+ or W-, half the sum and half the difference of both frequencies, of one head.
-template <typename T>
-struct HalfFrequencies {
-  const FeatureSource& source;
-  int64_t base1, base2;
-  bool stationary;
-
-  __device__ HalfFrequencies(const FeatureSource& s, int64_t b, int64_t head)
-      : source(s),
-        base1(s.frequency_base(s.w1, b, head)),
-        base2(s.frequency_base(s.w2, b, head)),
-        stationary(s.w2.type == ElementType::kNone) {}
-  __device__ __forceinline__ T operator()(int64_t c, int64_t m, bool sum) const {
-    const int64_t *stride1 = source.w1.stride, *stride2 = source.w2.stride;
-    const T w1 = load_element<T>(source.w1, base1 + c * stride1[2] + m * stride1[3]);
-    if (stationary) return w1;
-    const T w2 = load_element<T>(source.w2, base2 + c * stride2[2] + m * stride2[3]);
-    return (sum ? w1 + w2 : w1 - w2) / 2;
-  }
-};
-
 // visit_angles() on tensor cores; of the block's 64 frequencies.
 template <int kTokenParts, typename Visit>
 __device__ __forceinline__ void visit_product_angles(const FeatureSource& source,
@@ -150,9 +149,9 @@ __device__ __forceinline__ void visit_product_angles(const FeatureSource& source
     return first + row < source.N ? tokens.load<float>(first + row, c) : 0.0f;
   };
   ProductSums u = {}, v = {};
-  const auto add = [&](bool sum, ProductSums& sums) {
+  const auto add = [&](bool is_plus, ProductSums& sums) {
     const auto w = [&](int column, int64_t c) {
-      return m0 + column < source.M ? frequencies(c, m0 + column, sum) : 0.0f;
+      return m0 + column < source.M ? frequencies(c, m0 + column, is_plus) : 0.0f;
     };
     add_product<kTokenParts, Contiguous::kDepth, 2, Contiguous::kRows>(
         source.d, x, w, dynamic_shared<float>(), sums);

@@ -3,6 +3,7 @@
 
 #include "attention/cuda/feature_source.h"
 #include "attention/cuda/folded.h"
+#include "attention/cuda/p_norm.h"
 #include "attention/cuda/tiles.h"
 
 namespace ikattn::cuda {
@@ -77,13 +78,8 @@ __global__ void __launch_bounds__(128, 2)
   const int64_t bk = index / params.S;
   const Tokens value(params.value, bk / params.key_heads,
                      bk % params.key_heads * params.G / params.key_heads);
-  double square = 0;
-  for (int64_t c = lane; c < params.d_v; c += 32) {
-    const double x = value.load<double>(index % params.S, c);
-    square += x * x;
-  }
-  square = sum_of_lanes(square);
-  if (lane == 0) raise(bounds + bk, sqrt(square));
+  const double norm = p_norm(value, index % params.S, params.d_v, 2, lane);
+  if (lane == 0) raise(bounds + bk, norm);
 }
 
 // The value in 16 bits, rows padded with zeros; of float32 multiplied with its scale. What is not
@@ -121,11 +117,7 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
   folded.value_bounds = bounds;
   if (is_scaled || for_backward) {
     const float* high = logits.high;
-    const auto clears = static_cast<unsigned>(ceil_div(key_heads, 256));
-    if (const char* error = launch(clear_bounds_kernel, dim3(clears), dim3(256), 0, executor.stream,
-                                   bounds, key_heads)) {
-      return error;
-    }
+    if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;
     const auto blocks = static_cast<unsigned>(ceil_div(key_heads * params.S, 4));
     if (const char* error = launch(value_bound_kernel, dim3(blocks), dim3(128), 0, executor.stream,
                                    params, high, bounds)) {
@@ -158,6 +150,11 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
 }
 
 }  // namespace
+
+const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
+  return launch(clear_bounds_kernel, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256),
+                0, stream, bounds, count);
+}
 
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {

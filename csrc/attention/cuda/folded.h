@@ -79,6 +79,9 @@ __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params
   return params.mask.type == ElementType::kNone && !params.is_causal;
 }
 
+// Bounds that raise() may be called with.
+const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
+
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
 // for_backward: with the value's bounds, and features that are not finite become zero.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,

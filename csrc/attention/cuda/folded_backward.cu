@@ -3,16 +3,10 @@
 // blocks run.
 #include "attention/cuda/folded_backward.h"
 #include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/p_norm.h"
 
 namespace ikattn::cuda {
 namespace {
-
-__global__ void __launch_bounds__(256, 2) clear_rows_kernel(FoldedRows rows, int64_t key_heads) {
-  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (index >= key_heads) return;
-  rows.row_bound[index] = 0;
-  if (rows.gradient_bound != nullptr) rows.gradient_bound[index] = 0;
-}
 
 // A warp per query.
 __global__ void __launch_bounds__(kFoldedThreads, 2)
@@ -21,13 +15,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   if (index >= params.B * params.H * params.L) return;  // the whole warp
   const int64_t bh = index / params.L;
   const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
-  double square = 0;
-  for (int64_t c = threadIdx.x % 32; c < params.d_v; c += 32) {
-    const double x = gradient.load<double>(index % params.L, c);
-    square += x * x;
-  }
-  square = sum_of_lanes(square);
-  if (threadIdx.x % 32 == 0) raise(rows.gradient_bound + key_head_of(params, bh), sqrt(square));
+  const int lane = threadIdx.x % 32;
+  const double norm = p_norm(gradient, index % params.L, params.d_v, 2, lane);
+  if (lane == 0) raise(rows.gradient_bound + key_head_of(params, bh), norm);
 }
 
 // A warp per query, those of the padding included.
@@ -117,11 +107,9 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
   if (params.value.type == ElementType::kFloat32) {
     rows.gradient_bound = executor.take<uint32_t>(key_heads);
   }
-  if (const char* error = launch(clear_rows_kernel, blocks(ceil_div(key_heads, 256)), dim3(256), 0,
-                                 stream, rows, key_heads)) {
-    return error;
-  }
+  if (const char* error = clear_bounds(rows.row_bound, key_heads, stream)) return error;
   if (rows.gradient_bound != nullptr) {
+    if (const char* error = clear_bounds(rows.gradient_bound, key_heads, stream)) return error;
     if (const char* error =
             launch(gradient_bound_kernel, blocks(ceil_div(heads * params.L, kWarps)),
                    dim3(kFoldedThreads), 0, stream, params, rows)) {

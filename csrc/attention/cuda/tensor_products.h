@@ -64,7 +64,7 @@ template <int kParts>
 struct Tf32Parts {
   uint32_t part[kParts];
 
-  __device__ __forceinline__ Tf32Parts() = default;
+  Tf32Parts() = default;
   __device__ __forceinline__ explicit Tf32Parts(float x) {
     const float leading = tf32_part(x);
     part[0] = __float_as_uint(leading);
