@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -130,6 +131,73 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Arguments]]] = {
     ),
 }
 
+# name: masks, made for n sequences (None: unbatched) of length queries and s keys
+MASKS: dict[str, Callable[[int | None, int, int], Arguments]] = {
+    "none": lambda n, length, s: {},
+    "bool padding": lambda n, length, s: {"key_padding_mask": _padding_mask(ignore, n, s)},
+    "float padding": lambda n, length, s: {"key_padding_mask": _padding_mask(leaf, n, s)},
+    "bool 2-D": lambda n, length, s: {"attn_mask": ignore(length, s)},
+    "float 2-D": lambda n, length, s: {"attn_mask": leaf(length, s)},
+    "bool 3-D": lambda n, length, s: {"attn_mask": ignore(_heads_of(n), length, s)},
+    "float 3-D": lambda n, length, s: {"attn_mask": leaf(_heads_of(n), length, s)},
+    "both bool": lambda n, length, s: {
+        "key_padding_mask": _padding_mask(ignore, n, s),
+        "attn_mask": ignore(length, s),
+    },
+    "both float": lambda n, length, s: {
+        "key_padding_mask": _padding_mask(leaf, n, s),
+        "attn_mask": leaf(_heads_of(n), length, s),
+    },
+    "bool padding, float mask": lambda n, length, s: {
+        "key_padding_mask": _padding_mask(ignore, n, s),
+        "attn_mask": leaf(_heads_of(n), length, s),
+    },
+    "float padding, bool mask": lambda n, length, s: {
+        "key_padding_mask": _padding_mask(leaf, n, s),
+        "attn_mask": ignore(length, s),
+    },
+}
+
+
+def _heads_of(n: int | None) -> int:
+    return H if n is None else n * H
+
+
+def _padding_mask(make_mask: Callable[..., Tensor], n: int | None, s: int) -> Tensor:
+    return make_mask(s) if n is None else make_mask(n, s)
+
+
+def arguments_of(
+    mask: str,
+    is_batched: bool,
+    batch_first: bool,
+    sizes: tuple[int, int, int] = (N, L, S),
+    kdim: int = E,
+    vdim: int = E,
+) -> Arguments:
+    """Arguments of forward: random inputs that require grad, and masks."""
+    n, length, keys = sizes
+    torch.manual_seed(9)
+
+    def sequence(count: int, size: int) -> Tensor:
+        if not is_batched:
+            return leaf(count, size)
+        return leaf(n, count, size) if batch_first else leaf(count, n, size)
+
+    inputs = {
+        "query": sequence(length, E),
+        "key": sequence(keys, kdim),
+        "value": sequence(keys, vdim),
+    }
+    return inputs | MASKS[mask](n if is_batched else None, length, keys)
+
+
+# Options of the module, all together
+OPTIONS: list[dict[str, Any]] = [
+    dict(zip(("kdim", "vdim", "add_bias_kv", "add_zero_attn", "bias"), values, strict=True))
+    for values in itertools.product((None, 7), (None, 5), *[(False, True)] * 3)
+]
+
 
 def case(name: str, batch_first: bool) -> tuple[dict[str, Any], Arguments]:
     """Options and arguments of a case, the same at every call; query stays key where it was."""
@@ -159,6 +227,59 @@ def run(
     leaves |= {name: x for name, x in arguments.items() if torch.is_tensor(x) and x.requires_grad}
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     return results | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], context: str = "") -> None:
+    assert actual.keys() == expected.keys(), context
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, msg=lambda text, n=name: f"{context}, {n}: {text}"
+        )
+
+
+def assert_as_precise_as_upstream(mask: str, wanted: Arguments, dtype: torch.dtype) -> None:
+    """Both against float64, on inputs that are rounded to dtype whatever computes."""
+
+    def results(kernel: str, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        rounded = {
+            name: x.detach().to(dtype).to(compute_dtype) if x.is_floating_point() else x
+            for name, x in arguments_of(mask, True, False).items()
+        }
+        module = make(kernel).to(dtype).to(compute_dtype)
+        output: tuple[Tensor, Tensor | None] = module(**rounded, **wanted)
+        return output
+
+    for got, want, exact in zip(
+        results("dot", dtype), results("stock", dtype), results("stock", torch.float64), strict=True
+    ):
+        if want is None:
+            assert got is None
+            continue
+        assert got is not None
+        assert exact is not None
+        assert got.dtype == want.dtype
+        errors = [(x.double() - exact).abs().max().item() for x in (got, want)]
+        rounding = torch.finfo(dtype).eps * exact.abs().max().item()
+        assert errors[0] <= 2 * errors[1] + rounding, errors
+
+
+def double_backward_case(
+    kernel: str, options: dict[str, Any], mask: str
+) -> tuple[Callable[..., tuple[Tensor, Tensor | None]], list[Tensor]]:
+    """A small module as a function of everything that has a gradient, and all of that."""
+    module = make(kernel, **options)
+    arguments = arguments_of(mask, True, False, sizes=(2, 2, 3))
+    names = [name for name, x in arguments.items() if x.requires_grad]
+    fixed = {name: x for name, x in arguments.items() if name not in names}
+    parameters = dict(module.named_parameters())
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        given = dict(zip(names, tensors[: len(names)], strict=True))
+        state = dict(zip(parameters, tensors[len(names) :], strict=True))
+        output, weights = torch.func.functional_call(module, state, (), {**given, **fixed})
+        return output, weights
+
+    return call, [arguments[name] for name in names] + list(parameters.values())
 
 
 def explicit(

@@ -184,6 +184,10 @@ def norm_of(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
+def maps_of(arguments: dict[str, Any]) -> ikattn.Contributions:
+    return ikattn.contributions(**arguments, per_head=True)
+
+
 def named(maps: ikattn.Contributions) -> dict[str, Tensor]:
     """Every tensor of a result, mixing ratios as "mixing_ratio.<map>"."""
     names = ("value_norms", "per_head", "summed", "with_residual", "with_norm", "encoder")

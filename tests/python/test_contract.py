@@ -22,16 +22,21 @@ import ikattn
 from attention_cases import (
     CASES,
     KERNELS,
+    MASKS,
+    OPTIONS,
     E,
     H,
     L,
     N,
     S,
+    arguments_of,
+    assert_as_precise_as_upstream,
+    assert_same,
     batch,
     case,
     causal,
+    double_backward_case,
     explicit,
-    ignore,
     leaf,
     make,
     run,
@@ -46,73 +51,6 @@ WEIGHTS = {
     "weights per head": {"average_attn_weights": False},
 }
 each_weights = pytest.mark.parametrize("wanted", WEIGHTS.values(), ids=WEIGHTS.keys())
-
-# name: masks, made for n sequences (None: unbatched) of length queries and s keys
-MASKS = {
-    "none": lambda n, length, s: {},
-    "bool padding": lambda n, length, s: {"key_padding_mask": padding_mask(ignore, n, s)},
-    "float padding": lambda n, length, s: {"key_padding_mask": padding_mask(leaf, n, s)},
-    "bool 2-D": lambda n, length, s: {"attn_mask": ignore(length, s)},
-    "float 2-D": lambda n, length, s: {"attn_mask": leaf(length, s)},
-    "bool 3-D": lambda n, length, s: {"attn_mask": ignore(heads_of(n), length, s)},
-    "float 3-D": lambda n, length, s: {"attn_mask": leaf(heads_of(n), length, s)},
-    "both bool": lambda n, length, s: {
-        "key_padding_mask": padding_mask(ignore, n, s),
-        "attn_mask": ignore(length, s),
-    },
-    "both float": lambda n, length, s: {
-        "key_padding_mask": padding_mask(leaf, n, s),
-        "attn_mask": leaf(heads_of(n), length, s),
-    },
-    "bool padding, float mask": lambda n, length, s: {
-        "key_padding_mask": padding_mask(ignore, n, s),
-        "attn_mask": leaf(heads_of(n), length, s),
-    },
-    "float padding, bool mask": lambda n, length, s: {
-        "key_padding_mask": padding_mask(leaf, n, s),
-        "attn_mask": ignore(length, s),
-    },
-}
-
-
-def heads_of(n):
-    return H if n is None else n * H
-
-
-def padding_mask(make_mask, n, s):
-    return make_mask(s) if n is None else make_mask(n, s)
-
-
-def arguments_of(mask, is_batched, batch_first, sizes=(N, L, S), kdim=E, vdim=E):
-    """Arguments of forward: random inputs that require grad, and masks."""
-    n, length, keys = sizes
-    torch.manual_seed(9)
-
-    def sequence(count, size):
-        if not is_batched:
-            return leaf(count, size)
-        return leaf(n, count, size) if batch_first else leaf(count, n, size)
-
-    inputs = {
-        "query": sequence(length, E),
-        "key": sequence(keys, kdim),
-        "value": sequence(keys, vdim),
-    }
-    return inputs | MASKS[mask](n if is_batched else None, length, keys)
-
-
-def assert_same(actual, expected, context=""):
-    assert actual.keys() == expected.keys(), context
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            actual[name], tensor, msg=lambda text, n=name: f"{context}, {n}: {text}"
-        )
-
-
-OPTIONS = [
-    dict(zip(("kdim", "vdim", "add_bias_kv", "add_zero_attn", "bias"), values, strict=True))
-    for values in itertools.product((None, 7), (None, 5), *[(False, True)] * 3)
-]
 
 
 @each_weights
@@ -141,25 +79,7 @@ def test_every_kernel_equals_its_formula_for_every_combination_of_options(kernel
 @each_weights
 @pytest.mark.parametrize("mask", MASKS)
 def test_dot_is_as_precise_as_upstream(mask, wanted, dtype):
-    def results(kernel, compute_dtype):
-        # what enters is rounded to dtype whatever computes, so that only rounding inside differs
-        rounded = {
-            name: x.detach().to(dtype).to(compute_dtype) if x.is_floating_point() else x
-            for name, x in arguments_of(mask, True, False).items()
-        }
-        module = make(kernel).to(dtype).to(compute_dtype)
-        return module(**rounded, **wanted)
-
-    for got, want, exact in zip(
-        results("dot", dtype), results("stock", dtype), results("stock", torch.float64), strict=True
-    ):
-        if want is None:
-            assert got is None
-            continue
-        assert got.dtype == want.dtype
-        errors = [(x.double() - exact).abs().max().item() for x in (got, want)]
-        rounding = torch.finfo(dtype).eps * exact.abs().max().item()
-        assert errors[0] <= 2 * errors[1] + rounding, errors
+    assert_as_precise_as_upstream(mask, wanted, dtype)
 
 
 @each_weights
@@ -460,22 +380,6 @@ def test_good_calls_do_not_warn(kernel):
 # Gradients of gradients
 
 
-def double_backward_case(kernel, options, mask):
-    module = make(kernel, **options)
-    arguments = arguments_of(mask, True, False, sizes=(2, 2, 3))
-    names = [name for name, x in arguments.items() if x.requires_grad]
-    fixed = {name: x for name, x in arguments.items() if name not in names}
-    parameters = dict(module.named_parameters())
-
-    def call(*tensors):
-        given = dict(zip(names, tensors[: len(names)], strict=True))
-        state = dict(zip(parameters, tensors[len(names) :], strict=True))
-        output, weights = torch.func.functional_call(module, state, (), {**given, **fixed})
-        return output, weights
-
-    return call, [arguments[name] for name in names] + list(parameters.values())
-
-
 @pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
 @each_kernel
@@ -483,147 +387,6 @@ def test_double_backward(kernel, options, mask):
     call, inputs = double_backward_case(kernel, options, mask)
     # fast_mode: one random projection of the Jacobian of 500 and more numbers
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
-
-
-# Mean weights of long sequences, which are made part by part
-
-
-@pytest.fixture
-def every_call_is_large(monkeypatch):
-    monkeypatch.setattr(ikattn._softmax, "_LARGE", -1)
-    monkeypatch.setattr(ikattn._softmax, "_PART", 2 * N * S)  # two queries
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kernel", ["dot", "rbf"])
-def test_part_by_part_equals_all_at_once(kernel, mask, every_call_is_large):
-    for options in OPTIONS:
-        sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
-        arguments = arguments_of(mask, True, False, **sizes)
-        module = make(kernel, **options)
-        expected = run(module, arguments, functools.partial(explicit, module))
-        assert_same(run(module, arguments), expected, f"{options}")
-
-
-@pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("kernel", ["dot", "rbf"])
-def test_double_backward_part_by_part(kernel, dropout, mask, every_call_is_large):
-    call, inputs = double_backward_case(kernel, {"dropout": dropout}, mask)
-
-    def call_of_one_seed(*tensors):
-        torch.manual_seed(8)
-        return call(*tensors)
-
-    assert torch.autograd.gradgradcheck(call_of_one_seed, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("kernel", ["dot", "rbf"])
-def test_part_by_part_a_query_that_sees_no_key_gets_zeros(kernel, every_call_is_large):
-    arguments = arguments_of("both bool", True, False)
-    arguments["attn_mask"][1] = True
-    results = run(make(kernel), arguments)
-    assert not results["weights"][:, 1].any()
-    assert all(tensor.isfinite().all() for tensor in results.values())
-
-
-@pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
-@pytest.mark.parametrize("kernel", ["dot", "rbf"])
-def test_part_by_part_dropout_is_that_of_all_at_once(
-    kernel, mask, every_call_is_large, monkeypatch
-):
-    """Given what was drawn, which is the same in every pass."""
-    module, arguments = make(kernel, dropout=0.4), arguments_of(mask, True, False)
-    begin, passes = ikattn._softmax._Dropout.begin, []
-
-    def begin_and_keep(drop, device):
-        draw, drawn = begin(drop, device), []
-        passes.append(drawn)
-        return lambda weights: drawn.append(draw(weights)) or drawn[-1]
-
-    monkeypatch.setattr(ikattn._softmax._Dropout, "begin", begin_and_keep)
-    actual = run(module, arguments)
-    forward, backward = passes
-    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
-    each = len(forward) // H
-    heads = [torch.cat(forward[h * each : (h + 1) * each], 1) for h in range(H)]
-    factors = torch.stack(heads, 1)  # [N, H, L, S]
-    assert {round(x, 9) for x in factors.unique().tolist()} == {0, round(1 / 0.6, 9)}
-    assert factors.mean() == pytest.approx(1, abs=0.3)
-
-    monkeypatch.setattr(ikattn._softmax, "_LARGE", 1 << 22)
-    monkeypatch.setattr(ikattn._softmax, "dropout", lambda weights, p: weights * factors)
-    assert_same(actual, run(module, arguments))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"dropout": 0.3}], ids=str)
-@pytest.mark.parametrize("mask", ["none", "bool padding", "float 2-D"])
-@pytest.mark.parametrize("kernel", ["dot", "rbf"])
-def test_part_by_part_under_autocast(kernel, mask, options, dtype, every_call_is_large):
-    """The backward, outside, makes the weights of the forward again."""
-    module, arguments = make(kernel, **options).float(), arguments_of(mask, True, False)
-    arguments = {
-        name: x.detach().float().requires_grad_() if x.is_floating_point() else x
-        for name, x in arguments.items()
-    }
-
-    def gradients():
-        torch.manual_seed(5)
-        with torch.autocast("cpu", dtype):
-            output, weights = module(**arguments)
-        leaves = [*module.parameters(), *(x for x in arguments.values() if x.requires_grad)]
-        loss = output.float().square().sum() + weights.float().square().sum()
-        return [output, weights, *torch.autograd.grad(loss, leaves, allow_unused=True)]
-
-    results = gradients()
-    assert all(x is None or x.isfinite().all() for x in results)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(gradients(), results, strict=True))
-
-
-def test_part_by_part_fake_tensors_and_other_default_devices(every_call_is_large):
-    module, x = make("dot", dropout=0.4), batch(L, N, E)
-    with torch.device("meta"):
-        assert module(x, x, x)[1].device == x.device
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = mode.from_tensor(x)
-        assert module(fake, fake, fake)[1].shape == (N, L, L)
-
-
-def test_part_by_part_dropout_follows_the_seed(every_call_is_large):
-    module, x = make("dot", dropout=0.4), batch(L, N, E)
-
-    def weights(seed):
-        torch.manual_seed(seed)
-        return module(x, x, x)[1]
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
-    assert torch.equal(module.eval()(x, x, x)[1], weights(3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_part_by_part_is_as_precise_as_upstream(dtype, monkeypatch):
-    for threshold in (1 << 22, -1):
-        monkeypatch.setattr(ikattn._softmax, "_LARGE", threshold)
-        test_dot_is_as_precise_as_upstream("both float", {}, dtype)
-
-
-@pytest.mark.parametrize("transform", ["vmap", "jvp"])
-def test_transforms_take_calls_of_every_size(transform, every_call_is_large):
-    module, x = make("dot"), batch(L, N, E)
-
-    def call(x):
-        return module(x, x, x)[1]
-
-    if transform == "vmap":
-        stacked = torch.func.vmap(call)(torch.stack([x, 2 * x]))
-        torch.testing.assert_close(stacked, torch.stack([call(x), call(2 * x)]))
-    else:
-        direction = torch.ones_like(x)
-        _, along = torch.func.jvp(call, (x,), (direction,))
-        step = 1e-6 * direction
-        torch.testing.assert_close(along, (call(x + step) - call(x - step)) / 2e-6)
 
 
 # Modules among others

@@ -1,0 +1,217 @@
+"""Gradients of the contribution operators: the definition's, and where precision is strained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close, error
+from contribution_samples import (
+    BLOCK,
+    PADDED,
+    SAMPLES,
+    Sample,
+    definition,
+    differentiable,
+    maps_of,
+    named,
+    replaced,
+)
+
+WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.T * sample.S and sample.T < 20]
+
+
+@pytest.mark.parametrize("sample", WITH_GRADIENTS, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gradients_are_those_of_the_definition(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+
+    def gradients(function: Any) -> dict[str, Tensor]:
+        leaves = {
+            name: tensor.detach().clone().requires_grad_()
+            for name, tensor in differentiable(arguments).items()
+        }
+        results = named(function(replaced(arguments, leaves)))
+        generator = torch.Generator().manual_seed(3)
+        loss = sum(
+            (torch.rand(map_.shape, generator=generator, dtype=torch.float64) * map_).sum()
+            for _, map_ in sorted(results.items())
+        )
+        assert isinstance(loss, Tensor)
+        found = torch.autograd.grad(loss, list(leaves.values()))
+        return dict(zip(leaves, found, strict=True))
+
+    got, expected = gradients(maps_of), gradients(definition)
+    for name, gradient in got.items():
+        assert gradient.dtype == dtype
+        assert_close(gradient, expected[name], 1e-11 if dtype == torch.float64 else 2e-6, name)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Sample("block", B=2, H=3, G=3, T=2, S=4, d_v=2, D=5, diagonal=1, padding=True),
+        Sample("grouped", B=1, H=4, G=2, T=3, S=3, d_v=2, D=4, centered=(False, True)),
+    ],
+    ids=lambda sample: sample.name,
+)
+def test_gradcheck_and_gradgradcheck(sample: Sample) -> None:
+    arguments = sample.arguments()
+    tensors = differentiable(arguments)
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        maps = maps_of(replaced(arguments, dict(zip(tensors, leaves, strict=True))))
+        return tuple(named(maps).values())
+
+    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, atol=1e-4)
+
+
+def gradients_of_norms(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Of a random sum of the norms that ``function`` returns, in its three arguments."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    norms = function(*leaves)
+    generator = torch.Generator().manual_seed(5)
+    incoming = torch.randn(norms.shape, generator=generator, dtype=torch.float64)
+    return torch.autograd.grad(norms, leaves, incoming.to(norms.dtype))
+
+
+def composed(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+    """N summed, in the type of its arguments."""
+    vectors = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (value.shape[1], -1)))
+    return torch.einsum("bhts,bhsd->btsd", weights, vectors).norm(dim=-1)
+
+
+def summed(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+    found = ikattn.contributions(weights, value, projection, maps=["summed"]).summed
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("cancellation", [1.0, 1e-2, 1e-4])
+def test_gradients_where_heads_cancel_err_as_the_composition_does(cancellation: float) -> None:
+    """In float32, at most 5 times as far from the truth; of the weights much less."""
+    torch.manual_seed(1)
+    H, S, d_v, D = 12, 40, 8, 96
+    weights = torch.rand(1, H // 2, S, S).softmax(-1).repeat_interleave(2, 1)
+    value = torch.randn(1, H // 2, S, d_v).repeat_interleave(2, 1)
+    projection = torch.randn(D, H // 2, 1, d_v) * torch.tensor([1.0, -1.0])[:, None]
+    projection = (projection.flatten(1) + cancellation * torch.randn(D, H * d_v)) / 10
+    call = weights, value, projection
+    truth = gradients_of_norms(composed, *(x.double() for x in call))
+    reference = gradients_of_norms(composed, *call)
+    for got, of_composition, expected in zip(
+        gradients_of_norms(summed, *call), reference, truth, strict=True
+    ):
+        assert error(got, expected) <= 5 * error(of_composition, expected)
+    assert_close(gradients_of_norms(summed, *call)[0], truth[0], 2e-7)
+
+
+@pytest.mark.parametrize("factor", [1e30, 1e-30])
+def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: float) -> None:
+    torch.manual_seed(2)
+    call = torch.rand(1, 12, 5, 70), factor * torch.randn(1, 12, 70, 3), torch.randn(8, 36)
+    expected = gradients_of_norms(summed, *(x.double() for x in call))
+    for got, right in zip(gradients_of_norms(summed, *call), expected, strict=True):
+        assert_close(got, right, 2e-6)
+
+    def value_norms(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+        found = ikattn.contributions(weights, value, projection, maps=["value_norms"]).value_norms
+        assert found is not None
+        return found + 0 * weights.sum()
+
+    expected = gradients_of_norms(value_norms, *(x.double() for x in call))
+    for got, right in zip(gradients_of_norms(value_norms, *call), expected, strict=True):
+        assert_close(got, right, 2e-6)
+
+
+@pytest.mark.parametrize("masked", ["query_padding", "both paddings"])
+def test_what_padded_rows_hold_never_shows_in_gradients(masked: str) -> None:
+    """Not in the residual either, of which NaN would come through the norm's derivative."""
+    arguments = PADDED.arguments()
+    if masked == "query_padding":
+        del arguments["key_padding"]
+    spoiled = dict(arguments)
+    spoiled["residual"] = arguments["residual"].clone()
+    spoiled["residual"][arguments["query_padding"]] = torch.nan
+
+    def gradients(call: dict[str, Any]) -> tuple[Tensor, ...]:
+        leaves = {name: x.detach().requires_grad_() for name, x in differentiable(call).items()}
+        maps = named(maps_of(replaced(call, leaves)))
+        return torch.autograd.grad(sum(map_.sum() for map_ in maps.values()), leaves.values())  # type: ignore[arg-type]
+
+    for got, expected in zip(gradients(spoiled), gradients(arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_what_comes_in_at_pairs_without_norm_does_not_matter() -> None:
+    arguments = Sample("causal", causal=True, T=5, S=5, steps=2).arguments()
+    scale = arguments["norm"].scale.requires_grad_()
+    map_ = ikattn.contributions(**arguments, maps=["with_norm"]).with_norm
+    assert map_ is not None
+    incoming = torch.ones_like(map_).masked_fill(map_ == 0, torch.inf)
+    (got,) = torch.autograd.grad(map_, scale, incoming, retain_graph=True)
+    (expected,) = torch.autograd.grad(map_.sum(), scale)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_maps_that_depend_on_nothing_wanted_have_no_gradient(create_graph: bool) -> None:
+    arguments = BLOCK.arguments()
+    weights = arguments["attn_weights"].requires_grad_()
+    maps = ikattn.contributions(**arguments)
+    assert maps.value_norms is not None
+    (got,) = torch.autograd.grad(maps.value_norms.sum(), weights, create_graph=create_graph)
+    assert not got.any()
+
+
+def test_empty_batches_have_gradients() -> None:
+    arguments = Sample("no batch", B=0).arguments()
+    leaves = {name: x.requires_grad_() for name, x in differentiable(arguments).items()}
+    maps = named(maps_of(replaced(arguments, leaves)))
+    sum(map_.sum() for map_ in maps.values()).backward()  # type: ignore[union-attr]
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves.values())
+
+
+def test_backward_in_inference_mode() -> None:
+    """Of a graph made outside: torch's own operations allow it."""
+    arguments = BLOCK.arguments()
+    weights = arguments["attn_weights"].requires_grad_()
+    loss = sum(map_.sum() for map_ in named(maps_of(arguments)).values())
+    assert isinstance(loss, Tensor)
+    (expected,) = torch.autograd.grad(loss, weights, retain_graph=True)
+    with torch.inference_mode():
+        (got,) = torch.autograd.grad(loss, weights)
+    assert torch.equal(got, expected)
+
+
+def test_autocast_changes_nothing() -> None:
+    """Maps and gradients, also where the backward runs inside: types are those of the arguments."""
+
+    def maps_and_gradients() -> list[Tensor]:
+        arguments = BLOCK.arguments(torch.float32)
+        leaves = {name: x.requires_grad_() for name, x in differentiable(arguments).items()}
+        maps = list(named(maps_of(replaced(arguments, leaves))).values())
+        loss = torch.stack([map_.sum() for map_ in maps]).sum()
+        return [*maps, *torch.autograd.grad(loss, leaves.values())]
+
+    expected = maps_and_gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = maps_and_gradients()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
+    arguments = Sample("causal", causal=True, T=5, S=5, steps=0).arguments()
+    weights = arguments["attn_weights"].requires_grad_()
+    maps = ikattn.contributions(**arguments, maps=["summed"])
+    assert maps.summed is not None
+    maps.summed.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.isfinite().all()
+    assert (maps.summed.triu(1) == 0).all()

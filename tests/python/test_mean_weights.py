@@ -1,0 +1,165 @@
+"""Mean weights of long sequences, which are made part by part, as if every call were long."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import ikattn
+from attention_cases import (
+    MASKS,
+    OPTIONS,
+    E,
+    H,
+    L,
+    N,
+    S,
+    arguments_of,
+    assert_as_precise_as_upstream,
+    assert_same,
+    batch,
+    double_backward_case,
+    explicit,
+    make,
+    run,
+)
+
+
+@pytest.fixture
+def every_call_is_large(monkeypatch):
+    monkeypatch.setattr(ikattn._softmax, "_LARGE", -1)
+    monkeypatch.setattr(ikattn._softmax, "_PART", 2 * N * S)  # two queries
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_equals_all_at_once(kernel, mask, every_call_is_large):
+    for options in OPTIONS:
+        sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
+        arguments = arguments_of(mask, True, False, **sizes)
+        module = make(kernel, **options)
+        expected = run(module, arguments, functools.partial(explicit, module))
+        assert_same(run(module, arguments), expected, f"{options}")
+
+
+@pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_double_backward_part_by_part(kernel, dropout, mask, every_call_is_large):
+    call, inputs = double_backward_case(kernel, {"dropout": dropout}, mask)
+
+    def call_of_one_seed(*tensors):
+        torch.manual_seed(8)
+        return call(*tensors)
+
+    assert torch.autograd.gradgradcheck(call_of_one_seed, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_a_query_that_sees_no_key_gets_zeros(kernel, every_call_is_large):
+    arguments = arguments_of("both bool", True, False)
+    arguments["attn_mask"][1] = True
+    results = run(make(kernel), arguments)
+    assert not results["weights"][:, 1].any()
+    assert all(tensor.isfinite().all() for tensor in results.values())
+
+
+@pytest.mark.parametrize("mask", ["none", "bool padding", "both float"])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_dropout_is_that_of_all_at_once(
+    kernel, mask, every_call_is_large, monkeypatch
+):
+    """Given what was drawn, which is the same in every pass."""
+    module, arguments = make(kernel, dropout=0.4), arguments_of(mask, True, False)
+    begin, passes = ikattn._softmax._Dropout.begin, []
+
+    def begin_and_keep(drop, device):
+        draw, drawn = begin(drop, device), []
+        passes.append(drawn)
+        return lambda weights: drawn.append(draw(weights)) or drawn[-1]
+
+    monkeypatch.setattr(ikattn._softmax._Dropout, "begin", begin_and_keep)
+    actual = run(module, arguments)
+    forward, backward = passes
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    each = len(forward) // H
+    heads = [torch.cat(forward[h * each : (h + 1) * each], 1) for h in range(H)]
+    factors = torch.stack(heads, 1)  # [N, H, L, S]
+    assert {round(x, 9) for x in factors.unique().tolist()} == {0, round(1 / 0.6, 9)}
+    assert factors.mean() == pytest.approx(1, abs=0.3)
+
+    monkeypatch.setattr(ikattn._softmax, "_LARGE", 1 << 22)
+    monkeypatch.setattr(ikattn._softmax, "dropout", lambda weights, p: weights * factors)
+    assert_same(actual, run(module, arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"dropout": 0.3}], ids=str)
+@pytest.mark.parametrize("mask", ["none", "bool padding", "float 2-D"])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_under_autocast(kernel, mask, options, dtype, every_call_is_large):
+    """The backward, outside, makes the weights of the forward again."""
+    module, arguments = make(kernel, **options).float(), arguments_of(mask, True, False)
+    arguments = {
+        name: x.detach().float().requires_grad_() if x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+
+    def gradients():
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype):
+            output, weights = module(**arguments)
+        leaves = [*module.parameters(), *(x for x in arguments.values() if x.requires_grad)]
+        loss = output.float().square().sum() + weights.float().square().sum()
+        return [output, weights, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+    results = gradients()
+    assert all(x is None or x.isfinite().all() for x in results)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(gradients(), results, strict=True))
+
+
+def test_part_by_part_fake_tensors_and_other_default_devices(every_call_is_large):
+    module, x = make("dot", dropout=0.4), batch(L, N, E)
+    with torch.device("meta"):
+        assert module(x, x, x)[1].device == x.device
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
+        assert module(fake, fake, fake)[1].shape == (N, L, L)
+
+
+def test_part_by_part_dropout_follows_the_seed(every_call_is_large):
+    module, x = make("dot", dropout=0.4), batch(L, N, E)
+
+    def weights(seed):
+        torch.manual_seed(seed)
+        return module(x, x, x)[1]
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(module.eval()(x, x, x)[1], weights(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_part_by_part_is_as_precise_as_upstream(dtype, monkeypatch):
+    for threshold in (1 << 22, -1):
+        monkeypatch.setattr(ikattn._softmax, "_LARGE", threshold)
+        assert_as_precise_as_upstream("both float", {}, dtype)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_transforms_take_calls_of_every_size(transform, every_call_is_large):
+    module, x = make("dot"), batch(L, N, E)
+
+    def call(x):
+        return module(x, x, x)[1]
+
+    if transform == "vmap":
+        stacked = torch.func.vmap(call)(torch.stack([x, 2 * x]))
+        torch.testing.assert_close(stacked, torch.stack([call(x), call(2 * x)]))
+    else:
+        direction = torch.ones_like(x)
+        _, along = torch.func.jvp(call, (x,), (direction,))
+        step = 1e-6 * direction
+        torch.testing.assert_close(along, (call(x + step) - call(x - step)) / 2e-6)
