@@ -90,19 +90,23 @@ def execute(run: Run, data: Path, out: Path) -> bool:
         return True
     start = time.monotonic()
     with growing.open("w") as text:
-        code = subprocess.run(
+        process = subprocess.Popen(
             command_of(run, data, out),
             stdout=text,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-            check=False,
-        ).returncode
-    minutes = (time.monotonic() - start) / 60
-    if code != 0:
-        print(f"{run.name:18s} failed after {minutes:.1f} min: {growing}", flush=True)
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        minutes = (time.monotonic() - start) / 60
+        core_minutes = (usage.ru_utime + usage.ru_stime) / 60
+        took = f"{minutes:6.1f} min, {core_minutes:6.1f} of a core"
+        print(took, file=text)
+    if process.returncode != 0:
+        print(f"{run.name:18s} failed after {took}: {growing}", flush=True)
         return False
     growing.rename(log)
-    print(f"{run.name:18s} {minutes:6.1f} min: {log}", flush=True)
+    print(f"{run.name:18s} {took}: {log}", flush=True)
     return True
 
 
