@@ -3,6 +3,7 @@
 
 #include <ATen/Version.h>
 
+#include <cstdlib>
 #include <string>
 
 namespace ikattn {
@@ -25,6 +26,45 @@ inline InstructionSet instruction_set() {
     return InstructionSet::kBaseline;
   }();
   return chosen;
+}
+
+// What multiplies numbers of 16 bits at twice the rate of float32, beside AVX-512: nothing, fixed
+// point (VNNI), or fixed point and bfloat16.
+enum class SixteenBits { kNone, kVnni, kBFloat16 };
+
+// The best the processor has, unless the environment variable IKATTN_SIXTEEN_BITS (none,
+// avx512_vnni, avx512_bf16) asks for less. Intel's processors multiply bfloat16 in AVX-512 no
+// faster than float32; AMD's do.
+inline SixteenBits sixteen_bits() {
+  static const SixteenBits chosen = [] {
+#if defined(IKATTN_HAVE_X86_ISAS)
+    const char* variable = std::getenv("IKATTN_SIXTEEN_BITS");
+    const std::string allowed = variable ? variable : "avx512_bf16";
+    if (instruction_set() != InstructionSet::kAvx512 || allowed == "none" ||
+        !__builtin_cpu_supports("avx512vnni")) {
+      return SixteenBits::kNone;
+    }
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd") &&
+        allowed == "avx512_bf16") {
+      return SixteenBits::kBFloat16;
+    }
+    return SixteenBits::kVnni;
+#else
+    return SixteenBits::kNone;
+#endif
+  }();
+  return chosen;
+}
+
+inline const char* name_of(SixteenBits set) {
+  switch (set) {
+    case SixteenBits::kBFloat16:
+      return "avx512_bf16";
+    case SixteenBits::kVnni:
+      return "avx512_vnni";
+    default:
+      return "none";
+  }
 }
 
 inline const char* name_of(InstructionSet set) {

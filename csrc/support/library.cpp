@@ -27,6 +27,7 @@ std::string build_info() {
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("build_info() -> str", build_info);
   m.def("instruction_set() -> str", [] { return std::string(name_of(instruction_set())); });
+  m.def("sixteen_bit_instructions() -> str", [] { return std::string(name_of(sixteen_bits())); });
 }
 
 }  // namespace

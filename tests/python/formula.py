@@ -18,7 +18,7 @@ from torch import Tensor
 import ikattn
 
 
-def _of_query_heads(x: Tensor, axis: int, heads: int) -> Tensor:
+def of_query_heads(x: Tensor, axis: int, heads: int) -> Tensor:
     """Query head h reads group h * G // H."""
     groups = x.shape[axis]
     return x.index_select(axis, torch.arange(heads) * groups // heads)
@@ -51,9 +51,9 @@ def unnormalised(
 ) -> tuple[Tensor, Tensor]:
     """(s^2 + eps) exp(... - shift_i) [B, H, L, S], 0 where hidden, and the shifts [B, H, L, 1]."""
     heads, length, d = query.shape[1:]
-    key = _of_query_heads(key, 1, heads)
-    w1 = _of_query_heads(w1, -3, heads)
-    w2 = None if w2 is None else _of_query_heads(w2, -3, heads)
+    key = of_query_heads(key, 1, heads)
+    w1 = of_query_heads(w1, -3, heads)
+    w2 = None if w2 is None else of_query_heads(w2, -3, heads)
     s = covariance(query, key, w1, w2)
 
     exponent = torch.zeros_like(s)
@@ -63,7 +63,7 @@ def unnormalised(
         exponent = exponent + scale * torch.linalg.vector_norm(key, p, -1).square().unsqueeze(-2)
     if key_bias is not None:
         bias = key_bias.reshape((1,) * (3 - key_bias.dim()) + key_bias.shape)
-        exponent = exponent + _of_query_heads(bias, 1, heads).unsqueeze(-2)
+        exponent = exponent + of_query_heads(bias, 1, heads).unsqueeze(-2)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:
@@ -93,7 +93,7 @@ def weights(hold_normalizer: bool = False, **arguments: Any) -> Tensor:
 def attention(value: Tensor, hold_normalizer: bool = False, **arguments: Any) -> Tensor:
     """The output [B, H, L, d_v]."""
     w = weights(hold_normalizer, **arguments)
-    return w @ _of_query_heads(value, 1, arguments["query"].shape[1])
+    return w @ of_query_heads(value, 1, arguments["query"].shape[1])
 
 
 def log_normalizer(**arguments: Any) -> Tensor:

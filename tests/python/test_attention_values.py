@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,30 @@ def test_reference_computes_the_formula(sample: Sample) -> None:
     assert_close(reference(**arguments), formula.attention(**arguments), 1e-14)
 
 
+def rounding_of_fixed_point(**arguments: Any) -> Tensor:
+    """How far log Z may be off where features are rounded to steps, [B, H, L].
+
+    A step is at most the norm of a token's features / 32766, so that rounding, uniform and
+    independent, gives a score a standard deviation of sqrt(2 / 12) steps times the other norm.
+    Allowed are six of them, all in one direction.
+    """
+    query, key, w1 = arguments["query"], arguments["key"], arguments["w1"]
+    heads = query.shape[1]
+    key = formula.of_query_heads(key, 1, heads)
+    w1, w2 = (
+        w if w is None else formula.of_query_heads(w, -3, heads) for w in (w1, arguments["w2"])
+    )
+    s = formula.covariance(query, key, w1, w2)
+    norms = [
+        formula.covariance(x, x, w1, w2).diagonal(dim1=-2, dim2=-1).sqrt() for x in (query, key)
+    ]
+    off = 6 * (2 / 12) ** 0.5 / 32766 * norms[0].unsqueeze(-1) * norms[1].unsqueeze(-2)
+    relative = (2 * s.abs() + off) * off / (s.square() + arguments["eps"])
+    arguments = {**arguments, "dropout_p": 0.0}
+    arguments.pop("value")
+    return (formula.weights(**arguments) * relative).sum(-1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
 def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
@@ -41,9 +67,17 @@ def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
 ) -> None:
     arguments = sample.arguments(dtype)
     got = log_normalizer(**arguments)
+    expected = in_float64(formula.log_normalizer, arguments)
     assert got.dtype == torch.float64
     tolerance = 1e-13 if dtype == torch.float64 else 1e-5
-    assert_close(got, in_float64(formula.log_normalizer, arguments), tolerance, scale=1.0)
+    finite = expected.isfinite()
+    assert torch.equal(got[~finite], expected[~finite])
+    allowed = torch.full_like(expected, tolerance)[finite]
+    if finite.any():
+        allowed *= max(1.0, float(expected[finite].abs().max()))
+    if dtype.itemsize == 2 and torch.ops.ikattn.sixteen_bit_instructions() != "none":
+        allowed += in_float64(rounding_of_fixed_point, arguments)[finite]
+    assert ((got - expected)[finite].abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

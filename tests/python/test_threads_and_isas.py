@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("sample", LARGE, ids=name_of)
 def test_results_are_bitwise_the_same_for_every_number_of_threads(
     sample: Sample, dtype: torch.dtype
@@ -131,22 +131,31 @@ INSTRUCTION_SETS = {
     "avx2": ("avx2", ("avx2", "fma")),
     "avx512": ("avx512", ("avx512f", "avx512dq", "avx512bw", "avx512vl")),
 }
+# What IKATTN_SIXTEEN_BITS may ask for, and what the processor must have. "amd": bfloat16 in AVX-512
+# is no faster than float32 elsewhere, and not used.
+AVX512 = INSTRUCTION_SETS["avx512"][1]
+SIXTEEN_BITS = {
+    "none": (),
+    "avx512_vnni": (*AVX512, "avx512_vnni"),
+    "avx512_bf16": (*AVX512, "avx512_vnni", "avx512_bf16", "amd"),
+}
 HERE = Path(__file__).parent
 
 
 def processor_flags() -> set[str]:
-    """What the processor has; of its first core, for all are alike."""
+    """What the processor has, and "amd"; of its first core, for all are alike."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    text = information.read_text() if information.exists() else ""
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    return {*flags, *(["amd"] if "AuthenticAMD" in text else [])}
 
 
-def in_process(capability: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command of Python in a process told to use one instruction set (skips without it)."""
-    missing = set(INSTRUCTION_SETS[capability][1]) - processor_flags()
-    if missing:
+def in_process(variable: str, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command of Python in a process told what instructions to use (skips without them)."""
+    wanted = {**{name: flags for name, (_, flags) in INSTRUCTION_SETS.items()}, **SIXTEEN_BITS}
+    if missing := set(wanted[name]) - processor_flags():
         pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {variable: name, "OMP_NUM_THREADS": "1"}
     environment = {n: x for n, x in environment.items() if not n.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300
@@ -156,16 +165,36 @@ def in_process(capability: str, *command: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("capability", INSTRUCTION_SETS)
 def test_a_process_uses_the_instruction_set_it_is_told_to(capability: str) -> None:
     program = "import torch, ikattn; print(torch.ops.ikattn.instruction_set())"
-    assert in_process(capability, "-c", program).stdout.strip() == INSTRUCTION_SETS[capability][0]
+    run = in_process("ATEN_CPU_CAPABILITY", capability, "-c", program)
+    assert run.stdout.strip() == INSTRUCTION_SETS[capability][0]
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_a_process_uses_the_sixteen_bit_instructions_it_is_told_to(name: str) -> None:
+    program = "import torch, ikattn; print(torch.ops.ikattn.sixteen_bit_instructions())"
+    run = in_process("IKATTN_SIXTEEN_BITS", name, "-c", program)
+    assert run.stdout.strip() == name
+
+
+def run_accuracy_tests(variable: str, name: str, of_types: Sequence[torch.dtype]) -> None:
+    """The tests of the attention's values and gradients in another process."""
+    files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients")]
+    types = " or ".join(f"{name_of(dtype)}]" for dtype in of_types)
+    options = ["-q", "-k", f"as_accurate and ({types})", "-p", "no:cacheprovider"]
+    run = in_process(variable, name, "-m", "pytest", *options, *files)
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert f"{2 * len(SAMPLES) * len(of_types)} passed" in run.stdout
 
 
 @pytest.mark.parametrize("capability", INSTRUCTION_SETS)
 def test_every_instruction_set_is_as_accurate_as_the_reference(capability: str) -> None:
-    """The tests of the attention's values and gradients, all of them, in another process."""
     if INSTRUCTION_SETS[capability][0] == torch.ops.ikattn.instruction_set():
         pytest.skip("this process uses it already, and so do the tests of values and gradients")
-    files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients")]
-    options = ["-q", "-k", "as_accurate", "-p", "no:cacheprovider"]
-    run = in_process(capability, "-m", "pytest", *options, *files)
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert f"{2 * len(SAMPLES) * len(DTYPES)} passed" in run.stdout
+    run_accuracy_tests("ATEN_CPU_CAPABILITY", capability, DTYPES)
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_all_sixteen_bit_instructions_are_as_accurate_as_the_reference(name: str) -> None:
+    if name == torch.ops.ikattn.sixteen_bit_instructions():
+        pytest.skip("this process uses them already, and so do the tests of values and gradients")
+    run_accuracy_tests("IKATTN_SIXTEEN_BITS", name, [torch.bfloat16, torch.float16])

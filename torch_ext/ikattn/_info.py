@@ -29,6 +29,7 @@ def info() -> str:
         "Python": platform.python_version(),
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
+        "16-bit products": torch.ops.ikattn.sixteen_bit_instructions(),
         "CUDA kernels": "yes" if build["cuda"] else "no",
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),

@@ -25,24 +25,145 @@ inline void wait_for(const int* counter, int value) {
   }
 }
 
-// All query blocks of one head against one sweep of key blocks.
+// What the products over pairs multiply, as numbers N: of the unit's queries, of the sweep's keys,
+// and of a tile. "By row": rows of one column share a lane, and not columns of one row.
+template <typename N>
+struct PairOperands {
+  const Storage<N>* grad_out;         // [heads][panels of N][L][64]
+  const Storage<N>* grad_out_by_row;  // [heads][value panels][L in lanes][64]
+  const Storage<N>* phi_by_row;       // [heads][feature panels][L in lanes][64]
+  const Storage<N>* key_features;  // [feature panels][key_rows][64]   by row, of the first key on
+  int64_t key_rows;                // in lanes
+  const Storage<N>* values;        // [key blocks][panels of N][64][64]   columns by row
+  const Storage<N>* weights;       // [64 in lanes][64]   by row
+  const Storage<N>* ds;            // [64][64]
+  const Storage<N>* ds_by_row;     // [64 in lanes][64]
+};
+
 template <typename T>
+PairOperands<T> operands_of(const AttentionLayout<T>& layout, const BackwardUnit<T>& state,
+                            const BackwardScratch<T>& scratch, int64_t first_key, T*) {
+  return {
+      state.grad_out,     state.grad_out,       state.phi, state.keys.features + first_key * kPanel,
+      layout.padded_keys, scratch.sweep.values, scratch.w, scratch.s,
+      scratch.s};
+}
+
+inline PairOperands<BFloat16x2> operands_of(const AttentionLayout<float>&,
+                                            const BackwardUnit<float>& state,
+                                            const BackwardScratch<float>& scratch, int64_t,
+                                            BFloat16x2*) {
+  return {state.narrow.grad_out,           state.narrow.grad_out_by_row,
+          state.narrow.phi_by_row,         scratch.sweep.narrow_features,
+          kBackwardKeyBlocks * kPanel / 2, scratch.sweep.narrow_values,
+          scratch.narrow_w_by_row,         scratch.narrow_ds,
+          scratch.narrow_ds_by_row};
+}
+
+// One tile of pairs: up to 64 queries of one head against 64 keys.
+template <typename N, typename T>
+struct Tile {
+  const BackwardPlan<T>& plan;
+  BackwardUnit<T>& state;
+  const BackwardScratch<T>& scratch;
+  int64_t head;   // of the unit
+  int64_t block;  // of the sweep's keys
+  TilePosition at;
+  PairOperands<N> operands;
+
+  static constexpr int64_t kPerLane = Numbers<N>::kPerLane;
+
+  const AttentionLayout<T>& layout() const { return plan.layout; }
+  int64_t keys() const { return min_of(kPanel, plan.params.S - at.j0); }
+  // A row of the query side, or the lanes it begins, in [heads][panels][L in lanes][64].
+  int64_t of_queries(int64_t panels, int64_t panel, int64_t row, int64_t per_lane) const {
+    return ((head * panels + panel) * ceil_div(plan.params.L, per_lane) + row / per_lane) * kPanel;
+  }
+  // What dO lacks in the folded form where it is not rounded again: 1/Z.
+  const T* row_factors(int64_t row) const {
+    if (std::is_same_v<N, T> || !state.keys.form.folded) return nullptr;
+    return state.rows.factor + head * plan.params.L + at.i0 + row;
+  }
+
+  // s = phi_q phi_k^T, dP = dO V^T of one band.
+  void score(const Band& band) const {
+    const int64_t L = plan.params.L, row = at.i0 + band.row, d_v = layout().d_v;
+    const bool is_fixed = layout().fixed_scores;
+    const QueryFeatures<T> queries{
+        state.phi + of_queries(layout().feature_panels(), 0, row, 1),
+        is_fixed ? state.narrow.phi + of_queries(layout().fixed().panels(), 0, row, 1) : nullptr,
+        is_fixed ? state.narrow.steps + head * L + row : nullptr, L};
+    const int64_t panels = ceil_div(d_v, kPerLane * kPanel);
+    scratch.sweep.by_column.multiply(layout(), block, band.rows, queries, band.columns,
+                                     scratch.s + band.row * kPanel);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t width = min_of(kPerLane * kPanel, d_v - panel * kPerLane * kPanel);
+      panel_gemm<N, Left::kRows>(band.rows, band.columns, ceil_div(width, kPerLane),
+                                 operands.grad_out + of_queries(panels, panel, row, 1),
+                                 operands.values + (block * panels + panel) * kPanel * kPanel,
+                                 scratch.dp + band.row * kPanel, panel > 0,
+                                 {row_factors(band.row), nullptr});
+    }
+  }
+
+  // Weights and ds as the products below read them.
+  void narrow() const {
+    if constexpr (!std::is_same_v<N, T>) {
+      const int64_t columns = round_up(keys(), kLanes<T>);
+      stack_rows(at.rows, columns, scratch.w, row_factors(0), scratch.narrow_w_by_row);
+      stack_rows(at.rows, columns, scratch.s, nullptr, scratch.narrow_ds_by_row);
+      join_columns(at.rows, columns, scratch.s, kPanel, scratch.narrow_ds);
+    }
+  }
+
+  // dV += w^T dO, dphi_k += ds^T phi_q of `count` keys, over the rows from `row` on.
+  void add_to_keys(int64_t column, int64_t count, int64_t row) const {
+    const int64_t rows = at.rows - row, depth = ceil_div(rows, kPerLane);
+    const int64_t left = row / kPerLane * kPanel + column;
+    if (rows <= 0) return;
+    const int64_t key = block * kPanel + column;
+    const int64_t values = layout().value_panels(), features = layout().feature_panels();
+    for (int64_t panel = 0; panel < values; ++panel) {
+      panel_gemm<N, Left::kColumns>(
+          count, min_of(kPanel, layout().d_v - panel * kPanel), depth, operands.weights + left,
+          operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane),
+          scratch.sweep.grad_value + (panel * kBackwardKeyBlocks * kPanel + key) * kPanel, true);
+    }
+    for (int64_t panel = 0; panel < features; ++panel) {
+      panel_gemm<N, Left::kColumns>(
+          count, layout().feature.columns(panel), depth, operands.ds_by_row + left,
+          operands.phi_by_row + of_queries(features, panel, at.i0 + row, kPerLane),
+          state.grad_phi_k + (panel * layout().padded_keys + at.j0 + column) * kPanel, true);
+    }
+  }
+
+  // dphi_q += ds phi_k of one band.
+  void add_to_queries(const Band& band) const {
+    const int64_t panels = layout().feature_panels();
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      panel_gemm<N, Left::kRows>(
+          band.rows, layout().feature.columns(panel),
+          ceil_div(min_of(keys(), band.columns), kPerLane), operands.ds + band.row * kPanel,
+          operands.key_features + (panel * operands.key_rows + block * kPanel / kPerLane) * kPanel,
+          state.grad_phi_q + of_queries(panels, panel, at.i0 + band.row, 1), true);
+    }
+  }
+};
+
+// All query blocks of one head against one sweep of key blocks.
+template <typename N, typename T>
 void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
-  const int64_t L = params.L, padded = layout.padded_keys;
   const int64_t first_block = sweep * kBackwardKeyBlocks;
   const int64_t last_block = min_of(layout.key_blocks, first_block + kBackwardKeyBlocks);
-  const T* head_phi = state.phi + head * layout.feature_panels() * L * kPanel;
-  const T* head_grad_out = state.grad_out + head * layout.value_panels() * L * kPanel;
-  T* head_grad_phi = state.grad_phi_q + head * layout.feature_panels() * L * kPanel;
   const int64_t first_query_block = params.is_causal ? first_block * kPanel / kBackwardRows : 0;
+  const PairOperands<N> operands =
+      operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
 
   for (int64_t index = first_query_block; index < plan.query_blocks; ++index) {
     const QueryBlock block = plan.query_block(unit, head, index);
-    const T* phi = head_phi + block.i0 * kPanel;
-    const T* grad_out = head_grad_out + block.i0 * kPanel;
     int* progress = state.progress + head * plan.query_blocks + index;
     bool in_turn = false;
     for (int64_t key_block = first_block; key_block < last_block; ++key_block) {
@@ -50,72 +171,42 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       const TilePosition at{block.b, block.h, block.i0, block.rows, j0};
       const Visibility visibility = fill_bias(params, at, scratch.bias);
       if (visibility == Visibility::kNone) continue;
-      const int64_t count = min_of(kPanel, params.S - j0);
-      const int64_t columns = round_up(count, kLanes<T>);
-      const int64_t first_row = head * L + block.i0;
-      PairTile<T> tile{block.rows,
-                       columns,
-                       params.is_causal ? j0 - block.i0 : -kPanel,
-                       state.keys.weight_terms + j0,
-                       state.keys.logits + j0,
-                       state.rows.delta + first_row,
-                       state.rows.log_normalizer + first_row,
-                       state.rows.log_normalizer_rest + first_row,
-                       state.rows.poisoned + first_row,
-                       visibility == Visibility::kMixed ? scratch.bias : nullptr,
-                       params.dropout_threshold ? scratch.keep : nullptr,
-                       static_cast<T>(params.eps)};
+      const Tile<N, T> tile{plan, state, scratch, head, key_block - first_block, at, operands};
+      const int64_t columns = round_up(tile.keys(), kLanes<T>);
+      const int64_t first_row = head * params.L + block.i0;
+      const PairTile<T> pairs{block.rows,
+                              columns,
+                              params.is_causal ? j0 - block.i0 : -kPanel,
+                              state.keys.weight_terms + j0,
+                              state.keys.logits + j0,
+                              state.rows.delta + first_row,
+                              state.rows.log_normalizer + first_row,
+                              state.rows.log_normalizer_rest + first_row,
+                              state.rows.poisoned + first_row,
+                              visibility == Visibility::kMixed ? scratch.bias : nullptr,
+                              params.dropout_threshold ? scratch.keep : nullptr,
+                              static_cast<T>(params.eps)};
 
       // 1. scores and dP
-      const T* block_features = state.keys.block_features(layout, key_block);
-      const T* block_values = state.keys.block_values(layout, key_block);
       if (params.d_v == 0) __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
-      for_each_band(params, at, columns, [&](const Band& band) {
-        const int64_t row = band.row * kPanel;
-        scores(layout, band.rows, phi + row, L, block_features, band.columns, scratch.s + row);
-        for (int64_t first = 0; first < params.d_v; first += kPanel) {
-          panel_gemm<T, Left::kRows>(band.rows, band.columns, min_of(kPanel, params.d_v - first),
-                                     grad_out + first * L + row, block_values + first * kPanel,
-                                     scratch.dp + row, first > 0);
-        }
-      });
+      for_each_band(params, at, columns, [&](const Band& band) { tile.score(band); });
       // 2. pair gradients
-      if (tile.keep) fill_keep(params, at, scratch.keep);
+      if (pairs.keep) fill_keep(params, at, kept_factor<T>(params), scratch.keep);
       T* dlog = params.grad_mask ? scratch.dlog : nullptr;
       if (dlog) __builtin_memset(dlog, 0, kPanel * kPanel * sizeof(T));
-      pair_gradients(tile, state.keys.form.folded, scratch.s, scratch.w, scratch.dp, dlog,
+      pair_gradients(pairs, state.keys.form.folded, scratch.s, scratch.w, scratch.dp, dlog,
                      state.grad_logit + j0);
-      poison_rows(tile, scratch.s, scratch.w, dlog, state.grad_logit + j0);
+      poison_rows(pairs, scratch.s, scratch.w, dlog, state.grad_logit + j0);
+      tile.narrow();
       // 3. dV, dphi_k: rows are keys, summed over the block's queries
-      for_each_key_band(params, at, count, [&](int64_t column, int64_t keys, int64_t row) {
-        const int64_t rows = block.rows - row, left = row * kPanel + column;
-        if (rows <= 0) return;
-        for (int64_t first = 0; first < params.d_v; first += kPanel) {
-          panel_gemm<T, Left::kColumns>(keys, min_of(kPanel, params.d_v - first), rows,
-                                        scratch.w + left, grad_out + first * L + row * kPanel,
-                                        state.grad_value + first * padded + (j0 + column) * kPanel,
-                                        true);
-        }
-        for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-          panel_gemm<T, Left::kColumns>(keys, layout.feature.columns(panel), rows, scratch.s + left,
-                                        phi + (panel * L + row) * kPanel,
-                                        state.grad_phi_k + (panel * padded + j0 + column) * kPanel,
-                                        true);
-        }
+      for_each_key_band(params, at, tile.keys(), [&](int64_t column, int64_t keys, int64_t row) {
+        tile.add_to_keys(column, keys, row);
       });
       // 4. dphi_q (and a mask gradient summed over keys): after all earlier keys
       if (!in_turn) wait_for(progress, static_cast<int>(sweep));
       in_turn = true;
-      for_each_band(params, at, columns, [&](const Band& band) {
-        for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-          panel_gemm<T, Left::kRows>(band.rows, layout.feature.columns(panel),
-                                     min_of(count, band.columns), scratch.s + band.row * kPanel,
-                                     state.keys.features_by_row + (panel * padded + j0) * kPanel,
-                                     head_grad_phi + (panel * L + block.i0 + band.row) * kPanel,
-                                     true);
-        }
-      });
-      if (dlog) add_mask_gradient(params.grad_mask, at, count, dlog);
+      for_each_band(params, at, columns, [&](const Band& band) { tile.add_to_queries(band); });
+      if (dlog) add_mask_gradient(params.grad_mask, at, tile.keys(), dlog);
     }
     if (!in_turn) wait_for(progress, static_cast<int>(sweep));
     __atomic_store_n(progress, static_cast<int>(sweep) + 1, __ATOMIC_RELEASE);
@@ -124,7 +215,8 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
 
 // Gradients of one sweep's keys start at zero.
 template <typename T>
-void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, BackwardUnit<T>& state) {
+void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, BackwardUnit<T>& state,
+                         const BackwardScratch<T>& scratch) {
   const int64_t first = sweep * kBackwardKeyBlocks * kPanel;
   const int64_t rows = min_of(layout.padded_keys - first, kBackwardKeyBlocks * kPanel);
   const int64_t padded = layout.padded_keys;
@@ -132,11 +224,62 @@ void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, Backwa
     __builtin_memset(state.grad_phi_k + (panel * padded + first) * kPanel, 0,
                      rows * kPanel * sizeof(T));
   }
-  for (int64_t panel = 0; panel < layout.value_panels(); ++panel) {
-    __builtin_memset(state.grad_value + (panel * padded + first) * kPanel, 0,
-                     rows * kPanel * sizeof(T));
-  }
+  __builtin_memset(scratch.sweep.grad_value, 0,
+                   layout.value_panels() * kBackwardKeyBlocks * kPanel * kPanel * sizeof(T));
   __builtin_memset(state.grad_logit + first, 0, rows * sizeof(T));
+}
+
+// Values of one block of the sweep, by column; keys left out count for nothing.
+template <typename T>
+void prepare_sweep_values(const AttentionParams& params, const AttentionLayout<T>& layout,
+                          const Unit& unit, int64_t block, int64_t j0, const BackwardUnit<T>& state,
+                          const BackwardScratch<T>& scratch) {
+  const int64_t count = min_of(kPanel, params.S - j0), rows = round_up(count, kLanes<T>);
+  T* values = scratch.keys.values;
+  load_values(params, unit, j0, values);
+  for (int64_t r = 0; r < count; ++r) {
+    if (state.keys.feature_scales[j0 + r] == 0) fill_row(values, kPanel, r, params.d_v, T(0));
+  }
+  if constexpr (kTakes16Bits<T>) {
+    const int64_t panels = layout.bfloat16_products ? layout.narrow_value_panels() : 0;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t columns = min_of(2 * kPanel, params.d_v - panel * 2 * kPanel);
+      join_columns(rows, columns, values + panel * 2 * kPanel * kPanel, kPanel, scratch.keys.lanes);
+      transpose_panel(rows, ceil_div(columns, 2), scratch.keys.lanes,
+                      scratch.sweep.narrow_values + (block * panels + panel) * kPanel * kPanel);
+    }
+    if (layout.bfloat16_products) return;
+  }
+  const int64_t panels = layout.value_panels();
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    transpose_panel(rows, min_of(kPanel, params.d_v - panel * kPanel),
+                    values + panel * kPanel * kPanel,
+                    scratch.sweep.values + (block * panels + panel) * kPanel * kPanel);
+  }
+}
+
+template <typename T>
+void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layout,
+                   const Unit& unit, int64_t sweep, const BackwardUnit<T>& state,
+                   const BackwardScratch<T>& scratch) {
+  const int64_t first_block = sweep * kBackwardKeyBlocks;
+  for (int64_t block = 0; block < min_of(kBackwardKeyBlocks, layout.key_blocks - first_block);
+       ++block) {
+    const int64_t j0 = (first_block + block) * kPanel;
+    const int64_t rows = round_up(min_of(kPanel, params.S - j0), kLanes<T>);
+    const T* phi = state.keys.features + j0 * kPanel;
+    scratch.sweep.by_column.fill(layout, block, rows, phi, layout.padded_keys, scratch.keys.lanes);
+    prepare_sweep_values(params, layout, unit, block, j0, state, scratch);
+    if constexpr (kTakes16Bits<T>) {
+      const int64_t panels = layout.bfloat16_products ? layout.feature_panels() : 0;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        stack_rows(rows, layout.feature.columns(panel), phi + panel * layout.padded_keys * kPanel,
+                   nullptr,
+                   scratch.sweep.narrow_features +
+                       (panel * kBackwardKeyBlocks + block) * kPanel / 2 * kPanel);
+      }
+    }
+  }
 }
 
 template <typename T>
@@ -144,16 +287,23 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
-  clear_key_gradients(layout, sweep, state);
+  clear_key_gradients(layout, sweep, state, scratch);
+  prepare_sweep(params, layout, unit, sweep, state, scratch);
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
-    sweep_head(plan, unit, head, sweep, state, scratch);
+    if constexpr (kTakes16Bits<T> && kHasBFloat16) {
+      if (layout.bfloat16_products) {
+        sweep_head<BFloat16x2>(plan, unit, head, sweep, state, scratch);
+        continue;
+      }
+    }
+    sweep_head<T>(plan, unit, head, sweep, state, scratch);
   }
   const int64_t j0 = sweep * kBackwardKeyBlocks * kPanel;
   const int64_t count = min_of(kBackwardKeyBlocks * kPanel, params.S - j0);
   if (const Array& out = params.grad_value) {
     store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
-                 out.stride[2], out.stride[3], count, params.d_v, state.grad_value + j0 * kPanel,
-                 layout.padded_keys);
+                 out.stride[2], out.stride[3], count, params.d_v, scratch.sweep.grad_value,
+                 kBackwardKeyBlocks * kPanel);
   }
   if (const Array& out = params.grad_key_bias) {
     store_row(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],

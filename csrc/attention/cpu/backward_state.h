@@ -14,7 +14,8 @@ constexpr int64_t kFrequencyTokens =
 // Per query row: what turns a pair's dP into gradients.
 template <typename T>
 struct RowGradients {
-  T* delta = nullptr;  // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
+  T* delta = nullptr;   // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
+  T* factor = nullptr;  // folded: 1 / Z_i; general: 1
   // log Z_i - reference, and what rounding it to T lost: both stand in an exponent. +inf, which
   // makes every weight 0, for a row that is left out: it sees no key, or it is poisoned.
   T* log_normalizer = nullptr;
@@ -22,16 +23,38 @@ struct RowGradients {
   uint8_t* poisoned = nullptr;  // the row is not finite, and all it sees turns NaN
 };
 
+// What the products over pairs read of the query side, two numbers to a lane.
+struct NarrowQueries {
+  int32_t* phi = nullptr;              // [heads][fixed panels][L][64]  in steps
+  float* steps = nullptr;              // [heads][L]
+  int32_t* phi_by_row = nullptr;       // [heads][feature panels][(L + 1) / 2][64]
+  int32_t* grad_out = nullptr;         // [heads][packed value panels][L][64]  not times 1/Z
+  int32_t* grad_out_by_row = nullptr;  // [heads][value panels][(L + 1) / 2][64]  likewise
+
+  template <typename T>
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L) {
+    if (!layout.fixed_scores) return;
+    const int64_t rows = layout.heads_per_unit * L * kPanel;
+    const int64_t pairs = layout.heads_per_unit * ceil_div(L, 2) * kPanel;
+    phi = workspace.take<int32_t>(layout.fixed().panels() * rows);
+    steps = workspace.take<float>(layout.heads_per_unit * L);
+    if (!layout.bfloat16_products) return;
+    phi_by_row = workspace.take<int32_t>(layout.feature_panels() * pairs);
+    grad_out = workspace.take<int32_t>(layout.narrow_value_panels() * rows);
+    grad_out_by_row = workspace.take<int32_t>(layout.value_panels() * pairs);
+  }
+};
+
 // Everything the pair sweep reads and writes for one unit.
 template <typename T>
 struct BackwardUnit {
   PreparedKeys<T> keys;
-  T* phi = nullptr;         // [heads][feature panels][L][64]
-  Tangents<T> tangents;     // [feature panels][heads][L][32]
-  T* grad_out = nullptr;    // [heads][value panels][L][64], folded: times 1/Z
+  T* phi = nullptr;       // [heads][feature panels][L][64]
+  Tangents<T> tangents;   // [feature panels][heads][L][32]
+  T* grad_out = nullptr;  // [heads][value panels][L][64], folded: times 1/Z; or narrow
+  NarrowQueries narrow;
   T* grad_phi_q = nullptr;  // [heads][feature panels][L][64]
   T* grad_phi_k = nullptr;  // [feature panels][padded keys][64]
-  T* grad_value = nullptr;  // [value panels][padded keys][64]
   T* grad_logit = nullptr;  // [padded keys]   dg
   RowGradients<T> rows;     // [heads][L] each
   int* progress = nullptr;  // [heads][query blocks]   key sweeps that have added to dphi_q
@@ -45,12 +68,13 @@ struct BackwardUnit {
     keys.take(workspace, layout, true);
     phi = workspace.take<T>(heads * L * feature_row);
     tangents = {workspace.take<T>(Tangents<T>::size(layout.feature, heads * L)), heads * L};
-    grad_out = workspace.take<T>(heads * L * value_row);
+    if (!layout.bfloat16_products) grad_out = workspace.take<T>(heads * L * value_row);
+    narrow.take(workspace, layout, L);
     grad_phi_q = workspace.take<T>(heads * L * feature_row);
     grad_phi_k = workspace.take<T>(layout.padded_keys * feature_row);
-    grad_value = workspace.take<T>(layout.padded_keys * value_row);
     grad_logit = workspace.take<T>(layout.padded_keys);
     rows.delta = workspace.take<T>(heads * L);
+    rows.factor = workspace.take<T>(heads * L);
     rows.log_normalizer = workspace.take<T>(heads * L);
     rows.log_normalizer_rest = workspace.take<T>(heads * L);
     rows.poisoned = workspace.take<uint8_t>(heads * L);
@@ -59,25 +83,60 @@ struct BackwardUnit {
   }
 };
 
+// The keys of one sweep over the queries, as the products over pairs read them.
+template <typename T>
+struct SweepKeys {
+  KeyFeatures<T> by_column;
+  T* values = nullptr;                 // [key blocks][value panels][64][64]   by column; or
+  int32_t* narrow_values = nullptr;    // [key blocks][narrow value panels][64][64]
+  int32_t* narrow_features = nullptr;  // [feature panels][key blocks * 32][64]
+  T* grad_value = nullptr;             // [value panels][key blocks * 64][64]
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout) {
+    const int64_t blocks = min_of(kBackwardKeyBlocks, layout.key_blocks);
+    const int64_t size = kBackwardKeyBlocks * kPanel * kPanel;
+    by_column.take(workspace, layout, blocks);
+    grad_value = workspace.take<T>(layout.value_panels() * size);
+    if (layout.bfloat16_products) {
+      narrow_values = workspace.take<int32_t>(layout.narrow_value_panels() * size);
+      narrow_features = workspace.take<int32_t>(layout.feature_panels() * size / 2);
+    } else {
+      values = workspace.take<T>(layout.value_panels() * size);
+    }
+  }
+};
+
 template <typename T>
 struct BackwardScratch {
   KeyScratch<T> keys;
-  T* tokens = nullptr;  // [token panels][64][64]
-  T* grad_x = nullptr;  // [token panels][64][64]
-  T* angles = nullptr;  // [64][64]
-  T* output = nullptr;  // [value panels][64][64]
-  T* s = nullptr;       // [64][64]   scores, then ds
-  T* w = nullptr;       // [64][64]   weights
-  T* dp = nullptr;      // [64][64]   dP
-  T* dlog = nullptr;    // [64][64]   gradient of the logits, for the mask
-  T* bias = nullptr;    // [64][64]
-  T* keep = nullptr;    // [64][64]
+  SweepKeys<T> sweep;
+  T* tokens = nullptr;                  // [token panels][64][64]
+  T* grad_x = nullptr;                  // [token panels][64][64]
+  T* angles = nullptr;                  // [64][64]
+  T* output = nullptr;                  // [value panels][64][64]
+  T* grad_out = nullptr;                // [value panels][64][64]   before it is narrowed
+  int32_t* narrow_ds = nullptr;         // [64][64]   ds, two to a lane
+  int32_t* narrow_ds_by_row = nullptr;  // [32][64]
+  int32_t* narrow_w_by_row = nullptr;   // [32][64]
+  T* s = nullptr;                       // [64][64]   scores, then ds
+  T* w = nullptr;                       // [64][64]   weights
+  T* dp = nullptr;                      // [64][64]   dP
+  T* dlog = nullptr;                    // [64][64]   gradient of the logits, for the mask
+  T* bias = nullptr;                    // [64][64]
+  T* keep = nullptr;                    // [64][64]
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout) {
     keys.take(workspace, layout);
+    sweep.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
     grad_x = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
     output = workspace.take<T>(layout.value_panels() * kPanel * kPanel);
+    if (layout.bfloat16_products) {
+      grad_out = workspace.take<T>(layout.value_panels() * kPanel * kPanel);
+      narrow_ds = workspace.take<int32_t>(kPanel * kPanel);
+      narrow_ds_by_row = workspace.take<int32_t>(kPanel / 2 * kPanel);
+      narrow_w_by_row = workspace.take<int32_t>(kPanel / 2 * kPanel);
+    }
     T** tiles[] = {&angles, &s, &w, &dp, &dlog, &bias, &keep};
     for (T** tile : tiles) *tile = workspace.take<T>(kPanel * kPanel);
   }
@@ -124,6 +183,37 @@ void clear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t in
   state.progress[head * plan.query_blocks + index] = 0;
 }
 
+// One block of queries as the products over pairs read it, from phi [feature panels][L][64] and
+// grad_out [value panels][64][64].
+template <typename T>
+void narrow_queries(const AttentionLayout<T>& layout, int64_t L, int64_t head,
+                    const QueryBlock& block, const T* phi, const NarrowQueries& narrow,
+                    const T* grad_out) {
+  if constexpr (kTakes16Bits<T>) {
+    const int64_t i0 = block.i0, pairs = ceil_div(L, 2);
+    if (!layout.fixed_scores) return;
+    fix_queries(layout, block.rows, phi, L, narrow.steps + head * L + i0,
+                narrow.phi + (head * layout.fixed().panels() * L + i0) * kPanel);
+    if (!layout.bfloat16_products) return;
+    for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+      const int64_t row = (head * layout.feature_panels() + panel) * pairs + i0 / 2;
+      stack_rows(block.rows, layout.feature.columns(panel), phi + panel * L * kPanel, nullptr,
+                 narrow.phi_by_row + row * kPanel);
+    }
+    for (int64_t panel = 0; panel < layout.value_panels(); ++panel) {
+      const int64_t row = (head * layout.value_panels() + panel) * pairs + i0 / 2;
+      stack_rows(block.rows, min_of(kPanel, layout.d_v - panel * kPanel),
+                 grad_out + panel * kPanel * kPanel, nullptr,
+                 narrow.grad_out_by_row + row * kPanel);
+    }
+    for (int64_t panel = 0; panel < layout.narrow_value_panels(); ++panel) {
+      const int64_t row = (head * layout.narrow_value_panels() + panel) * L + i0;
+      join_columns(block.rows, min_of(2 * kPanel, layout.d_v - panel * 2 * kPanel),
+                   grad_out + panel * 2 * kPanel * kPanel, kPanel, narrow.grad_out + row * kPanel);
+    }
+  }
+}
+
 // Features, scaled dO and delta of one block of queries.
 template <typename T>
 void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
@@ -135,7 +225,10 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
   const int64_t L = params.L;
   const int64_t first_row = head * L + block.i0;
   T* phi = state.phi + (head * layout.feature_panels() * L + block.i0) * kPanel;
-  T* grad_out = state.grad_out + (head * layout.value_panels() * L + block.i0) * kPanel;
+  const bool is_narrow = layout.bfloat16_products;
+  const int64_t grad_rows = is_narrow ? kPanel : L;
+  T* grad_out = is_narrow ? scratch.grad_out
+                          : state.grad_out + (head * layout.value_panels() * L + block.i0) * kPanel;
   uint8_t* poisoned = state.rows.poisoned + first_row;
   prepare_queries(params, layout, block, frequencies.of(unit, layout.feature), scratch.tokens, phi,
                   L, poisoned, state.tangents.from(first_row));
@@ -146,7 +239,7 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
   };
   const Array &output = params.output, &gradient = params.grad_output;
   load_panels(gradient, offset(gradient), gradient.stride[2], gradient.stride[3], block.rows,
-              params.d_v, grad_out, L);
+              params.d_v, grad_out, grad_rows);
   load_panels(output, offset(output), output.stride[2], output.stride[3], block.rows, params.d_v,
               scratch.output, kPanel);
   for (int64_t r = 0; r < block.rows; ++r) {
@@ -154,7 +247,7 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
     for (int64_t first = 0; first < params.d_v; first += kPanel) {
       for (int64_t c = 0; c < min_of(kPanel, params.d_v - first); c += kLanes<T>) {
         products += load(scratch.output + first * kPanel + r * kPanel + c) *
-                    load(grad_out + first * L + r * kPanel + c);
+                    load(grad_out + first * grad_rows + r * kPanel + c);
       }
     }
     const double log_normalizer = load_element<double>(
@@ -167,25 +260,27 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
     delta *= factor;
     poisoned[r] =
         !sees_nothing && (poisoned[r] || !is_finite(delta) || !is_finite(log_normalizer) ||
-                          !row_is_finite(grad_out, L, r, params.d_v));
+                          !row_is_finite(grad_out, grad_rows, r, params.d_v));
     if (poisoned[r] || sees_nothing) {
-      delta = 0;
+      delta = factor = 0;
       fill_row(phi, L, r, layout.feature_panels() * kPanel, T(0));
-      fill_row(grad_out, L, r, layout.value_panels() * kPanel, T(0));
+      fill_row(grad_out, grad_rows, r, layout.value_panels() * kPanel, T(0));
       state.tangents.clear(layout.feature, first_row + r);
-    } else if (factor != 1) {
+    } else if (factor != 1 && !is_narrow) {
       for (int64_t first = 0; first < params.d_v; first += kPanel) {
         T* row = grad_out + first * L + r * kPanel;
         for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
       }
     }
     state.rows.delta[first_row + r] = delta;
+    state.rows.factor[first_row + r] = factor;
     const bool left_out = poisoned[r] || sees_nothing;
     const T rounded = left_out ? infinity<T>() : static_cast<T>(relative);
     state.rows.log_normalizer[first_row + r] = rounded;
     state.rows.log_normalizer_rest[first_row + r] =
         left_out ? T(0) : static_cast<T>(relative - static_cast<double>(rounded));
   }
+  narrow_queries(layout, L, head, block, phi, state.narrow, scratch.grad_out);
 }
 
 }  // namespace

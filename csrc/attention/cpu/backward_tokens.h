@@ -75,7 +75,7 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
                       rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
     features_backward<T>(
         layout.feature, rows, scratch.tokens, kPanel,
-        frequencies.transposed_of(unit, layout.feature), state.keys.features_by_row + j0 * kPanel,
+        frequencies.transposed_of(unit, layout.feature), state.keys.features + j0 * kPanel,
         layout.padded_keys, state.keys.tangents.from(j0), T(2), state.grad_phi_k + j0 * kPanel,
         layout.padded_keys, params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
     const Array& out = params.grad_key;

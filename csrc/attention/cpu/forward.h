@@ -30,12 +30,15 @@ struct ForwardUnit {
 template <typename T>
 struct ForwardScratch {
   KeyScratch<T> keys;
-  T* tokens = nullptr;  // [token panels][rows][64]
-  T* phi = nullptr;     // [feature panels][rows][64]
-  T* tile = nullptr;    // [rows][64]   s, then w
-  T* bias = nullptr;    // [rows][64]
-  T* keep = nullptr;    // [rows][64]
-  T* out = nullptr;     // [value panels][rows][64]
+  T* tokens = nullptr;             // [token panels][rows][64]
+  T* phi = nullptr;                // [feature panels][rows][64]
+  int32_t* fixed_phi = nullptr;    // [fixed panels][rows][64]   in steps
+  float* steps = nullptr;          // [rows]
+  T* tile = nullptr;               // [rows][64]   s, then w
+  int32_t* narrow_tile = nullptr;  // [rows][64]   w, two to a lane
+  T* bias = nullptr;               // [rows][64]
+  T* keep = nullptr;               // [rows][64]
+  T* out = nullptr;                // [value panels][rows][64]
   uint8_t* poisoned = nullptr;
   RowState<T> state;
 
@@ -43,23 +46,52 @@ struct ForwardScratch {
     keys.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
     phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
+    if (layout.fixed_scores) {
+      fixed_phi = workspace.take<int32_t>(layout.fixed().panels() * rows * kPanel);
+      steps = workspace.take<float>(rows);
+    }
     tile = workspace.take<T>(rows * kPanel);
+    if (layout.bfloat16_products) narrow_tile = workspace.take<int32_t>(rows * kPanel);
     bias = workspace.take<T>(rows * kPanel);
     keep = workspace.take<T>(rows * kPanel);
     out = workspace.take<T>(layout.value_panels() * rows * kPanel);
     poisoned = workspace.take<uint8_t>(rows);
-    state.take(workspace, rows);
+    state.take(workspace, rows, layout.bfloat16_products);
   }
 };
 
-// out += w v for `rows` rows of one tile.
+// out += w v of one band of a tile, w where `scratch.keep` does not drop it.
 template <typename T>
-void accumulate_values(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t rows,
-                       int64_t j0, int64_t count, const T* w, T* out, int64_t out_rows) {
+void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& layout,
+                       const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
+                       const ForwardScratch<T>& scratch) {
+  const int64_t count = min_of(params.S - at.j0, band.columns), first_row = band.row * kPanel;
+  T* w = scratch.tile + first_row;
+  const auto drop = [&] { multiply_tile(band.rows, band.columns, scratch.keep + first_row, w); };
+  if constexpr (kTakes16Bits<T>) {
+    if (layout.bfloat16_products) {
+      // Rounded once: what is dropped later counts in the sum as what is kept does.
+      join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
+      add_row_sums(band.rows, count, scratch.narrow_tile,
+                   scratch.state.from(band.row).rounded_sums);
+      if (params.dropout_threshold) {
+        drop();
+        join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
+      }
+      for (int64_t first = 0; first < layout.d_v; first += kPanel) {
+        panel_gemm<BFloat16x2, Left::kRows>(
+            band.rows, min_of(kPanel, layout.d_v - first), ceil_div(count, 2), scratch.narrow_tile,
+            keys.narrow_values + (first * layout.padded_keys + at.j0 * kPanel) / 2,
+            scratch.out + first * at.rows + first_row, true);
+      }
+      return;
+    }
+  }
+  if (params.dropout_threshold) drop();
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
-    panel_gemm<T, Left::kRows>(rows, min_of(kPanel, layout.d_v - first), count, w,
-                               keys.values + first * layout.padded_keys + j0 * kPanel,
-                               out + first * out_rows, true);
+    panel_gemm<T, Left::kRows>(band.rows, min_of(kPanel, layout.d_v - first), count, w,
+                               keys.values + first * layout.padded_keys + at.j0 * kPanel,
+                               scratch.out + first * at.rows + first_row, true);
   }
 }
 
@@ -68,14 +100,18 @@ template <typename T>
 void finish_rows(const AttentionParams& params, const KeyForm& form, const QueryBlock& block,
                  const ForwardScratch<T>& scratch) {
   T* out = scratch.out;
+  const T kept = params.dropout_threshold ? kept_factor<T>(params) : T(1);
   for (int64_t r = 0; r < block.rows; ++r) {
-    T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
-    if (scratch.poisoned[r] && sum != 0) sum = not_a_number<T>();
+    T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>)), divisor = sum;
+    if (const T* rounded = scratch.state.rounded_sums) {
+      divisor = sum_of_lanes<T>(load(rounded + r * kLanes<T>)) / kept;
+    }
+    if (scratch.poisoned[r] && sum != 0) sum = divisor = not_a_number<T>();
     const double row_reference =
         form.reference + (form.folded ? 0.0 : static_cast<double>(scratch.state.maxima[r]));
     const double log_normalizer =
         sum == 0 ? -infinity<double>() : logarithm(static_cast<double>(sum)) + row_reference;
-    const T factor = sum == 0 ? T(0) : 1 / sum;
+    const T factor = divisor == 0 ? T(0) : 1 / divisor;
     for (int64_t first = 0; first < params.d_v; first += kPanel) {
       T* row = out + first * block.rows + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
@@ -99,6 +135,8 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
   const int64_t rows = block.rows;
   prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
                   scratch.poisoned);
+  fix_queries(layout, rows, scratch.phi, rows, scratch.steps, scratch.fixed_phi);
+  const QueryFeatures<T> queries{scratch.phi, scratch.fixed_phi, scratch.steps, rows};
   scratch.state.reset(rows);
   __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
 
@@ -110,16 +148,15 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
     const Visibility visibility = fill_bias(params, at, scratch.bias);
     if (visibility == Visibility::kNone) continue;
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
-    if (params.dropout_threshold) fill_keep(params, at, scratch.keep);
+    if (params.dropout_threshold) {
+      // Of rounded weights the sum is what is multiplied, when it is complete.
+      fill_keep(params, at, scratch.state.rounded_sums ? T(1) : kept_factor<T>(params),
+                scratch.keep);
+    }
     for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
-      T* w = scratch.tile + band.row * kPanel;
-      band_weights(params, layout, keys, at, band, scratch.phi, bias, scratch.tile, scratch.state,
+      band_weights(params, layout, keys, at, band, queries, bias, scratch.tile, scratch.state,
                    params.d_v, scratch.out);
-      if (params.dropout_threshold) {
-        multiply_tile(band.rows, band.columns, scratch.keep + band.row * kPanel, w);
-      }
-      accumulate_values(layout, keys, band.rows, j0, min_of(count, band.columns), w,
-                        scratch.out + band.row * kPanel, rows);
+      accumulate_values(params, layout, keys, at, band, scratch);
     });
   }
   finish_rows(params, keys.form, block, scratch);

@@ -9,13 +9,28 @@ namespace {
 
 const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 
+// Null: the processor has none, or the inputs are not of 16 bits.
+const SixteenBitKernels* sixteen_bit_kernels(const at::Tensor& query) {
+#if defined(IKATTN_HAVE_X86_ISAS)
+  if (query.element_size() == 2) {
+    if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
+    if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
+  }
+#endif
+  return nullptr;
+}
+
 struct Cpu {
   static void forward(const AttentionParams& params, const at::Tensor& query, double work) {
-    kernels().forward[compute_index(query)](with_dropout(params), TorchExecutor(work));
+    const SixteenBitKernels* narrow = sixteen_bit_kernels(query);
+    const auto forward = narrow ? narrow->forward : kernels().forward[compute_index(query)];
+    forward(with_dropout(params), TorchExecutor(work));
   }
   static void backward(const AttentionBackwardParams& params, const at::Tensor& query,
                        double work) {
-    kernels().backward[compute_index(query)](with_dropout(params), TorchExecutor(work));
+    const SixteenBitKernels* narrow = sixteen_bit_kernels(query);
+    const auto backward = narrow ? narrow->backward : kernels().backward[compute_index(query)];
+    backward(with_dropout(params), TorchExecutor(work));
   }
   static void weights(const WeightsParams& params, const at::Tensor& query, double work) {
     kernels().weights[compute_index(query)](with_dropout(params), TorchExecutor(work));

@@ -15,6 +15,12 @@ struct AttentionKernels {
   void (*features[2])(const FeaturesParams&, bool backward, const Executor&);
 };
 
+// For inputs of 16 bits, in place of index 0.
+struct SixteenBitKernels {
+  void (*forward)(const AttentionParams&, const Executor&);
+  void (*backward)(const AttentionBackwardParams&, const Executor&);
+};
+
 namespace baseline {
 extern const AttentionKernels attention_kernels;
 }
@@ -24,6 +30,12 @@ extern const AttentionKernels attention_kernels;
 }
 namespace avx512 {
 extern const AttentionKernels attention_kernels;
+}
+namespace avx512_vnni {
+extern const SixteenBitKernels sixteen_bit_kernels;
+}
+namespace avx512_bf16 {
+extern const SixteenBitKernels sixteen_bit_kernels;
 }
 #endif
 

@@ -21,6 +21,7 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
 
 // Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
 // becomes zero and is marked in poisoned[0 .. rows). Backward: its tangents too, from row 0 on.
+// fix_queries() follows where the layout says so.
 template <typename T>
 void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                      const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
@@ -39,21 +40,43 @@ void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& la
   }
 }
 
+// phi [feature panels][phi_rows][64] of a block of queries in steps, into fixed
+// [fixed panels][phi_rows][64].
+template <typename T>
+void fix_queries(const AttentionLayout<T>& layout, int64_t rows, const T* phi, int64_t phi_rows,
+                 float* steps, int32_t* fixed) {
+  if constexpr (kTakes16Bits<T>) {
+    if (!layout.fixed_scores) return;
+    choose_steps(layout.feature, rows, phi, phi_rows, steps);
+    for (int64_t panel = 0; panel < layout.fixed().panels(); ++panel) {
+      fix_features(layout.feature, panel, rows, phi, phi_rows, steps,
+                   fixed + panel * phi_rows * kPanel);
+    }
+  }
+}
+
 // Running state of the rows of a block.
 template <typename T>
 struct RowState {
-  T* sums = nullptr;     // [rows][lanes]  sum of w so far, one part per lane
-  T* maxima = nullptr;   // [rows]         general form: m_i
+  T* sums = nullptr;          // [rows][lanes]  sum of w so far, one part per lane
+  T* rounded_sums = nullptr;  // likewise, of w as it is multiplied with the values; null: the same
+  T* maxima = nullptr;        // [rows]         general form: m_i
   T* rescale = nullptr;  // [rows]         general form: what the last tile changed earlier sums by
 
-  void take(Workspace& workspace, int64_t rows) {
+  void take(Workspace& workspace, int64_t rows, bool is_rounded = false) {
     sums = workspace.take<T>(rows * kLanes<T>);
+    if (is_rounded) rounded_sums = workspace.take<T>(rows * kLanes<T>);
     maxima = workspace.take<T>(rows);
     rescale = workspace.take<T>(rows);
   }
-  RowState from(int64_t row) const { return {sums + row * kLanes<T>, maxima + row, rescale + row}; }
+  RowState from(int64_t row) const {
+    const int64_t first = row * kLanes<T>;
+    return {sums + first, rounded_sums ? rounded_sums + first : nullptr, maxima + row,
+            rescale + row};
+  }
   void reset(int64_t rows) {
-    for (int64_t i = 0; i < rows * kLanes<T>; ++i) sums[i] = 0;
+    __builtin_memset(sums, 0, rows * kLanes<T> * sizeof(T));
+    if (rounded_sums) __builtin_memset(rounded_sums, 0, rows * kLanes<T> * sizeof(T));
     for (int64_t r = 0; r < rows; ++r) maxima[r] = -infinity<T>();
   }
 };
@@ -104,6 +127,9 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
       state.rescale[r] = before == -infinity<T>() ? T(0) : exponential(before - after);
       // A NaN sum stems from a poisoned key met before any finite one: it must stay.
       sum = before == -infinity<T>() ? sum : sum * state.rescale[r];
+      if (T* rounded = state.rounded_sums ? state.rounded_sums + r * kLanes<T> : nullptr) {
+        store<T>(rounded, load(rounded) * state.rescale[r]);
+      }
       rose = true;
     }
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
@@ -169,12 +195,12 @@ inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels
 template <typename T>
 void band_weights(const AttentionParams& params, const AttentionLayout<T>& layout,
                   const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
-                  const T* phi, const T* bias, T* tile, const RowState<T>& state, int64_t summed,
-                  T* panels) {
+                  const QueryFeatures<T>& queries, const T* bias, T* tile, const RowState<T>& state,
+                  int64_t summed, T* panels) {
   const int64_t first = band.row * kPanel;
   const RowState<T> rows = state.from(band.row);
-  scores(layout, band.rows, phi + first, at.rows, keys.block_features(layout, at.j0 / kPanel),
-         band.columns, tile + first);
+  keys.by_column.multiply(layout, at.j0 / kPanel, band.rows, queries.from(band.row), band.columns,
+                          tile + first);
   const bool has_terms = bias && (params.mask || band.crosses_diagonal);
   if (tile_weights(params, keys, band.rows, at.j0, band.columns, has_terms ? bias + first : nullptr,
                    tile + first, rows)) {

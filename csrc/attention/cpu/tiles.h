@@ -116,11 +116,15 @@ Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* b
   return any_term ? Visibility::kMixed : Visibility::kAll;
 }
 
-// keep [rows][64]: 0 where a weight is dropped, otherwise the rescaling factor. i0 is a multiple
-// of 16.
+// What dropout multiplies the weights that are kept with.
 template <typename T>
-void fill_keep(const AttentionParams& params, const TilePosition& at, T* keep) {
-  const T rescale = static_cast<T>(dropout_rescale(params.dropout_threshold));
+inline T kept_factor(const AttentionParams& params) {
+  return static_cast<T>(dropout_rescale(params.dropout_threshold));
+}
+
+// keep [rows][64]: 0 where a weight is dropped, otherwise `kept`. i0 is a multiple of 16.
+template <typename T>
+void fill_keep(const AttentionParams& params, const TilePosition& at, T kept, T* keep) {
   const int64_t batch_head = at.b * params.H + at.h;
   for (int64_t r0 = 0; r0 < at.rows; r0 += 16) {
     for (int64_t c0 = 0; c0 < kPanel; c0 += 16) {
@@ -133,7 +137,7 @@ void fill_keep(const AttentionParams& params, const TilePosition& at, T* keep) {
           const int64_t r = r0 + dropout_group_member(a, index / 4);
           const int64_t c = c0 + dropout_group_member(b, index % 4);
           const uint32_t byte = (random.word[index / 4] >> (8 * (index % 4))) & 0xff;
-          if (r < at.rows) keep[r * kPanel + c] = byte < params.dropout_threshold ? T(0) : rescale;
+          if (r < at.rows) keep[r * kPanel + c] = byte < params.dropout_threshold ? T(0) : kept;
         }
       }
     }

@@ -56,7 +56,8 @@ void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
     T* tile = scratch.tiles + key_block * tile_size;
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
     for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
-      band_weights(params, layout, keys, at, band, scratch.phi, bias, tile, scratch.state,
+      band_weights(params, layout, keys, at, band,
+                   QueryFeatures<T>{scratch.phi, nullptr, nullptr, rows}, bias, tile, scratch.state,
                    key_block * kPanel, scratch.tiles);
     });
   }
@@ -74,7 +75,8 @@ void finish_head(const WeightsParams& params, const AttentionLayout<T>& layout,
     T* tile = scratch.tiles + key_block * tile_size;
     T* average = scratch.average + key_block * tile_size;
     if (params.dropout_threshold) {
-      fill_keep(params, TilePosition{block.b, block.h, block.i0, rows, j0}, scratch.keep);
+      fill_keep(params, TilePosition{block.b, block.h, block.i0, rows, j0}, kept_factor<T>(params),
+                scratch.keep);
       multiply_tile(rows, round_up(count, kLanes<T>), scratch.keep, tile);
     }
     for (int64_t r = 0; r < rows; ++r) {

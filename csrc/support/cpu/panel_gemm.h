@@ -3,6 +3,8 @@
 // right operand. A contiguous [rows, 64] array is already one panel.
 #pragma once
 
+#include <type_traits>
+
 #include "support/cpu/vector.h"
 
 namespace ikattn::IKATTN_ISA {
@@ -13,68 +15,106 @@ constexpr int64_t kTileRows = 6;  // rows of a register tile
 
 enum class Left { kRows, kColumns };  // A(r, k) = a[r * 64 + k], or a[k * 64 + r]
 
-// c[r][0 .. kVectors) (+)= sum_k A(r, k) b[k][0 .. kVectors), one register tile of kRows rows.
-// Each element of A is broadcast into a register once and used for every column vector: loads, not
-// multiply-adds, are what is scarce.
-template <typename T, int kRows, int kVectors, Left kLeft>
-inline void register_tile(int64_t depth, const T* a, const T* b, T* c, bool accumulate) {
+// How numbers are multiplied and summed: of type T, or two of 16 bits to a lane (sixteen_bits.h).
+template <typename T>
+struct Numbers {
+  using Storage = T;
+  using Result = T;
+  using Sum = Vec<T>;
+  static constexpr bool kHasFactors = false;
+  static constexpr int64_t kPerLane = 1;
+  static void multiply_add(Vec<T> left, Vec<T> right, Sum& sum) { sum += left * right; }
+};
+template <typename N>
+using Storage = typename Numbers<N>::Storage;
+template <typename N>
+using Result = typename Numbers<N>::Result;
+
+// What sums are multiplied with, by row and by column of c; null: 1. Of numbers that have factors.
+template <typename T>
+struct Factors {
+  const T* rows = nullptr;     // [rows]
+  const T* columns = nullptr;  // [columns, whole vectors]
+};
+
+// c[r][0 .. kVectors) (+)= factors sum_k A(r, k) b[k][0 .. kVectors), one register tile of kRows
+// rows. Each element of A is broadcast into a register once and used for every column vector:
+// loads, not multiply-adds, are what is scarce.
+template <typename N, int kRows, int kVectors, Left kLeft>
+inline void register_tile(int64_t depth, const Storage<N>* a, const Storage<N>* b, Result<N>* c,
+                          bool accumulate, const Factors<Result<N>>& factors) {
   constexpr int64_t kRowStep = kLeft == Left::kRows ? kPanel : 1;
   constexpr int64_t kDepthStep = kLeft == Left::kRows ? 1 : kPanel;
-  Vec<T> sum[kRows][kVectors];
+  constexpr int64_t kStep = kLanes<Result<N>>;
+  typename Numbers<N>::Sum sum[kRows][kVectors] = {};
+  if constexpr (!Numbers<N>::kHasFactors) {
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      sum[r][v] = accumulate ? load(c + r * kPanel + v * kLanes<T>) : Vec<T>{};
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = accumulate ? load(c + r * kPanel + v * kStep) : Vec<Result<N>>{};
+      }
     }
   }
 #pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> right[kVectors];
+    Vec<Storage<N>> right[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * kPanel + v * kLanes<T>);
+    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * kPanel + v * kStep);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec<T> left = broadcast(a[r * kRowStep + k * kDepthStep]);
+      const Vec<Storage<N>> left = broadcast(a[r * kRowStep + k * kDepthStep]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += left * right[v];
+      for (int v = 0; v < kVectors; ++v) Numbers<N>::multiply_add(left, right[v], sum[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(c + r * kPanel + v * kLanes<T>, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      Result<N>* out = c + r * kPanel + v * kStep;
+      if constexpr (Numbers<N>::kHasFactors) {
+        Vec<Result<N>> product = Numbers<N>::result(sum[r][v]);
+        if (factors.rows) product *= factors.rows[r];
+        if (factors.columns) product *= load(factors.columns + v * kStep);
+        store(out, accumulate ? load(out) + product : product);
+      } else {
+        store(out, sum[r][v]);
+      }
+    }
   }
 }
 
 // All rows of a strip of kVectors column vectors. Rows are split evenly, so that there is no ragged
 // tile.
-template <typename T, int kVectors, Left kLeft>
-inline void strip_gemm(int64_t rows, int64_t depth, const T* a, const T* b, T* c, bool accumulate) {
+template <typename N, int kVectors, Left kLeft>
+inline void strip_gemm(int64_t rows, int64_t depth, const Storage<N>* a, const Storage<N>* b,
+                       Result<N>* c, bool accumulate, const Factors<Result<N>>& factors) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t begin = tile * rows / tiles;
     const int64_t count = (tile + 1) * rows / tiles - begin;
-    const T* left = a + begin * (kLeft == Left::kRows ? kPanel : 1);
-    T* out = c + begin * kPanel;
+    const Storage<N>* left = a + begin * (kLeft == Left::kRows ? kPanel : 1);
+    Result<N>* out = c + begin * kPanel;
+    const Factors<Result<N>> own{factors.rows ? factors.rows + begin : nullptr, factors.columns};
     switch (count) {
       case 1:
-        register_tile<T, 1, kVectors, kLeft>(depth, left, b, out, accumulate);
+        register_tile<N, 1, kVectors, kLeft>(depth, left, b, out, accumulate, own);
         break;
       case 2:
-        register_tile<T, 2, kVectors, kLeft>(depth, left, b, out, accumulate);
+        register_tile<N, 2, kVectors, kLeft>(depth, left, b, out, accumulate, own);
         break;
       case 3:
-        register_tile<T, 3, kVectors, kLeft>(depth, left, b, out, accumulate);
+        register_tile<N, 3, kVectors, kLeft>(depth, left, b, out, accumulate, own);
         break;
       case 4:
-        register_tile<T, 4, kVectors, kLeft>(depth, left, b, out, accumulate);
+        register_tile<N, 4, kVectors, kLeft>(depth, left, b, out, accumulate, own);
         break;
       case 5:
-        register_tile<T, 5, kVectors, kLeft>(depth, left, b, out, accumulate);
+        register_tile<N, 5, kVectors, kLeft>(depth, left, b, out, accumulate, own);
         break;
       default:
-        register_tile<T, 6, kVectors, kLeft>(depth, left, b, out, accumulate);
+        register_tile<N, 6, kVectors, kLeft>(depth, left, b, out, accumulate, own);
         break;
     }
   }
@@ -82,20 +122,23 @@ inline void strip_gemm(int64_t rows, int64_t depth, const T* a, const T* b, T* c
 
 // One panel of the product: c[rows][columns] (+)= A[rows][depth] b[depth][columns], columns <= 64,
 // computed in whole vectors: what lies in c beyond `columns` up to the next vector is overwritten.
-template <typename T, Left kLeft>
-inline void panel_gemm(int64_t rows, int64_t columns, int64_t depth, const T* a, const T* b, T* c,
-                       bool accumulate) {
-  int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>;
+template <typename N, Left kLeft>
+inline void panel_gemm(int64_t rows, int64_t columns, int64_t depth, const Storage<N>* a,
+                       const Storage<N>* b, Result<N>* c, bool accumulate,
+                       Factors<Result<N>> factors = {}) {
+  constexpr int64_t kStrip = kStripVectors * kLanes<Result<N>>;
+  int64_t vectors = (columns + kLanes<Result<N>> - 1) / kLanes<Result<N>>;
   for (; vectors >= kStripVectors; vectors -= kStripVectors) {
-    strip_gemm<T, kStripVectors, kLeft>(rows, depth, a, b, c, accumulate);
-    b += kStripVectors * kLanes<T>;
-    c += kStripVectors * kLanes<T>;
+    strip_gemm<N, kStripVectors, kLeft>(rows, depth, a, b, c, accumulate, factors);
+    b += kStrip;
+    c += kStrip;
+    if (factors.columns) factors.columns += kStrip;
   }
   if constexpr (kStripVectors > 2) {
-    if (vectors == 3) strip_gemm<T, 3, kLeft>(rows, depth, a, b, c, accumulate);
-    if (vectors == 2) strip_gemm<T, 2, kLeft>(rows, depth, a, b, c, accumulate);
+    if (vectors == 3) strip_gemm<N, 3, kLeft>(rows, depth, a, b, c, accumulate, factors);
+    if (vectors == 2) strip_gemm<N, 2, kLeft>(rows, depth, a, b, c, accumulate, factors);
   }
-  if (vectors == 1) strip_gemm<T, 1, kLeft>(rows, depth, a, b, c, accumulate);
+  if (vectors == 1) strip_gemm<N, 1, kLeft>(rows, depth, a, b, c, accumulate, factors);
 }
 
 // target[c][r] = source[r][c] for rows x columns of a 64 x 64 block, both rounded up to whole

@@ -35,6 +35,10 @@ struct VectorOf<float> {
   typedef int32_t bits __attribute__((vector_size(kVectorBytes)));
 };
 template <>
+struct VectorOf<int32_t> {
+  typedef int32_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
 struct VectorOf<double> {
   typedef double type __attribute__((vector_size(kVectorBytes)));
   typedef int64_t bits __attribute__((vector_size(kVectorBytes)));

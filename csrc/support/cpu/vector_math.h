@@ -7,6 +7,15 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
+inline float power(float x, float y) { return __builtin_powf(x, y); }
+inline double power(double x, double y) { return __builtin_pow(x, y); }
+inline float square_root(float x) { return __builtin_sqrtf(x); }
+inline double square_root(double x) { return __builtin_sqrt(x); }
+inline float exponential(float x) { return __builtin_expf(x); }
+inline double exponential(double x) { return __builtin_exp(x); }
+inline float logarithm(float x) { return __builtin_logf(x); }
+inline double logarithm(double x) { return __builtin_log(x); }
+
 template <typename T>
 struct Polynomials;
 

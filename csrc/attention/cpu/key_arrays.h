@@ -1,0 +1,140 @@
+// Prepared keys in memory, and the scores that queries make with them: in the compute type, or,
+// where the layout says so, two numbers of 16 bits to a lane.
+#pragma once
+
+#include "attention/cpu/unit.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// Features of some queries.
+template <typename T>
+struct QueryFeatures {
+  const T* phi = nullptr;          // [feature panels][rows][64]
+  const int32_t* fixed = nullptr;  // [fixed panels][rows][64], in steps
+  const float* steps = nullptr;    // [rows]
+  int64_t rows = 0;                // of a panel
+
+  QueryFeatures from(int64_t row) const {
+    const bool is_fixed = fixed != nullptr;
+    return {phi + row * kPanel, is_fixed ? fixed + row * kPanel : nullptr,
+            is_fixed ? steps + row : nullptr, rows};
+  }
+};
+
+// Features of blocks of 64 keys, by column: the right operand of the scores.
+template <typename T>
+struct KeyFeatures {
+  T* phi = nullptr;          // [blocks][feature panels][64][64]; or
+  int32_t* fixed = nullptr;  // [blocks][fixed panels][64][64], in steps
+  float* steps = nullptr;    // [blocks][64]
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t blocks) {
+    const int64_t size = blocks * kPanel * kPanel;
+    if (layout.fixed_scores) {
+      fixed = workspace.take<int32_t>(layout.fixed().panels() * size);
+      steps = workspace.take<float>(blocks * kPanel);
+    } else {
+      phi = workspace.take<T>(layout.feature_panels() * size);
+    }
+  }
+
+  // s [rows][64] = phi_q . phi_k of one block, of its first `columns` keys.
+  void multiply(const AttentionLayout<T>& layout, int64_t block, int64_t rows,
+                const QueryFeatures<T>& queries, int64_t columns, T* s) const {
+    if constexpr (kTakes16Bits<T>) {
+      const int64_t panels = layout.fixed_scores ? layout.fixed().panels() : 0;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        panel_gemm<Int16x2, Left::kRows>(rows, columns, layout.fixed().lanes(panel),
+                                         queries.fixed + panel * queries.rows * kPanel,
+                                         fixed + (block * panels + panel) * kPanel * kPanel, s,
+                                         panel > 0, {queries.steps, steps + block * kPanel});
+      }
+      if (panels > 0) return;
+    }
+    const int64_t panels = layout.feature_panels();
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      panel_gemm<T, Left::kRows>(rows, columns, layout.feature.columns(panel),
+                                 queries.phi + panel * queries.rows * kPanel,
+                                 phi + (block * panels + panel) * kPanel * kPanel, s, panel > 0);
+    }
+  }
+
+  // One block, from `rows` rows of source [feature panels][source_rows][64]; lanes [64][64] is
+  // scratch.
+  void fill(const AttentionLayout<T>& layout, int64_t block, int64_t rows, const T* source,
+            int64_t source_rows, int32_t* lanes) const {
+    if constexpr (kTakes16Bits<T>) {
+      if (layout.fixed_scores) {
+        const FixedLayout of_fixed = layout.fixed();
+        float* own_steps = steps + block * kPanel;
+        choose_steps(layout.feature, rows, source, source_rows, own_steps);
+        for (int64_t panel = 0; panel < of_fixed.panels(); ++panel) {
+          fix_features(layout.feature, panel, rows, source, source_rows, own_steps, lanes);
+          transpose_panel(rows, of_fixed.lanes(panel), lanes,
+                          fixed + (block * of_fixed.panels() + panel) * kPanel * kPanel);
+        }
+        return;
+      }
+    }
+    for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+      transpose_panel(rows, layout.feature.columns(panel), source + panel * source_rows * kPanel,
+                      phi + (block * layout.feature_panels() + panel) * kPanel * kPanel);
+    }
+  }
+};
+
+// Prepared keys of one unit. Padded, hidden and poisoned keys have zero features and a zero value
+// row; a poisoned one has a NaN weight term, so that exactly the rows that see it turn NaN.
+template <typename T>
+struct PreparedKeys {
+  KeyForm form;
+  T* logits = nullptr;          // [padded_keys]       g_j - reference
+  T* weight_terms = nullptr;    // [padded_keys]       folded: eps e_j
+  T* feature_scales = nullptr;  // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
+  // Forward:
+  KeyFeatures<T> by_column;          // of all blocks
+  T* values = nullptr;               // [value panels][padded_keys][64]; or
+  int32_t* narrow_values = nullptr;  // [value panels][padded_keys / 2][64], keys by two in a lane
+  // Backward:
+  T* features = nullptr;  // [feature panels][padded_keys][64]
+  Tangents<T> tangents;   // [feature panels][padded_keys][32]
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool backward) {
+    const int64_t keys = layout.padded_keys;
+    logits = workspace.take<T>(keys);
+    weight_terms = workspace.take<T>(keys);
+    feature_scales = workspace.take<T>(keys);
+    if (backward) {
+      features = workspace.take<T>(layout.feature_panels() * keys * kPanel);
+      tangents = {workspace.take<T>(Tangents<T>::size(layout.feature, keys)), keys};
+      return;
+    }
+    by_column.take(workspace, layout, layout.key_blocks);
+    const int64_t value_size = layout.value_panels() * keys * kPanel;
+    if (layout.bfloat16_products) {
+      narrow_values = workspace.take<int32_t>(value_size / 2);
+    } else {
+      values = workspace.take<T>(value_size);
+    }
+  }
+};
+
+// Scratch of one block of 64 keys: tokens, features (forward only) and values.
+template <typename T>
+struct KeyScratch {
+  T* tokens = nullptr;       // [token panels][64][64]
+  T* features = nullptr;     // [feature panels][64][64]
+  T* values = nullptr;       // [value panels][64][64]
+  int32_t* lanes = nullptr;  // [64][64]   two numbers each
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout) {
+    if (layout.fixed_scores) lanes = workspace.take<int32_t>(kPanel * kPanel);
+    tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
+    features = workspace.take<T>(layout.feature_panels() * kPanel * kPanel);
+    values = workspace.take<T>(layout.value_panels() * kPanel * kPanel);
+  }
+};
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,116 @@
+// The key side of one unit: a batch item and a key head, whose prepared keys serve one query head
+// or, with grouped heads, several.
+//
+// Two forms of the weight, chosen per unit:
+//   folded    w = s'^2 + eps e_j, e_j = exp(g_j - max g), sqrt(e_j) inside phi(k_j), s' = phi_q .
+//   phi_k':
+//             no exponential per pair. Right where every row sees the largest key (no mask, not
+//             causal) or the spread of g is too small for anything to underflow.
+//   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
+#pragma once
+
+#include "attention/cpu/fixed_features.h"
+#include "attention/params.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// Largest max g - min g at which w of every key stays a normal number, with room for s^2 down to
+// 1e-12.
+template <typename T>
+constexpr double kFoldableSpread = sizeof(T) == 4 ? 50 : 500;
+
+// phi / (2 sqrt M), so that s = phi_q . phi_k needs no further factor.
+template <typename T>
+inline T feature_scale(int64_t M) {
+  return T(1) / square_root(static_cast<T>(M));
+}
+
+// Whether arithmetic in T may multiply numbers of 16 bits, two to a lane.
+template <typename T>
+constexpr bool kTakes16Bits = kHasInt16 && sizeof(T) == 4;
+
+inline bool has_16_bits(const Array& array) {
+  return array.type == ElementType::kBFloat16 || array.type == ElementType::kFloat16;
+}
+
+template <typename T>
+struct AttentionLayout {
+  FeatureLayout<T> feature;
+  int64_t d_v = 0;
+  int64_t key_blocks = 0;   // of 64 keys
+  int64_t padded_keys = 0;  // key_blocks * 64
+  int64_t heads_per_unit = 0;
+  int64_t units = 0;               // B * key_heads
+  bool fixed_scores = false;       // features in fixed point, for the scores
+  bool bfloat16_products = false;  // and whatever else is multiplied over pairs in bfloat16
+
+  explicit AttentionLayout(const AttentionParams& params)
+      : feature{params.d, params.M, params.stationary()},
+        d_v(params.d_v),
+        key_blocks(ceil_div(params.S, kPanel)),
+        padded_keys(key_blocks * kPanel),
+        heads_per_unit(params.H / params.key_heads),
+        units(params.B * params.key_heads),
+        fixed_scores(kTakes16Bits<T> && has_16_bits(params.query) && has_16_bits(params.key)),
+        bfloat16_products(fixed_scores && kHasBFloat16 &&
+                          params.value.type == ElementType::kBFloat16) {}
+
+  int64_t value_panels() const { return ceil_div(d_v, kPanel); }
+  int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }
+  int64_t feature_panels() const { return feature.panels(); }
+  FixedLayout fixed() const { return {feature.M}; }
+};
+
+// One unit's place in the call.
+struct Unit {
+  int64_t b = 0;
+  int64_t head = 0;           // key head
+  int64_t group = 0;          // key/value head
+  int64_t frequency_set = 0;  // which packed frequencies
+  int64_t first_query_head = 0;
+};
+
+template <typename T>
+inline Unit unit_at(const AttentionParams& params, const AttentionLayout<T>& layout,
+                    int64_t index) {
+  Unit unit;
+  unit.b = index / params.key_heads;
+  unit.head = index % params.key_heads;
+  unit.group = unit.head * params.G / params.key_heads;
+  const int64_t frequency_head = unit.head * params.frequency_heads / params.key_heads;
+  const int64_t frequency_batch = params.frequency_batches > 1 ? unit.b : 0;
+  unit.frequency_set = frequency_batch * params.frequency_heads + frequency_head;
+  unit.first_query_head = unit.head * layout.heads_per_unit;
+  return unit;
+}
+
+// The largest and smallest logit of the keys that are neither hidden nor poisoned decide the form.
+struct KeyForm {
+  bool folded = true;
+  double reference =
+      0;  // subtracted from every g before it is rounded to T: the largest, if folded
+};
+
+template <typename T>
+KeyForm choose_form(const AttentionParams& params, const double* logits) {
+  double largest = -infinity<double>(), smallest = infinity<double>();
+  for (int64_t j = 0; j < params.S; ++j) {
+    if (!is_finite(logits[j])) continue;
+    largest = logits[j] > largest ? logits[j] : largest;
+    smallest = logits[j] < smallest ? logits[j] : smallest;
+  }
+  const bool all_rows_see_all_keys = !params.mask && !params.is_causal;
+  const bool float_mask = params.mask && params.mask.type != ElementType::kBool;
+  KeyForm form;
+  form.reference = is_finite(largest) ? largest : 0.0;
+  form.folded = !float_mask && (all_rows_see_all_keys || largest == -infinity<double>() ||
+                                largest - smallest <= kFoldableSpread<T>);
+  // The largest g may be that of a hidden key, and so far from the others that the distance rounds
+  // them off.
+  if (!form.folded) form.reference = 0;
+  return form;
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA
