@@ -53,10 +53,10 @@ inline PairOperands<BFloat16x2> operands_of(const AttentionLayout<float>&,
                                             const BackwardUnit<float>& state,
                                             const BackwardScratch<float>& scratch, int64_t,
                                             BFloat16x2*) {
-  return {state.narrow.grad_out,           state.narrow.grad_out_by_row,
-          state.narrow.phi_by_row,         scratch.sweep.narrow_features,
-          kBackwardKeyBlocks * kPanel / 2, scratch.sweep.narrow_values,
-          scratch.narrow_w_by_row,         scratch.narrow_ds,
+  return {state.narrow.grad_out,   state.narrow.grad_out_by_row,
+          state.narrow.phi_by_row, scratch.sweep.narrow_features,
+          kSweepKeys / 2,          scratch.sweep.narrow_values,
+          scratch.narrow_w_by_row, scratch.narrow_ds,
           scratch.narrow_ds_by_row};
 }
 
@@ -127,13 +127,14 @@ struct Tile {
       panel_gemm<N, Left::kColumns>(
           count, min_of(kPanel, layout().d_v - panel * kPanel), depth, operands.weights + left,
           operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane),
-          scratch.sweep.grad_value + (panel * kBackwardKeyBlocks * kPanel + key) * kPanel, true);
+          scratch.sweep.grad_value + (panel * kSweepKeys + key) * kPanel, true);
     }
     for (int64_t panel = 0; panel < features; ++panel) {
       panel_gemm<N, Left::kColumns>(
           count, layout().feature.columns(panel), depth, operands.ds_by_row + left,
           operands.phi_by_row + of_queries(features, panel, at.i0 + row, kPerLane),
-          state.grad_phi_k + (panel * layout().padded_keys + at.j0 + column) * kPanel, true);
+          state.grad_phi_k + (panel * state.held_keys + at.j0 % state.held_keys + column) * kPanel,
+          true);
     }
   }
 
@@ -217,15 +218,14 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
 template <typename T>
 void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, BackwardUnit<T>& state,
                          const BackwardScratch<T>& scratch) {
-  const int64_t first = sweep * kBackwardKeyBlocks * kPanel;
-  const int64_t rows = min_of(layout.padded_keys - first, kBackwardKeyBlocks * kPanel);
-  const int64_t padded = layout.padded_keys;
+  const int64_t first = sweep * kSweepKeys, rows = min_of(layout.padded_keys - first, kSweepKeys);
   for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-    __builtin_memset(state.grad_phi_k + (panel * padded + first) * kPanel, 0,
-                     rows * kPanel * sizeof(T));
+    __builtin_memset(
+        state.grad_phi_k + (panel * state.held_keys + first % state.held_keys) * kPanel, 0,
+        rows * kPanel * sizeof(T));
   }
   __builtin_memset(scratch.sweep.grad_value, 0,
-                   layout.value_panels() * kBackwardKeyBlocks * kPanel * kPanel * sizeof(T));
+                   layout.value_panels() * kSweepKeys * kPanel * sizeof(T));
   __builtin_memset(state.grad_logit + first, 0, rows * sizeof(T));
 }
 
@@ -298,16 +298,32 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
     }
     sweep_head<T>(plan, unit, head, sweep, state, scratch);
   }
-  const int64_t j0 = sweep * kBackwardKeyBlocks * kPanel;
-  const int64_t count = min_of(kBackwardKeyBlocks * kPanel, params.S - j0);
+  const int64_t j0 = sweep * kSweepKeys, count = min_of(kSweepKeys, params.S - j0);
   if (const Array& out = params.grad_value) {
     store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
                  out.stride[2], out.stride[3], count, params.d_v, scratch.sweep.grad_value,
-                 kBackwardKeyBlocks * kPanel);
+                 kSweepKeys);
   }
   if (const Array& out = params.grad_key_bias) {
     store_row(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
               out.stride[2], count, state.grad_logit + j0);
+  }
+}
+
+// The last step for the keys of a sweep, by the thread that makes all of the unit's sweeps; sum:
+// the unit's frequency gradient, null: not wanted.
+template <typename T>
+void finish_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
+                  const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state, T* sum,
+                  const BackwardScratch<T>& scratch) {
+  const int64_t begin = sweep * kSweepKeys, end = min_of(plan.params.S, begin + kSweepKeys);
+  T* partial = sum ? state.partials : nullptr;
+  if (partial && begin % plan.frequency_tokens == 0) {
+    __builtin_memset(partial, 0, plan.layout.feature.packed_size() * sizeof(T));
+  }
+  finish_keys(plan, unit, begin, end, frequencies, state, partial, scratch);
+  if (partial && (end == plan.params.S || end % plan.frequency_tokens == 0)) {
+    add_chunk(plan, begin / plan.frequency_tokens, partial, sum);
   }
 }
 
@@ -339,10 +355,17 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   memory.allocate(
       executor, params, layout, group, Schedule::slots(executor, group, whole),
       [&](BackwardUnit<T>& unit, Workspace& workspace) {
-        unit.take(workspace, layout, params.L, plan.query_blocks, plan.chunks());
+        unit.take(workspace, layout, params.L, plan.query_blocks, whole, plan.chunks());
       },
       [&](BackwardScratch<T>& own, Workspace& workspace) { own.take(workspace, layout); });
 
+  // Chunks of a unit that one thread goes through are added up as they come, those of others when
+  // all are there; units with frequencies of their own need no sum over units.
+  const bool shares_sets = sets != layout.units;
+  const auto unit_sum = [&](int64_t unit, int64_t first) {
+    return shares_sets ? memory.unit_sums + (unit - first) * packed_size
+                       : memory.totals + unit_at(params, layout, unit).frequency_set * packed_size;
+  };
   __builtin_memset(memory.totals, 0, sets * packed_size * sizeof(T));
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   const KeyStages keys{params, layout, memory};
@@ -353,23 +376,38 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                                                 index % plan.query_blocks, memory.frequencies,
                                                 memory.slots[at.slot], memory.scratch[thread]);
                       }};
-  const Stage pairs{plan.key_sweeps, [&](const Place& at, int64_t sweep, int thread) {
-                      sweep_keys(plan, unit_of(at), sweep, memory.slots[at.slot],
-                                 memory.scratch[thread]);
-                    }};
-  const Stage tokens{plan.chunks(), [&](const Place& at, int64_t chunk, int thread) {
-                       finish_chunk(plan, unit_of(at), chunk, memory.frequencies,
-                                    memory.slots[at.slot], memory.scratch[thread]);
-                     }};
+  const bool wants = plan.wants_frequencies() && plan.chunks() > 0;
   for (int64_t first = 0; first < layout.units; first += group) {
     const int64_t count = min_of(group, layout.units - first);
-    const Stage chunk_sums{int64_t{plan.wants_frequencies()}, [&](const Place& at, int64_t, int) {
-                             sum_chunks(plan, memory.slots[at.slot],
-                                        memory.unit_sums + (at.unit - first) * packed_size);
+    const Stage pairs{plan.key_sweeps, [&](const Place& at, int64_t sweep, int thread) {
+                        BackwardUnit<T>& state = memory.slots[at.slot];
+                        sweep_keys(plan, unit_of(at), sweep, state, memory.scratch[thread]);
+                        if (!whole) return;
+                        finish_sweep(plan, unit_of(at), sweep, memory.frequencies, state,
+                                     wants ? unit_sum(at.unit, first) : nullptr,
+                                     memory.scratch[thread]);
+                      }};
+    const int64_t finished = whole ? plan.key_chunks : 0;
+    const Stage tokens{plan.chunks() - finished, [&](const Place& at, int64_t index, int thread) {
+                         BackwardUnit<T>& state = memory.slots[at.slot];
+                         T* partial =
+                             wants ? state.partials + (whole ? 0 : index) * packed_size : nullptr;
+                         finish_chunk(plan, unit_of(at), finished + index, memory.frequencies,
+                                      state, partial, memory.scratch[thread]);
+                         if (wants && whole) {
+                           add_chunk(plan, finished + index, partial, unit_sum(at.unit, first));
+                         }
+                       }};
+    const Stage chunk_sums{int64_t{wants && !whole}, [&](const Place& at, int64_t, int) {
+                             const T* partials = memory.slots[at.slot].partials;
+                             for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+                               add_chunk(plan, chunk, partials + chunk * packed_size,
+                                         unit_sum(at.unit, first));
+                             }
                            }};
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
                queries, pairs, tokens, chunk_sums);
-    if (!plan.wants_frequencies()) continue;
+    if (!wants || !shares_sets) continue;
     parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
       sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);
     });

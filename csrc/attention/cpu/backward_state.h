@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kBackwardRows = 64;      // query rows of a block
 constexpr int64_t kBackwardKeyBlocks = 2;  // 64-key blocks that share one sweep over the queries
+constexpr int64_t kSweepKeys = kBackwardKeyBlocks * kPanel;
 constexpr int64_t kFrequencyTokens =
     512;  // tokens whose frequency gradients are summed in one array
 
@@ -54,14 +55,17 @@ struct BackwardUnit {
   T* grad_out = nullptr;  // [heads][value panels][L][64], folded: times 1/Z; or narrow
   NarrowQueries narrow;
   T* grad_phi_q = nullptr;  // [heads][feature panels][L][64]
-  T* grad_phi_k = nullptr;  // [feature panels][padded keys][64]
+  T* grad_phi_k = nullptr;  // [feature panels][held_keys][64]   key j at row j % held_keys
+  int64_t held_keys = 0;    // those of a sweep, or all
   T* grad_logit = nullptr;  // [padded keys]   dg
   RowGradients<T> rows;     // [heads][L] each
   int* progress = nullptr;  // [heads][query blocks]   key sweeps that have added to dphi_q
-  T* partials = nullptr;    // [chunks][packed frequencies]
+  T* partials = nullptr;    // [held chunks][packed frequencies]
 
+  // Whole: one thread takes the unit through all stages, and what one stage leaves for another
+  // need not be held for the whole unit.
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L, int64_t query_blocks,
-            int64_t chunks) {
+            bool whole, int64_t chunks) {
     const int64_t heads = layout.heads_per_unit;
     const int64_t feature_row = layout.feature_panels() * kPanel;
     const int64_t value_row = layout.value_panels() * kPanel;
@@ -71,7 +75,8 @@ struct BackwardUnit {
     if (!layout.bfloat16_products) grad_out = workspace.take<T>(heads * L * value_row);
     narrow.take(workspace, layout, L);
     grad_phi_q = workspace.take<T>(heads * L * feature_row);
-    grad_phi_k = workspace.take<T>(layout.padded_keys * feature_row);
+    held_keys = whole ? min_of(layout.padded_keys, kSweepKeys) : layout.padded_keys;
+    grad_phi_k = workspace.take<T>(held_keys * feature_row);
     grad_logit = workspace.take<T>(layout.padded_keys);
     rows.delta = workspace.take<T>(heads * L);
     rows.factor = workspace.take<T>(heads * L);
@@ -79,7 +84,7 @@ struct BackwardUnit {
     rows.log_normalizer_rest = workspace.take<T>(heads * L);
     rows.poisoned = workspace.take<uint8_t>(heads * L);
     progress = workspace.take<int>(heads * query_blocks);
-    partials = workspace.take<T>(chunks * layout.feature.packed_size());
+    partials = workspace.take<T>((whole ? 1 : chunks) * layout.feature.packed_size());
   }
 };
 
@@ -94,7 +99,7 @@ struct SweepKeys {
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout) {
     const int64_t blocks = min_of(kBackwardKeyBlocks, layout.key_blocks);
-    const int64_t size = kBackwardKeyBlocks * kPanel * kPanel;
+    const int64_t size = kSweepKeys * kPanel;
     by_column.take(workspace, layout, blocks);
     grad_value = workspace.take<T>(layout.value_panels() * size);
     if (layout.bfloat16_products) {
@@ -158,7 +163,7 @@ struct BackwardPlan {
         layout(call),
         query_blocks(ceil_div(call.L, kBackwardRows)),
         key_sweeps(ceil_div(layout.key_blocks, kBackwardKeyBlocks)),
-        frequency_tokens(max_of(kFrequencyTokens, round_up(4 * call.d, kPanel))) {
+        frequency_tokens(max_of(kFrequencyTokens, round_up(4 * call.d, kSweepKeys))) {
     query_chunks = ceil_div(call.L, frequency_tokens);
     key_chunks = ceil_div(call.S, frequency_tokens);
   }

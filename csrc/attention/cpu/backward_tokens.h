@@ -73,11 +73,12 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
     const Array& key = params.key;
     load_clean_tokens(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
                       rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
-    features_backward<T>(
-        layout.feature, rows, scratch.tokens, kPanel,
-        frequencies.transposed_of(unit, layout.feature), state.keys.features + j0 * kPanel,
-        layout.padded_keys, state.keys.tangents.from(j0), T(2), state.grad_phi_k + j0 * kPanel,
-        layout.padded_keys, params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
+    features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
+                         frequencies.transposed_of(unit, layout.feature),
+                         state.keys.features + j0 * kPanel, layout.padded_keys,
+                         state.keys.tangents.from(j0), T(2),
+                         state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys,
+                         params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
     const Array& out = params.grad_key;
     if (!out) continue;
     T* rows_on_side = scratch.keys.tokens;  // two rows of d
@@ -91,24 +92,23 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
   }
 }
 
-// One chunk of one unit's tokens: queries of its heads first, then keys.
+// One chunk of one unit's tokens: keys first, then queries of its heads. partial: its gradient of
+// the packed frequencies, overwritten; null: not wanted.
 template <typename T>
 void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
-                  const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state,
+                  const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state, T* partial,
                   const BackwardScratch<T>& scratch) {
-  const int64_t size = plan.layout.feature.packed_size();
-  T* partial = plan.wants_frequencies() ? state.partials + chunk * size : nullptr;
-  if (partial) __builtin_memset(partial, 0, size * sizeof(T));
-  const int64_t of_queries = plan.layout.heads_per_unit * plan.query_chunks;
-  if (chunk < of_queries) {
-    const int64_t begin = chunk % plan.query_chunks * plan.frequency_tokens;
-    finish_queries(plan, unit, chunk / plan.query_chunks, begin,
-                   min_of(plan.params.L, begin + plan.frequency_tokens), frequencies, state,
-                   partial, scratch);
-  } else {
-    const int64_t begin = (chunk - of_queries) * plan.frequency_tokens;
+  if (partial) __builtin_memset(partial, 0, plan.layout.feature.packed_size() * sizeof(T));
+  if (chunk < plan.key_chunks) {
+    const int64_t begin = chunk * plan.frequency_tokens;
     finish_keys(plan, unit, begin, min_of(plan.params.S, begin + plan.frequency_tokens),
                 frequencies, state, partial, scratch);
+  } else {
+    const int64_t index = chunk - plan.key_chunks;
+    const int64_t begin = index % plan.query_chunks * plan.frequency_tokens;
+    finish_queries(plan, unit, index / plan.query_chunks, begin,
+                   min_of(plan.params.L, begin + plan.frequency_tokens), frequencies, state,
+                   partial, scratch);
   }
 }
 
@@ -117,14 +117,12 @@ inline void add_packed(int64_t size, const T* term, T* sum) {
   for (int64_t i = 0; i < size; i += kLanes<T>) store<T>(sum + i, load(sum + i) + load(term + i));
 }
 
-// One unit's frequency gradient: its chunks in order.
+// One unit's frequency gradient grows by one of its chunks, which come in order.
 template <typename T>
-void sum_chunks(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, T* sum) {
+void add_chunk(const BackwardPlan<T>& plan, int64_t chunk, const T* partial, T* sum) {
   const int64_t size = plan.layout.feature.packed_size();
-  __builtin_memset(sum, 0, size * sizeof(T));
-  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    add_packed(size, state.partials + chunk * size, sum);
-  }
+  if (chunk == 0) __builtin_memset(sum, 0, size * sizeof(T));
+  add_packed(size, partial, sum);
 }
 
 // Adds the units of [first, first + count) that share frequency set `set`, in order.

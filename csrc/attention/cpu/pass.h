@@ -48,7 +48,7 @@ struct PassMemory {
   PackedFrequencies<T> frequencies;
   double* logits = nullptr;  // [slots][S]
   // Backward only: frequency gradients of each unit of a group, and of each set of frequencies.
-  T* unit_sums = nullptr;  // [group][packed frequencies]
+  T* unit_sums = nullptr;  // [group][packed frequencies], where sets are shared by units
   T* totals = nullptr;     // [frequency sets][packed frequencies]
   Slot* slots = nullptr;
   Scratch* scratch = nullptr;
@@ -64,9 +64,11 @@ struct PassMemory {
       frequencies.take(workspace, params, layout.feature, group > 0);
       logits = workspace.take<double>(slot_count * params.S);
       if (group > 0) {
-        unit_sums = workspace.take<T>(group * layout.feature.packed_size());
-        totals = workspace.take<T>(params.frequency_batches * params.frequency_heads *
-                                   layout.feature.packed_size());
+        const int64_t sets = params.frequency_batches * params.frequency_heads;
+        if (sets != layout.units) {
+          unit_sums = workspace.take<T>(group * layout.feature.packed_size());
+        }
+        totals = workspace.take<T>(sets * layout.feature.packed_size());
       }
       slots = workspace.take<Slot>(slot_count);
       scratch = workspace.take<Scratch>(executor.threads);
