@@ -113,7 +113,7 @@ class Row:
 def rows() -> list[Row]:
     flash, eager = F.scaled_dot_product_attention, ikattn.reference.implicit_kernel_attention
     compiled = torch.compile(composition, dynamic=False)
-    half, some = torch.bfloat16, LENGTHS[:3]
+    half, other_half, some = torch.bfloat16, torch.float16, LENGTHS[:3]
     return [
         Row("forward M=64 / softmax flash", forward, flash),
         Row("forward causal / flash causal", forward, flash, causal=True),
@@ -125,6 +125,8 @@ def rows() -> list[Row]:
         Row("forward + backward / eager composition", both, eager, lengths=some),
         Row("bfloat16 forward / flash bfloat16", forward, flash, dtype=half, lengths=some),
         Row("bfloat16 forward + backward / flash", both, flash, dtype=half, lengths=some),
+        Row("float16 forward / flash float16", forward, flash, dtype=other_half, lengths=some),
+        Row("float16 forward + backward / flash", both, flash, dtype=other_half, lengths=some),
     ]
 
 

@@ -5,6 +5,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "contributions/operators.h"
 #include "contributions/reference.h"
 
@@ -55,7 +57,11 @@ class Maps : public torch::autograd::Function<Maps> {
     for (size_t i = 0; i < kContributionInputs; ++i) inputs[i] = *addresses[i];
     const auto wanted = wanted_gradients<kContributionInputs>(ctx, inputs);
     std::array<at::Tensor, kContributionInputs> gradients;
-    if (at::GradMode::is_enabled()) {
+    // vmap has no loop for an operator that takes a list of tensors.
+    const bool batched = std::any_of(grads.begin(), grads.end(), is_batched);
+    const bool creates_graph = at::GradMode::is_enabled();
+    if (creates_graph || batched) {
+      const at::AutoGradMode records(true);
       const ExactArithmetic exact;
       const MapTensors maps = reference_maps(call);
       variable_list outputs, grad_outputs;
@@ -67,6 +73,9 @@ class Maps : public torch::autograd::Function<Maps> {
       }
       gradients =
           differentiable_gradients<kContributionInputs>(outputs, grad_outputs, inputs, wanted);
+      for (at::Tensor& gradient : gradients) {
+        if (!creates_graph && gradient.defined()) gradient = gradient.detach();
+      }
     } else {
       gradients = call_contribution_maps_backward(grad_maps, call, wanted);
     }

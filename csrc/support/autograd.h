@@ -19,6 +19,13 @@ inline bool is_transformed(const at::Tensor& tensor) {
                               tensor._fw_grad(0).defined());
 }
 
+// Whether vmap stacks several tensors in this one: gradients come so with is_grads_batched.
+inline bool is_batched(const at::Tensor& tensor) {
+  const c10::DispatchKeySet batched(
+      {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+  return tensor.defined() && tensor.key_set().has_any(batched);
+}
+
 inline bool any_transformed(std::initializer_list<const at::Tensor*> tensors,
                             std::initializer_list<const std::optional<at::Tensor>*> optional) {
   for (const at::Tensor* tensor : tensors) {

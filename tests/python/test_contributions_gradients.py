@@ -215,3 +215,18 @@ def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
     assert weights.grad is not None
     assert weights.grad.isfinite().all()
     assert (maps.summed.triu(1) == 0).all()
+
+
+def test_batched_gradients_are_those_one_by_one() -> None:
+    arguments = PADDED.arguments()
+    leaves = {name: x.requires_grad_() for name, x in differentiable(arguments).items()}
+    maps = list(named(maps_of(replaced(arguments, leaves))).values())
+    torch.manual_seed(3)
+    incoming = [torch.randn(3, *map_.shape, dtype=map_.dtype) for map_ in maps]
+    inputs = list(leaves.values())
+    batched = torch.autograd.grad(maps, inputs, incoming, is_grads_batched=True, retain_graph=True)
+    for index in range(3):
+        one = torch.autograd.grad(maps, inputs, [g[index] for g in incoming], retain_graph=True)
+        for name, got, expected in zip(leaves, batched, one, strict=True):
+            assert_close(got[index], expected, 1e-11, name)
+            assert not got.requires_grad
