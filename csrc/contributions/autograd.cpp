@@ -71,11 +71,8 @@ class Maps : public torch::autograd::Function<Maps> {
         outputs.push_back(maps[map]);
         grad_outputs.push_back(grad_maps[map]);
       }
-      gradients =
-          differentiable_gradients<kContributionInputs>(outputs, grad_outputs, inputs, wanted);
-      for (at::Tensor& gradient : gradients) {
-        if (!creates_graph && gradient.defined()) gradient = gradient.detach();
-      }
+      gradients = differentiable_gradients<kContributionInputs>(outputs, grad_outputs, inputs,
+                                                                wanted, creates_graph);
     } else {
       gradients = call_contribution_maps_backward(grad_maps, call, wanted);
     }

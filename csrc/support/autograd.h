@@ -66,12 +66,13 @@ std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
   return wanted;
 }
 
-// Gradients of `outputs` by the reference's graph, itself differentiable; zeros where there are
-// none.
+// Gradients of `outputs` by the reference's graph, themselves differentiable with create_graph;
+// zeros where there are none.
 template <size_t kCount>
 std::array<at::Tensor, kCount> differentiable_gradients(
     const variable_list& outputs, const variable_list& grad_outputs,
-    const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted) {
+    const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted,
+    bool create_graph = true) {
   variable_list sources;
   for (size_t i = 0; i < kCount; ++i) {
     if (wanted[i]) sources.push_back(inputs[i]);
@@ -79,7 +80,7 @@ std::array<at::Tensor, kCount> differentiable_gradients(
   variable_list found(sources.size());
   if (!outputs.empty()) {
     found = torch::autograd::grad(outputs, sources, grad_outputs, /*retain_graph=*/true,
-                                  /*create_graph=*/true, /*allow_unused=*/true);
+                                  create_graph, /*allow_unused=*/true);
   }
   for (size_t i = 0; i < found.size(); ++i) {
     if (!found[i].defined()) found[i] = at::zeros_like(sources[i]);
