@@ -58,8 +58,8 @@ asan: $(stamps)/tools $(stamps)/googletest
 	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-O1 -g1 -fno-omit-frame-pointer $(sanitizers)'
 	cmake --build build/asan --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_tests
 	export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
-	for isa in default avx2 avx512; do
-	  ATEN_CPU_CAPABILITY=$$isa \
+	for instructions in ATEN_CPU_CAPABILITY={default,avx2,avx512} IKATTN_SIXTEEN_BITS={none,avx512_vnni}; do
+	  env $$instructions \
 	    ctest --test-dir build/asan --output-on-failure --parallel 2 --exclude-regex simt
 	done
 

@@ -244,7 +244,8 @@ def facts() -> list[str]:
         "Time of the rival over that of ikattn, best (median) of interleaved samples; above 1",
         "ikattn is faster. B = 1, H = 8, d = 64, float32, one thread unless a row says otherwise.",
         f"Commit {described}, torch {torch.__version__}, "
-        f"instruction set {torch.ops.ikattn.instruction_set()}.",
+        f"instruction set {torch.ops.ikattn.instruction_set()},",
+        f"products of 16 bits {torch.ops.ikattn.sixteen_bit_instructions()}.",
         f"Probe, torch.mm of 2048^3: {rate / min(samples):.0f} GFLOP/s at best, "
         f"{rate / statistics.median(samples):.0f} in the median.",
     ]
