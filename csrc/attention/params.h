@@ -28,7 +28,8 @@ struct AttentionParams {
   double magnitude_scale = 0.0;
   double eps = 1e-5;
   bool is_causal = false;
-  bool allow_tf32 = false;  // on a GPU: float32 may be rounded to the 11 bits of TF32
+  bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
+  bool allow_bfloat16 = false;  // on the CPU: to the 8 bits of bfloat16
 
   uint32_t dropout_threshold = 0;                 // 0: no dropout
   uint64_t dropout_seed = 0, dropout_offset = 0;  // on the CPU

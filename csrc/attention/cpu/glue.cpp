@@ -9,10 +9,18 @@ namespace {
 
 const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 
-// Null: the processor has none, or the inputs are not of 16 bits.
+// Whether torch may round the float32 operands of its own products to bfloat16:
+// torch.set_float32_matmul_precision("medium").
+bool torch_allows_bfloat16() {
+  return at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
+         at::Float32Precision::BF16;
+}
+
+// Null: the processor has none, or the inputs are not of 16 bits and must not be rounded to them.
 const SixteenBitKernels* sixteen_bit_kernels(const at::Tensor& query) {
 #if defined(IKATTN_HAVE_X86_ISAS)
-  if (query.element_size() == 2) {
+  const bool is_rounded = query.scalar_type() == at::kFloat && torch_allows_bfloat16();
+  if (query.element_size() == 2 || is_rounded) {
     if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
   }
@@ -24,16 +32,16 @@ struct Cpu {
   static void forward(const AttentionParams& params, const at::Tensor& query, double work) {
     const SixteenBitKernels* narrow = sixteen_bit_kernels(query);
     const auto forward = narrow ? narrow->forward : kernels().forward[compute_index(query)];
-    forward(with_dropout(params), TorchExecutor(work));
+    forward(with_context(params, query), TorchExecutor(work));
   }
   static void backward(const AttentionBackwardParams& params, const at::Tensor& query,
                        double work) {
     const SixteenBitKernels* narrow = sixteen_bit_kernels(query);
     const auto backward = narrow ? narrow->backward : kernels().backward[compute_index(query)];
-    backward(with_dropout(params), TorchExecutor(work));
+    backward(with_context(params, query), TorchExecutor(work));
   }
   static void weights(const WeightsParams& params, const at::Tensor& query, double work) {
-    kernels().weights[compute_index(query)](with_dropout(params), TorchExecutor(work));
+    kernels().weights[compute_index(query)](with_context(params, query), TorchExecutor(work));
   }
   static void features(const FeaturesParams& params, bool backward, const at::Tensor& x,
                        double work) {
@@ -42,7 +50,8 @@ struct Cpu {
 
  private:
   template <typename Params>
-  static Params with_dropout(Params params) {
+  static Params with_context(Params params, const at::Tensor& query) {
+    params.allow_bfloat16 = query.scalar_type() == at::kFloat && torch_allows_bfloat16();
     if (params.dropout_state != nullptr) {
       params.dropout_seed = static_cast<uint64_t>(params.dropout_state[0]);
       params.dropout_offset = static_cast<uint64_t>(params.dropout_state[1]);

@@ -30,8 +30,8 @@ inline T feature_scale(int64_t M) {
 template <typename T>
 constexpr bool kTakes16Bits = kHasInt16 && sizeof(T) == 4;
 
-inline bool has_16_bits(const Array& array) {
-  return array.type == ElementType::kBFloat16 || array.type == ElementType::kFloat16;
+inline bool has_16_bits(ElementType type) {
+  return type == ElementType::kBFloat16 || type == ElementType::kFloat16;
 }
 
 template <typename T>
@@ -52,9 +52,9 @@ struct AttentionLayout {
         padded_keys(key_blocks * kPanel),
         heads_per_unit(params.H / params.key_heads),
         units(params.B * params.key_heads),
-        fixed_scores(kTakes16Bits<T> && has_16_bits(params.query) && has_16_bits(params.key)),
-        bfloat16_products(fixed_scores && kHasBFloat16 &&
-                          params.value.type == ElementType::kBFloat16) {}
+        fixed_scores(kTakes16Bits<T> && (params.allow_bfloat16 || has_16_bits(params.query.type))),
+        bfloat16_products(kHasBFloat16 && fixed_scores &&
+                          (params.allow_bfloat16 || params.value.type == ElementType::kBFloat16)) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }

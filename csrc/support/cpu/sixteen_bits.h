@@ -115,6 +115,19 @@ inline void stack_rows(int64_t rows, int64_t columns, const float* source, const
   }
 }
 
+// Rows of panels of `panel_rows` rows, as bfloat16 would hold them.
+template <typename T>
+inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows, T* panels) {
+  if constexpr (sizeof(T) == 4) {
+    for (int64_t first = 0; first < columns; first += kPanel) {
+      T* panel = panels + first * panel_rows;
+      for (int64_t i = 0; i < rows * kPanel; i += kLanes<T>) {
+        store(panel + i, (Vec<T>)(bfloat16_bits(load(panel + i)) << 16));
+      }
+    }
+  }
+}
+
 // Columns that follow each other in one lane: out [rows][64] of source, panels of `source_rows`
 // rows. columns <= 128.
 inline void join_columns(int64_t rows, int64_t columns, const float* source, int64_t source_rows,
