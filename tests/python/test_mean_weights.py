@@ -163,3 +163,20 @@ def test_transforms_take_calls_of_every_size(transform, every_call_is_large):
         _, along = torch.func.jvp(call, (x,), (direction,))
         step = 1e-6 * direction
         torch.testing.assert_close(along, (call(x + step) - call(x - step)) / 2e-6)
+
+
+@pytest.mark.parametrize("mask", ["none", "both float"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_part_by_part_batched_gradients(kernel, dropout, mask, every_call_is_large):
+    module, arguments = make(kernel, dropout=dropout), arguments_of(mask, True, False)
+    results = module(**arguments)
+    leaves = [*module.parameters(), *(x for x in arguments.values() if x.requires_grad)]
+    incoming = [torch.randn(3, *x.shape, dtype=x.dtype) for x in results]
+    batched = torch.autograd.grad(
+        results, leaves, incoming, is_grads_batched=True, retain_graph=True
+    )
+    for index in range(3):
+        one = torch.autograd.grad(results, leaves, [g[index] for g in incoming], retain_graph=True)
+        for got, expected in zip(batched, one, strict=True):
+            torch.testing.assert_close(got[index], expected)

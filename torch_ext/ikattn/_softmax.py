@@ -214,7 +214,37 @@ class _MeanWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(*ctx.autocast):  # weights come as they did in the forward
+            if _is_batched(grad_output) or _is_batched(grad_mean):
+                return _MeanWeights._batched_gradients(ctx, grad_output, grad_mean)
             return _MeanWeights._gradients(ctx, grad_output, grad_mean)
+
+    @staticmethod
+    def _batched_gradients(
+        ctx: Any, grad_output: Tensor, grad_mean: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Several gradients at once (is_grads_batched): holds the weights of all heads."""
+        with torch.enable_grad():
+            # views: a bias may depend on the key, which is not to be differentiated here
+            query, key, value, *biases = (x.view_as(x) for x in ctx.saved_tensors)
+            next_factors = ctx.drop.begin(query.device)
+            used = weights = _weights(query, key, _total(biases))
+            if ctx.drop.p > 0.0:
+                factors = torch.empty_like(weights)
+                with _random_numbers_under_vmap():
+                    for head, rows in _parts(query, key):
+                        factors[:, head, rows] = next_factors(weights[:, head, rows])
+                used = weights * factors
+            outputs = (used @ value, used.mean(dim=1).to(query.dtype))
+        inputs = (query, key, value, None, *biases)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
+        found = torch.autograd.grad(
+            outputs,
+            [inputs[i] for i in wanted],
+            (grad_output, grad_mean),
+            create_graph=torch.is_grad_enabled(),
+        )
+        gradients = dict(zip(wanted, found, strict=True))
+        return tuple(gradients.get(i) for i in range(len(inputs)))
 
     @staticmethod
     def _gradients(ctx: Any, grad_output: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
@@ -246,6 +276,19 @@ class _MeanWeights(torch.autograd.Function):
                 if of_bias is not None:
                     _add(of_bias, head, rows, grad_logits)
         return tuple(grads)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether vmap stacks several tensors in this one, as gradients with is_grads_batched."""
+    return bool(
+        torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+    )
+
+
+def _random_numbers_under_vmap() -> Any:
+    """Lets random numbers be drawn that are the same for all that vmap stacks."""
+    mode: Any = torch._C._parse_dispatch_key("VmapMode")
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(mode))
 
 
 def _parts(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice]]:
