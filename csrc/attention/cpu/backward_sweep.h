@@ -1,0 +1,182 @@
+// One sweep of the backward pass: 128 keys against all queries of the heads they serve.
+//
+// Sweeps run on different threads; what they add to dphi_q of one query block they add in ascending
+// order of keys (a counter per query block), which makes the result bitwise the same for every
+// number of threads without a second copy of dphi_q.
+#pragma once
+
+#include <sched.h>
+
+#include "attention/cpu/backward_tile.h"
+#include "attention/cpu/pairs.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+inline void wait_for(const int* counter, int value) {
+  for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spins) {
+    if (spins > 64) sched_yield();
+  }
+}
+
+// Gradients of one sweep's keys start at zero.
+template <typename T>
+void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, BackwardUnit<T>& state,
+                         const BackwardScratch<T>& scratch) {
+  const int64_t first = sweep * kSweepKeys, rows = min_of(layout.padded_keys - first, kSweepKeys);
+  for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+    __builtin_memset(
+        state.grad_phi_k + (panel * state.held_keys + first % state.held_keys) * kPanel, 0,
+        rows * kPanel * sizeof(T));
+  }
+  __builtin_memset(scratch.sweep.grad_value, 0,
+                   layout.value_panels() * kSweepKeys * kPanel * sizeof(T));
+  __builtin_memset(state.grad_logit + first, 0, rows * sizeof(T));
+}
+
+// Values of one block of the sweep, by column; keys left out count for nothing.
+template <typename T>
+void prepare_sweep_values(const AttentionParams& params, const AttentionLayout<T>& layout,
+                          const Unit& unit, int64_t block, int64_t j0, const BackwardUnit<T>& state,
+                          const BackwardScratch<T>& scratch) {
+  const int64_t count = min_of(kPanel, params.S - j0), rows = round_up(count, kLanes<T>);
+  T* values = scratch.keys.values;
+  load_values(params, unit, j0, values);
+  for (int64_t r = 0; r < count; ++r) {
+    if (state.keys.feature_scales[j0 + r] == 0) fill_row(values, kPanel, r, params.d_v, T(0));
+  }
+  if constexpr (kTakes16Bits<T>) {
+    const int64_t panels = layout.bfloat16_products ? layout.narrow_value_panels() : 0;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t columns = min_of(2 * kPanel, params.d_v - panel * 2 * kPanel);
+      join_columns(rows, columns, values + panel * 2 * kPanel * kPanel, kPanel, scratch.keys.lanes);
+      transpose_panel(rows, ceil_div(columns, 2), scratch.keys.lanes,
+                      scratch.sweep.narrow_values + (block * panels + panel) * kPanel * kPanel);
+    }
+    if (layout.bfloat16_products) return;
+  }
+  const int64_t panels = layout.value_panels();
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    transpose_panel(rows, min_of(kPanel, params.d_v - panel * kPanel),
+                    values + panel * kPanel * kPanel,
+                    scratch.sweep.values + (block * panels + panel) * kPanel * kPanel);
+  }
+}
+
+template <typename T>
+void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layout,
+                   const Unit& unit, int64_t sweep, const BackwardUnit<T>& state,
+                   const BackwardScratch<T>& scratch) {
+  const int64_t first_block = sweep * kBackwardKeyBlocks;
+  for (int64_t block = 0; block < min_of(kBackwardKeyBlocks, layout.key_blocks - first_block);
+       ++block) {
+    const int64_t j0 = (first_block + block) * kPanel;
+    const int64_t rows = round_up(min_of(kPanel, params.S - j0), kLanes<T>);
+    const T* phi = state.keys.features + j0 * kPanel;
+    scratch.sweep.by_column.fill(layout, block, rows, phi, layout.padded_keys, scratch.keys.lanes);
+    prepare_sweep_values(params, layout, unit, block, j0, state, scratch);
+    if constexpr (kTakes16Bits<T>) {
+      const int64_t panels = layout.bfloat16_products ? layout.feature_panels() : 0;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        stack_rows(rows, layout.feature.columns(panel), phi + panel * layout.padded_keys * kPanel,
+                   nullptr,
+                   scratch.sweep.narrow_features +
+                       (panel * kBackwardKeyBlocks + block) * kPanel / 2 * kPanel);
+      }
+    }
+  }
+}
+
+// All query blocks of one head against one sweep of key blocks.
+template <typename N, typename T>
+void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t sweep,
+                BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const AttentionLayout<T>& layout = plan.layout;
+  const int64_t first_block = sweep * kBackwardKeyBlocks;
+  const int64_t last_block = min_of(layout.key_blocks, first_block + kBackwardKeyBlocks);
+  const int64_t first_query_block = params.is_causal ? first_block * kPanel / kBackwardRows : 0;
+  const PairOperands<N> operands =
+      operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
+
+  for (int64_t index = first_query_block; index < plan.query_blocks; ++index) {
+    const QueryBlock block = plan.query_block(unit, head, index);
+    int* progress = state.progress + head * plan.query_blocks + index;
+    bool in_turn = false;
+    for (int64_t key_block = first_block; key_block < last_block; ++key_block) {
+      const int64_t j0 = key_block * kPanel;
+      const TilePosition at{block.b, block.h, block.i0, block.rows, j0};
+      const Visibility visibility = fill_bias(params, at, scratch.bias);
+      if (visibility == Visibility::kNone) continue;
+      const Tile<N, T> tile{plan, state, scratch, head, key_block - first_block, at, operands};
+      const int64_t columns = round_up(tile.keys(), kLanes<T>);
+      const int64_t first_row = head * params.L + block.i0;
+      const PairTile<T> pairs{block.rows,
+                              columns,
+                              params.is_causal ? j0 - block.i0 : -kPanel,
+                              state.keys.weight_terms + j0,
+                              state.keys.logits + j0,
+                              state.rows.delta + first_row,
+                              state.rows.log_normalizer + first_row,
+                              state.rows.log_normalizer_rest + first_row,
+                              state.rows.poisoned + first_row,
+                              visibility == Visibility::kMixed ? scratch.bias : nullptr,
+                              params.dropout_threshold ? scratch.keep : nullptr,
+                              static_cast<T>(params.eps)};
+
+      // 1. scores and dP
+      if (params.d_v == 0) __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
+      for_each_band(params, at, columns, [&](const Band& band) { tile.score(band); });
+      // 2. pair gradients
+      if (pairs.keep) fill_keep(params, at, kept_factor<T>(params), scratch.keep);
+      T* dlog = params.grad_mask ? scratch.dlog : nullptr;
+      if (dlog) __builtin_memset(dlog, 0, kPanel * kPanel * sizeof(T));
+      pair_gradients(pairs, state.keys.form.folded, scratch.s, scratch.w, scratch.dp, dlog,
+                     state.grad_logit + j0);
+      poison_rows(pairs, scratch.s, scratch.w, dlog, state.grad_logit + j0);
+      tile.narrow();
+      // 3. dV, dphi_k: rows are keys, summed over the block's queries
+      for_each_key_band(params, at, tile.keys(), [&](int64_t column, int64_t keys, int64_t row) {
+        tile.add_to_keys(column, keys, row);
+      });
+      // 4. dphi_q (and a mask gradient summed over keys): after all earlier keys
+      if (!in_turn) wait_for(progress, static_cast<int>(sweep));
+      in_turn = true;
+      for_each_band(params, at, columns, [&](const Band& band) { tile.add_to_queries(band); });
+      if (dlog) add_mask_gradient(params.grad_mask, at, tile.keys(), dlog);
+    }
+    if (!in_turn) wait_for(progress, static_cast<int>(sweep));
+    __atomic_store_n(progress, static_cast<int>(sweep) + 1, __ATOMIC_RELEASE);
+  }
+}
+
+template <typename T>
+void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
+                BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const AttentionLayout<T>& layout = plan.layout;
+  clear_key_gradients(layout, sweep, state, scratch);
+  prepare_sweep(params, layout, unit, sweep, state, scratch);
+  for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
+    if constexpr (kTakes16Bits<T> && kHasBFloat16) {
+      if (layout.bfloat16_products) {
+        sweep_head<BFloat16x2>(plan, unit, head, sweep, state, scratch);
+        continue;
+      }
+    }
+    sweep_head<T>(plan, unit, head, sweep, state, scratch);
+  }
+  const int64_t j0 = sweep * kSweepKeys, count = min_of(kSweepKeys, params.S - j0);
+  if (const Array& out = params.grad_value) {
+    store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
+                 out.stride[2], out.stride[3], count, params.d_v, scratch.sweep.grad_value,
+                 kSweepKeys);
+  }
+  if (const Array& out = params.grad_key_bias) {
+    store_row(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
+              out.stride[2], count, state.grad_logit + j0);
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

@@ -1,0 +1,137 @@
+// One tile of pairs in the backward pass: its products, of numbers in the compute type or of 16
+// bits, two to a lane.
+#pragma once
+
+#include "attention/cpu/backward_state.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// What the products over pairs multiply, as numbers N: of the unit's queries, of the sweep's keys,
+// and of a tile. "By row": rows of one column share a lane, and not columns of one row.
+template <typename N>
+struct PairOperands {
+  const Storage<N>* grad_out;         // [heads][panels of N][L][64]
+  const Storage<N>* grad_out_by_row;  // [heads][value panels][L in lanes][64]
+  const Storage<N>* phi_by_row;       // [heads][feature panels][L in lanes][64]
+  const Storage<N>* key_features;  // [feature panels][key_rows][64]   by row, of the first key on
+  int64_t key_rows;                // in lanes
+  const Storage<N>* values;        // [key blocks][panels of N][64][64]   columns by row
+  const Storage<N>* weights;       // [64 in lanes][64]   by row
+  const Storage<N>* ds;            // [64][64]
+  const Storage<N>* ds_by_row;     // [64 in lanes][64]
+};
+
+template <typename T>
+PairOperands<T> operands_of(const AttentionLayout<T>& layout, const BackwardUnit<T>& state,
+                            const BackwardScratch<T>& scratch, int64_t first_key, T*) {
+  return {
+      state.grad_out,     state.grad_out,       state.phi, state.keys.features + first_key * kPanel,
+      layout.padded_keys, scratch.sweep.values, scratch.w, scratch.s,
+      scratch.s};
+}
+
+inline PairOperands<BFloat16x2> operands_of(const AttentionLayout<float>&,
+                                            const BackwardUnit<float>& state,
+                                            const BackwardScratch<float>& scratch, int64_t,
+                                            BFloat16x2*) {
+  return {state.narrow.grad_out,   state.narrow.grad_out_by_row,
+          state.narrow.phi_by_row, scratch.sweep.narrow_features,
+          kSweepKeys / 2,          scratch.sweep.narrow_values,
+          scratch.narrow_w_by_row, scratch.narrow_ds,
+          scratch.narrow_ds_by_row};
+}
+
+// One tile of pairs: up to 64 queries of one head against 64 keys.
+template <typename N, typename T>
+struct Tile {
+  const BackwardPlan<T>& plan;
+  BackwardUnit<T>& state;
+  const BackwardScratch<T>& scratch;
+  int64_t head;   // of the unit
+  int64_t block;  // of the sweep's keys
+  TilePosition at;
+  PairOperands<N> operands;
+
+  static constexpr int64_t kPerLane = Numbers<N>::kPerLane;
+
+  const AttentionLayout<T>& layout() const { return plan.layout; }
+  int64_t keys() const { return min_of(kPanel, plan.params.S - at.j0); }
+  // A row of the query side, or the lanes it begins, in [heads][panels][L in lanes][64].
+  int64_t of_queries(int64_t panels, int64_t panel, int64_t row, int64_t per_lane) const {
+    return ((head * panels + panel) * ceil_div(plan.params.L, per_lane) + row / per_lane) * kPanel;
+  }
+  // What dO lacks in the folded form where it is not rounded again: 1/Z.
+  const T* row_factors(int64_t row) const {
+    if (std::is_same_v<N, T> || !state.keys.form.folded) return nullptr;
+    return state.rows.factor + head * plan.params.L + at.i0 + row;
+  }
+
+  // s = phi_q phi_k^T, dP = dO V^T of one band.
+  void score(const Band& band) const {
+    const int64_t L = plan.params.L, row = at.i0 + band.row, d_v = layout().d_v;
+    const bool is_fixed = layout().fixed_scores;
+    const QueryFeatures<T> queries{
+        state.phi + of_queries(layout().feature_panels(), 0, row, 1),
+        is_fixed ? state.narrow.phi + of_queries(layout().fixed().panels(), 0, row, 1) : nullptr,
+        is_fixed ? state.narrow.steps + head * L + row : nullptr, L};
+    const int64_t panels = ceil_div(d_v, kPerLane * kPanel);
+    scratch.sweep.by_column.multiply(layout(), block, band.rows, queries, band.columns,
+                                     scratch.s + band.row * kPanel);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t width = min_of(kPerLane * kPanel, d_v - panel * kPerLane * kPanel);
+      panel_gemm<N, Left::kRows>(band.rows, band.columns, ceil_div(width, kPerLane),
+                                 operands.grad_out + of_queries(panels, panel, row, 1),
+                                 operands.values + (block * panels + panel) * kPanel * kPanel,
+                                 scratch.dp + band.row * kPanel, panel > 0,
+                                 {row_factors(band.row), nullptr});
+    }
+  }
+
+  // Weights and ds as the products below read them.
+  void narrow() const {
+    if constexpr (!std::is_same_v<N, T>) {
+      const int64_t columns = round_up(keys(), kLanes<T>);
+      stack_rows(at.rows, columns, scratch.w, row_factors(0), scratch.narrow_w_by_row);
+      stack_rows(at.rows, columns, scratch.s, nullptr, scratch.narrow_ds_by_row);
+      join_columns(at.rows, columns, scratch.s, kPanel, scratch.narrow_ds);
+    }
+  }
+
+  // dV += w^T dO, dphi_k += ds^T phi_q of `count` keys, over the rows from `row` on.
+  void add_to_keys(int64_t column, int64_t count, int64_t row) const {
+    const int64_t rows = at.rows - row, depth = ceil_div(rows, kPerLane);
+    const int64_t left = row / kPerLane * kPanel + column;
+    if (rows <= 0) return;
+    const int64_t key = block * kPanel + column;
+    const int64_t values = layout().value_panels(), features = layout().feature_panels();
+    for (int64_t panel = 0; panel < values; ++panel) {
+      panel_gemm<N, Left::kColumns>(
+          count, min_of(kPanel, layout().d_v - panel * kPanel), depth, operands.weights + left,
+          operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane),
+          scratch.sweep.grad_value + (panel * kSweepKeys + key) * kPanel, true);
+    }
+    for (int64_t panel = 0; panel < features; ++panel) {
+      panel_gemm<N, Left::kColumns>(
+          count, layout().feature.columns(panel), depth, operands.ds_by_row + left,
+          operands.phi_by_row + of_queries(features, panel, at.i0 + row, kPerLane),
+          state.grad_phi_k + (panel * state.held_keys + at.j0 % state.held_keys + column) * kPanel,
+          true);
+    }
+  }
+
+  // dphi_q += ds phi_k of one band.
+  void add_to_queries(const Band& band) const {
+    const int64_t panels = layout().feature_panels();
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      panel_gemm<N, Left::kRows>(
+          band.rows, layout().feature.columns(panel),
+          ceil_div(min_of(keys(), band.columns), kPerLane), operands.ds + band.row * kPanel,
+          operands.key_features + (panel * operands.key_rows + block * kPanel / kPerLane) * kPanel,
+          state.grad_phi_q + of_queries(panels, panel, at.i0 + band.row, 1), true);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA
