@@ -1,4 +1,4 @@
-// Features in fixed point, for the scores of inputs of 16 bits.
+// Features in fixed point, for the scores of bfloat16 inputs.
 //
 // A token's features are divided by a step of their own, as small as 32 bits allow: a score is the
 // sum of their products, and by Cauchy and Schwarz at most the product of both norms, so that norms

@@ -16,11 +16,12 @@ bool torch_allows_bfloat16() {
          at::Float32Precision::BF16;
 }
 
-// Null: the processor has none, or the inputs are not of 16 bits and must not be rounded to them.
+// Null: the processor has none, or the inputs are not bfloat16 and must not be rounded to it.
+// float16 has three bits more, which features in fixed point do not give.
 const SixteenBitKernels* sixteen_bit_kernels(const at::Tensor& query) {
 #if defined(IKATTN_HAVE_X86_ISAS)
   const bool is_rounded = query.scalar_type() == at::kFloat && torch_allows_bfloat16();
-  if (query.element_size() == 2 || is_rounded) {
+  if (query.scalar_type() == at::kBFloat16 || is_rounded) {
     if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
   }

@@ -15,7 +15,7 @@ struct AttentionKernels {
   void (*features[2])(const FeaturesParams&, bool backward, const Executor&);
 };
 
-// For inputs of 16 bits, in place of index 0.
+// For bfloat16 inputs, and float32 that may be rounded to it, in place of index 0.
 struct SixteenBitKernels {
   void (*forward)(const AttentionParams&, const Executor&);
   void (*backward)(const AttentionBackwardParams&, const Executor&);

@@ -30,10 +30,6 @@ inline T feature_scale(int64_t M) {
 template <typename T>
 constexpr bool kTakes16Bits = kHasInt16 && sizeof(T) == 4;
 
-inline bool has_16_bits(ElementType type) {
-  return type == ElementType::kBFloat16 || type == ElementType::kFloat16;
-}
-
 template <typename T>
 struct AttentionLayout {
   FeatureLayout<T> feature;
@@ -52,9 +48,9 @@ struct AttentionLayout {
         padded_keys(key_blocks * kPanel),
         heads_per_unit(params.H / params.key_heads),
         units(params.B * params.key_heads),
-        fixed_scores(kTakes16Bits<T> && (params.allow_bfloat16 || has_16_bits(params.query.type))),
-        bfloat16_products(kHasBFloat16 && fixed_scores &&
-                          (params.allow_bfloat16 || params.value.type == ElementType::kBFloat16)) {}
+        fixed_scores(kTakes16Bits<T> &&
+                     (params.allow_bfloat16 || params.query.type == ElementType::kBFloat16)),
+        bfloat16_products(kHasBFloat16 && fixed_scores) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }
