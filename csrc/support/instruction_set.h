@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/Version.h>
+#include <c10/util/Exception.h>
 
 #include <cstdlib>
 #include <string>
@@ -39,7 +40,11 @@ inline SixteenBits sixteen_bits() {
   static const SixteenBits chosen = [] {
 #if defined(IKATTN_HAVE_X86_ISAS)
     const char* variable = std::getenv("IKATTN_SIXTEEN_BITS");
-    const std::string allowed = variable ? variable : "avx512_bf16";
+    const std::string allowed = variable && *variable ? variable : "avx512_bf16";
+    TORCH_CHECK(allowed == "none" || allowed == "avx512_vnni" || allowed == "avx512_bf16",
+                "the environment variable IKATTN_SIXTEEN_BITS must be none, avx512_vnni or "
+                "avx512_bf16, got ",
+                allowed);
     if (instruction_set() != InstructionSet::kAvx512 || allowed == "none" ||
         !__builtin_cpu_supports("avx512vnni")) {
       return SixteenBits::kNone;

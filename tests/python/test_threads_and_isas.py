@@ -176,6 +176,19 @@ def test_a_process_uses_the_sixteen_bit_instructions_it_is_told_to(name: str) ->
     assert run.stdout.strip() == name
 
 
+@pytest.mark.parametrize("name", ["", "bf16"])
+def test_other_sixteen_bit_instructions_are_refused(name: str) -> None:
+    program = "import torch, ikattn; print(torch.ops.ikattn.sixteen_bit_instructions())"
+    environment = os.environ | {"IKATTN_SIXTEEN_BITS": name}
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    if name == "":
+        assert run.stdout.strip() == torch.ops.ikattn.sixteen_bit_instructions()
+    else:
+        assert "must be none, avx512_vnni or avx512_bf16, got bf16" in run.stderr
+
+
 def run_accuracy_tests(variable: str, name: str, of_types: Sequence[torch.dtype]) -> None:
     """The tests of the attention's values and gradients in another process."""
     files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients")]

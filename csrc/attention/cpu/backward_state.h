@@ -29,7 +29,7 @@ struct NarrowQueries {
   int32_t* phi = nullptr;              // [heads][fixed panels][L][64]  in steps
   float* steps = nullptr;              // [heads][L]
   int32_t* phi_by_row = nullptr;       // [heads][feature panels][(L + 1) / 2][64]
-  int32_t* grad_out = nullptr;         // [heads][packed value panels][L][64]  not times 1/Z
+  int32_t* grad_out = nullptr;         // [heads][narrow value panels][L][64]  not times 1/Z
   int32_t* grad_out_by_row = nullptr;  // [heads][value panels][(L + 1) / 2][64]  likewise
 
   template <typename T>
@@ -131,7 +131,7 @@ struct BackwardScratch {
   T* keep = nullptr;                    // [64][64]
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout) {
-    keys.take(workspace, layout);
+    keys.take(workspace, layout, true);
     sweep.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
     grad_x = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);

@@ -120,18 +120,18 @@ struct PreparedKeys {
   }
 };
 
-// Scratch of one block of 64 keys: tokens, features (forward only) and values.
+// Scratch of one block of 64 keys.
 template <typename T>
 struct KeyScratch {
   T* tokens = nullptr;       // [token panels][64][64]
-  T* features = nullptr;     // [feature panels][64][64]
+  T* features = nullptr;     // [feature panels][64][64]   forward only
   T* values = nullptr;       // [value panels][64][64]
   int32_t* lanes = nullptr;  // [64][64]   two numbers each
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout) {
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool backward = false) {
     if (layout.fixed_scores) lanes = workspace.take<int32_t>(kPanel * kPanel);
     tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
-    features = workspace.take<T>(layout.feature_panels() * kPanel * kPanel);
+    if (!backward) features = workspace.take<T>(layout.feature_panels() * kPanel * kPanel);
     values = workspace.take<T>(layout.value_panels() * kPanel * kPanel);
   }
 };

@@ -26,11 +26,13 @@ void prepare_weight_terms(const AttentionParams& params, const double* logits,
 // Values of the block at key j0, [value panels][64][64], zero past the last key up to whole
 // vectors.
 template <typename T>
-void load_values(const AttentionParams& params, const Unit& unit, int64_t j0, T* values) {
+void load_values(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
+                 int64_t j0, T* values) {
   const Array& value = params.value;
   const int64_t count = min_of(kPanel, params.S - j0);
   load_panels(value, unit.b * value.stride[0] + unit.group * value.stride[1] + j0 * value.stride[2],
               value.stride[2], value.stride[3], count, params.d_v, values, kPanel);
+  if (layout.bfloat16_products) round_to_bfloat16(count, params.d_v, kPanel, values);
   for (int64_t r = count; r < round_up(count, kLanes<T>); ++r) {
     fill_row(values, kPanel, r, params.d_v, T(0));
   }
@@ -74,7 +76,7 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
   for (int64_t r = count; r < rows; ++r) fill_row(scratch.tokens, kPanel, r, params.d, T(0));
   features(feature, rows, scratch.tokens, kPanel, packed, feature_scale<T>(params.M),
            keys.feature_scales + j0, phi, phi_rows, keys.tangents.from(j0));
-  if (params.value) load_values(params, unit, j0, scratch.values);
+  if (params.value) load_values(params, layout, unit, j0, scratch.values);
 
   const bool all_finite =
       rows_are_finite(phi, phi_rows, count, feature.width()) &&

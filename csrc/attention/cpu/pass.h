@@ -108,7 +108,8 @@ struct KeyStages {
   }
   auto form() const {
     return Stage{int64_t{1}, [this](const Place& at, int64_t, int) {
-                   memory.slots[at.slot].keys.form = choose_form<T>(params, logits_of(at.slot));
+                   memory.slots[at.slot].keys.form =
+                       choose_form<T>(params, layout.bfloat16_products, logits_of(at.slot));
                  }};
   }
   auto blocks() const {

@@ -19,6 +19,8 @@ namespace {
 // 1e-12.
 template <typename T>
 constexpr double kFoldableSpread = sizeof(T) == 4 ? 50 : 500;
+// The same with room for values, where products in bfloat16 take what is not normal for zero.
+constexpr double kNarrowFoldableSpread = 20;
 
 // phi / (2 sqrt M), so that s = phi_q . phi_k needs no further factor.
 template <typename T>
@@ -29,6 +31,14 @@ inline T feature_scale(int64_t M) {
 // Whether arithmetic in T may multiply numbers of 16 bits, two to a lane.
 template <typename T>
 constexpr bool kTakes16Bits = kHasInt16 && sizeof(T) == 4;
+
+// Whether the products over pairs may be of 16 bits: what they are off by is averaged over some
+// queries and frequencies, and small against eps where all scores of a row are. Calls that leave
+// this are small, or rare.
+inline bool takes_16_bits(const AttentionParams& params) {
+  const bool is_bfloat16 = params.query.type == ElementType::kBFloat16 || params.allow_bfloat16;
+  return is_bfloat16 && params.L >= 32 && params.M >= 8 && params.eps >= 5e-6;
+}
 
 template <typename T>
 struct AttentionLayout {
@@ -48,8 +58,7 @@ struct AttentionLayout {
         padded_keys(key_blocks * kPanel),
         heads_per_unit(params.H / params.key_heads),
         units(params.B * params.key_heads),
-        fixed_scores(kTakes16Bits<T> &&
-                     (params.allow_bfloat16 || params.query.type == ElementType::kBFloat16)),
+        fixed_scores(kTakes16Bits<T> && takes_16_bits(params)),
         bfloat16_products(kHasBFloat16 && fixed_scores) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
@@ -89,7 +98,7 @@ struct KeyForm {
 };
 
 template <typename T>
-KeyForm choose_form(const AttentionParams& params, const double* logits) {
+KeyForm choose_form(const AttentionParams& params, bool is_narrow, const double* logits) {
   double largest = -infinity<double>(), smallest = infinity<double>();
   for (int64_t j = 0; j < params.S; ++j) {
     if (!is_finite(logits[j])) continue;
@@ -100,8 +109,9 @@ KeyForm choose_form(const AttentionParams& params, const double* logits) {
   const bool float_mask = params.mask && params.mask.type != ElementType::kBool;
   KeyForm form;
   form.reference = is_finite(largest) ? largest : 0.0;
-  form.folded = !float_mask && (all_rows_see_all_keys || largest == -infinity<double>() ||
-                                largest - smallest <= kFoldableSpread<T>);
+  form.folded = !float_mask &&
+                (all_rows_see_all_keys || largest == -infinity<double>() ||
+                 largest - smallest <= (is_narrow ? kNarrowFoldableSpread : kFoldableSpread<T>));
   // The largest g may be that of a hidden key, and so far from the others that the distance rounds
   // them off.
   if (!form.folded) form.reference = 0;

@@ -30,7 +30,6 @@ struct Numbers<Int16x2> {
   using Result = float;
   using Sum = Vec<int32_t>;
   static constexpr bool kHasFactors = true;
-  static constexpr int64_t kPerLane = 2;
   static void multiply_add(Vec<int32_t> left, Vec<int32_t> right, Sum& sum) {
 #if defined(__AVX512VNNI__)
     sum = (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
@@ -115,14 +114,18 @@ inline void stack_rows(int64_t rows, int64_t columns, const float* source, const
   }
 }
 
-// Rows of panels of `panel_rows` rows, as bfloat16 would hold them.
+// Rows of panels of `panel_rows` rows, as bfloat16 would hold them; what is finite stays so.
 template <typename T>
 inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows, T* panels) {
   if constexpr (sizeof(T) == 4) {
     for (int64_t first = 0; first < columns; first += kPanel) {
       T* panel = panels + first * panel_rows;
       for (int64_t i = 0; i < rows * kPanel; i += kLanes<T>) {
-        store(panel + i, (Vec<T>)(bfloat16_bits(load(panel + i)) << 16));
+        constexpr float kLargest = 3.3895314e38f;
+        Vec<T> x = load(panel + i);
+        x = x > kLargest && x < __builtin_inff() ? broadcast(kLargest) : x;
+        x = x < -kLargest && x > -__builtin_inff() ? broadcast(-kLargest) : x;
+        store(panel + i, (Vec<T>)(bfloat16_bits(x) << 16));
       }
     }
   }

@@ -33,6 +33,7 @@ template <>
 struct VectorOf<float> {
   typedef float type __attribute__((vector_size(kVectorBytes)));
   typedef int32_t bits __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t words __attribute__((vector_size(kVectorBytes)));
 };
 template <>
 struct VectorOf<int32_t> {
@@ -42,12 +43,15 @@ template <>
 struct VectorOf<double> {
   typedef double type __attribute__((vector_size(kVectorBytes)));
   typedef int64_t bits __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t words __attribute__((vector_size(kVectorBytes)));
 };
 
 template <typename T>
 using Vec = typename VectorOf<T>::type;
 template <typename T>
 using Bits = typename VectorOf<T>::bits;
+template <typename T>
+using Words = typename VectorOf<T>::words;  // whose sums may wrap around
 template <typename T>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 

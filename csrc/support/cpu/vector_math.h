@@ -130,7 +130,7 @@ inline Vec<T> exp_bounded(Vec<T> x) {
   const Vec<T> n = shifted - P::kRoundingShift;
   const Vec<T> r = (x - n * P::kLn2High) - n * P::kLn2Low;
   const Vec<T> mantissa = horner(P::kExp, r);
-  const Vec<T> scaled = (Vec<T>)((Bits<T>)mantissa + ((Bits<T>)shifted << P::kMantissaBits));
+  const Vec<T> scaled = (Vec<T>)((Words<T>)mantissa + ((Words<T>)shifted << P::kMantissaBits));
   const Vec<T> finite = x < P::kExpUnderflow ? Vec<T>{} : scaled;
   return x == x ? finite : x;
 }

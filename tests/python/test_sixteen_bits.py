@@ -1,0 +1,118 @@
+"""Products of 16 bits where they are strained, and of float32 where torch allows them (medium)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ikattn
+from agreement import (
+    assert_close,
+    assert_identical,
+    assert_output_accurate,
+    converted,
+    direction,
+    gradient_scales,
+    gradients,
+    in_float64,
+)
+from samples import SAMPLES, Arguments, Sample, name_of
+
+attention = ikattn.implicit_kernel_attention
+reference = ikattn.reference.implicit_kernel_attention
+# Both operands of a product are off by 2^-8 at most.
+ROUNDINGS = 2 * 2**-8
+
+
+@pytest.fixture
+def medium() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_values_and_gradients_err_by_roundings_to_bfloat16(sample: Sample) -> None:
+    arguments = sample.arguments(torch.float32)
+    output = attention(**arguments)
+    assert output.dtype == torch.float32
+    assert_close(output, in_float64(reference, arguments), ROUNDINGS, "output")
+    incoming = direction(output)
+    truth = gradients(reference, converted(arguments, torch.float64), grad_output=incoming.double())
+    scales = gradient_scales(arguments, incoming)
+    for name, got in gradients(attention, arguments, grad_output=incoming).items():
+        assert_close(got, truth[name], ROUNDINGS, name, scales[name])
+
+
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_the_setting_is_honoured_where_it_helps(dtype: torch.dtype) -> None:
+    arguments = Sample("large enough", L=100, S=90, M=16).arguments(dtype)
+    rounded = [attention(**arguments), *gradients(attention, arguments).values()]
+    torch.set_float32_matmul_precision("highest")
+    exact = [attention(**arguments), *gradients(attention, arguments).values()]
+    if dtype == torch.float64 or torch.ops.ikattn.sixteen_bit_instructions() == "none":
+        assert_identical(rounded, exact)
+    else:
+        assert not any(torch.equal(a, b) for a, b in zip(rounded, exact, strict=True))
+
+
+@pytest.mark.usefixtures("medium")
+def test_one_visible_key_gives_its_value() -> None:
+    """To the bits of bfloat16: the weights sum up to what they were rounded to."""
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (40, 1, 1))
+    output = attention(query, key, value, *(torch.randn(2, 8, 16) for _ in range(2)))
+    rounded = torch.ops.ikattn.sixteen_bit_instructions() == "avx512_bf16"
+    expected = value.bfloat16().float() if rounded else value
+    assert_close(output, expected.expand_as(output), 1e-6)
+
+
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize("huge", [3.4e38, -3.4e38], ids=str)
+def test_finite_values_beyond_bfloat16_stay_finite_and_hidden(huge: float) -> None:
+    call: Arguments = {name: torch.randn(1, 1, 40, 8) for name in ("query", "key", "value")}
+    call |= {name: 0.1 * torch.randn(1, 8, 16) for name in ("w1", "w2")}
+    call["attn_mask"] = torch.ones(40, 40, dtype=torch.bool)
+    call["attn_mask"][:, 19] = False
+    expected = attention(**call)
+    spoilt = call | {"value": call["value"].clone()}
+    spoilt["value"][0, 0, 19] = huge
+    assert torch.equal(attention(**spoilt), expected)
+    names = ["query", "key", "value", "w1", "w2"]
+    for gradient in gradients(attention, spoilt, names).values():
+        assert gradient.isfinite().all()
+    assert attention(**spoilt | {"attn_mask": None}).isfinite().all()
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-8])
+@pytest.mark.parametrize("S", [2, 4, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+def test_few_keys_and_small_scores(dtype: torch.dtype, S: int, eps: float) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        call: Arguments = {
+            "query": torch.randn(4, 8, 64, 64),
+            "key": torch.randn(4, 8, S, 64),
+            "value": torch.randn(4, 8, S, 64),
+            "w1": 0.3 / 8 * torch.randn(8, 64, 64),
+            "w2": 0.3 / 8 * torch.randn(8, 64, 64),
+        }
+        call = {name: x.to(dtype) for name, x in call.items()} | {"eps": eps}
+        truth = in_float64(reference, call)
+        assert_output_accurate(attention(**call), reference(**call), truth)
+
+
+def test_small_values_behind_small_weights_are_not_lost() -> None:
+    """A causal row of weights e^-48 of the largest, of values that are small, too."""
+    torch.manual_seed(0)
+    tokens = {name: torch.randn(1, 1, 80, 8).bfloat16() for name in ("query", "key")}
+    value = (1e-16 * torch.randn(1, 1, 80, 8)).bfloat16()
+    call: Arguments = {**tokens, "value": value, "w1": torch.randn(1, 8, 16), "p": None}
+    call |= {"key_bias": torch.linspace(0, 48, 80), "is_causal": True}
+    output, truth = attention(**call), in_float64(reference, call)
+    for row in range(80):  # the rows differ by much
+        assert_close(output[:, :, row], truth[:, :, row], ROUNDINGS, f"row {row}")
