@@ -9,6 +9,7 @@ import torch
 
 import ikattn
 from agreement import (
+    assert_call_accurate,
     assert_close,
     assert_identical,
     assert_output_accurate,
@@ -26,6 +27,65 @@ reference = ikattn.reference.implicit_kernel_attention
 ROUNDINGS = 2 * 2**-8
 
 
+# Large enough for products of 16 bits, with everything that a call may have.
+LARGE = (
+    Sample("plain", L=64, S=64, d=16, d_v=24, M=33),
+    Sample("odd everywhere", B=2, L=75, S=71, d=13, d_v=35, M=9),
+    Sample("one key", L=40, S=1, M=16),
+    Sample("two panels of values", L=33, S=70, d_v=130, M=8),
+    Sample("two panels of frequencies", L=65, S=66, d=70, d_v=70, M=100),
+    Sample("no values", L=40, S=40, d_v=0, M=16),
+    Sample("causal", B=2, L=150, S=150, is_causal=True, M=20),
+    Sample("causal, more keys", L=70, S=141, is_causal=True, M=20),
+    Sample("causal, padding mask", B=2, L=90, S=90, is_causal=True, mask="B11S", M=20),
+    Sample("bool mask with empty rows", B=2, L=70, S=75, mask="BHLS", M=20),
+    Sample("float mask", L=70, S=75, mask="LS", mask_kind="float", M=20),
+    Sample("float mask with -inf", B=2, L=70, S=75, mask="B1LS", mask_kind="float with -inf", M=9),
+    Sample("key bias", B=2, L=70, S=75, key_bias="BHS", M=20),
+    Sample("large magnitudes", L=70, S=75, p=3.0, magnitude_scale=2.0, M=20),
+    Sample("large magnitudes, causal", L=99, S=99, is_causal=True, magnitude_scale=2.0, M=20),
+    Sample("stationary, no magnitude", L=70, S=75, stationary=True, p=None, M=20),
+    Sample("dropout", B=2, L=70, S=75, dropout_p=0.3, M=20),
+    Sample(
+        "dropout, causal, float mask",
+        L=90,
+        S=90,
+        dropout_p=0.5,
+        is_causal=True,
+        M=20,
+        mask="LS",
+        mask_kind="float",
+    ),
+    Sample("grouped, w [G]", H=6, G=2, L=70, S=75, frequencies="G", M=20),
+    Sample("grouped, w [BH], many keys", B=2, H=4, G=2, L=40, S=300, frequencies="BH", M=20),
+    Sample("several query blocks", H=1, L=260, S=200, M=20),
+    Sample("heads inside", B=2, L=70, S=75, layout="heads inside", float32_sides=True, M=20),
+)
+
+
+@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+def test_outputs_are_as_accurate_as_the_references(sample: Sample) -> None:
+    arguments = sample.arguments(torch.bfloat16)
+    truth = in_float64(reference, arguments)
+    assert_output_accurate(attention(**arguments), reference(**arguments), truth)
+
+
+@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+def test_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
+    assert_call_accurate(attention, reference, sample.arguments(torch.bfloat16))
+
+
+@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
+    arguments, before = sample.arguments(torch.bfloat16), torch.get_num_threads()
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        results.append([attention(**arguments), *gradients(attention, arguments).values()])
+    torch.set_num_threads(before)
+    assert_identical(*results)
+
+
 @pytest.fixture
 def medium() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
@@ -35,7 +95,7 @@ def medium() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("medium")
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@pytest.mark.parametrize("sample", [*LARGE, *SAMPLES], ids=name_of)
 def test_values_and_gradients_err_by_roundings_to_bfloat16(sample: Sample) -> None:
     arguments = sample.arguments(torch.float32)
     output = attention(**arguments)

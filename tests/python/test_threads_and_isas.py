@@ -211,3 +211,7 @@ def test_all_sixteen_bit_instructions_are_as_accurate_as_the_reference(name: str
     if name == torch.ops.ikattn.sixteen_bit_instructions():
         pytest.skip("this process uses them already, and so do the tests of values and gradients")
     run_accuracy_tests("IKATTN_SIXTEEN_BITS", name, [torch.bfloat16])
+    files = [str(HERE / "test_sixteen_bits.py"), "-q", "-p", "no:cacheprovider"]
+    run = in_process("IKATTN_SIXTEEN_BITS", name, "-m", "pytest", *files)
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert " passed" in run.stdout
