@@ -180,3 +180,18 @@ def test_part_by_part_batched_gradients(kernel, dropout, mask, every_call_is_lar
         one = torch.autograd.grad(results, leaves, [g[index] for g in incoming], retain_graph=True)
         for got, expected in zip(batched, one, strict=True):
             torch.testing.assert_close(got[index], expected)
+
+
+def test_part_by_part_batched_gradients_of_the_values_alone(every_call_is_large):
+    module, arguments = make("dot").requires_grad_(False), arguments_of("none", True, False)
+    for name in ("query", "key"):
+        arguments[name] = arguments[name].detach()
+    output, _ = module(**arguments)
+    incoming = torch.randn(2, *output.shape, dtype=output.dtype)
+    value = arguments["value"]
+    (batched,) = torch.autograd.grad(
+        output, value, incoming, is_grads_batched=True, retain_graph=True
+    )
+    for index in range(2):
+        (one,) = torch.autograd.grad(output, value, incoming[index], retain_graph=True)
+        torch.testing.assert_close(batched[index], one)

@@ -235,12 +235,17 @@ class _MeanWeights(torch.autograd.Function):
                         factors[:, head, rows] = next_factors(weights[:, head, rows])
                 used = weights * factors
             outputs = (used @ value, used.mean(dim=1).to(query.dtype))
+        incoming = {
+            output: grad
+            for output, grad in zip(outputs, (grad_output, grad_mean), strict=True)
+            if output.requires_grad  # the weights may depend on nothing wanted
+        }
         inputs = (query, key, value, None, *biases)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
         found = torch.autograd.grad(
-            outputs,
+            list(incoming),
             [inputs[i] for i in wanted],
-            (grad_output, grad_mean),
+            list(incoming.values()),
             create_graph=torch.is_grad_enabled(),
         )
         gradients = dict(zip(wanted, found, strict=True))
