@@ -15,11 +15,18 @@
 namespace ikattn {
 namespace {
 
-// By the newer of torch's two settings, which the older one sets, too; to ask for the older raises
-// an error where only the newer was used.
+// How torch may round the float32 operands of its own products of matrices. By the newer of its two
+// settings, which the older one sets, too; to ask for the older raises an error where only the
+// newer was used.
+inline bool torch_allows(at::Float32Backend backend, at::Float32Precision precision) {
+  return at::globalContext().float32Precision(backend, at::Float32Op::MATMUL) == precision;
+}
 inline bool torch_allows_tf32() {
-  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-         at::Float32Precision::TF32;
+  return torch_allows(at::Float32Backend::CUDA, at::Float32Precision::TF32);
+}
+// On the CPU; torch.set_float32_matmul_precision("medium").
+inline bool torch_allows_bfloat16() {
+  return torch_allows(at::Float32Backend::MKLDNN, at::Float32Precision::BF16);
 }
 
 inline double pair_work(const AttentionSizes& sizes) {

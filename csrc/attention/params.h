@@ -36,6 +36,13 @@ struct AttentionParams {
   const int64_t* dropout_state = nullptr;         // on a GPU: both, where the kernel reads them
 
   bool stationary() const { return !w2; }
+  // Whether products over pairs may be of 16 bits on the CPU: what they are off by is averaged over
+  // some queries and frequencies, and small against eps where all scores of a row are. Calls that
+  // leave this are small, or rare.
+  bool takes_16_bits() const {
+    return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && M >= 8 &&
+           eps >= 5e-6;
+  }
 };
 
 // Backward reads output and log_normalizer of the forward call. An absent gradient is not computed.

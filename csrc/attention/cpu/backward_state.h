@@ -245,7 +245,7 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
   const Array &output = params.output, &gradient = params.grad_output;
   load_panels(gradient, offset(gradient), gradient.stride[2], gradient.stride[3], block.rows,
               params.d_v, grad_out, grad_rows);
-  if (is_narrow) round_to_bfloat16(block.rows, params.d_v, grad_rows, grad_out);
+  if (layout.rounds_inputs) round_to_bfloat16(block.rows, params.d_v, grad_rows, grad_out);
   load_panels(output, offset(output), output.stride[2], output.stride[3], block.rows, params.d_v,
               scratch.output, kPanel);
   for (int64_t r = 0; r < block.rows; ++r) {

@@ -8,7 +8,6 @@
 #include <sched.h>
 
 #include "attention/cpu/backward_tile.h"
-#include "attention/cpu/pairs.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -110,19 +109,8 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       if (visibility == Visibility::kNone) continue;
       const Tile<N, T> tile{plan, state, scratch, head, key_block - first_block, at, operands};
       const int64_t columns = round_up(tile.keys(), kLanes<T>);
-      const int64_t first_row = head * params.L + block.i0;
-      const PairTile<T> pairs{block.rows,
-                              columns,
-                              params.is_causal ? j0 - block.i0 : -kPanel,
-                              state.keys.weight_terms + j0,
-                              state.keys.logits + j0,
-                              state.rows.delta + first_row,
-                              state.rows.log_normalizer + first_row,
-                              state.rows.log_normalizer_rest + first_row,
-                              state.rows.poisoned + first_row,
-                              visibility == Visibility::kMixed ? scratch.bias : nullptr,
-                              params.dropout_threshold ? scratch.keep : nullptr,
-                              static_cast<T>(params.eps)};
+      const PairTile<T> pairs =
+          tile.pairs(columns, visibility == Visibility::kMixed ? scratch.bias : nullptr);
 
       // 1. scores and dP
       if (params.d_v == 0) __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));

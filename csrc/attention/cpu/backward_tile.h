@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/cpu/backward_state.h"
+#include "attention/cpu/pairs.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -65,6 +66,24 @@ struct Tile {
   const T* row_factors(int64_t row) const {
     if (std::is_same_v<N, T> || !state.keys.form.folded) return nullptr;
     return state.rows.factor + head * plan.params.L + at.i0 + row;
+  }
+
+  // What the arithmetic between the products reads; bias: of the tile, null where there is none.
+  PairTile<T> pairs(int64_t columns, const T* bias) const {
+    const AttentionBackwardParams& params = plan.params;
+    const int64_t first_row = head * params.L + at.i0;
+    return {at.rows,
+            columns,
+            params.is_causal ? at.j0 - at.i0 : -kPanel,
+            state.keys.weight_terms + at.j0,
+            state.keys.logits + at.j0,
+            state.rows.delta + first_row,
+            state.rows.log_normalizer + first_row,
+            state.rows.log_normalizer_rest + first_row,
+            state.rows.poisoned + first_row,
+            bias,
+            params.dropout_threshold ? scratch.keep : nullptr,
+            static_cast<T>(params.eps)};
   }
 
   // s = phi_q phi_k^T, dP = dO V^T of one band.

@@ -9,19 +9,10 @@ namespace {
 
 const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 
-// Whether torch may round the float32 operands of its own products to bfloat16:
-// torch.set_float32_matmul_precision("medium").
-bool torch_allows_bfloat16() {
-  return at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
-         at::Float32Precision::BF16;
-}
-
-// Null: the processor has none, or the inputs are not bfloat16 and must not be rounded to it.
-// float16 has three bits more, which features in fixed point do not give.
-const SixteenBitKernels* sixteen_bit_kernels(const at::Tensor& query) {
+// Null: the processor has none, or the call must not take them.
+const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params) {
 #if defined(IKATTN_HAVE_X86_ISAS)
-  const bool is_rounded = query.scalar_type() == at::kFloat && torch_allows_bfloat16();
-  if (query.scalar_type() == at::kBFloat16 || is_rounded) {
+  if (params.takes_16_bits()) {
     if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
   }
@@ -30,16 +21,17 @@ const SixteenBitKernels* sixteen_bit_kernels(const at::Tensor& query) {
 }
 
 struct Cpu {
-  static void forward(const AttentionParams& params, const at::Tensor& query, double work) {
-    const SixteenBitKernels* narrow = sixteen_bit_kernels(query);
+  static void forward(const AttentionParams& given, const at::Tensor& query, double work) {
+    const AttentionParams params = with_context(given, query);
+    const SixteenBitKernels* narrow = sixteen_bit_kernels(params);
     const auto forward = narrow ? narrow->forward : kernels().forward[compute_index(query)];
-    forward(with_context(params, query), TorchExecutor(work));
+    forward(params, TorchExecutor(work));
   }
-  static void backward(const AttentionBackwardParams& params, const at::Tensor& query,
-                       double work) {
-    const SixteenBitKernels* narrow = sixteen_bit_kernels(query);
+  static void backward(const AttentionBackwardParams& given, const at::Tensor& query, double work) {
+    const AttentionBackwardParams params = with_context(given, query);
+    const SixteenBitKernels* narrow = sixteen_bit_kernels(params);
     const auto backward = narrow ? narrow->backward : kernels().backward[compute_index(query)];
-    backward(with_context(params, query), TorchExecutor(work));
+    backward(params, TorchExecutor(work));
   }
   static void weights(const WeightsParams& params, const at::Tensor& query, double work) {
     kernels().weights[compute_index(query)](with_context(params, query), TorchExecutor(work));

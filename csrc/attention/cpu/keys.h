@@ -32,7 +32,7 @@ void load_values(const AttentionParams& params, const AttentionLayout<T>& layout
   const int64_t count = min_of(kPanel, params.S - j0);
   load_panels(value, unit.b * value.stride[0] + unit.group * value.stride[1] + j0 * value.stride[2],
               value.stride[2], value.stride[3], count, params.d_v, values, kPanel);
-  if (layout.bfloat16_products) round_to_bfloat16(count, params.d_v, kPanel, values);
+  if (layout.rounds_inputs) round_to_bfloat16(count, params.d_v, kPanel, values);
   for (int64_t r = count; r < round_up(count, kLanes<T>); ++r) {
     fill_row(values, kPanel, r, params.d_v, T(0));
   }

@@ -32,14 +32,6 @@ inline T feature_scale(int64_t M) {
 template <typename T>
 constexpr bool kTakes16Bits = kHasInt16 && sizeof(T) == 4;
 
-// Whether the products over pairs may be of 16 bits: what they are off by is averaged over some
-// queries and frequencies, and small against eps where all scores of a row are. Calls that leave
-// this are small, or rare.
-inline bool takes_16_bits(const AttentionParams& params) {
-  const bool is_bfloat16 = params.query.type == ElementType::kBFloat16 || params.allow_bfloat16;
-  return is_bfloat16 && params.L >= 32 && params.M >= 8 && params.eps >= 5e-6;
-}
-
 template <typename T>
 struct AttentionLayout {
   FeatureLayout<T> feature;
@@ -50,6 +42,7 @@ struct AttentionLayout {
   int64_t units = 0;               // B * key_heads
   bool fixed_scores = false;       // features in fixed point, for the scores
   bool bfloat16_products = false;  // and whatever else is multiplied over pairs in bfloat16
+  bool rounds_inputs = false;      // values and dO, which are float32
 
   explicit AttentionLayout(const AttentionParams& params)
       : feature{params.d, params.M, params.stationary()},
@@ -58,8 +51,9 @@ struct AttentionLayout {
         padded_keys(key_blocks * kPanel),
         heads_per_unit(params.H / params.key_heads),
         units(params.B * params.key_heads),
-        fixed_scores(kTakes16Bits<T> && takes_16_bits(params)),
-        bfloat16_products(kHasBFloat16 && fixed_scores) {}
+        fixed_scores(kTakes16Bits<T> && params.takes_16_bits()),
+        bfloat16_products(kHasBFloat16 && fixed_scores),
+        rounds_inputs(bfloat16_products && params.allow_bfloat16) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }

@@ -22,14 +22,18 @@ constexpr bool kHasBFloat16 = true;
 constexpr bool kHasBFloat16 = false;
 #endif
 
+struct TwoToALane {
+  using Storage = int32_t;
+  using Result = float;
+  static constexpr bool kHasFactors = true;
+  static constexpr int64_t kPerLane = 2;
+};
+
 // Fixed point; the sum must stay within 32 bits.
 struct Int16x2 {};
 template <>
-struct Numbers<Int16x2> {
-  using Storage = int32_t;
-  using Result = float;
+struct Numbers<Int16x2> : TwoToALane {
   using Sum = Vec<int32_t>;
-  static constexpr bool kHasFactors = true;
   static void multiply_add(Vec<int32_t> left, Vec<int32_t> right, Sum& sum) {
 #if defined(__AVX512VNNI__)
     sum = (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
@@ -42,12 +46,8 @@ struct Numbers<Int16x2> {
 
 struct BFloat16x2 {};
 template <>
-struct Numbers<BFloat16x2> {
-  using Storage = int32_t;
-  using Result = float;
+struct Numbers<BFloat16x2> : TwoToALane {
   using Sum = Vec<float>;
-  static constexpr bool kHasFactors = true;
-  static constexpr int64_t kPerLane = 2;
   static void multiply_add(Vec<int32_t> left, Vec<int32_t> right, Sum& sum) {
 #if defined(__AVX512BF16__)
     sum = (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
