@@ -3,7 +3,7 @@
 Times are best (median) of samples taken in turns, B = 1, H = 8, d = M = 64, one thread.
 
     export OMP_WAIT_POLICY=passive
-    for bits in avx512_bf16 avx512_vnni none; do
+    for bits in amx avx512_bf16 avx512_vnni none; do
         IKATTN_SIXTEEN_BITS=$bits python benchmarks/sixteen_bits.py    # half a minute each
     done
 """

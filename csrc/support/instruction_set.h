@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/Version.h>
+#include <ATen/cpu/Utils.h>
 #include <c10/util/Exception.h>
 
 #include <cstdlib>
@@ -29,29 +30,31 @@ inline InstructionSet instruction_set() {
   return chosen;
 }
 
-// What multiplies numbers of 16 bits at twice the rate of float32, beside AVX-512: nothing, fixed
-// point (VNNI), or fixed point and bfloat16.
-enum class SixteenBits { kNone, kVnni, kBFloat16 };
+// What multiplies numbers of 16 bits faster than float32, beside AVX-512: nothing, fixed point
+// (VNNI), fixed point and bfloat16, or tiles of bfloat16.
+enum class SixteenBits { kNone, kVnni, kBFloat16, kAmx };
 
 // The best the processor has, unless the environment variable IKATTN_SIXTEEN_BITS (none,
-// avx512_vnni, avx512_bf16) asks for less. Intel's processors multiply bfloat16 in AVX-512 no
-// faster than float32; AMD's do.
+// avx512_vnni, avx512_bf16, amx) asks for less. Intel's processors multiply bfloat16 in AVX-512 no
+// faster than float32; AMD's do. Every processor with AMX has its tiles of bfloat16 so far.
 inline SixteenBits sixteen_bits() {
   static const SixteenBits chosen = [] {
 #if defined(IKATTN_HAVE_X86_ISAS)
     const char* variable = std::getenv("IKATTN_SIXTEEN_BITS");
-    const std::string allowed = variable && *variable ? variable : "avx512_bf16";
-    TORCH_CHECK(allowed == "none" || allowed == "avx512_vnni" || allowed == "avx512_bf16",
-                "the environment variable IKATTN_SIXTEEN_BITS must be none, avx512_vnni or "
-                "avx512_bf16, got ",
+    const std::string allowed = variable && *variable ? variable : "amx";
+    TORCH_CHECK(allowed == "none" || allowed == "avx512_vnni" || allowed == "avx512_bf16" ||
+                    allowed == "amx",
+                "the environment variable IKATTN_SIXTEEN_BITS must be none, avx512_vnni, "
+                "avx512_bf16 or amx, got ",
                 allowed);
     if (instruction_set() != InstructionSet::kAvx512 || allowed == "none" ||
         !__builtin_cpu_supports("avx512vnni")) {
       return SixteenBits::kNone;
     }
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd") &&
-        allowed == "avx512_bf16") {
-      return SixteenBits::kBFloat16;
+    if (__builtin_cpu_supports("avx512bf16") && allowed != "avx512_vnni") {
+      // Asks the system for the tiles, which it keeps for each thread.
+      if (allowed == "amx" && at::cpu::init_amx()) return SixteenBits::kAmx;
+      if (__builtin_cpu_is("amd")) return SixteenBits::kBFloat16;
     }
     return SixteenBits::kVnni;
 #else
@@ -63,6 +66,8 @@ inline SixteenBits sixteen_bits() {
 
 inline const char* name_of(SixteenBits set) {
   switch (set) {
+    case SixteenBits::kAmx:
+      return "amx";
     case SixteenBits::kBFloat16:
       return "avx512_bf16";
     case SixteenBits::kVnni:

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/cpu/fixed_features.h"
+#include "attention/cpu/score_features.h"
 
 namespace ikattn::sixteen_bits_test {
 namespace {
@@ -215,16 +215,16 @@ std::vector<float> features_of_rows(const FeatureLayout<float>& layout, int64_t 
 TEST(FixedFeatures, GiveTheScoresUpToRounding) {
   for (const int64_t M : {1, 7, 32, 33, 64, 100}) {
     const FeatureLayout<float> layout{8, M, false};
-    const FixedLayout fixed{M};
+    const ScoreLayout scores{M};
     constexpr int64_t kRows = 64;
     const std::vector<float> phi = features_of_rows(layout, kRows);
     std::vector<float> steps(kRows), s(kRows * kPanel);
     choose_steps(layout, kRows, phi.data(), kRows, steps.data());
-    for (int64_t panel = 0; panel < fixed.panels(); ++panel) {
+    for (int64_t panel = 0; panel < scores.panels(); ++panel) {
       std::vector<int32_t> rows(kRows * kPanel), columns(kPanel * kPanel);
-      fix_features(layout, panel, kRows, phi.data(), kRows, steps.data(), rows.data());
-      transpose_panel(kRows, fixed.lanes(panel), rows.data(), columns.data());
-      panel_gemm<Int16x2, Left::kRows>(kRows, kPanel, fixed.lanes(panel), rows.data(),
+      narrow_features(layout, panel, kRows, phi.data(), kRows, steps.data(), rows.data());
+      transpose_panel(kRows, scores.lanes(panel), rows.data(), columns.data());
+      panel_gemm<Int16x2, Left::kRows>(kRows, kPanel, scores.lanes(panel), rows.data(),
                                        columns.data(), s.data(), panel > 0,
                                        {steps.data(), steps.data()});
     }

@@ -138,6 +138,7 @@ SIXTEEN_BITS = {
     "none": (),
     "avx512_vnni": (*AVX512, "avx512_vnni"),
     "avx512_bf16": (*AVX512, "avx512_vnni", "avx512_bf16", "amd"),
+    "amx": (*AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),  # test_amx.py
 }
 HERE = Path(__file__).parent
 
@@ -186,7 +187,7 @@ def test_other_sixteen_bit_instructions_are_refused(name: str) -> None:
     if name == "":
         assert run.stdout.strip() == torch.ops.ikattn.sixteen_bit_instructions()
     else:
-        assert "must be none, avx512_vnni or avx512_bf16, got bf16" in run.stderr
+        assert "must be none, avx512_vnni, avx512_bf16 or amx, got bf16" in run.stderr
 
 
 def run_accuracy_tests(variable: str, name: str, of_types: Sequence[torch.dtype]) -> None:

@@ -26,7 +26,7 @@ struct RowGradients {
 
 // What the products over pairs read of the query side, two numbers to a lane.
 struct NarrowQueries {
-  int32_t* phi = nullptr;              // [heads][fixed panels][L][64]  in steps
+  int32_t* phi = nullptr;              // [heads][score panels][L][64]
   float* steps = nullptr;              // [heads][L]
   int32_t* phi_by_row = nullptr;       // [heads][feature panels][(L + 1) / 2][64]
   int32_t* grad_out = nullptr;         // [heads][narrow value panels][L][64]  not times 1/Z
@@ -34,10 +34,10 @@ struct NarrowQueries {
 
   template <typename T>
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L) {
-    if (!layout.fixed_scores) return;
+    if (!layout.narrow_scores) return;
     const int64_t rows = layout.heads_per_unit * L * kPanel;
     const int64_t pairs = layout.heads_per_unit * ceil_div(L, 2) * kPanel;
-    phi = workspace.take<int32_t>(layout.fixed().panels() * rows);
+    phi = workspace.take<int32_t>(layout.scores().panels() * rows);
     steps = workspace.take<float>(layout.heads_per_unit * L);
     if (!layout.bfloat16_products) return;
     phi_by_row = workspace.take<int32_t>(layout.feature_panels() * pairs);
@@ -196,9 +196,9 @@ void narrow_queries(const AttentionLayout<T>& layout, int64_t L, int64_t head,
                     const T* grad_out) {
   if constexpr (kTakes16Bits<T>) {
     const int64_t i0 = block.i0, pairs = ceil_div(L, 2);
-    if (!layout.fixed_scores) return;
-    fix_queries(layout, block.rows, phi, L, narrow.steps + head * L + i0,
-                narrow.phi + (head * layout.fixed().panels() * L + i0) * kPanel);
+    if (!layout.narrow_scores) return;
+    narrow_query_features(layout, block.rows, phi, L, narrow.steps + head * L + i0,
+                          narrow.phi + (head * layout.scores().panels() * L + i0) * kPanel);
     if (!layout.bfloat16_products) return;
     for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
       const int64_t row = (head * layout.feature_panels() + panel) * pairs + i0 / 2;

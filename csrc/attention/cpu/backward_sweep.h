@@ -143,6 +143,7 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
+  [[maybe_unused]] const AmxTiles tiles;
   clear_key_gradients(layout, sweep, state, scratch);
   prepare_sweep(params, layout, unit, sweep, state, scratch);
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {

@@ -89,11 +89,11 @@ struct Tile {
   // s = phi_q phi_k^T, dP = dO V^T of one band.
   void score(const Band& band) const {
     const int64_t L = plan.params.L, row = at.i0 + band.row, d_v = layout().d_v;
-    const bool is_fixed = layout().fixed_scores;
+    const bool is_narrow = layout().narrow_scores;
     const QueryFeatures<T> queries{
         state.phi + of_queries(layout().feature_panels(), 0, row, 1),
-        is_fixed ? state.narrow.phi + of_queries(layout().fixed().panels(), 0, row, 1) : nullptr,
-        is_fixed ? state.narrow.steps + head * L + row : nullptr, L};
+        is_narrow ? state.narrow.phi + of_queries(layout().scores().panels(), 0, row, 1) : nullptr,
+        is_narrow ? state.narrow.steps + head * L + row : nullptr, L};
     const int64_t panels = ceil_div(d_v, kPerLane * kPanel);
     scratch.sweep.by_column.multiply(layout(), block, band.rows, queries, band.columns,
                                      scratch.s + band.row * kPanel);

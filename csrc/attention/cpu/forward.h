@@ -32,7 +32,7 @@ struct ForwardScratch {
   KeyScratch<T> keys;
   T* tokens = nullptr;             // [token panels][rows][64]
   T* phi = nullptr;                // [feature panels][rows][64]
-  int32_t* fixed_phi = nullptr;    // [fixed panels][rows][64]   in steps
+  int32_t* narrow_phi = nullptr;   // [score panels][rows][64]
   float* steps = nullptr;          // [rows]
   T* tile = nullptr;               // [rows][64]   s, then w
   int32_t* narrow_tile = nullptr;  // [rows][64]   w, two to a lane
@@ -46,8 +46,8 @@ struct ForwardScratch {
     keys.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
     phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
-    if (layout.fixed_scores) {
-      fixed_phi = workspace.take<int32_t>(layout.fixed().panels() * rows * kPanel);
+    if (layout.narrow_scores) {
+      narrow_phi = workspace.take<int32_t>(layout.scores().panels() * rows * kPanel);
       steps = workspace.take<float>(rows);
     }
     tile = workspace.take<T>(rows * kPanel);
@@ -133,10 +133,11 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
                    const QueryBlock& block, const T* packed, const PreparedKeys<T>& keys,
                    ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
+  [[maybe_unused]] const AmxTiles tiles;
   prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
                   scratch.poisoned);
-  fix_queries(layout, rows, scratch.phi, rows, scratch.steps, scratch.fixed_phi);
-  const QueryFeatures<T> queries{scratch.phi, scratch.fixed_phi, scratch.steps, rows};
+  narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
+  const QueryFeatures<T> queries{scratch.phi, scratch.narrow_phi, scratch.steps, rows};
   scratch.state.reset(rows);
   __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
 

@@ -13,6 +13,7 @@ const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params) {
 #if defined(IKATTN_HAVE_X86_ISAS)
   if (params.takes_16_bits()) {
+    if (sixteen_bits() == SixteenBits::kAmx) return &amx::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
   }

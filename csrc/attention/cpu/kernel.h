@@ -37,6 +37,9 @@ extern const SixteenBitKernels sixteen_bit_kernels;
 namespace avx512_bf16 {
 extern const SixteenBitKernels sixteen_bit_kernels;
 }
+namespace amx {
+extern const SixteenBitKernels sixteen_bit_kernels;
+}
 #endif
 
 }  // namespace ikattn

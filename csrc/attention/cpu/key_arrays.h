@@ -10,29 +10,29 @@ namespace {
 // Features of some queries.
 template <typename T>
 struct QueryFeatures {
-  const T* phi = nullptr;          // [feature panels][rows][64]
-  const int32_t* fixed = nullptr;  // [fixed panels][rows][64], in steps
-  const float* steps = nullptr;    // [rows]
-  int64_t rows = 0;                // of a panel
+  const T* phi = nullptr;           // [feature panels][rows][64]
+  const int32_t* narrow = nullptr;  // [score panels][rows][64]
+  const float* steps = nullptr;     // [rows]
+  int64_t rows = 0;                 // of a panel
 
   QueryFeatures from(int64_t row) const {
-    const bool is_fixed = fixed != nullptr;
-    return {phi + row * kPanel, is_fixed ? fixed + row * kPanel : nullptr,
-            is_fixed ? steps + row : nullptr, rows};
+    const bool is_narrow = narrow != nullptr;
+    return {phi + row * kPanel, is_narrow ? narrow + row * kPanel : nullptr,
+            is_narrow ? steps + row : nullptr, rows};
   }
 };
 
 // Features of blocks of 64 keys, by column: the right operand of the scores.
 template <typename T>
 struct KeyFeatures {
-  T* phi = nullptr;          // [blocks][feature panels][64][64]; or
-  int32_t* fixed = nullptr;  // [blocks][fixed panels][64][64], in steps
-  float* steps = nullptr;    // [blocks][64]
+  T* phi = nullptr;           // [blocks][feature panels][64][64]; or
+  int32_t* narrow = nullptr;  // [blocks][score panels][64][64]
+  float* steps = nullptr;     // [blocks][64]
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t blocks) {
     const int64_t size = blocks * kPanel * kPanel;
-    if (layout.fixed_scores) {
-      fixed = workspace.take<int32_t>(layout.fixed().panels() * size);
+    if (layout.narrow_scores) {
+      narrow = workspace.take<int32_t>(layout.scores().panels() * size);
       steps = workspace.take<float>(blocks * kPanel);
     } else {
       phi = workspace.take<T>(layout.feature_panels() * size);
@@ -43,12 +43,12 @@ struct KeyFeatures {
   void multiply(const AttentionLayout<T>& layout, int64_t block, int64_t rows,
                 const QueryFeatures<T>& queries, int64_t columns, T* s) const {
     if constexpr (kTakes16Bits<T>) {
-      const int64_t panels = layout.fixed_scores ? layout.fixed().panels() : 0;
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        panel_gemm<Int16x2, Left::kRows>(rows, columns, layout.fixed().lanes(panel),
-                                         queries.fixed + panel * queries.rows * kPanel,
-                                         fixed + (block * panels + panel) * kPanel * kPanel, s,
-                                         panel > 0, {queries.steps, steps + block * kPanel});
+      const int64_t panels = layout.narrow_scores ? layout.scores().panels() : 0;
+      for (int64_t panel = 0; panel < panels; panel += kScoreParts) {
+        multiply_scores(rows, columns, layout.scores().lanes(panel),
+                        queries.narrow + panel * queries.rows * kPanel, queries.rows,
+                        narrow + (block * panels + panel) * kPanel * kPanel, s, panel > 0,
+                        {queries.steps, steps + block * kPanel});
       }
       if (panels > 0) return;
     }
@@ -65,14 +65,14 @@ struct KeyFeatures {
   void fill(const AttentionLayout<T>& layout, int64_t block, int64_t rows, const T* source,
             int64_t source_rows, int32_t* lanes) const {
     if constexpr (kTakes16Bits<T>) {
-      if (layout.fixed_scores) {
-        const FixedLayout of_fixed = layout.fixed();
+      if (layout.narrow_scores) {
+        const ScoreLayout of_scores = layout.scores();
         float* own_steps = steps + block * kPanel;
         choose_steps(layout.feature, rows, source, source_rows, own_steps);
-        for (int64_t panel = 0; panel < of_fixed.panels(); ++panel) {
-          fix_features(layout.feature, panel, rows, source, source_rows, own_steps, lanes);
-          transpose_panel(rows, of_fixed.lanes(panel), lanes,
-                          fixed + (block * of_fixed.panels() + panel) * kPanel * kPanel);
+        for (int64_t panel = 0; panel < of_scores.panels(); ++panel) {
+          narrow_features(layout.feature, panel, rows, source, source_rows, own_steps, lanes);
+          transpose_panel(rows, of_scores.lanes(panel), lanes,
+                          narrow + (block * of_scores.panels() + panel) * kPanel * kPanel);
         }
         return;
       }
@@ -129,7 +129,7 @@ struct KeyScratch {
   int32_t* lanes = nullptr;  // [64][64]   two numbers each
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout, bool backward = false) {
-    if (layout.fixed_scores) lanes = workspace.take<int32_t>(kPanel * kPanel);
+    if (layout.narrow_scores) lanes = workspace.take<int32_t>(kPanel * kPanel);
     tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
     if (!backward) features = workspace.take<T>(layout.feature_panels() * kPanel * kPanel);
     values = workspace.take<T>(layout.value_panels() * kPanel * kPanel);

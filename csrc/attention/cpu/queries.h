@@ -21,7 +21,7 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
 
 // Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
 // becomes zero and is marked in poisoned[0 .. rows). Backward: its tangents too, from row 0 on.
-// fix_queries() follows where the layout says so.
+// narrow_query_features() follows where the layout says so.
 template <typename T>
 void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                      const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
@@ -40,17 +40,17 @@ void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& la
   }
 }
 
-// phi [feature panels][phi_rows][64] of a block of queries in steps, into fixed
-// [fixed panels][phi_rows][64].
+// phi [feature panels][phi_rows][64] of a block of queries, two to a lane, into narrow
+// [score panels][phi_rows][64].
 template <typename T>
-void fix_queries(const AttentionLayout<T>& layout, int64_t rows, const T* phi, int64_t phi_rows,
-                 float* steps, int32_t* fixed) {
+void narrow_query_features(const AttentionLayout<T>& layout, int64_t rows, const T* phi,
+                           int64_t phi_rows, float* steps, int32_t* narrow) {
   if constexpr (kTakes16Bits<T>) {
-    if (!layout.fixed_scores) return;
+    if (!layout.narrow_scores) return;
     choose_steps(layout.feature, rows, phi, phi_rows, steps);
-    for (int64_t panel = 0; panel < layout.fixed().panels(); ++panel) {
-      fix_features(layout.feature, panel, rows, phi, phi_rows, steps,
-                   fixed + panel * phi_rows * kPanel);
+    for (int64_t panel = 0; panel < layout.scores().panels(); ++panel) {
+      narrow_features(layout.feature, panel, rows, phi, phi_rows, steps,
+                      narrow + panel * phi_rows * kPanel);
     }
   }
 }

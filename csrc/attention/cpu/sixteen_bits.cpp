@@ -1,5 +1,5 @@
 // The passes over the pairs for bfloat16 inputs, where the processor multiplies numbers of 16 bits
-// at twice the rate of float32. Compiled as kernel.cpp is, once per set of instructions that do.
+// faster than float32. Compiled as kernel.cpp is, once per set of instructions that do.
 #include "attention/cpu/backward.h"
 #include "attention/cpu/kernel.h"
 

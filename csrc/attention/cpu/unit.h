@@ -9,7 +9,7 @@
 //   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
 #pragma once
 
-#include "attention/cpu/fixed_features.h"
+#include "attention/cpu/score_features.h"
 #include "attention/params.h"
 
 namespace ikattn::IKATTN_ISA {
@@ -40,7 +40,7 @@ struct AttentionLayout {
   int64_t padded_keys = 0;  // key_blocks * 64
   int64_t heads_per_unit = 0;
   int64_t units = 0;               // B * key_heads
-  bool fixed_scores = false;       // features in fixed point, for the scores
+  bool narrow_scores = false;      // features two to a lane, for the scores
   bool bfloat16_products = false;  // and whatever else is multiplied over pairs in bfloat16
   bool rounds_inputs = false;      // values and dO, which are float32
 
@@ -51,14 +51,14 @@ struct AttentionLayout {
         padded_keys(key_blocks * kPanel),
         heads_per_unit(params.H / params.key_heads),
         units(params.B * params.key_heads),
-        fixed_scores(kTakes16Bits<T> && params.takes_16_bits()),
-        bfloat16_products(kHasBFloat16 && fixed_scores),
+        narrow_scores(kTakes16Bits<T> && params.takes_16_bits()),
+        bfloat16_products(kHasBFloat16 && narrow_scores),
         rounds_inputs(bfloat16_products && params.allow_bfloat16) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }
   int64_t feature_panels() const { return feature.panels(); }
-  FixedLayout fixed() const { return {feature.M}; }
+  ScoreLayout scores() const { return {feature.M}; }
 };
 
 // One unit's place in the call.

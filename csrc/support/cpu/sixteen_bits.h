@@ -4,6 +4,7 @@
 // its depth is counted in pairs.
 #pragma once
 
+#include "support/cpu/amx.h"
 #include "support/cpu/panel_gemm.h"
 #include "support/cpu/vector_math.h"
 
@@ -59,6 +60,21 @@ struct Numbers<BFloat16x2> : TwoToALane {
   static Vec<float> result(Sum sum) { return sum; }
 };
 
+#if defined(__AMX_BF16__)
+template <>
+inline void panel_gemm<BFloat16x2, Left::kRows>(int64_t rows, int64_t columns, int64_t depth,
+                                                const int32_t* a, const int32_t* b, float* c,
+                                                bool accumulate, Factors<float> factors) {
+  amx_gemm<Left::kRows>(rows, columns, depth, {{a, b}}, c, accumulate, factors);
+}
+template <>
+inline void panel_gemm<BFloat16x2, Left::kColumns>(int64_t rows, int64_t columns, int64_t depth,
+                                                   const int32_t* a, const int32_t* b, float* c,
+                                                   bool accumulate, Factors<float> factors) {
+  amx_gemm<Left::kColumns>(rows, columns, depth, {{a, b}}, c, accumulate, factors);
+}
+#endif
+
 // The nearest bfloat16 of every lane, in its lower half.
 inline Vec<int32_t> bfloat16_bits(Vec<float> x) {
 #if defined(__AVX512BF16__)
@@ -71,6 +87,8 @@ inline Vec<int32_t> bfloat16_bits(Vec<float> x) {
   return x == x ? rounded : broadcast(int32_t{0x7fc0});
 #endif
 }
+
+inline Vec<float> as_bfloat16(Vec<float> x) { return (Vec<float>)(bfloat16_bits(x) << 16); }
 
 // Lane i: low[i] and high[i].
 inline Vec<int32_t> stacked_bfloat16(Vec<float> low, Vec<float> high) {
@@ -125,7 +143,7 @@ inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows,
         Vec<T> x = load(panel + i);
         x = x > kLargest && x < __builtin_inff() ? broadcast(kLargest) : x;
         x = x < -kLargest && x > -__builtin_inff() ? broadcast(-kLargest) : x;
-        store(panel + i, (Vec<T>)(bfloat16_bits(x) << 16));
+        store(panel + i, as_bfloat16(x));
       }
     }
   }
