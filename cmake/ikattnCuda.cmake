@@ -81,23 +81,42 @@ function(ikattn_cuda_architectures)
   set(CMAKE_CUDA_ARCHITECTURES ${architectures} PARENT_SCOPE)
 endfunction()
 
-# Adds kernels to the library. They include no torch header.
-macro(ikattn_add_cuda)
-  enable_language(CUDA)
-  add_library(ikattn_cuda OBJECT ${ARGN})
-  target_include_directories(ikattn_cuda PRIVATE ${PROJECT_SOURCE_DIR}/csrc
-                                                 ${PROJECT_SOURCE_DIR}/csrc/include)
+# Kernels for the library, for some architectures. They include no torch header.
+function(ikattn_add_cuda_objects target architectures)
+  add_library(${target} OBJECT ${ARGN})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc
+                                               ${PROJECT_SOURCE_DIR}/csrc/include)
   # As an option, and the property, which holds for CUDA too, unset: CMake before 3.25.2 does not know
   # that nvcc has C++20.
-  set_property(TARGET ikattn_cuda PROPERTY CXX_STANDARD)
-  target_compile_options(ikattn_cuda PRIVATE -std=c++20 -O3 -lineinfo)
-  set_target_properties(ikattn_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON
-                                               CUDA_VISIBILITY_PRESET hidden)
+  set_property(TARGET ${target} PROPERTY CXX_STANDARD)
+  target_compile_options(${target} PRIVATE -std=c++20 -O3 -lineinfo)
+  target_compile_definitions(${target} PRIVATE IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
   # Torch's own copy of the runtime is the one in the process; kernels register with that.
-  set_target_properties(ikattn_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Shared)
+  set_target_properties(
+    ${target}
+    PROPERTIES POSITION_INDEPENDENT_CODE ON
+               CUDA_VISIBILITY_PRESET hidden
+               CUDA_RUNTIME_LIBRARY Shared
+               CUDA_ARCHITECTURES "${architectures}")
+  target_sources(ikattn PRIVATE $<TARGET_OBJECTS:${target}>)
+endfunction()
+
+# ikattn_add_cuda(sources... WARPGROUPS sources...): adds kernels to the library; those of warpgroups for
+# Hopper alone (sm_90a), if it is one of CMAKE_CUDA_ARCHITECTURES.
+macro(ikattn_add_cuda)
+  cmake_parse_arguments(arg "" "" "WARPGROUPS" ${ARGN})
+  enable_language(CUDA)
+  set(IKATTN_WARPGROUPS 0)
+  if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90")
+    set(IKATTN_WARPGROUPS 1)
+    ikattn_add_cuda_objects(ikattn_cuda_warpgroups 90a-real ${arg_WARPGROUPS})
+  else()
+    list(APPEND arg_UNPARSED_ARGUMENTS ${arg_WARPGROUPS})
+  endif()
+  ikattn_add_cuda_objects(ikattn_cuda "${CMAKE_CUDA_ARCHITECTURES}" ${arg_UNPARSED_ARGUMENTS})
   set_target_properties(ikattn PROPERTIES CUDA_RUNTIME_LIBRARY Shared LINKER_LANGUAGE CXX)
-  target_sources(ikattn PRIVATE $<TARGET_OBJECTS:ikattn_cuda>)
-  target_compile_definitions(ikattn PRIVATE IKATTN_HAVE_CUDA=1)
+  target_compile_definitions(ikattn PRIVATE IKATTN_HAVE_CUDA=1
+                                            IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
   find_package(CUDAToolkit REQUIRED)
   target_include_directories(ikattn PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   target_link_libraries(

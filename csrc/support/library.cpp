@@ -19,9 +19,14 @@ std::string build_info() {
 #else
   const char* cuda = "false";
 #endif
+#if IKATTN_HAVE_WARPGROUPS
+  const char* warpgroups = "true";
+#else
+  const char* warpgroups = "false";
+#endif
   return std::string("{\"version\": \"") + IKATTN_VERSION + "\", \"torch\": \"" + TORCH_VERSION +
          "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas + "], \"cuda\": " + cuda +
-         "}";
+         ", \"warpgroups\": " + warpgroups + "}";
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

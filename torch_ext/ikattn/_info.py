@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 
 import torch
@@ -10,6 +11,16 @@ import torch
 from ikattn import _library
 
 __all__ = ["info"]
+
+
+def cuda_kernels(are_there: bool, warpgroups: bool) -> str:
+    """What the library holds for GPUs, and what of it is in use."""
+    if not are_there:
+        return "no"
+    if not warpgroups:
+        return "yes, without those for Hopper alone"
+    in_use = os.environ.get("IKATTN_WARPGROUPS") == "1"
+    return "yes, with those for Hopper alone" + ("" if in_use else " (IKATTN_WARPGROUPS=1 to use)")
 
 
 def info() -> str:
@@ -30,7 +41,7 @@ def info() -> str:
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
         "16-bit products": torch.ops.ikattn.sixteen_bit_instructions(),
-        "CUDA kernels": "yes" if build["cuda"] else "no",
+        "CUDA kernels": cuda_kernels(build["cuda"], build["warpgroups"]),
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),
     }

@@ -2,7 +2,7 @@
 // keys, 64 at a time and two tiles in flight. Scores become weights, and weights the operand of the
 // product with the value, in registers. The folded form has no maximum and no exponential; in the
 // general one neither depends on the scores.
-#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/folded_forward.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -63,21 +63,6 @@ struct Parts {
   float* sums = nullptr;     // [part][B, H, L]     sum of w
   float* largest = nullptr;  // [part][B, H, L]     general: the reference of w
 };
-
-// Of a row; `reference` is log Z where the sum is 1.
-__device__ __forceinline__ double log_normalizer_of(float sum, double reference) {
-  return sum == 0 ? minus_infinity<double>() : log(static_cast<double>(sum)) + reference;
-}
-template <typename T, bool kGeneral>
-__device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64_t bk,
-                                               float largest) {
-  return kGeneral ? static_cast<double>(largest) - log(static_cast<double>(kWeightScale<T>))
-                  : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
-}
-// kept: the rescale of dropout, over the scale of the value.
-__device__ __forceinline__ float attended(float weighted, float sum, float kept) {
-  return sum == 0 ? 0.0f : sum != sum ? sum : weighted * (kept / sum);
-}
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
@@ -142,7 +127,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
            left_of(params.S, (tile + 1) * int64_t{kStep}));
     }
-    if ((state & kUnclean) != 0) clean_values<T, V>(stage + L::kKeyTile);
+    if ((state & kUnclean) != 0) clean_values<T, kStep * V>(stage + L::kKeyTile);
     const uint32_t base = shared_address(stage);
     Shared<const float> terms = shared_cast<float>(stage + L::kTerms);
     const int64_t j0 = tile * int64_t{kStep};
@@ -346,6 +331,9 @@ const char* folded_forward(const AttentionParams& params, const DeviceExecutor& 
       parts.largest = executor.take<float>(parts.count * rows);
     }
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
+      if (kPairs != Pairs::kGeneral && parts.count == 1 && goes_to_warpgroups(params)) {
+        return warpgroup_forward(params, executor, tokens);
+      }
       return launch(folded_forward_kernel<T, F, V, kPairs>,
                     dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
                     Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens, parts);

@@ -25,9 +25,9 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint3
 // Copies rows of 16-bit elements, kWidth of them in shared memory: a thread takes one 16-byte
 // column, and every kRowStep-th row of it. The rows' places differ by constants: kRowStep is a
 // multiple of 8, the period of the swizzle.
-template <int kWidth>
+template <int kWidth, int kThreads = kFoldedThreads>
 struct RowCopy {
-  static constexpr int kRowStep = kFoldedThreads / (kWidth / 8);
+  static constexpr int kRowStep = kThreads / (kWidth / 8);
   static_assert(kRowStep % 8 == 0);
 
   int64_t stride;  // elements from row to row
@@ -137,10 +137,10 @@ __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRowTiles][kColum
 }
 
 // The value rows of poisoned keys become zero: what such a key does is in its eps.
-template <typename T, int V>
+template <typename T, int kCount, int kThreads = kFoldedThreads>
 __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
   Shared<uint16_t> values = shared_cast<uint16_t>(tile);
-  for (int index = threadIdx.x; index < kStep * V; index += kFoldedThreads) {
+  for (int index = threadIdx.x; index < kCount; index += kThreads) {
     const uint16_t bits = values[index];
     if (!is_finite(to_float(T{bits}))) values[index] = 0;
   }

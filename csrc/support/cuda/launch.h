@@ -41,6 +41,9 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <cstdlib>
+#include <cstring>
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "ikattn's kernels need compute capability 8.0"
 #endif
@@ -86,6 +89,27 @@ inline int multiprocessors() {
     return 1;
   }
   return count;
+}
+
+// Whether the current device runs kernels compiled for sm_90a, this library has them, and the
+// environment variable IKATTN_WARPGROUPS is 1: they have not run on a GPU yet.
+inline bool has_warpgroups() {
+#if IKATTN_HAVE_WARPGROUPS
+  static const bool wanted = [] {
+    const char* variable = std::getenv("IKATTN_WARPGROUPS");
+    return variable != nullptr && std::strcmp(variable, "1") == 0;
+  }();
+#else
+  constexpr bool wanted = false;
+#endif
+  int device = 0, major = 0;
+  if (!wanted) return false;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  return major == 9;
 }
 
 // Queues kernel(arguments...) on `stream`. Returns nullptr, or why it could not be queued; a fault

@@ -239,6 +239,7 @@ namespace ikattn {
 using Stream = CUstream_st*;
 
 inline int multiprocessors() { return simt::multiprocessors(); }
+inline bool has_warpgroups() { return simt::has_warpgroups(); }
 
 template <typename... Parameters, typename... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <sstream>
@@ -35,6 +36,8 @@ constexpr unsigned char kPoison = 0xff;  // NaN in every format, -1 as an intege
 Order order = Order::kForward;
 size_t shared_limit = 227 * 1024;
 int multiprocessor_count = 1;
+bool warpgroups = false;
+std::map<const void*, int> launches_by_kernel;
 
 std::string describe(Place place) {
   if (place.line() == 0) return "an unknown place";
@@ -207,6 +210,7 @@ void Interpreter::check_configuration() {
 
 const char* Interpreter::run(const Launch& launch) {
   launch_ = &launch;
+  ++launches_by_kernel[launch.kernel];
   error_.clear();
   current_ = -1;
   static_arrays_.clear();
@@ -241,6 +245,7 @@ void Interpreter::run_block(Index3 block) {
   built_ins.block_size = launch_->block;
   built_ins.grid_size = launch_->grid;
   memset(arena_.data(), kPoison, arena_used_);
+  forget_products();
   block_synced_ = ++clock_;
 
   for (int t = 0; t < threads_; ++t) {
@@ -560,12 +565,22 @@ void set_order(Order new_order) { order = new_order; }
 void set_shared_limit(size_t bytes) { shared_limit = bytes; }
 void set_multiprocessors(int count) { multiprocessor_count = count; }
 int multiprocessors() { return multiprocessor_count; }
+void set_warpgroups(bool has) { warpgroups = has; }
+bool has_warpgroups() { return warpgroups; }
+int launches_of(const char* part) {
+  int count = 0;
+  for (const auto& [kernel, launches] : launches_by_kernel) {
+    if (name_of_kernel(kernel).find(part) != std::string::npos) count += launches;
+  }
+  return count;
+}
 
 const char* run(const Launch& launch) { return interpreter().run(launch); }
 
 void fail(const std::string& message, Place place) { interpreter().fail(message, place); }
 
 int lane_of_thread() { return interpreter().current() % kWarp; }
+int warp_of_operation() { return interpreter().current_warp(); }
 
 int block_barrier(bool value, const char* name, Place place) {
   return interpreter().block_barrier(value, name, place);

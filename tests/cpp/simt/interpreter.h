@@ -48,6 +48,12 @@ void set_shared_limit(size_t bytes);
 // What multiprocessors() says; 1 at first.
 void set_multiprocessors(int count);
 
+// What has_warpgroups() says; false at first.
+void set_warpgroups(bool has);
+
+// Launches so far of kernels whose name contains `part`.
+int launches_of(const char* part);
+
 // --- For simt/device.h
 // ------------------------------------------------------------------------------
 
@@ -60,6 +66,7 @@ struct Launch {
 };
 const char* run(const Launch& launch);  // nullptr or what went wrong
 int multiprocessors();
+bool has_warpgroups();
 
 // threadIdx and its like, of the thread that runs.
 struct BuiltIns {
@@ -75,6 +82,7 @@ using WarpOperation = void (*)(void* const* arguments, Place place);
 void warp_operation(WarpOperation operation, void* argument, unsigned mask, const char* name,
                     Place place);
 int lane_of_thread();
+int warp_of_operation();
 
 // Shared memory, addressed in bytes from its start. Each checks the access and returns where the
 // bytes are, for this one access.
@@ -89,6 +97,9 @@ uint32_t static_shared(const void* declaration, size_t bytes, Place place);
 void begin_copy(uint32_t address, const void* bytes16, Place place);
 void commit_copies();
 void wait_for_copies(int pending_groups);
+
+// Products of warpgroups that nobody waited for (warpgroups.cpp); called as a block begins.
+void forget_products();
 
 // Stops the launch with this message. Throws where a kernel calls it, so that its frames unwind;
 // returns to a warp operation.

@@ -1,6 +1,7 @@
 // The instructions of support/cuda/intrinsics.h, emulated.
 #pragma once
 
+#include "simt/warpgroups.h"
 #include "support/cuda/float16.h"
 
 namespace ikattn {

@@ -1,0 +1,53 @@
+// wgmma, emulated warp by warp: that all four come is not checked. Products are done as late as a
+// GPU may do them, at the wait; until then their sums are NaN, and A must stay what it was. What
+// they read of shared memory must be there when they begin, too.
+#pragma once
+
+#include "simt/interpreter.h"
+#include "support/cuda/float16.h"
+
+namespace ikattn {
+namespace simt {
+
+// Of one lane.
+struct Product {
+  float* sums;
+  int count;  // of them; the product has twice as many columns
+  const uint32_t* a;
+  uint64_t b;
+  bool accumulate, b_by_rows, bfloat16;
+};
+void begin_product(void* const* arguments, Place place);
+void commit_products(void* const* arguments, Place place);
+void wait_for_products(void* const* arguments, Place place);  // an int: groups that may be left
+
+inline void begin_product(Product product, Place place) {
+  warp_operation(static_cast<WarpOperation>(begin_product), &product, 0xffffffffu, "wgmma", place);
+}
+
+}  // namespace simt
+
+inline void wgmma_fence() {}
+inline void fence_products() {}
+inline void wgmma_commit(simt::Place place = simt::Place::current()) {
+  simt::warp_operation(simt::commit_products, nullptr, 0xffffffffu, "wgmma_commit", place);
+}
+template <int kPending>
+void wgmma_wait(simt::Place place = simt::Place::current()) {
+  int pending = kPending;
+  simt::warp_operation(simt::wait_for_products, &pending, 0xffffffffu, "wgmma_wait", place);
+}
+
+template <typename T>
+void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                      simt::Place place = simt::Place::current()) {
+  static_assert(std::is_same_v<T, Half>);
+  simt::begin_product({d, 64, a, b, accumulate, false, false}, place);
+}
+template <typename T>
+void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                   simt::Place place = simt::Place::current()) {
+  simt::begin_product({d, 32, a, b, true, true, std::is_same_v<T, BFloat16>}, place);
+}
+
+}  // namespace ikattn
