@@ -54,4 +54,12 @@ const char* folded_key_gradients(const AttentionBackwardParams& params, Stream s
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const float* logits, const PairGradients<float>& gradients);
 
+// The same of the folded form, by warpgroups.
+const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,
+                                      const FoldedTokens& tokens, const FoldedRows& rows,
+                                      float* grad_phi_q);
+const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Stream stream,
+                                    const FoldedTokens& tokens, const FoldedRows& rows,
+                                    const float* logits, const PairGradients<float>& gradients);
+
 }  // namespace ikattn::cuda

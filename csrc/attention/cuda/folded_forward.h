@@ -1,12 +1,11 @@
 // What both forward kernels on tensor cores make of the sums of a row, and which one a call takes.
 #pragma once
 
-#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 
-// The folded form of a call without a mask and dropout, by warpgroups (sm_90a).
-bool goes_to_warpgroups(const AttentionParams& params);
+// The folded form, by warpgroups.
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens);
 

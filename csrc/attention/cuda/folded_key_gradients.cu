@@ -1,7 +1,7 @@
 // The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
 // block owns keys and passes along the queries of all heads that share them.
 #include "attention/cuda/folded_backward.h"
-#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -263,6 +263,9 @@ const char* folded_key_gradients(const AttentionBackwardParams& params, Stream s
                                  const float* logits, const PairGradients<float>& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
+      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params)) {
+        return warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
+      }
       const auto blocks =
           static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kStep));
       return launch(folded_key_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),

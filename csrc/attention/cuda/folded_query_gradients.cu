@@ -1,7 +1,7 @@
 // The tensor-core backward's query side: grad_phi_q. A block owns queries and passes along the
 // keys; no pair leaves the registers.
 #include "attention/cuda/folded_backward.h"
-#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -203,6 +203,9 @@ const char* folded_query_gradients(const AttentionBackwardParams& params, Stream
                                    float* grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
+      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params)) {
+        return warpgroup_query_gradients(params, stream, tokens, rows, grad_phi_q);
+      }
       using L = QueryLayout<F, V, kPairs>;
       const auto blocks =
           static_cast<unsigned>(params.B * params.H * ceil_div(params.L, L::kQueries));

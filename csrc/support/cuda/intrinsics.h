@@ -178,36 +178,65 @@ __device__ __forceinline__ void fence_products() {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d [64][128] (+)= a [64][16] b [16][128], which lies [column][inner], begun.
+// d (+)= a b, begun; accumulate false: what d holds does not count. a is [64][16]. By columns: b
+// [16][128 or 64] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies in
+// shared memory, too, it lies [row][inner].
 template <typename T>
 __device__ __forceinline__ void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
-                                                 bool accumulate) {
-  static_assert(sizeof(T) == sizeof(Half));
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %69, 0;"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " IKATTN_SUMS_64
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
-      : IKATTN_32(IKATTN_SUM, 0), IKATTN_32(IKATTN_SUM, 32)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-
-// d [64][64] += a [64][16] b [16][64], which lies [inner][column], begun.
+                                                 bool accumulate);
 template <typename T>
-__device__ __forceinline__ void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b);
-#define IKATTN_WGMMA_BY_ROWS(T, type)                                                      \
-  template <>                                                                              \
-  __device__ __forceinline__ void wgmma_by_rows<T>(float (&d)[32], const uint32_t (&a)[4], \
-                                                   uint64_t b) {                           \
-    asm volatile(                                                                          \
-        "{.reg .pred p; setp.ne.b32 p, %37, 0;"                                            \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " IKATTN_SUMS_32     \
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"                                       \
-        : IKATTN_32(IKATTN_SUM, 0)                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                     \
+__device__ __forceinline__ void wgmma_by_columns(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                                 bool accumulate);
+template <typename T>
+__device__ __forceinline__ void wgmma_by_columns(float (&d)[32], uint64_t a, uint64_t b,
+                                                 bool accumulate);
+template <typename T>
+__device__ __forceinline__ void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                              bool accumulate);
+#define IKATTN_WGMMA_64(name, T, type, is_by_rows)                                            \
+  template <>                                                                                 \
+  __device__ __forceinline__ void name<T>(float (&d)[32], const uint32_t (&a)[4], uint64_t b, \
+                                          bool accumulate) {                                  \
+    asm volatile(                                                                             \
+        "{.reg .pred p; setp.ne.b32 p, %37, 0;"                                               \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " IKATTN_SUMS_32        \
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, " is_by_rows ";}"                             \
+        : IKATTN_32(IKATTN_SUM, 0)                                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));          \
   }
-IKATTN_WGMMA_BY_ROWS(Half, "f16")
-IKATTN_WGMMA_BY_ROWS(BFloat16, "bf16")
-#undef IKATTN_WGMMA_BY_ROWS
+#define IKATTN_WGMMA_SHARED(T, type)                                                          \
+  template <>                                                                                 \
+  __device__ __forceinline__ void wgmma_by_columns<T>(float (&d)[32], uint64_t a, uint64_t b, \
+                                                      bool accumulate) {                      \
+    asm volatile(                                                                             \
+        "{.reg .pred p; setp.ne.b32 p, %34, 0;"                                               \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " IKATTN_SUMS_32        \
+        "}, %32, %33, p, 1, 1, 0, 0;}"                                                        \
+        : IKATTN_32(IKATTN_SUM, 0)                                                            \
+        : "l"(a), "l"(b), "r"(int{accumulate}));                                              \
+  }
+#define IKATTN_WGMMA_128(T, type)                                                             \
+  template <>                                                                                 \
+  __device__ __forceinline__ void wgmma_by_columns<T>(float (&d)[64], const uint32_t (&a)[4], \
+                                                      uint64_t b, bool accumulate) {          \
+    asm volatile(                                                                             \
+        "{.reg .pred p; setp.ne.b32 p, %69, 0;"                                               \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " IKATTN_SUMS_64       \
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"                                          \
+        : IKATTN_32(IKATTN_SUM, 0), IKATTN_32(IKATTN_SUM, 32)                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));          \
+  }
+IKATTN_WGMMA_64(wgmma_by_columns, Half, "f16", "0")
+IKATTN_WGMMA_64(wgmma_by_columns, BFloat16, "bf16", "0")
+IKATTN_WGMMA_64(wgmma_by_rows, Half, "f16", "1")
+IKATTN_WGMMA_64(wgmma_by_rows, BFloat16, "bf16", "1")
+IKATTN_WGMMA_SHARED(Half, "f16")
+IKATTN_WGMMA_SHARED(BFloat16, "bf16")
+IKATTN_WGMMA_128(Half, "f16")
+IKATTN_WGMMA_128(BFloat16, "bf16")
+#undef IKATTN_WGMMA_128
+#undef IKATTN_WGMMA_SHARED
+#undef IKATTN_WGMMA_64
 #undef IKATTN_SUMS_64
 #undef IKATTN_SUMS_32
 #undef IKATTN_SUM
@@ -220,10 +249,10 @@ IKATTN_WGMMA_BY_ROWS(BFloat16, "bf16")
 
 namespace ikattn {
 
-// How wgmma finds an operand b in shared memory: rows of 128 bytes, eight of them an atom of 1024
+// How wgmma finds an operand in shared memory: rows of 128 bytes, eight of them an atom of 1024
 // bytes that begins at a multiple of 1024, in which the 16-byte chunk is turned by the row. Its
-// first row begins at `address`: 32 bytes on for the next 16 of the inner axis where b lies
-// [column][inner], 2048 where it lies [inner][column].
+// first row begins at `address`: 32 bytes on for the next 16 of the inner axis where it lies
+// [column][inner] or [row][inner], 2048 where it lies [inner][column].
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
   constexpr uint64_t kTurned128 = 1, kAtom = 1024;
   return kTurned128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |

@@ -203,6 +203,10 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
   }
 }
 
+// Where few keys dominate, rows follow from few scores, and those may be small: the gradient of a
+// score s errs by its rounding over s.
+double amplification_of(const Case& c) { return c.magnitude > 10 ? 20 : c.magnitude > 1 ? 5 : 1; }
+
 TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
   for (const ElementType type : kTypes) {
     const Case c = of_type(GetParam(), type);
@@ -219,7 +223,7 @@ TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
   }
 }
 
-// Hopper's own kernel, with tiles of 128 keys; of heads in the general form it leaves the rows.
+// Hopper's own kernels; of heads in the general form they leave the rows.
 TEST(HalfAttentionOnDevice, WarpgroupsErrByTheirRoundings) {
   simt::set_warpgroups(true);
   const Case cases[] = {
@@ -239,15 +243,34 @@ TEST(HalfAttentionOnDevice, WarpgroupsErrByTheirRoundings) {
     c.frequency_heads = 1;
     for (const ElementType type : kTypes) {
       Call call(c = of_type(c, type));
-      const int before = simt::launches_of("warpgroup_forward_kernel");
+      const int before = simt::launches_of("warpgroup_");
+      const double roundoff = roundoff_of(type);
       const Results truth = truth_of(call, c), got = device_results(call, c);
-      EXPECT_EQ(simt::launches_of("warpgroup_forward_kernel"), before + 1);
-      const Bounds bounds = bounds_of(call, c, truth, roundoff_of(type));
+      EXPECT_EQ(simt::launches_of("warpgroup_"), before + 3);
+      compare_gradients(device_gradients(call, c, truth), truth, c,
+                        amplification_of(c) * (2 * roundoff + 0x1p-10));
+      const Bounds bounds = bounds_of(call, c, truth, roundoff);
       expect_within(got.output, truth.output, bounds.output, "output");
       expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
                     "log_normalizer");
     }
   }
+  simt::set_warpgroups(false);
+}
+
+TEST(HalfAttentionOnDevice, WarpgroupsGiveTheSameInEveryOrder) {
+  simt::set_warpgroups(true);
+  Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 140, .S = 400, .d_v = 8, .causal = true};
+  c.frequency_heads = 1;
+  Call call(c = of_type(c, ElementType::kBFloat16));
+  const Results first = device_results(call, c);
+  for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
+    simt::set_order(order);
+    const Results again = device_results(call, c);
+    expect_close(again.output, first.output, 0, "output");
+    compare_gradients(again, first, c, 0);
+  }
+  simt::set_order(simt::Order::kForward);
   simt::set_warpgroups(false);
 }
 
@@ -258,12 +281,16 @@ TEST(HalfAttentionOnDevice, NanStaysWhereWarpgroupsSeeIt) {
     c.frequency_heads = 1;
     c.causal = causal;
     c = of_type(c, ElementType::kBFloat16);
-    for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value}) {
+    for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
       Call call(c);
       const Tensor& tensor = call.*spoiled;
       write(tensor.array, 140 * (tensor.count / 200), NAN);
       const Results got = device_results(call, c), truth = truth_of(call, c);
-      expect_close(got.output, truth.output, 6 * roundoff_of(c.type), "output");
+      const double roundoff = roundoff_of(c.type);
+      expect_close(got.output, truth.output, 6 * roundoff, "output");
+      expect_close(got.grad_query, truth.grad_query, 6 * roundoff, "grad_query");
+      expect_close(got.grad_key, truth.grad_key, 6 * roundoff, "grad_key");
+      expect_close(got.grad_value, truth.grad_value, 6 * roundoff, "grad_value");
     }
   }
   simt::set_warpgroups(false);
@@ -322,11 +349,8 @@ TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
     Call call(c);
     const Results truth = truth_of(call, c);
     const double roundoff = roundoff_of(type);
-    // Where few keys dominate, rows follow from few scores, and those may be small: the gradient of
-    // a score s errs by its rounding over s.
-    const double amplification = c.magnitude > 10 ? 20 : c.magnitude > 1 ? 5 : 1;
     compare_gradients(device_gradients(call, c, truth), truth, c,
-                      amplification * (2 * roundoff + 0x1p-10));
+                      amplification_of(c) * (2 * roundoff + 0x1p-10));
   }
 }
 

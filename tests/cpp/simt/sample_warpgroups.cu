@@ -4,15 +4,13 @@
 namespace ikattn::sample {
 namespace {
 
-constexpr int kInner = 64, kAtomBytes = 1024;
-
 // A warpgroup's product in the ways the kernels use: out [64][columns] = a [64][64] b, which lies
 // [column][inner] (128 columns) or [inner][column] (64).
 template <typename T, bool kByRows>
 __global__ void __launch_bounds__(128)
     warpgroup_kernel(const T* a, const T* b, float* out, Misuse misuse) {
 #if IKATTN_WARPGROUP_CODE
-  constexpr int kColumns = kByRows ? 64 : 128;
+  constexpr int kColumns = kByRows ? 64 : 128, kInner = 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -37,7 +35,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
   for (int k = 0; k < kInner / 16; ++k) {
     if constexpr (kByRows) {
-      wgmma_by_rows<T>(sums, left[k], wgmma_operand(base + k * 2 * kAtomBytes));
+      wgmma_by_rows<T>(sums, left[k], wgmma_operand(base + k * 2048), k > 0);
     } else {
       wgmma_by_columns<T>(sums, left[k], wgmma_operand(base + k * 32), k > 0);
     }

@@ -29,43 +29,67 @@ struct Warp {
 };
 std::map<int, Warp> warps;
 
-// Where element (inner, column) of b lies: the 16-byte chunk of an address is turned by its row of
-// 128 bytes.
-uint32_t place_of(const Product& product, int inner, int column) {
-  const auto start = static_cast<uint32_t>((product.b & 0x3fff) << 4);
-  const auto atom = static_cast<uint32_t>(product.b >> 32 & 0x3fff) << 4;
-  const int row = product.b_by_rows ? inner : column, along = product.b_by_rows ? column : inner;
-  const uint32_t flat = start + static_cast<uint32_t>(row / 8) * atom +
-                        static_cast<uint32_t>(row % 8 * 128 + 2 * along);
+// An operand in shared memory, `rows` of `length` numbers.
+struct Operand {
+  uint64_t descriptor;
+  int rows, length;
+  int first_row = 0;  // of those that are read
+};
+
+// Where an element lies: the 16-byte chunk of an address is turned by its row of 128 bytes.
+uint32_t place_of(const Operand& operand, int row, int along) {
+  const auto start = static_cast<uint32_t>((operand.descriptor & 0x3fff) << 4);
+  const auto atom = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;
+  const int from = operand.first_row + row;
+  const uint32_t flat = start + static_cast<uint32_t>(from / 8) * atom +
+                        static_cast<uint32_t>(from % 8 * 128 + 2 * along);
   return flat ^ (flat >> 7 & 7) << 4;
 }
 
-// b [16][columns] by chunks of eight elements, read as the lanes in turn; false after an error.
-bool read_b(const Begun& begun, std::vector<float>& b) {
-  const Product& product = begun.lanes[0];
-  const int columns = 2 * product.count;
-  if (product.b >> 62 != 1) {
-    fail("wgmma: b is not turned in rows of 128 bytes", begun.place);
+// numbers [rows][length], by chunks of eight, read as the lanes in turn; false after an error.
+bool read(const Operand& operand, bool bfloat16, Place place, std::vector<float>& numbers) {
+  if (operand.descriptor >> 62 != 1) {
+    fail("wgmma: an operand is not turned in rows of 128 bytes", place);
     return false;
   }
-  b.resize(static_cast<size_t>(kInner * columns));
-  const int rows = product.b_by_rows ? kInner : columns;
-  const int length = product.b_by_rows ? columns : kInner;
-  for (int row = 0; row < rows; ++row) {
-    for (int along = 0; along < length; along += 8) {
-      const int inner = product.b_by_rows ? row : along;
-      const int column = product.b_by_rows ? along : row;
-      const unsigned char* from = read_shared_as_lane(
-          (row * length + along) / 8 % kLanes, place_of(product, inner, column), 16, begun.place);
+  numbers.clear();
+  for (int row = 0; row < operand.rows; ++row) {
+    for (int along = 0; along < operand.length; along += 8) {
+      const int lane = static_cast<int>(numbers.size()) / 8 % kLanes;
+      const unsigned char* from =
+          read_shared_as_lane(lane, place_of(operand, row, along), 16, place);
       if (!from) return false;
       for (int i = 0; i < 8; ++i) {
         uint16_t bits;
         memcpy(&bits, from + 2 * i, 2);
-        const float x = product.bfloat16 ? to_float(BFloat16{bits}) : to_float(Half{bits});
-        const int at_inner = product.b_by_rows ? inner : inner + i;
-        const int at_column = product.b_by_rows ? column + i : column;
-        b[static_cast<size_t>(at_inner * columns + at_column)] = x;
+        numbers.push_back(bfloat16 ? to_float(BFloat16{bits}) : to_float(Half{bits}));
       }
+    }
+  }
+  return true;
+}
+
+Operand b_of(const Product& product) {
+  const int columns = 2 * product.count;
+  return {product.b, product.b_by_rows ? kInner : columns, product.b_by_rows ? columns : kInner};
+}
+// Of the warp that runs.
+Operand a_of(const Product& product) {
+  return {product.shared_a, 16, kInner, warp_of_operation() % 4 * 16};
+}
+
+bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
+  const Product& product = begun.lanes[0];
+  if (!read(b_of(product), product.bfloat16, begun.place, b)) return false;
+  if (!product.a) return read(a_of(product), product.bfloat16, begun.place, a);
+  a.resize(16 * kInner);
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    for (size_t i = 0; i < 4; ++i) {
+      const uint32_t packed = begun.a[lane][i];
+      const float2 pair = product.bfloat16 ? unpack<BFloat16>(packed) : unpack<Half>(packed);
+      const size_t row = lane / 4 + 8 * (i % 2), column = 2 * (lane % 4) + 8 * (i / 2);
+      a[row * kInner + column] = pair.x;
+      a[row * kInner + column + 1] = pair.y;
     }
   }
   return true;
@@ -74,30 +98,23 @@ bool read_b(const Begun& begun, std::vector<float>& b) {
 void multiply(const Begun& begun) {
   const Product& product = begun.lanes[0];
   const int columns = 2 * product.count;
-  std::vector<float> b;
-  if (!read_b(begun, b)) return;
-  float a[16][kInner];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (memcmp(begun.lanes[lane].a, begun.a[lane].data(), sizeof(begun.a[lane])) != 0) {
-      fail("A of a wgmma has changed before the wait for it", begun.place);
-      return;
-    }
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t packed = begun.a[lane][static_cast<size_t>(i)];
-      const float2 pair = product.bfloat16 ? unpack<BFloat16>(packed) : unpack<Half>(packed);
-      const int row = lane / 4 + 8 * (i % 2), column = 2 * (lane % 4) + 8 * (i / 2);
-      a[row][column] = pair.x;
-      a[row][column + 1] = pair.y;
-    }
+  for (size_t lane = 0; product.a && lane < kLanes; ++lane) {
+    if (memcmp(begun.lanes[lane].a, begun.a[lane].data(), sizeof(begun.a[lane])) == 0) continue;
+    fail("A of a wgmma has changed before the wait for it", begun.place);
+    return;
   }
+  std::vector<float> a, b;
+  if (!reads(begun, a, b)) return;
   for (int lane = 0; lane < kLanes; ++lane) {
     std::vector<float>& sums = (*begun.sums)[static_cast<size_t>(lane)];
     for (int i = 0; i < product.count; ++i) {
       const int row = lane / 4 + 8 * (i % 4 / 2), column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
       float& sum = sums[static_cast<size_t>(i)];
       if (!product.accumulate) sum = 0;
-      for (int k = 0; k < kInner; ++k)
-        sum += a[row][k] * b[static_cast<size_t>(k * columns + column)];
+      for (int k = 0; k < kInner; ++k) {
+        const int at = product.b_by_rows ? k * columns + column : column * kInner + k;
+        sum += a[static_cast<size_t>(row * kInner + k)] * b[static_cast<size_t>(at)];
+      }
     }
   }
 }
@@ -112,10 +129,11 @@ void begin_product(void* const* arguments, Place place) {
   begun.place = place;
   for (int lane = 0; lane < kLanes; ++lane) {
     begun.lanes[lane] = *static_cast<Product*>(arguments[lane]);
+    if (!begun.lanes[lane].a) continue;
     memcpy(begun.a[lane].data(), begun.lanes[lane].a, sizeof(begun.a[lane]));
   }
-  std::vector<float> b;
-  if (!read_b(begun, b)) return;
+  std::vector<float> a, b;
+  if (!reads(begun, a, b)) return;
   std::weak_ptr<Sums>& known = warp.under_way[begun.lanes[0].sums];
   begun.sums = known.lock();
   if (!begun.sums) {

@@ -12,9 +12,9 @@ namespace simt {
 // Of one lane.
 struct Product {
   float* sums;
-  int count;  // of them; the product has twice as many columns
-  const uint32_t* a;
-  uint64_t b;
+  int count;          // of them; the product has twice as many columns
+  const uint32_t* a;  // nullptr: at shared_a
+  uint64_t shared_a, b;
   bool accumulate, b_by_rows, bfloat16;
 };
 void begin_product(void* const* arguments, Place place);
@@ -38,16 +38,22 @@ void wgmma_wait(simt::Place place = simt::Place::current()) {
   simt::warp_operation(simt::wait_for_products, &pending, 0xffffffffu, "wgmma_wait", place);
 }
 
-template <typename T>
-void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+template <typename T, int kCount>
+void wgmma_by_columns(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                       simt::Place place = simt::Place::current()) {
-  static_assert(std::is_same_v<T, Half>);
-  simt::begin_product({d, 64, a, b, accumulate, false, false}, place);
+  static_assert(kCount == 32 || kCount == 64);
+  simt::begin_product({d, kCount, a, 0, b, accumulate, false, std::is_same_v<T, BFloat16>}, place);
 }
 template <typename T>
-void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+void wgmma_by_columns(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
+                      simt::Place place = simt::Place::current()) {
+  simt::begin_product({d, 32, nullptr, a, b, accumulate, false, std::is_same_v<T, BFloat16>},
+                      place);
+}
+template <typename T>
+void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                    simt::Place place = simt::Place::current()) {
-  simt::begin_product({d, 32, a, b, true, true, std::is_same_v<T, BFloat16>}, place);
+  simt::begin_product({d, 32, a, 0, b, accumulate, true, std::is_same_v<T, BFloat16>}, place);
 }
 
 }  // namespace ikattn

@@ -1,0 +1,120 @@
+// What the kernels of warpgroups share: blocks of two of them, and tiles in shared memory as wgmma
+// takes them, boxes of 64 columns: rows of 128 bytes, whose 16-byte chunks are turned by the row.
+#pragma once
+
+#include "attention/cuda/folded_tiles.h"
+
+namespace ikattn::cuda {
+
+// Where warpgroups are used: in the folded form of calls without a mask and dropout.
+inline bool goes_to_warpgroups(const AttentionParams& params) {
+  return params.mask.type == ElementType::kNone && params.dropout_threshold == 0 &&
+         has_warpgroups();
+}
+
+namespace {
+
+constexpr int kWarpgroups = 2;
+constexpr int kWarpgroupThreads = kWarpgroups * 128;
+constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
+// One is read by products that go on while the next is waited for, and one is copied.
+constexpr int kTilesInFlight = 3;
+constexpr int kBoxColumns = 64;
+
+// kRows rows of kWidth 16-bit elements.
+template <int kRows, int kWidth>
+struct Boxes {
+  static constexpr int kCount = kWidth / kBoxColumns;
+  static constexpr uint32_t kBox = kRows * 128, kBytes = kCount * kBox;
+
+  // Begins to copy them to `base` from rows of `columns` elements; of those from the `count`-th on,
+  // zeros.
+  template <typename T>
+  __device__ static __forceinline__ void copy(uint32_t base, const T* from, int64_t stride,
+                                              int columns, int count) {
+#pragma unroll
+    for (int box = 0; box < kCount; ++box) {
+      const RowCopy<kBoxColumns, kWarpgroupThreads> rows(stride, columns - box * kBoxColumns);
+      const T* source = rows.inside ? from + box * kBoxColumns : from;
+      rows.template begin<kRows>(base + box * kBox, rows.source(source), count);
+    }
+  }
+  // As b: 16 columns of rows, from the k-th 16 on; and 16 rows, from the k-th 16 on, of a box.
+  __device__ static __forceinline__ uint64_t by_columns(uint32_t base, int k) {
+    return wgmma_operand(base + k / 4 * kBox + k % 4 * 32);
+  }
+  __device__ static __forceinline__ uint64_t by_rows(uint32_t base, int box, int k) {
+    return wgmma_operand(base + box * kBox + k * 2048);
+  }
+};
+
+// Numbers of kCount tokens, of an array padded to whole 64, to shared memory.
+template <int kCount>
+__device__ __forceinline__ void copy_numbers(uint32_t base, const float* from, int64_t first,
+                                             int64_t padded, int first_thread = 0) {
+  const int thread = static_cast<int>(threadIdx.x) - first_thread;
+  if (thread < 0 || thread >= kCount / 4) return;
+  const int64_t at = first + thread * 4;
+  cp_async_16(base + thread * 16, at < padded ? from + at : from, at < padded ? 16 : 0);
+}
+
+// A thread's rows of a block as A: `from` is its first, and 8 rows on the second; zeros where there
+// is none, and beyond `columns`.
+template <int kWidth, typename T>
+__device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], const T* from,
+                                          int64_t stride, const bool (&there)[2], int columns) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int k = 0; k < kWidth / 8; ++k) {
+      const int column = 8 * k + 2 * t;
+      const T* row = from + half * 8 * stride + column;
+      const bool inside = there[half] && column < columns;
+      a[k / 2][half + k % 2 * 2] = inside ? load_vector<uint32_t>(row) : 0;
+    }
+  }
+}
+
+// sums = a b, kWidth on the inner axis.
+template <typename T, int kRows, int kWidth, int kSums>
+__device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
+                                                 const uint32_t (&a)[kWidth / 16][4], uint32_t b) {
+#pragma unroll
+  for (int k = 0; k < kWidth / 16; ++k) {
+    wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(b, k), k > 0);
+  }
+}
+// The same of an a in shared memory; Left, Right: boxes of both.
+template <typename T, typename Left, typename Right>
+__device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, uint32_t b) {
+#pragma unroll
+  for (int k = 0; k < Right::kCount * kBoxColumns / 16; ++k) {
+    wgmma_by_columns<T>(sums, Left::by_columns(a, k), Right::by_columns(b, k), k > 0);
+  }
+}
+// sums[box] += a b, kRows on the inner axis.
+template <typename T, int kRows, int kWidth>
+__device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns][32],
+                                              const uint32_t (&a)[kRows / 16][4], uint32_t b) {
+#pragma unroll
+  for (int k = 0; k < kRows / 16; ++k) {
+#pragma unroll
+    for (int box = 0; box < kWidth / kBoxColumns; ++box) {
+      wgmma_by_rows<T>(sums[box], a[k], Boxes<kRows, kWidth>::by_rows(b, box, k), true);
+    }
+  }
+}
+// What products have left as sums [64][8 kTiles] becomes A.
+template <typename T, int kTiles>
+__device__ __forceinline__ void pack_left(const float (&sums)[4 * kTiles],
+                                          uint32_t (&a)[kTiles / 2][4]) {
+#pragma unroll
+  for (int k = 0; k < kTiles / 2; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[k][i] = pack<T>(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
