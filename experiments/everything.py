@@ -1,4 +1,4 @@
-"""All experiments, a few at a time: planned to fit three hours on two cores.
+"""All experiments, a few at a time: in less than three hours on two cores.
 
 What that budget leaves: every attention and order on the smallest data sets (airline, TREC), order
 2 on the others, one seed of translation, parkinsons for its cost alone. An experiment whose log is
