@@ -258,7 +258,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no GPU (--device cpu makes a dry run)")
-    print(facts(options.device))
+    print(facts(options.device), ikattn.info(), sep="\n\n", end="\n\n")
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     if options.contributions:
         compare_contributions(options)
