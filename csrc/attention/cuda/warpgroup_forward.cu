@@ -2,7 +2,7 @@
 // passes along the keys, 128 at a time. While a tile's weights are made, the tensor cores multiply
 // those of the tile before with its values:
 //
-//   tile t is here, the copy of t + 1 begins   S(t) begins   O += w(t - 1) V(t - 1) begins
+//   tile t is here   S(t) begins   O += w(t - 1) V(t - 1) begins   the copy of t + 1 begins
 //   S(t) is there: w(t) in its place, and sums   O is there: w(t) become the next product's A
 //
 // Compiled for sm_90a alone.
@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const T* value = value_rows<T>(params, tokens, b, h);
   const int64_t stride = tokens.value.stride[2], padded = padded_tokens(params.S);
   const auto begin_copy = [&](int tile) {
+    if (tile >= tiles) return;
     const int64_t j0 = tile * int64_t{kKeys};
     const int stage = tile % kTilesInFlight, count = left_of(params.S, j0);
     const uint32_t place = base + stage * L::kStage;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                         padded);
     cp_async_commit();
   };
-  if (tiles > 0) begin_copy(0);
+  begin_copy(0);
 
   const int64_t row0 = i0 + warp * 16 + g;
   const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
@@ -95,7 +96,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     cp_async_wait<0>();
     fence_products();
     __syncthreads();  // the tile is here, and nobody reads the one of two before
-    if (tile + 1 < tiles) begin_copy(tile + 1);
     if ((state & kUnclean) != 0) {
       clean_values<T, kKeys * V, kWarpgroupThreads>(shared + (stage * L::kStage + L::kValues));
       fence_products();
@@ -106,15 +106,17 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     wgmma_commit();
     if (tile > 0) {
       begin_output(tile - 1);
+      begin_copy(tile + 1);
       wgmma_wait<1>();
     } else {
+      begin_copy(tile + 1);
       wgmma_wait<0>();
     }
     Shared<const float> terms = shared_cast<float>(shared + (L::kTerms + stage * kKeys * 4));
     const int64_t diagonal = row0 - tile * int64_t{kKeys};
     if (kCausal && diagonal - g < kKeys - 1) {
       to_weights<true>(s, terms, static_cast<int>(diagonal), sums);
-    } else {
+    } else if (is_passing(params, tile * int64_t{kKeys})) {
       to_weights<false>(s, terms, 0, sums);
     }
     wgmma_wait<0>();

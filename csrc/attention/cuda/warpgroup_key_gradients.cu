@@ -74,8 +74,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     begin_copy(0);
   }
   // Those of the thread's warpgroup.
-  const uint32_t own_keys = base + L::kOwnKeys + warp / 4 * (64 * 128);
-  [[maybe_unused]] const uint32_t own_values = base + L::kOwnValues + warp / 4 * (64 * 128);
+  const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the warp's
+  const uint32_t own_keys = base + L::kOwnKeys + warpgroup * (64 * 128);
+  [[maybe_unused]] const uint32_t own_values = base + L::kOwnValues + warpgroup * (64 * 128);
 
   const float value_bound = __uint_as_float(tokens.value_bounds[bk]) *
                             value_scale_of(tokens, value_head_of(params, b, key_head * group));
@@ -107,7 +108,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     cp_async_wait<0>();
     fence_products();
     __syncthreads();  // the tile is here, and nobody reads the one of two before
-    if (step + 1 < steps) begin_copy(step + 1);
     Shared<const float> normalizers =
         shared_cast<float>(shared + (L::kNormalizers + stage * 2 * kStep * 4));
     Shared<const float> deltas = normalizers + kStep;
@@ -120,10 +120,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                                                                         place + L::kGradients);
     }
     wgmma_commit();
+    if (step + 1 < steps) begin_copy(step + 1);
     wgmma_wait<0>();
-    const int64_t diagonal =
-        row0 - first_query(step);  // the query that sees this thread's first key
-    const bool crosses = kCausal && diagonal - g + 15 > 0;
+    // The query that is the first to see this thread's first key.
+    const int64_t far = row0 - first_query(step);
+    const int diagonal = kCausal ? static_cast<int>(max(far, int64_t{-kStep})) : 0;
 #pragma unroll
     for (int n = 0; n < kStep / 8; ++n) {
       const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       for (int c = 0; c < 4; ++c) {
         const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
         float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
-        if (crosses && diagonal + 8 * (c / 2) > column) inverse = 0;
+        if (kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
         const float similarity = s[i] * s[i] + key_terms[c / 2];
         const float scaled = inverse == 0 ? 0 : inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
         logit_sums[c / 2] += similarity * scaled;

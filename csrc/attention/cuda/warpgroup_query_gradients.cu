@@ -17,6 +17,19 @@ struct QueryLayout {
   static constexpr int64_t kBytes = kTilesInFlight * int64_t{kStage};
 };
 
+// Scores of a thread's two rows become factors of grad_phi_q; those of pairs beyond `diagonal`: 0.
+template <bool kCrosses>
+__device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (&x)[kStep / 2],
+                                            const float (&fit)[2], const float (&fitting_delta)[2],
+                                            int diagonal) {
+#pragma unroll
+  for (int i = 0; i < kStep / 2; ++i) {
+    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, half = i % 4 / 2;
+    s[i] *= x[i] * fit[half] - fitting_delta[half];
+    if (kCrosses && column - 8 * half > diagonal) s[i] = 0;
+  }
+}
+
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
@@ -40,6 +53,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const T* value = value_rows<T>(params, tokens, b, h);
   const int64_t stride = tokens.value.stride[2];
   const auto begin_copy = [&](int tile) {
+    if (tile >= tiles) return;
     const int64_t j0 = tile * int64_t{kStep};
     const int count = left_of(params.S, j0);
     const uint32_t place = base + tile % kTilesInFlight * L::kStage;
@@ -47,7 +61,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     L::Values::copy(place + L::kValues, value + j0 * stride, stride, tokens.value_columns, count);
     cp_async_commit();
   };
-  if (tiles > 0) begin_copy(0);
+  begin_copy(0);
 
   const int64_t row0 = i0 + warp * 16 + g, row_base = bh * padded_tokens(params.L);
   const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
@@ -76,7 +90,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     cp_async_wait<0>();
     fence_products();
     __syncthreads();  // the tile is here, and nobody reads the one of two before
-    if (tile + 1 < tiles) begin_copy(tile + 1);
     if ((state & kUnclean) != 0) {
       clean_values<T, kStep * V, kWarpgroupThreads>(shared + (stage * L::kStage + L::kValues));
       fence_products();
@@ -88,17 +101,17 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     wgmma_commit();
     if (tile > 0) {
       begin_sums(tile - 1);
+      begin_copy(tile + 1);
       wgmma_wait<1>();
     } else {
+      begin_copy(tile + 1);
       wgmma_wait<0>();
     }
     const int64_t diagonal = row0 - tile * int64_t{kStep};
-    const bool crosses = kCausal && diagonal - g < kStep - 1;
-#pragma unroll
-    for (int i = 0; i < kStep / 2; ++i) {
-      const int column = i / 4 * 8 + 2 * t + i % 2, half = i % 4 / 2;
-      s[i] *= x[i] * fit[half] - fitting_delta[half];
-      if (crosses && column - 8 * half > diagonal) s[i] = 0;
+    if (kCausal && diagonal - g < kStep - 1) {
+      to_products<true>(s, x, fit, fitting_delta, static_cast<int>(diagonal));
+    } else if (is_passing(params, tile * int64_t{kStep})) {
+      to_products<false>(s, x, fit, fitting_delta, 0);
     }
     wgmma_wait<0>();
     pack_left<Half, kStep / 8>(s, products);

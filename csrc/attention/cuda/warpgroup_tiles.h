@@ -39,14 +39,22 @@ struct Boxes {
       rows.template begin<kRows>(base + box * kBox, rows.source(source), count);
     }
   }
-  // As b: 16 columns of rows, from the k-th 16 on; and 16 rows, from the k-th 16 on, of a box.
-  __device__ static __forceinline__ uint64_t by_columns(uint32_t base, int k) {
-    return wgmma_operand(base + k / 4 * kBox + k % 4 * 32);
+  // Of the operand at their begin: 16 columns of rows, from the k-th 16 on; and 16 rows, from the
+  // k-th 16 on, of a box.
+  __device__ static __forceinline__ uint64_t by_columns(uint64_t operand, int k) {
+    return wgmma_operand_after(operand, k / 4 * kBox + k % 4 * 32);
   }
-  __device__ static __forceinline__ uint64_t by_rows(uint32_t base, int box, int k) {
-    return wgmma_operand(base + box * kBox + k * 2048);
+  __device__ static __forceinline__ uint64_t by_rows(uint64_t operand, int box, int k) {
+    return wgmma_operand_after(operand, box * kBox + k * 2048);
   }
 };
+
+// True of a tile's first key, which the compiler does not see: in the same block of code it would
+// move what is done between two waits for products behind the second, where the tensor cores have
+// nothing to do.
+__device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_t j0) {
+  return j0 < params.S;
+}
 
 // Numbers of kCount tokens, of an array padded to whole 64, to shared memory.
 template <int kCount>
@@ -80,28 +88,31 @@ __device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], const T
 template <typename T, int kRows, int kWidth, int kSums>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
                                                  const uint32_t (&a)[kWidth / 16][4], uint32_t b) {
+  const uint64_t right = wgmma_operand(b);
 #pragma unroll
   for (int k = 0; k < kWidth / 16; ++k) {
-    wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(b, k), k > 0);
+    wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
 // The same of an a in shared memory; Left, Right: boxes of both.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, uint32_t b) {
+  const uint64_t left = wgmma_operand(a), right = wgmma_operand(b);
 #pragma unroll
   for (int k = 0; k < Right::kCount * kBoxColumns / 16; ++k) {
-    wgmma_by_columns<T>(sums, Left::by_columns(a, k), Right::by_columns(b, k), k > 0);
+    wgmma_by_columns<T>(sums, Left::by_columns(left, k), Right::by_columns(right, k), k > 0);
   }
 }
 // sums[box] += a b, kRows on the inner axis.
 template <typename T, int kRows, int kWidth>
 __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns][32],
                                               const uint32_t (&a)[kRows / 16][4], uint32_t b) {
+  const uint64_t right = wgmma_operand(b);
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) {
 #pragma unroll
     for (int box = 0; box < kWidth / kBoxColumns; ++box) {
-      wgmma_by_rows<T>(sums[box], a[k], Boxes<kRows, kWidth>::by_rows(b, box, k), true);
+      wgmma_by_rows<T>(sums[box], a[k], Boxes<kRows, kWidth>::by_rows(right, box, k), true);
     }
   }
 }

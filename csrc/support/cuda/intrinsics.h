@@ -156,7 +156,7 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until at most kPending of the latest groups are under way; until then neither their sums
-// nor their A may be touched.
+// nor their A may be touched. ptxas sees to it, and says so where it must serialise (C75xx).
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -257,6 +257,10 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
   constexpr uint64_t kTurned128 = 1, kAtom = 1024;
   return kTurned128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |
          static_cast<uint64_t>((address & 0x3ffff) >> 4);
+}
+// The same, some bytes on: shared memory ends before 2^18, and nothing is carried.
+__device__ __forceinline__ uint64_t wgmma_operand_after(uint64_t operand, uint32_t bytes) {
+  return operand + (bytes >> 4);
 }
 
 template <typename T>

@@ -106,6 +106,7 @@ struct Thread {
   bool value = false;
   std::vector<Copy> copies;  // begun, not committed
   std::deque<std::vector<Copy>> groups;
+  uint32_t fence_clock = 0;  // of the last fence_writes
 };
 
 struct StaticArray {
@@ -127,6 +128,11 @@ class Interpreter {
   void begin_copy(uint32_t address, const void* bytes16, Place place);
   void commit_copies();
   void wait_for_copies(size_t pending_groups);
+  void fence_writes() { pool_[current_]->fence_clock = clock_++; }
+  bool is_fenced(uint32_t address) const {
+    const Cell& cell = cells_[address];
+    return cell.writer >= threads_ || cell.write_clock <= pool_[cell.writer]->fence_clock;
+  }
 
   int current() const { return current_; }
   int current_warp() const { return current_warp_; }
@@ -256,6 +262,7 @@ void Interpreter::run_block(Index3 block) {
     thread.state = Thread::kRunnable;
     thread.copies.clear();
     thread.groups.clear();
+    thread.fence_clock = 0;
     thread.fiber.start(
         [](void*) {
           Interpreter& self = interpreter();
@@ -611,6 +618,17 @@ uint32_t static_shared(const void* declaration, size_t bytes, Place place) {
 void begin_copy(uint32_t address, const void* bytes16, Place place) {
   interpreter().begin_copy(address, bytes16, place);
 }
+const unsigned char* read_shared_as_product(int lane, uint32_t address, uint32_t bytes,
+                                            Place place) {
+  const unsigned char* from = read_shared_as_lane(lane, address, bytes, place);
+  if (from && !interpreter().is_fenced(address)) {
+    fail("wgmma reads what its writer has not fenced for products", place);
+    return nullptr;
+  }
+  return from;
+}
+void fence_writes() { interpreter().fence_writes(); }
+
 void commit_copies() { interpreter().commit_copies(); }
 void wait_for_copies(int pending_groups) {
   interpreter().wait_for_copies(static_cast<size_t>(pending_groups));

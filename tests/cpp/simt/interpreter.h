@@ -91,6 +91,10 @@ unsigned char* access_shared(Access kind, uint32_t address, uint32_t bytes, uint
                              Place place);
 // The same as a read by a lane of the warp operation that runs; nullptr after an error.
 const unsigned char* read_shared_as_lane(int lane, uint32_t address, uint32_t bytes, Place place);
+// The same by a product of warpgroups, which sees what was written before a fence_writes.
+const unsigned char* read_shared_as_product(int lane, uint32_t address, uint32_t bytes,
+                                            Place place);
+void fence_writes();
 // The static array that `declaration` (an address) stands for; the same for all threads.
 uint32_t static_shared(const void* declaration, size_t bytes, Place place);
 

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(128)
     }
   }
   cp_async_wait<0>();
-  fence_products();
+  if (misuse != Misuse::kNoFence) fence_products();
   if (misuse != Misuse::kNoBarrier) __syncthreads();
   float sums[kColumns / 2] = {};
   wgmma_fence();

@@ -5,7 +5,7 @@
 
 namespace ikattn::sample {
 
-enum class Misuse { kNone, kNoBarrier, kChangedA, kEarlySums };
+enum class Misuse { kNone, kNoFence, kNoBarrier, kChangedA, kEarlySums };
 
 // out [64][128] = a [64][64] b, b [128][64].
 const char* product_by_columns(const Half* a, const Half* b, float* out, Misuse misuse);

@@ -48,8 +48,12 @@ uint32_t place_of(const Operand& operand, int row, int along) {
 
 // numbers [rows][length], by chunks of eight, read as the lanes in turn; false after an error.
 bool read(const Operand& operand, bool bfloat16, Place place, std::vector<float>& numbers) {
-  if (operand.descriptor >> 62 != 1) {
-    fail("wgmma: an operand is not turned in rows of 128 bytes", place);
+  // Turned in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between are
+  // those of operands of at most 64 columns.
+  constexpr uint64_t kFields = ~uint64_t{0x3fff};
+  if ((operand.descriptor & kFields) != (uint64_t{1} << 62 | uint64_t{64} << 32 | 1 << 16) ||
+      (operand.descriptor << 4 & 0x380) != 0) {
+    fail("wgmma: an operand does not lie as its description says", place);
     return false;
   }
   numbers.clear();
@@ -57,7 +61,7 @@ bool read(const Operand& operand, bool bfloat16, Place place, std::vector<float>
     for (int along = 0; along < operand.length; along += 8) {
       const int lane = static_cast<int>(numbers.size()) / 8 % kLanes;
       const unsigned char* from =
-          read_shared_as_lane(lane, place_of(operand, row, along), 16, place);
+          read_shared_as_product(lane, place_of(operand, row, along), 16, place);
       if (!from) return false;
       for (int i = 0; i < 8; ++i) {
         uint16_t bits;

@@ -28,7 +28,7 @@ inline void begin_product(Product product, Place place) {
 }  // namespace simt
 
 inline void wgmma_fence() {}
-inline void fence_products() {}
+inline void fence_products() { simt::fence_writes(); }
 inline void wgmma_commit(simt::Place place = simt::Place::current()) {
   simt::warp_operation(simt::commit_products, nullptr, 0xffffffffu, "wgmma_commit", place);
 }

@@ -62,6 +62,7 @@ std::string error_of(sample::Misuse misuse) {
 }
 
 TEST(Warpgroups, AreWatched) {
+  EXPECT_NE(error_of(sample::Misuse::kNoFence).find("has not fenced"), std::string::npos);
   EXPECT_NE(error_of(sample::Misuse::kNoBarrier).find("no barrier between"), std::string::npos);
   EXPECT_NE(error_of(sample::Misuse::kChangedA).find("A of a wgmma has changed"),
             std::string::npos);
