@@ -70,13 +70,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   using L = Layout<F, V, kPairs>;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t row_blocks = (params.L + kQueries - 1) / kQueries;
-  const int64_t bh = blockIdx.x / row_blocks % (params.B * params.H);
-  const int64_t part = blockIdx.x / row_blocks / (params.B * params.H);
-  // The last rows first: under causality they have the most to do.
-  const int64_t i0 = (row_blocks - 1 - blockIdx.x % row_blocks) * kQueries;
-  const int64_t b = bh / params.H, h = bh % params.H;
-  const int64_t bk = b * params.key_heads + h * params.key_heads / params.H;
+  const int64_t blocks = gridDim.x / parts.count, part = blockIdx.x / blocks;
+  const QueryBlock at(params, kQueries, blockIdx.x % blocks);
+  const int64_t bh = at.bh, i0 = at.i0, b = at.b, h = at.h, bk = at.bk;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
@@ -250,15 +246,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         static_cast<double*>(params.log_normalizer.data)[row] = log_normalizer_of(
             sum, reference_of<T, kPairs == Pairs::kGeneral>(tokens, bk, largest[m][half]));
       }
-#pragma unroll
-      for (int n = 0; n < V / 8; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int64_t column = n * 8 + 2 * t + c;
-          if (column >= params.d_v) continue;
-          out.store<float>(i, column, attended(output[m][n][2 * half + c], sum, kept));
-        }
-      }
+      for_columns<V>(static_cast<int>(params.d_v), [&](int column, int n, int c) {
+        out.store<float>(i, column, attended(output[m][n][2 * half + c], sum, kept));
+      });
     }
   }
 }

@@ -1,4 +1,4 @@
-// What both forward kernels on tensor cores make of the sums of a row, and which one a call takes.
+// What both forward kernels on tensor cores make of the sums of a row.
 #pragma once
 
 #include "attention/cuda/warpgroup_tiles.h"

@@ -1,6 +1,6 @@
 // The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
 // block owns keys and passes along the queries of all heads that share them.
-#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/folded_gradients.h"
 #include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
@@ -87,9 +87,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces query_places = FragmentPlaces::of_rows(0, 2 * F);
   const FragmentPlaces output_places = FragmentPlaces::of_rows(L::kGradients, 2 * V);
 
-  const float value_bound = __uint_as_float(tokens.value_bounds[bk]) *
-                            value_scale_of(tokens, value_head_of(params, b, key_head * group));
-  const float fit = fit_of(2 * __uint_as_float(rows.row_bound[bk]) * value_bound);
+  const int64_t value_head = value_head_of(params, b, key_head * group);
+  const float fit = fit_of_keys(tokens, rows, bk, value_head);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float four_m = static_cast<float>(4 * params.M);
   [[maybe_unused]] const float norm = 1 / four_m, eps = static_cast<float>(params.eps);
@@ -218,42 +217,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
-  const int width = static_cast<int>(2 * params.M);
-  const float gradient_units = gradient_scale_of(rows, bk);
-  const float units =
-      gradient_units * value_scale_of(tokens, value_head_of(params, b, key_head * group));
-  const float key_scale = 2 / (four_m * fit) / units, logit_scale = 1 / kWeightScale<T> / units;
-  const float value_scale = kept / kWeightScale<T> / gradient_units;
-  const Tokens grad_value(params.grad_value, b, key_head);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t j = warp_key + g + 8 * half;
-    const float logit = sum_of_lanes<4>(logit_sums[half]);
-    if (j >= params.S) continue;
-    // A hidden key's numbers may be anything.
-    const bool hidden = logits[bk * params.S + j] == minus_infinity<float>();
-    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * logit_scale;
-    float* row = gradients.phi_k + (bk * params.S + j) * width;
-#pragma unroll
-    for (int n = 0; n < F / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int f = n * 8 + 2 * t + c;
-        if (f < width) row[f] = hidden ? 0 : key_sums[0][n][2 * half + c] * key_scale;
-      }
-    }
-    if (params.grad_value.type == ElementType::kNone) continue;
-#pragma unroll
-    for (int n = 0; n < V / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = n * 8 + 2 * t + c;
-        if (column >= params.d_v) continue;
-        grad_value.store<float>(j, column,
-                                hidden ? 0 : value_sums[0][n][2 * half + c] * value_scale);
-      }
-    }
-  }
+  store_key_gradients<T, F, V>(
+      params, tokens, rows, logits, gradients, bk, value_head, warp_key + g, fit, logit_sums,
+      [&](int half, int n, int c) { return key_sums[0][n][2 * half + c]; },
+      [&](int half, int n, int c) { return value_sums[0][n][2 * half + c]; });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The tensor-core backward's query side: grad_phi_q. A block owns queries and passes along the
 // keys; no pair leaves the registers.
-#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/folded_gradients.h"
 #include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
@@ -25,11 +25,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   using L = QueryLayout<F, V, kPairs>;
   constexpr int kRowTiles = L::kRowTiles, kQueries = L::kQueries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t row_blocks = (params.L + kQueries - 1) / kQueries;
-  const int64_t bh = blockIdx.x / row_blocks;
-  // The last rows first: under causality they have the most to do.
-  const int64_t i0 = (row_blocks - 1 - blockIdx.x % row_blocks) * kQueries;
-  const int64_t b = bh / params.H, h = bh % params.H, bk = key_head_of(params, bh);
+  const QueryBlock at(params, kQueries, blockIdx.x);
+  const int64_t bh = at.bh, i0 = at.i0, b = at.b, h = at.h, bk = at.bk;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
@@ -81,7 +78,6 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t warp_row = i0 + warp * kRowTiles * 16;
   const int64_t row_base = bh * padded_tokens(params.L);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
-  const float norm = 1 / static_cast<float>(4 * params.M);
   float delta[kRowTiles][2], fit[kRowTiles][2];
   [[maybe_unused]] float normalizer[kRowTiles][2], low[kRowTiles][2];
 #pragma unroll
@@ -92,7 +88,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       delta[m][half] = i < params.L ? rows.delta[row_base + i] : 0.0f;
       fit[m][half] = i < params.L ? rows.fit[row_base + i] : 0.0f;
       if constexpr (kPairs == Pairs::kGeneral) {
-        fit[m][half] *= norm;
+        fit[m][half] /= static_cast<float>(4 * params.M);
         normalizer[m][half] = i < params.L ? rows.normalizer[row_base + i] : INFINITY;
         low[m][half] = i < params.L ? rows.low[row_base + i] : 0.0f;
       }
@@ -170,7 +166,6 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
-  const int width = static_cast<int>(2 * params.M);
   const float units =
       gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, b, h));
 #pragma unroll
@@ -179,19 +174,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int half = 0; half < 2; ++half) {
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
-      const float normalizer_here = rows.normalizer[row_base + i];
-      const bool general = kPairs == Pairs::kGeneral;
-      const bool blind = normalizer_here == (general ? INFINITY : 0.0f);
-      const float scale = 2 * (general ? norm * norm : normalizer_here) / fit[m][half] / units;
-      float* row = grad_phi_q + (bh * params.L + i) * width;
-#pragma unroll
-      for (int n = 0; n < F / 8; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int f = n * 8 + 2 * t + c;
-          if (f < width) row[f] = blind ? 0 : sums[m][n][2 * half + c] * scale;
-        }
-      }
+      store_query_gradients<F, kPairs == Pairs::kGeneral>(
+          params, rows, at, i, fit[m][half], units,
+          [&](int n, int c) { return sums[m][n][2 * half + c]; }, grad_phi_q);
     }
   }
 }

@@ -147,6 +147,35 @@ __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
   __syncthreads();
 }
 
+// The queries of one of the blocks that own `rows` queries of a head each.
+struct QueryBlock {
+  int64_t bh, i0, b, h, bk;
+
+  __device__ __forceinline__ QueryBlock(const AttentionParams& params, int64_t rows,
+                                        int64_t index) {
+    const int64_t blocks = (params.L + rows - 1) / rows;
+    bh = index / blocks;
+    // The last rows first: under causality they have the most to do.
+    i0 = (blocks - 1 - index % blocks) * rows;
+    b = bh / params.H;
+    h = bh % params.H;
+    bk = key_head_of(params, bh);
+  }
+};
+
+// visit(column, n, c) for the columns that a thread has of a row of sums: c of tile n of 8.
+template <int kWidth, typename Visit>
+__device__ __forceinline__ void for_columns(int columns, const Visit& visit) {
+#pragma unroll
+  for (int n = 0; n < kWidth / 8; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = n * 8 + threadIdx.x % 4 * 2 + c;
+      if (column < columns) visit(column, n, c);
+    }
+  }
+}
+
 // The rows of the value that belong to a query head.
 template <typename T>
 __device__ __forceinline__ const T* value_rows(const AttentionParams& params,

@@ -14,12 +14,10 @@ namespace {
 
 constexpr int kKeys = 128;  // of a tile
 
-template <int F, int V>
+template <typename T, int F, int V>
 struct ForwardLayout {
-  using Keys = Boxes<kKeys, F>;
-  using Values = Boxes<kKeys, V>;
-  static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
-  static constexpr uint32_t kTerms = kTilesInFlight * kStage;  // [stage][kKeys]
+  using Tiles = KeyTiles<T, F, V, kKeys>;
+  static constexpr uint32_t kTerms = kTilesInFlight * Tiles::kStage;  // [stage][kKeys]
   static constexpr int64_t kBytes = kTerms + kTilesInFlight * kKeys * int64_t{4};
 };
 
@@ -46,63 +44,47 @@ template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens) {
 #if IKATTN_WARPGROUP_CODE
-  using L = ForwardLayout<F, V>;
+  using L = ForwardLayout<T, F, V>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t row_blocks = (params.L + kWarpgroupRows - 1) / kWarpgroupRows;
-  const int64_t bh = blockIdx.x / row_blocks;
-  // The last rows first: under causality they have the most to do.
-  const int64_t i0 = (row_blocks - 1 - blockIdx.x % row_blocks) * kWarpgroupRows;
-  const int64_t b = bh / params.H, h = bh % params.H, bk = key_head_of(params, bh);
-  const uint32_t state = tokens.state[bk];
+  const QueryBlock at(params, kWarpgroupRows, blockIdx.x);
+  const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
 
-  const int64_t end = kCausal ? min(params.S, i0 + kWarpgroupRows) : params.S;
+  const int64_t end = kCausal ? min(params.S, at.i0 + kWarpgroupRows) : params.S;
   const int tiles = static_cast<int>((end + kKeys - 1) / kKeys);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const Half* phi_k = tokens.phi_k + bk * params.S * F;
-  const T* value = value_rows<T>(params, tokens, b, h);
-  const int64_t stride = tokens.value.stride[2], padded = padded_tokens(params.S);
+  const typename L::Tiles keys(params, tokens, at);
+  const auto place_of = [](int tile) { return tile % kTilesInFlight * L::Tiles::kStage; };
+  const auto terms_of = [](int tile) { return L::kTerms + tile % kTilesInFlight * kKeys * 4; };
   const auto begin_copy = [&](int tile) {
     if (tile >= tiles) return;
-    const int64_t j0 = tile * int64_t{kKeys};
-    const int stage = tile % kTilesInFlight, count = left_of(params.S, j0);
-    const uint32_t place = base + stage * L::kStage;
-    L::Keys::copy(place, phi_k + j0 * F, F, F, count);
-    L::Values::copy(place + L::kValues, value + j0 * stride, stride, tokens.value_columns, count);
-    copy_numbers<kKeys>(base + L::kTerms + stage * kKeys * 4, tokens.terms + bk * padded, j0,
+    const int64_t padded = padded_tokens(params.S);
+    keys.copy(base + place_of(tile), tile);
+    copy_numbers<kKeys>(base + terms_of(tile), tokens.terms + at.bk * padded, tile * int64_t{kKeys},
                         padded);
     cp_async_commit();
   };
   begin_copy(0);
 
-  const int64_t row0 = i0 + warp * 16 + g;
+  const int64_t row0 = at.i0 + warp * 16 + g;
   const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
   uint32_t phi_q[F / 16][4];
-  load_left<F>(phi_q, tokens.phi_q + (bh * params.L + row0) * F, F, there, F);
+  load_left<F>(phi_q, tokens.phi_q + (at.bh * params.L + row0) * F, F, there, F);
   float s[kKeys / 2];
   uint32_t weights[kKeys / 16][4];  // of the tile before
   float output[V / kBoxColumns][32] = {};
   float sums[2] = {};
   const auto begin_output = [&](int tile) {
     wgmma_fence();
-    begin_by_rows<T, kKeys, V>(output, weights,
-                               base + tile % kTilesInFlight * L::kStage + L::kValues);
+    begin_by_rows<T, kKeys, V>(output, weights, base + place_of(tile) + L::Tiles::kValues);
     wgmma_commit();
   };
 
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kTilesInFlight;
-    cp_async_wait<0>();
-    fence_products();
-    __syncthreads();  // the tile is here, and nobody reads the one of two before
-    if ((state & kUnclean) != 0) {
-      clean_values<T, kKeys * V, kWarpgroupThreads>(shared + (stage * L::kStage + L::kValues));
-      fence_products();
-      __syncthreads();
-    }
+    L::Tiles::wait(shared, place_of(tile), (state & kUnclean) != 0);
     wgmma_fence();
-    begin_by_columns<Half, kKeys, F>(s, phi_q, base + stage * L::kStage);
+    begin_by_columns<Half, kKeys, F>(s, phi_q, base + place_of(tile));
     wgmma_commit();
     if (tile > 0) {
       begin_output(tile - 1);
@@ -112,7 +94,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       begin_copy(tile + 1);
       wgmma_wait<0>();
     }
-    Shared<const float> terms = shared_cast<float>(shared + (L::kTerms + stage * kKeys * 4));
+    Shared<const float> terms = shared_cast<float>(shared + terms_of(tile));
     const int64_t diagonal = row0 - tile * int64_t{kKeys};
     if (kCausal && diagonal - g < kKeys - 1) {
       to_weights<true>(s, terms, static_cast<int>(diagonal), sums);
@@ -127,27 +109,20 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     wgmma_wait<0>();
   }
 
-  const float kept = 1 / value_scale_of(tokens, value_head_of(params, b, h));
-  const Tokens out(params.output, b, h);
+  const float kept = 1 / value_scale_of(tokens, value_head_of(params, at.b, at.h));
+  const Tokens out(params.output, at.b, at.h);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_lanes<4>(sums[half]);
     const int64_t i = row0 + 8 * half;
     if (!there[half]) continue;
     if (t == 0) {
-      static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
-          log_normalizer_of(sum, reference_of<T, false>(tokens, bk, 0));
+      static_cast<double*>(params.log_normalizer.data)[at.bh * params.L + i] =
+          log_normalizer_of(sum, reference_of<T, false>(tokens, at.bk, 0));
     }
-#pragma unroll
-    for (int n = 0; n < V / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int64_t column = n * 8 + 2 * t + c;
-        if (column >= params.d_v) continue;
-        const float weighted = output[n / 8][n % 8 * 4 + 2 * half + c];
-        out.store<float>(i, column, attended(weighted, sum, kept));
-      }
-    }
+    for_columns<V>(static_cast<int>(params.d_v), [&](int column, int n, int c) {
+      out.store<float>(i, column, attended(sum_at(output, half, n, c), sum, kept));
+    });
   }
 #else
   (void)params;
@@ -164,7 +139,7 @@ const char* warpgroup_forward(const AttentionParams& params, const DeviceExecuto
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kWarpgroupRows);
     const auto queue = [&](auto kernel) {
       return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarpgroupThreads),
-                    ForwardLayout<F, V>::kBytes, executor.stream, params, tokens);
+                    ForwardLayout<T, F, V>::kBytes, executor.stream, params, tokens);
     };
     return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true>)
                             : queue(warpgroup_forward_kernel<T, F, V, false>);

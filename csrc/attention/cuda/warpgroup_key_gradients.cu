@@ -4,7 +4,7 @@
 // that what is made of them is the A of what is summed.
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/folded_gradients.h"
 #include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
@@ -78,9 +78,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t own_keys = base + L::kOwnKeys + warpgroup * (64 * 128);
   [[maybe_unused]] const uint32_t own_values = base + L::kOwnValues + warpgroup * (64 * 128);
 
-  const float value_bound = __uint_as_float(tokens.value_bounds[bk]) *
-                            value_scale_of(tokens, value_head_of(params, b, key_head * group));
-  const float fit = fit_of(2 * __uint_as_float(rows.row_bound[bk]) * value_bound);
+  const int64_t value_head = value_head_of(params, b, key_head * group);
+  const float fit = fit_of_keys(tokens, rows, bk, value_head);
   const float four_m = static_cast<float>(4 * params.M);
   const int64_t row0 = j0 + warp * 16 + g;  // a key
   const bool there[2] = {row0 < params.S, row0 + 8 < params.S};
@@ -105,9 +104,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kTilesInFlight;
     const uint32_t place = base + stage * L::kStage;
-    cp_async_wait<0>();
-    fence_products();
-    __syncthreads();  // the tile is here, and nobody reads the one of two before
+    wait_for_tile();
     Shared<const float> normalizers =
         shared_cast<float>(shared + (L::kNormalizers + stage * 2 * kStep * 4));
     Shared<const float> deltas = normalizers + kStep;
@@ -150,43 +147,10 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     wgmma_wait<0>();
   }
 
-  const int width = static_cast<int>(2 * params.M);
-  const float gradient_units = gradient_scale_of(rows, bk);
-  const float units =
-      gradient_units * value_scale_of(tokens, value_head_of(params, b, key_head * group));
-  const float key_scale = 2 / (four_m * fit) / units, logit_scale = 1 / kWeightScale<T> / units;
-  const float value_scale = 1 / kWeightScale<T> / gradient_units;
-  const Tokens grad_value(params.grad_value, b, key_head);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t j = row0 + 8 * half;
-    const float logit = sum_of_lanes<4>(logit_sums[half]);
-    if (!there[half]) continue;
-    // A hidden key's numbers may be anything.
-    const bool hidden = logits[bk * params.S + j] == minus_infinity<float>();
-    if (t == 0) gradients.logits[bk * params.S + j] = hidden ? 0 : logit * logit_scale;
-    float* row = gradients.phi_k + (bk * params.S + j) * width;
-#pragma unroll
-    for (int n = 0; n < F / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int f = n * 8 + 2 * t + c;
-        if (f >= width) continue;
-        row[f] = hidden ? 0 : key_sums[n / 8][n % 8 * 4 + 2 * half + c] * key_scale;
-      }
-    }
-    if (params.grad_value.type == ElementType::kNone) continue;
-#pragma unroll
-    for (int n = 0; n < V / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = n * 8 + 2 * t + c;
-        if (column >= params.d_v) continue;
-        const float sum = value_sums[n / 8][n % 8 * 4 + 2 * half + c];
-        grad_value.store<float>(j, column, hidden ? 0 : sum * value_scale);
-      }
-    }
-  }
+  store_key_gradients<T, F, V>(
+      params, tokens, rows, logits, gradients, bk, value_head, row0, fit, logit_sums,
+      [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
+      [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
 #else
   (void)params;
   (void)tokens;

@@ -3,19 +3,11 @@
 // the tensor cores multiply those of the tile before with its keys.
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/folded_gradients.h"
 #include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
-
-template <int F, int V>
-struct QueryLayout {
-  using Keys = Boxes<kStep, F>;
-  using Values = Boxes<kStep, V>;
-  static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
-  static constexpr int64_t kBytes = kTilesInFlight * int64_t{kStage};
-};
 
 // Scores of a thread's two rows become factors of grad_phi_q; those of pairs beyond `diagonal`: 0.
 template <bool kCrosses>
@@ -35,39 +27,30 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                            float* grad_phi_q) {
 #if IKATTN_WARPGROUP_CODE
-  using L = QueryLayout<F, V>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t row_blocks = (params.L + kWarpgroupRows - 1) / kWarpgroupRows;
-  const int64_t bh = blockIdx.x / row_blocks;
-  // The last rows first: under causality they have the most to do.
-  const int64_t i0 = (row_blocks - 1 - blockIdx.x % row_blocks) * kWarpgroupRows;
-  const int64_t b = bh / params.H, h = bh % params.H, bk = key_head_of(params, bh);
-  const uint32_t state = tokens.state[bk];
+  using Tiles = KeyTiles<T, F, V, kStep>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+  const QueryBlock at(params, kWarpgroupRows, blockIdx.x);
+  const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
 
-  const int64_t end = kCausal ? min(params.S, i0 + kWarpgroupRows) : params.S;
+  const int64_t end = kCausal ? min(params.S, at.i0 + kWarpgroupRows) : params.S;
   const int tiles = static_cast<int>((end + kStep - 1) / kStep);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const Half* phi_k = tokens.phi_k + bk * params.S * F;
-  const T* value = value_rows<T>(params, tokens, b, h);
-  const int64_t stride = tokens.value.stride[2];
+  const Tiles keys(params, tokens, at);
+  const auto place_of = [](int tile) { return tile % kTilesInFlight * Tiles::kStage; };
   const auto begin_copy = [&](int tile) {
     if (tile >= tiles) return;
-    const int64_t j0 = tile * int64_t{kStep};
-    const int count = left_of(params.S, j0);
-    const uint32_t place = base + tile % kTilesInFlight * L::kStage;
-    L::Keys::copy(place, phi_k + j0 * F, F, F, count);
-    L::Values::copy(place + L::kValues, value + j0 * stride, stride, tokens.value_columns, count);
+    keys.copy(base + place_of(tile), tile);
     cp_async_commit();
   };
   begin_copy(0);
 
-  const int64_t row0 = i0 + warp * 16 + g, row_base = bh * padded_tokens(params.L);
+  const int64_t row0 = at.i0 + warp * 16 + g, row_base = at.bh * padded_tokens(params.L);
   const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
   uint32_t phi_q[F / 16][4], gradients[V / 16][4];
-  load_left<F>(phi_q, tokens.phi_q + (bh * params.L + row0) * F, F, there, F);
-  load_left<V>(gradients, static_cast<const T*>(rows.gradients) + (bh * params.L + row0) * V, V,
+  load_left<F>(phi_q, tokens.phi_q + (at.bh * params.L + row0) * F, F, there, F);
+  load_left<V>(gradients, static_cast<const T*>(rows.gradients) + (at.bh * params.L + row0) * V, V,
                there, V);
   float fit[2], fitting_delta[2];
 #pragma unroll
@@ -80,24 +63,15 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   float sums[F / kBoxColumns][32] = {};
   const auto begin_sums = [&](int tile) {
     wgmma_fence();
-    begin_by_rows<Half, kStep, F>(sums, products, base + tile % kTilesInFlight * L::kStage);
+    begin_by_rows<Half, kStep, F>(sums, products, base + place_of(tile));
     wgmma_commit();
   };
 
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kTilesInFlight;
-    const uint32_t place = base + stage * L::kStage;
-    cp_async_wait<0>();
-    fence_products();
-    __syncthreads();  // the tile is here, and nobody reads the one of two before
-    if ((state & kUnclean) != 0) {
-      clean_values<T, kStep * V, kWarpgroupThreads>(shared + (stage * L::kStage + L::kValues));
-      fence_products();
-      __syncthreads();
-    }
+    Tiles::wait(shared, place_of(tile), (state & kUnclean) != 0);
     wgmma_fence();
-    begin_by_columns<Half, kStep, F>(s, phi_q, place);
-    begin_by_columns<T, kStep, V>(x, gradients, place + L::kValues);
+    begin_by_columns<Half, kStep, F>(s, phi_q, base + place_of(tile));
+    begin_by_columns<T, kStep, V>(x, gradients, base + place_of(tile) + Tiles::kValues);
     wgmma_commit();
     if (tile > 0) {
       begin_sums(tile - 1);
@@ -121,25 +95,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     wgmma_wait<0>();
   }
 
-  const int width = static_cast<int>(2 * params.M);
   const float units =
-      gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, b, h));
+      gradient_scale_of(rows, at.bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (!there[half]) continue;
-    const int64_t i = row0 + 8 * half;
-    const float normalizer = rows.normalizer[row_base + i];
-    const float scale = 2 * normalizer / fit[half] / units;
-    float* row = grad_phi_q + (bh * params.L + i) * width;
-#pragma unroll
-    for (int n = 0; n < F / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int f = n * 8 + 2 * t + c;
-        if (f >= width) continue;
-        row[f] = normalizer == 0 ? 0 : sums[n / 8][n % 8 * 4 + 2 * half + c] * scale;
-      }
-    }
+    store_query_gradients<F, false>(
+        params, rows, at, row0 + 8 * half, fit[half], units,
+        [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
   }
 #else
   (void)params;
@@ -159,7 +122,8 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Str
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kWarpgroupRows);
     const auto queue = [&](auto kernel) {
       return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarpgroupThreads),
-                    QueryLayout<F, V>::kBytes, stream, params, tokens, rows, grad_phi_q);
+                    kTilesInFlight * int64_t{KeyTiles<T, F, V, kStep>::kStage}, stream, params,
+                    tokens, rows, grad_phi_q);
     };
     return params.is_causal ? queue(warpgroup_query_kernel<T, F, V, true>)
                             : queue(warpgroup_query_kernel<T, F, V, false>);

@@ -21,6 +21,14 @@ constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
 constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
 
+// The copies that all threads have begun are here, for products, too; and nobody reads the tile of
+// two before.
+__device__ __forceinline__ void wait_for_tile() {
+  cp_async_wait<0>();
+  fence_products();
+  __syncthreads();
+}
+
 // kRows rows of kWidth 16-bit elements.
 template <int kRows, int kWidth>
 struct Boxes {
@@ -55,6 +63,44 @@ struct Boxes {
 __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_t j0) {
   return j0 < params.S;
 }
+
+// Tiles of kKeys keys of a head, and of their values behind them.
+template <typename T, int F, int V, int kKeys>
+struct KeyTiles {
+  using Keys = Boxes<kKeys, F>;
+  using Values = Boxes<kKeys, V>;
+  static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
+
+  const Half* phi_k;
+  const T* value;
+  int64_t stride, S;
+  int columns;
+
+  __device__ __forceinline__ KeyTiles(const AttentionParams& params, const FoldedTokens& tokens,
+                                      const QueryBlock& at)
+      : phi_k(tokens.phi_k + at.bk * params.S * F),
+        value(value_rows<T>(params, tokens, at.b, at.h)),
+        stride(tokens.value.stride[2]),
+        S(params.S),
+        columns(tokens.value_columns) {}
+  // Begins to copy a tile.
+  __device__ __forceinline__ void copy(uint32_t place, int tile) const {
+    const int64_t j0 = tile * int64_t{kKeys};
+    const int count = left_of(S, j0);
+    Keys::copy(place, phi_k + j0 * F, F, F, count);
+    Values::copy(place + kValues, value + j0 * stride, stride, columns, count);
+  }
+  // The tile at `place`, an offset, is as products may read it: `unclean`: values may not be
+  // finite.
+  __device__ __forceinline__ static void wait(Shared<unsigned char> shared, uint32_t place,
+                                              bool unclean) {
+    wait_for_tile();
+    if (!unclean) return;
+    clean_values<T, kKeys * V, kWarpgroupThreads>(shared + (place + kValues));
+    fence_products();
+    __syncthreads();
+  }
+};
 
 // Numbers of kCount tokens, of an array padded to whole 64, to shared memory.
 template <int kCount>
@@ -115,6 +161,11 @@ __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns
       wgmma_by_rows<T>(sums[box], a[k], Boxes<kRows, kWidth>::by_rows(right, box, k), true);
     }
   }
+}
+// One of a thread's sums [64][64 boxes]: c of its row `half` in tile n of 8.
+template <int kBoxes>
+__device__ __forceinline__ float sum_at(const float (&sums)[kBoxes][32], int half, int n, int c) {
+  return sums[n / 8][n % 8 * 4 + 2 * half + c];
 }
 // What products have left as sums [64][8 kTiles] becomes A.
 template <typename T, int kTiles>
