@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from test_threads_and_isas import AVX512, processor_flags
+from processors import AVX512, processor_flags
 
 HERE = Path(__file__).parent
 Run = Callable[..., subprocess.CompletedProcess[str]]

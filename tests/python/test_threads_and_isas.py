@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ikattn
 from agreement import assert_identical, gradients
+from processors import INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags
 from samples import DTYPES, FEW, SAMPLES, Sample, name_of, of_features, of_weights
 
 THREADS = (2, 3, 7)
@@ -125,30 +126,7 @@ def test_a_forked_worker_computes_after_its_parent_did() -> None:
 
 # --- Instruction sets -----------------------------------------------------------------------------
 
-# What a name of ATEN_CPU_CAPABILITY makes of the kernels, and what the processor must have.
-INSTRUCTION_SETS = {
-    "default": ("baseline", ()),
-    "avx2": ("avx2", ("avx2", "fma")),
-    "avx512": ("avx512", ("avx512f", "avx512dq", "avx512bw", "avx512vl")),
-}
-# What IKATTN_SIXTEEN_BITS may ask for, and what the processor must have. "amd": bfloat16 in AVX-512
-# is no faster than float32 elsewhere, and not used.
-AVX512 = INSTRUCTION_SETS["avx512"][1]
-SIXTEEN_BITS = {
-    "none": (),
-    "avx512_vnni": (*AVX512, "avx512_vnni"),
-    "avx512_bf16": (*AVX512, "avx512_vnni", "avx512_bf16", "amd"),
-    "amx": (*AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),  # test_amx.py
-}
 HERE = Path(__file__).parent
-
-
-def processor_flags() -> set[str]:
-    """What the processor has, and "amd"; of its first core, for all are alike."""
-    information = Path("/proc/cpuinfo")
-    text = information.read_text() if information.exists() else ""
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
-    return {*flags, *(["amd"] if "AuthenticAMD" in text else [])}
 
 
 def in_process(variable: str, name: str, *command: str) -> subprocess.CompletedProcess[str]:
