@@ -47,10 +47,28 @@ def rivals() -> list[str]:
     return text
 
 
+def milliseconds(calls: dict[str, Callable[[], object]]) -> list[str]:
+    samples = interleaved(calls, SECONDS).values()
+    return [f"{1e3 * min(x):.0f} ({1e3 * statistics.median(x):.0f})" for x in samples]
+
+
+def times() -> list[str]:
+    """What the ratios at the longest length are made of."""
+    given = inputs(LENGTHS[-1], 64, torch.bfloat16)
+    text = [line(f"bfloat16, N={LENGTHS[-1]}, ms", "ikattn", "flash"), "|---|---|---|"]
+    for name, compose in (("forward", forward), ("forward + backward", both)):
+        calls = {
+            "ikattn": compose(ikattn.implicit_kernel_attention, given, False),
+            "flash": compose(scaled_dot_product_attention, given[:3], False),
+        }
+        text.append(line(name, *milliseconds(calls)))
+    return text
+
+
 def medium() -> list[str]:
     """float32 under torch.set_float32_matmul_precision."""
-    given = inputs(2048, 64, torch.float32)
-    text = [line("float32, N=2048, ms", "highest", "medium"), "|---|---|---|"]
+    given = inputs(LENGTHS[-1], 64, torch.float32)
+    text = [line(f"float32, N={LENGTHS[-1]}, ms", "highest", "medium"), "|---|---|---|"]
     for name, compose in (("forward", forward), ("forward + backward", both)):
         call = compose(ikattn.implicit_kernel_attention, given, False)
 
@@ -61,10 +79,8 @@ def medium() -> list[str]:
 
             return run
 
-        samples = interleaved({name: at(name) for name in ("highest", "medium")}, SECONDS)
+        text.append(line(name, *milliseconds({name: at(name) for name in ("highest", "medium")})))
         torch.set_float32_matmul_precision("highest")
-        cells = (f"{1e3 * min(x):.0f} ({1e3 * statistics.median(x):.0f})" for x in samples.values())
-        text.append(line(name, *cells))
     return text
 
 
@@ -95,5 +111,5 @@ def errors() -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(f"{processor()}: {torch.ops.ikattn.sixteen_bit_instructions()}")
-    for part in (rivals, medium, errors):
+    for part in (rivals, times, medium, errors):
         print("\n".join(part()), end="\n\n", flush=True)

@@ -9,7 +9,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   list(APPEND IKATTN_ISAS avx2 avx512)
   set(IKATTN_FLAGS_avx2 -mavx2 -mfma -mf16c)
   set(IKATTN_FLAGS_avx512 -mavx512f -mavx512dq -mavx512bw -mavx512vl ${IKATTN_FLAGS_avx2})
-  # AVX-512 with products of 16 bits at twice the rate
+  # AVX-512 with products of 16 bits that are faster than those of float32
   set(IKATTN_SIXTEEN_BIT_ISAS avx512_vnni avx512_bf16 amx)
   set(IKATTN_FLAGS_avx512_vnni -mavx512vnni ${IKATTN_FLAGS_avx512})
   set(IKATTN_FLAGS_avx512_bf16 -mavx512bf16 ${IKATTN_FLAGS_avx512_vnni})
