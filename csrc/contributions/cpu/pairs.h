@@ -3,7 +3,9 @@
 // A task takes a block of rows through the keys, 64 at a time: their factors stay in the
 // first-level cache while the rows pass, a few at a time, so that a factor loaded serves several
 // pairs. Up to 16 heads, the H elements of R a of each row are accumulators in registers and the
-// loops over the triangle are unrolled; weights are then read where they lie.
+// loops over the triangle are unrolled; weights are then read where they lie, and asked for a block
+// ahead: rows of H matrices are more
+// streams than a processor foresees.
 #pragma once
 
 #include <type_traits>
@@ -77,12 +79,23 @@ __attribute__((always_inline)) inline void each(std::integer_sequence<int, kInde
   (function(std::integral_constant<int, kIndex>()), ...);
 }
 
-// Weights of some rows and 64 keys, [H][rows][64] by strides.
+// Weights of some rows and 64 keys, [H][rows][64] by strides. Those `ahead` elements further on will
+// be asked for next.
 template <typename T>
 struct WeightBlock {
   const T* data;
-  int64_t head_stride, row_stride;
+  int64_t head_stride, row_stride, ahead = 0;
 };
+
+// Keeps the compiler from loading the same vector for every use: loads are as scarce as
+// multiply-adds.
+template <typename T>
+inline Vec<T> in_register(Vec<T> value) {
+#if defined(__SSE2__)
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
 
 // From the bits of a key's weights, or-ed: whether one is neither 0 nor -0. Where none is, the norm
 // is selected away, for what the key holds may be NaN.
@@ -163,12 +176,14 @@ void unrolled_norms(const WeightBlock<T>& weights, const T* factors, T* norms) {
     each(std::make_integer_sequence<int, kHeads>(), [&](auto k) __attribute__((always_inline)) {
       Vec<T> a[kRows];
       each(kRowNumbers, [&](auto m) __attribute__((always_inline)) {
-        a[m] = load(weights.data + k * weights.head_stride + m * weights.row_stride + c);
+        const T* row = weights.data + k * weights.head_stride + m * weights.row_stride + c;
+        a[m] = load(row);
         seen[m] |= (Bits<T>)a[m];
+        __builtin_prefetch(row + weights.ahead, 0, 2);  // to the second-level cache
       });
       each(std::make_integer_sequence<int, k + 1>(), [&](auto h) __attribute__((always_inline)) {
         constexpr int kEntry = h * kHeads - h * (h - 1) / 2 + (k - h);
-        const Vec<T> factor = load(factors + kEntry * kFactorBlock + c);
+        const Vec<T> factor = in_register<T>(load(factors + kEntry * kFactorBlock + c));
         each(kRowNumbers,
              [&](auto m) __attribute__((always_inline)) { sums[m][h] += factor * a[m]; });
       });
@@ -270,7 +285,8 @@ void pair_norms(const PairParams& params, const Executor& executor) {
         if (kernels.several && lie_ready<T>(params, b, i, rows, count)) {
           const int64_t* stride = given.stride;
           const int64_t offset = b * stride[0] + i * stride[2] + j0;
-          weights = {static_cast<const T*>(given.data) + offset, stride[1], stride[2]};
+          const int64_t ahead = block + 1 < blocks ? kFactorBlock : 0;
+          weights = {static_cast<const T*>(given.data) + offset, stride[1], stride[2], ahead};
         } else {
           load_weights(params, b, i, rows, j0, count, copies);
         }
