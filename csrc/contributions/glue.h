@@ -1,7 +1,6 @@
 // The maps on any device, over a Device that has
-//   factors(params, vectors, work), pair_norms(params, like, work)
-// where `work` is the number of multiply-adds. The products of matrices are torch's, a bounded
-// number of tokens at a time.
+//   factors(params, keys, sizes), pair_norms(params, like, work)
+// where `work` is the number of multiply-adds.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -36,7 +35,7 @@ inline bool needs_variant(const Block& block, int variant) {
   }
 }
 
-// Tokens whose vectors f_h(x_j) take about 2 MiB: they are made and read while in cache.
+// Tokens whose vectors f_h(x_j) take about 2 MiB, where torch makes them: read while in cache.
 inline int64_t tokens_at_a_time(const ContributionSizes& sizes) {
   const int64_t per_token = std::max<int64_t>(1, sizes.B * sizes.H * sizes.D);
   return std::clamp<int64_t>((int64_t{1} << 19) / per_token, 16, std::max<int64_t>(16, sizes.S));
@@ -98,22 +97,7 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
     keys.factors[variant] = at::zeros({B, blocks, triangle(H), kFactorBlock}, options);
     params.factors[variant] = keys.factors[variant].mutable_data_ptr();
   }
-  if (!needed) return keys;
-
-  const int64_t step = tokens_at_a_time(sizes);
-  const at::Tensor buffer = at::empty({H * B * std::min(step, S) * D}, options);
-  for (params.j0 = 0; params.j0 < S; params.j0 += step) {
-    params.tokens = std::min(step, S - params.j0);
-    const at::Tensor vectors =
-        buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
-    for (int64_t h = 0; h < H; ++h) {
-      at::Tensor target = vectors.select(0, h);
-      transform(keys, sizes, h, params.j0, params.tokens, target);
-    }
-    params.vectors = vectors.const_data_ptr();
-    const double work = static_cast<double>(B * params.tokens * H) * static_cast<double>(H * D);
-    Device::factors(params, vectors, work);
-  }
+  if (needed) Device::factors(params, keys, sizes);
   return keys;
 }
 

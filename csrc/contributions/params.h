@@ -19,17 +19,28 @@ struct NormLayer {
   bool centered = true;
 };
 
-// The triangular factors of [f_1(x_j) .. f_H(x_j)] for the tokens [j0, j0 + tokens) of every batch
-// item: |R_j a| = |sum_h a_h f_h(x_j)|. Three variants: f itself, f through the first norm, f
-// through both.
+// The triangular factors of [f_1(x_j) .. f_H(x_j)] for every token j of every batch item:
+// |R_j a| = |sum_h a_h f_h(x_j)|. Three variants: f itself, f through the first norm, f through
+// both.
 struct FactorParams {
   int64_t B = 0, H = 0, S = 0, D = 0;
-  int64_t j0 = 0, tokens = 0;
-  const void* vectors = nullptr;  // [H, B, tokens, D], contiguous, compute type
   NormLayer norms[2];
   // [B, blocks, triangle(H), 64], compute type, zero beyond S; nullptr: variant not wanted
   void* factors[3] = {nullptr, nullptr, nullptr};
   void* value_norms = nullptr;  // [B, H, S], compute type; nullptr: not wanted
+};
+
+// From what the vectors are products of.
+struct FactorsOfTokens : FactorParams {
+  int64_t G = 0, d_v = 0;
+  Array value;       // [B, G, S, d_v]
+  Array projection;  // [D, H d_v]
+};
+
+// From the vectors of the tokens [j0, j0 + tokens).
+struct FactorsOfVectors : FactorParams {
+  int64_t j0 = 0, tokens = 0;
+  const void* vectors = nullptr;  // [H, B, tokens, D], contiguous, compute type
 };
 
 // norms[v][b][i][j] = |R^v_j a_ij| for the rows [i0, i0 + rows) of T.

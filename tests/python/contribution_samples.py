@@ -88,6 +88,7 @@ SAMPLES = [
     Sample("tile edge", B=1, T=64, S=64, D=64),
     Sample("tile edge - 1", B=1, T=33, S=63, D=63, steps=0),
     Sample("tile edge + 1", B=1, T=65, S=65, D=65, padding=True),
+    Sample("two panels", B=2, H=3, G=3, T=5, S=70, d_v=70, D=130),
     Sample("no batch", B=0),
     Sample("no queries", T=0, S=4),
     Sample("no keys", T=0, S=0),

@@ -6,6 +6,8 @@
 #pragma once
 
 #include "contributions/params.h"
+#include "support/cpu/elements.h"
+#include "support/cpu/panel_gemm.h"
 #include "support/cpu/schedule.h"
 
 namespace ikattn::IKATTN_ISA {
@@ -138,65 +140,115 @@ inline T scale_of(int64_t count, const T* vectors) {
   return static_cast<T>(__builtin_ldexp(1.0, __builtin_ilogb(most)));
 }
 
+// f_h of the tokens [j0, j0 + count), at most 64, of a batch item: [count, in whole vectors][H]
+// [size], zero beyond D. The rows of the projection, as they lie, meet the tokens' values,
+// transposed, and the product is transposed on its way out.
 template <typename T>
-void token_factors(const FactorParams& params, const Executor& executor) {
+struct Transformation {
+  T *tokens, *values, *rows, *product;  // [64][64]; [d_v][64], [64][d_v] in panels; [64][64]
+
+  Transformation(Workspace& workspace, int64_t d_v)
+      : tokens(workspace.take<T>(kPanel * kPanel)),
+        values(workspace.take<T>(round_up(d_v, kPanel) * kPanel)),
+        rows(workspace.take<T>(round_up(d_v, kPanel) * kPanel)),
+        product(workspace.take<T>(kPanel * kPanel)) {}
+
+  void operator()(const FactorsOfTokens& params, int64_t b, int64_t j0, int64_t count,
+                  T* vectors) const {
+    const int64_t H = params.H, D = params.D, d_v = params.d_v, size = padded_size(D);
+    const Array &value = params.value, &projection = params.projection;
+    for (int64_t h = 0; h < H; ++h) {
+      const int64_t of_tokens =
+          b * value.stride[0] + h / (H / params.G) * value.stride[1] + j0 * value.stride[2];
+      for (int64_t k = 0; k < d_v; k += kPanel) {
+        const int64_t depth = min_of(kPanel, d_v - k);
+        load_panels(value, of_tokens + k * value.stride[3], value.stride[2], value.stride[3], count,
+                    depth, tokens, count);
+        transpose_panel(count, depth, tokens, values + k * kPanel);
+      }
+      for (int64_t c = 0; c < size; c += kPanel) {
+        const int64_t columns = min_of(kPanel, D - c);
+        const int64_t of_rows = c * projection.stride[0] + h * d_v * projection.stride[1];
+        load_panels(projection, of_rows, projection.stride[0], projection.stride[1], columns, d_v,
+                    rows, kPanel);
+        for (int64_t k = 0; k == 0 || k < d_v; k += kPanel) {
+          panel_gemm<T, Left::kRows>(columns, count, min_of(kPanel, d_v - k), rows + k * kPanel,
+                                     values + k * kPanel, product, k > 0);
+        }
+        for (int64_t row = columns; row < kPanel; ++row) {
+          for (int64_t t = 0; t < kPanel; ++t) product[row * kPanel + t] = 0;
+        }
+        for (int64_t t = 0; t < count; t += kLanes<T>) {
+          for (int64_t row = 0; row < kPanel; row += kLanes<T>) {
+            transpose_block(product + row * kPanel + t, kPanel,
+                            vectors + (t * H + h) * size + c + row, H * size);
+          }
+        }
+      }
+    }
+  }
+};
+
+// Tokens taken together: the more, the less often the projection is read, but their vectors should
+// stay in the second-level cache, and every thread should have some.
+template <typename T>
+int64_t tokens_together(const FactorsOfTokens& params, int64_t size, int64_t threads) {
+  constexpr int64_t kBytes = 5 << 18;
+  const int64_t bytes_each = max_of(1, params.H * size) * static_cast<int64_t>(sizeof(T));
+  const int64_t fitting = min_of(kBytes / bytes_each, ceil_div(params.B * params.S, threads));
+  return fitting < 32 ? 16 : fitting < 64 ? 32 : 64;
+}
+
+template <typename T>
+void token_factors(const FactorsOfTokens& params, const Executor& executor) {
   const int64_t H = params.H, D = params.D, size = padded_size(D), entries = triangle(H);
-  const int64_t blocks = ceil_div(params.S, kFactorBlock);
+  const int64_t blocks = ceil_div(params.S, kFactorBlock),
+                together = tokens_together<T>(params, size, max_of(1, executor.threads));
   const bool variant[3] = {params.factors[0] != nullptr, params.factors[1] != nullptr,
                            params.factors[2] != nullptr};
   const int last = variant[2] ? 2 : variant[1] ? 1 : 0;
   struct Scratch {
     T *vectors, *work, *products;
-  };
-  const auto cut = [&](Workspace& workspace, int64_t threads, auto&& use) {
-    for (int64_t thread = 0; thread < threads; ++thread) {
-      Scratch scratch;
-      scratch.vectors = workspace.take<T>(H * size);
-      scratch.work = workspace.take<T>(H * size);
-      scratch.products = workspace.take<T>(H);
-      use(thread, scratch);
-    }
+    Transformation<T> transform;
+
+    Scratch(Workspace& workspace, int64_t H, int64_t size, int64_t d_v, int64_t tokens)
+        : vectors(workspace.take<T>(tokens * H * size)),
+          work(workspace.take<T>(H * size)),
+          products(workspace.take<T>(H)),
+          transform(workspace, d_v) {}
   };
   Workspace measure;
-  cut(measure, 1, [](int64_t, const Scratch&) {});
+  static_cast<void>(Scratch(measure, H, size, params.d_v, together));
   char* memory = static_cast<char*>(
       executor.allocate(executor.owner, measure.bytes() * max_of(1, executor.threads)));
 
-  // A few tokens at a time, so that a task is worth its start.
-  constexpr int64_t kTokens = 8;
-  const int64_t groups = ceil_div(params.tokens, kTokens);
+  const int64_t groups = ceil_div(params.S, together);
   parallel(executor, params.B * groups, [&](int64_t task, int thread) {
     Workspace workspace(memory + thread * measure.bytes());
-    Scratch scratch;
-    cut(workspace, 1, [&](int64_t, const Scratch& cut_scratch) { scratch = cut_scratch; });
-    const int64_t b = task / groups, first = task % groups * kTokens;
-    for (int64_t t = first; t < min_of(first + kTokens, params.tokens); ++t) {
-      const int64_t j = params.j0 + t;
-      for (int64_t h = 0; h < H; ++h) {
-        const T* source =
-            static_cast<const T*>(params.vectors) + ((h * params.B + b) * params.tokens + t) * D;
-        T* row = scratch.vectors + h * size;
-        __builtin_memcpy(row, source, D * sizeof(T));
-        for (int64_t c = D; c < size; ++c) row[c] = 0;
-      }
-      const T scale = scale_of(H * size, scratch.vectors);
+    const Scratch scratch(workspace, H, size, params.d_v, together);
+    const int64_t b = task / groups, first = task % groups * together;
+    const int64_t end = min_of(first + together, params.S);
+    scratch.transform(params, b, first, end - first, scratch.vectors);
+    for (int64_t j = first; j < end; ++j) {
+      T* vectors = scratch.vectors + (j - first) * H * size;
+      const T scale = scale_of(H * size, vectors);
       if (scale != T(1)) {
-        for (int64_t c = 0; c < H * size; ++c) scratch.vectors[c] /= scale;
+        for (int64_t c = 0; c < H * size; ++c) vectors[c] /= scale;
       }
       for (int64_t h = 0; params.value_norms && h < H; ++h) {
-        const T* row = scratch.vectors + h * size;
+        const T* row = vectors + h * size;
         static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] =
             scale * static_cast<T>(__builtin_sqrt(dot_product(size, row, row)));
       }
       for (int v = 0; v < 3; ++v) {
         if (v > 0 && (variant[1] || variant[2])) {
           if (params.norms[v - 1].weight == nullptr) break;
-          apply_norm(params.norms[v - 1], H, D, size, scratch.vectors);
+          apply_norm(params.norms[v - 1], H, D, size, vectors);
         }
         if (!variant[v]) continue;
         const bool is_last = v == last;
-        T* work = is_last ? scratch.vectors : scratch.work;
-        if (!is_last) __builtin_memcpy(work, scratch.vectors, H * size * sizeof(T));
+        T* work = is_last ? vectors : scratch.work;
+        if (!is_last) __builtin_memcpy(work, vectors, H * size * sizeof(T));
         T* factors = static_cast<T*>(params.factors[v]) +
                      (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
         factorize(H, size, work, scratch.products, factors);

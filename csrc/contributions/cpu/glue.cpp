@@ -9,8 +9,16 @@ namespace {
 const ContributionKernels& kernels() { return IKATTN_KERNELS(contribution_kernels); }
 
 struct Cpu {
-  static void factors(const FactorParams& params, const at::Tensor& vectors, double work) {
-    kernels().factors[compute_index(vectors)](params, TorchExecutor(work));
+  static void factors(const FactorParams& common, const Keys& keys,
+                      const ContributionSizes& sizes) {
+    FactorsOfTokens params{common};
+    params.G = sizes.G;
+    params.d_v = sizes.d_v;
+    params.value = array_of(keys.value);
+    params.projection = array_of(keys.projection);
+    const double work = static_cast<double>(sizes.B * sizes.S * sizes.H) *
+                        static_cast<double>((sizes.H + sizes.d_v) * sizes.D);
+    kernels().factors[compute_index(keys.value)](params, TorchExecutor(work));
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double work) {
     kernels().pair_norms[compute_index(like)](params, TorchExecutor(work));

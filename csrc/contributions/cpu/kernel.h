@@ -8,7 +8,7 @@ namespace ikattn {
 
 struct ContributionKernels {
   // Index 0: compute in float32; 1: in float64.
-  void (*factors[2])(const FactorParams&, const Executor&);
+  void (*factors[2])(const FactorsOfTokens&, const Executor&);
   void (*pair_norms[2])(const PairParams&, const Executor&);
   void (*pair_gradients)(const PairGradientParams&, const Executor&);
 };

@@ -79,8 +79,8 @@ __attribute__((always_inline)) inline void each(std::integer_sequence<int, kInde
   (function(std::integral_constant<int, kIndex>()), ...);
 }
 
-// Weights of some rows and 64 keys, [H][rows][64] by strides. Those `ahead` elements further on will
-// be asked for next.
+// Weights of some rows and 64 keys, [H][rows][64] by strides. Those `ahead` elements further on
+// will be asked for next.
 template <typename T>
 struct WeightBlock {
   const T* data;

@@ -32,7 +32,7 @@ __device__ __forceinline__ void apply_norm(const NormLayer& norm, T* row, int64_
 
 // scratch [H, B, tokens, D]: the vectors that are being made orthogonal.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorParams params, T* scratch) {
+__global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorsOfVectors params, T* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t H = params.H, D = params.D;
   const int64_t token = blockIdx.x, b = token / params.tokens;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorParams params
 }
 
 template <typename T>
-const char* token_factors(const FactorParams& params, void* scratch, Stream stream) {
+const char* token_factors(const FactorsOfVectors& params, void* scratch, Stream stream) {
   return launch(factor_kernel<T>, dim3(static_cast<unsigned>(params.B * params.tokens)),
                 dim3(kThreads), 0, stream, params, static_cast<T*>(scratch));
 }

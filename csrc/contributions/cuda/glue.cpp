@@ -8,11 +8,27 @@ namespace ikattn {
 namespace {
 
 struct Cuda {
-  static void factors(const FactorParams& params, const at::Tensor& vectors, double) {
-    cuda::Call call("contributions", vectors);
-    void* scratch = call.allocate(vectors.numel() * vectors.element_size());
-    call.check(
-        cuda::contribution_kernels.factors[compute_index(vectors)](params, scratch, call.stream()));
+  // The vectors are torch's products.
+  static void factors(const FactorParams& common, const Keys& keys,
+                      const ContributionSizes& sizes) {
+    const auto [B, H, G, T, S, d_v, D] = sizes;
+    const int64_t step = std::min(tokens_at_a_time(sizes), S);
+    const at::Tensor buffer = at::empty({H * B * step * D}, keys.value.options());
+    cuda::Call call("contributions", buffer);
+    void* scratch = call.allocate(buffer.numel() * buffer.element_size());
+    const auto kernel = cuda::contribution_kernels.factors[compute_index(buffer)];
+    FactorsOfVectors params{common};
+    params.vectors = buffer.const_data_ptr();
+    for (params.j0 = 0; params.j0 < S; params.j0 += step) {
+      params.tokens = std::min(step, S - params.j0);
+      const at::Tensor vectors =
+          buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
+      for (int64_t h = 0; h < H; ++h) {
+        at::Tensor target = vectors.select(0, h);
+        transform(keys, sizes, h, params.j0, params.tokens, target);
+      }
+      call.check(kernel(params, scratch, call.stream()));
+    }
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double) {
     const cuda::Call call("contributions", like);

@@ -10,7 +10,7 @@ namespace ikattn::cuda {
 // float64.
 struct ContributionKernels {
   // scratch: as large as params.vectors
-  const char* (*factors[2])(const FactorParams&, void* scratch, Stream);
+  const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);
   const char* (*pair_norms[2])(const PairParams&, Stream);
   // scratch: pair_gradient_scratch() elements
   const char* (*pair_gradients)(const PairGradientParams&, double* scratch, Stream);

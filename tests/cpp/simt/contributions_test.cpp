@@ -55,13 +55,34 @@ struct Call {
     }
   }
 
+  FactorsOfVectors of_vectors() {
+    FactorsOfVectors params{factor_params()};
+    params.tokens = case_.S;
+    params.vectors = vectors.data();
+    return params;
+  }
+
+  // Values that are the vectors, which a projection of unit matrices leaves as they are.
+  FactorsOfTokens of_tokens() {
+    const int64_t H = case_.H, B = case_.B, S = case_.S, D = case_.D;
+    units.assign(D * H * D + 1, 0);
+    for (int64_t c = 0; c < D; ++c) {
+      for (int64_t h = 0; h < H; ++h) units[c * H * D + h * D + c] = 1;
+    }
+    FactorsOfTokens params{factor_params()};
+    params.G = H;
+    params.d_v = D;
+    params.value = Array{vectors.data(), kType, {S * D, B * S * D, D, 1}};
+    params.projection = Array{units.data(), kType, {H * D, 1, 0, 0}};
+    return params;
+  }
+
   FactorParams factor_params() {
     FactorParams params;
     params.B = case_.B;
     params.H = case_.H;
-    params.S = params.tokens = case_.S;
+    params.S = case_.S;
     params.D = case_.D;
-    params.vectors = vectors.data();
     params.norms[0] = {norm_weights[0].data(), true};
     params.norms[1] = {norm_weights[1].data(), false};
     for (int variant = 0; variant < 3; ++variant) params.factors[variant] = factors[variant].data();
@@ -75,7 +96,6 @@ struct Call {
     params.H = case_.H;
     params.rows = case_.T;
     params.S = case_.S;
-    constexpr ElementType kType = sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
     const int64_t H = case_.H, rows = case_.T, S = case_.S;
     params.weights = Array{weights.data(), kType, {H * rows * S, rows * S, S, 1}};
     if (case_.padding) {
@@ -90,10 +110,12 @@ struct Call {
     return params;
   }
 
-  std::vector<T> vectors, weights, norm_weights[2], factors[3], norms[3], value_norms;
+  std::vector<T> vectors, units, weights, norm_weights[2], factors[3], norms[3], value_norms;
   std::vector<uint8_t> query_padding, key_padding;
 
  private:
+  static constexpr ElementType kType =
+      sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
   Case case_;
 };
 
@@ -101,7 +123,7 @@ Call<double> truth_of(const Case& c) {
   Call<double> call(c);
   Memory memory;
   const auto& kernels = simt_truth::contribution_kernels;
-  kernels.factors[1](call.factor_params(), cpu_executor(memory));
+  kernels.factors[1](call.of_tokens(), cpu_executor(memory));
   kernels.pair_norms[1](call.pair_params(), cpu_executor(memory));
   return call;
 }
@@ -112,7 +134,7 @@ Call<T> on_device(const Case& c) {
   std::vector<T> scratch(call.vectors.size());
   const auto& kernels = cuda::contribution_kernels;
   constexpr int kIndex = sizeof(T) == 8 ? 1 : 0;
-  EXPECT_STREQ(kernels.factors[kIndex](call.factor_params(), scratch.data(), nullptr), nullptr);
+  EXPECT_STREQ(kernels.factors[kIndex](call.of_vectors(), scratch.data(), nullptr), nullptr);
   EXPECT_STREQ(kernels.pair_norms[kIndex](call.pair_params(), nullptr), nullptr);
   return call;
 }
@@ -235,7 +257,7 @@ TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {
   std::fill(call.weights.begin(), call.weights.end(), 1.0f);
   std::vector<float> scratch(call.vectors.size());
   const auto& kernels = cuda::contribution_kernels;
-  ASSERT_STREQ(kernels.factors[0](call.factor_params(), scratch.data(), nullptr), nullptr);
+  ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
   ASSERT_STREQ(kernels.pair_norms[0](call.pair_params(), nullptr), nullptr);
   for (int64_t j = 0; j < c.S; ++j) {
     double square = 0;
