@@ -80,6 +80,28 @@ def test_results_are_bitwise_the_same_for_every_number_of_threads(
         assert_identical(everything(sample, dtype), expected)
 
 
+# Every number of tokens that is taken together, and the last of them.
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("heads", "size", "length"), [(12, 768, 130), (3, 80, 700), (4, 96, 64)])
+def test_norms_of_contributions_are_bitwise_the_same_for_every_number_of_threads(
+    heads: int, size: int, length: int
+) -> None:
+    torch.manual_seed(0)
+    weights = torch.rand(2, heads, length, length)
+    value, projection = torch.randn(2, heads, length, 24), torch.randn(size, heads * 24)
+
+    def norms() -> list[Tensor]:
+        maps = ikattn.contributions(weights, value, projection, maps=["value_norms", "summed"])
+        assert maps.value_norms is not None and maps.summed is not None
+        return [maps.value_norms, maps.summed]
+
+    torch.set_num_threads(1)
+    expected = norms()
+    for number in (*THREADS, 16):
+        torch.set_num_threads(number)
+        assert_identical(norms(), expected)
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("sample", LARGE, ids=name_of)
 def test_results_are_bitwise_the_same_from_run_to_run(sample: Sample) -> None:
