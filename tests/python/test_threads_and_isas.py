@@ -92,7 +92,8 @@ def test_norms_of_contributions_are_bitwise_the_same_for_every_number_of_threads
 
     def norms() -> list[Tensor]:
         maps = ikattn.contributions(weights, value, projection, maps=["value_norms", "summed"])
-        assert maps.value_norms is not None and maps.summed is not None
+        assert maps.value_norms is not None
+        assert maps.summed is not None
         return [maps.value_norms, maps.summed]
 
     torch.set_num_threads(1)
