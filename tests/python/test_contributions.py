@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import assert_close, error
+from agreement import assert_close, assert_identical, error
 from contribution_samples import (
     BLOCK,
     PADDED,
@@ -150,6 +150,13 @@ def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -
     assert got is not None
     relative = ((got - truth) / truth).abs().max().item()
     assert relative < 1e-3 * max(1.0, 1e-3 / cancellation)
+
+
+def test_heads_of_no_size_contribute_nothing() -> None:
+    value, projection = torch.empty(2, 3, 7, 0), torch.empty(70, 0)
+    maps = ikattn.contributions(torch.rand(2, 3, 5, 7), value, projection, maps=["summed"])
+    assert maps.summed is not None
+    assert_identical([maps.summed], [torch.zeros(2, 5, 7)])
 
 
 def test_the_vectors_of_a_row_sum_to_the_layer_output() -> None:

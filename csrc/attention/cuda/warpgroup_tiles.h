@@ -90,8 +90,7 @@ struct KeyTiles {
     Keys::copy(place, phi_k + j0 * F, F, F, count);
     Values::copy(place + kValues, value + j0 * stride, stride, columns, count);
   }
-  // The tile at `place`, an offset, is as products may read it: `unclean`: values may not be
-  // finite.
+  // Until products may read the tile at `place`, an offset; unclean, where a value is not finite.
   __device__ __forceinline__ static void wait(Shared<unsigned char> shared, uint32_t place,
                                               bool unclean) {
     wait_for_tile();

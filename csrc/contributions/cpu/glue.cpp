@@ -11,11 +11,12 @@ const ContributionKernels& kernels() { return IKATTN_KERNELS(contribution_kernel
 struct Cpu {
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
+    const at::Tensor projection = keys.projection.contiguous();  // read by rows
     FactorsOfTokens params{common};
     params.G = sizes.G;
     params.d_v = sizes.d_v;
     params.value = array_of(keys.value);
-    params.projection = array_of(keys.projection);
+    params.projection = array_of(projection);
     const double work = static_cast<double>(sizes.B * sizes.S * sizes.H) *
                         static_cast<double>((sizes.H + sizes.d_v) * sizes.D);
     kernels().factors[compute_index(keys.value)](params, TorchExecutor(work));

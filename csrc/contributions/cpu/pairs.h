@@ -4,8 +4,7 @@
 // first-level cache while the rows pass, a few at a time, so that a factor loaded serves several
 // pairs. Up to 16 heads, the H elements of R a of each row are accumulators in registers and the
 // loops over the triangle are unrolled; weights are then read where they lie, and asked for a block
-// ahead: rows of H matrices are more
-// streams than a processor foresees.
+// ahead: rows of H matrices are more streams than a processor foresees.
 #pragma once
 
 #include <type_traits>

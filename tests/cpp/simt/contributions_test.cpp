@@ -146,7 +146,9 @@ void expect_close(const std::vector<T>& got, const std::vector<double>& expected
   double largest = 1e-30, error = 0;
   for (size_t i = 0; i < got.size(); ++i) {
     largest = std::max(largest, std::fabs(expected[i]));
-    error = std::max(error, std::fabs(static_cast<double>(got[i]) - expected[i]));
+    const double difference = std::fabs(static_cast<double>(got[i]) - expected[i]);
+    if (!(difference <= error)) error = difference;  // NaN stays
+    if (std::isnan(error)) break;
   }
   EXPECT_LE(error, tolerance * largest) << what;
 }

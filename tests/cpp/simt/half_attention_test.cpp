@@ -140,7 +140,8 @@ Tensor features_of(Call& call, const Case& c, const Tensor& tokens, int64_t head
   return features;
 }
 
-// Half rounds a feature by 2^-11 of it at most, and sums over features by half of that.
+// Half rounds a feature by 2^-11 of it at most. Rounding errors differ in sign and size, and sums
+// of products over features stay within half of that each, but for cases made of few features.
 constexpr double kFeatureRoundoff = 0x1p-12 * 1.01, kLargestFeatureRoundoff = 0x1p-11;
 
 // How far the tensor cores may be off, at most: a weight by its own rounding and by that of both
