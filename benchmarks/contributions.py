@@ -50,6 +50,9 @@ def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     norm = ikattn.NormStats(torch.ones(size), torch.ones(1, length))
     rivals = {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
+        "of these, vectors and norms": lambda: ikattn.contributions(
+            weights, value, projection, maps=["value_norms"]
+        ),
         "all maps": lambda: ikattn.contributions(
             weights, value, projection, residual=residual, norm=norm, second_norm=norm
         ),

@@ -90,7 +90,8 @@ struct KeyTiles {
     Keys::copy(place, phi_k + j0 * F, F, F, count);
     Values::copy(place + kValues, value + j0 * stride, stride, columns, count);
   }
-  // Until products may read the tile at `place`, an offset; unclean, where a value is not finite.
+  // Waits until products may read the tile at `place`, an offset. unclean: values may not be
+  // finite.
   __device__ __forceinline__ static void wait(Shared<unsigned char> shared, uint32_t place,
                                               bool unclean) {
     wait_for_tile();

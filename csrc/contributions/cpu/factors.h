@@ -5,16 +5,10 @@
 // accurate as Householder's, for vectors that depend on each other too (Bjorck 1967).
 #pragma once
 
-#include "contributions/params.h"
-#include "support/cpu/elements.h"
-#include "support/cpu/panel_gemm.h"
-#include "support/cpu/schedule.h"
+#include "contributions/cpu/vectors.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
-
-// Rows of D elements, padded with zeros to whole vectors.
-inline int64_t padded_size(int64_t D) { return round_up(D, 64); }
 
 template <typename T>
 inline T dot_product(int64_t size, const T* a, const T* b) {
@@ -140,128 +134,70 @@ inline T scale_of(int64_t count, const T* vectors) {
   return static_cast<T>(__builtin_ldexp(1.0, __builtin_ilogb(most)));
 }
 
-// f_h of the tokens [first, first + count) of all batch items, at most 64: [count, in whole
-// vectors] [H][size], zero beyond D. The rows of the projection, as they lie, meet the tokens'
-// values, transposed, and the product is transposed on its way out.
+// What a thread works in.
 template <typename T>
-struct Transformation {
-  T *tokens, *values, *rows, *product;  // [64][64]; [d_v][64], [64][d_v] in panels; [64][64]
+struct FactorScratch {
+  T *vectors, *work, *products;  // [tokens][H][size], [H][size], [H]
+  VectorProducts<T> transform;
 
-  Transformation(Workspace& workspace, int64_t d_v)
-      : tokens(workspace.take<T>(kPanel * kPanel)),
-        values(workspace.take<T>(round_up(d_v, kPanel) * kPanel)),
-        rows(workspace.take<T>(round_up(d_v, kPanel) * kPanel)),
-        product(workspace.take<T>(kPanel * kPanel)) {}
-
-  void operator()(const FactorsOfTokens& params, int64_t first, int64_t count, T* vectors) const {
-    const int64_t H = params.H, D = params.D, d_v = params.d_v, size = padded_size(D);
-    const Array &value = params.value, &projection = params.projection;
-    for (int64_t h = 0; h < H; ++h) {
-      const int64_t of_head = h / (H / params.G) * value.stride[1];
-      for (int64_t k = 0; k < d_v; k += kPanel) {
-        const int64_t depth = min_of(kPanel, d_v - k);
-        for (int64_t t = 0, rows_here; t < count; t += rows_here) {
-          const int64_t b = (first + t) / params.S, j = (first + t) % params.S;
-          rows_here = min_of(count - t, params.S - j);
-          const int64_t offset =
-              b * value.stride[0] + of_head + j * value.stride[2] + k * value.stride[3];
-          load_panels(value, offset, value.stride[2], value.stride[3], rows_here, depth,
-                      tokens + t * kPanel, rows_here);
-        }
-        transpose_panel(count, depth, tokens, values + k * kPanel);
-      }
-      for (int64_t c = 0; c < size; c += kPanel) {
-        const int64_t columns = min_of(kPanel, D - c);
-        const int64_t of_rows = c * projection.stride[0] + h * d_v * projection.stride[1];
-        load_panels(projection, of_rows, projection.stride[0], projection.stride[1], columns, d_v,
-                    rows, kPanel);
-        for (int64_t k = 0; k == 0 || k < d_v; k += kPanel) {
-          panel_gemm<T, Left::kRows>(columns, count, min_of(kPanel, d_v - k), rows + k * kPanel,
-                                     values + k * kPanel, product, k > 0);
-        }
-        for (int64_t row = columns; row < kPanel; ++row) {
-          for (int64_t t = 0; t < kPanel; ++t) product[row * kPanel + t] = 0;
-        }
-        for (int64_t t = 0; t < count; t += kLanes<T>) {
-          for (int64_t row = 0; row < kPanel; row += kLanes<T>) {
-            transpose_block(product + row * kPanel + t, kPanel,
-                            vectors + (t * H + h) * size + c + row, H * size);
-          }
-        }
-      }
-    }
-  }
+  FactorScratch(Workspace& workspace, const FactorParams& params, int64_t d_v, int64_t tokens)
+      : vectors(workspace.take<T>(tokens * params.H * padded_size(params.D))),
+        work(workspace.take<T>(params.H * padded_size(params.D))),
+        products(workspace.take<T>(params.H)),
+        transform(workspace, d_v) {}
 };
 
-// Tokens taken together: the more, the less often the projection is read, but their vectors should
-// stay near the second-level cache (twice as much gains 2 %), and every thread should have some.
+// The factors and value norms of token j of batch item b from its vectors [H][size], destroyed.
 template <typename T>
-int64_t tokens_together(const FactorsOfTokens& params, int64_t size, int64_t threads) {
-  constexpr int64_t kBytes = 1280 << 10;
-  const int64_t bytes_each = max_of(1, params.H * size) * static_cast<int64_t>(sizeof(T));
-  const int64_t fitting = min_of(kBytes / bytes_each, ceil_div(params.B * params.S, threads));
-  return fitting < 32 ? 16 : fitting < 64 ? 32 : 64;
+void factors_of_token(const FactorParams& params, int64_t b, int64_t j, T* vectors,
+                      const FactorScratch<T>& scratch) {
+  const int64_t H = params.H, D = params.D, size = padded_size(D), entries = triangle(H);
+  const int64_t blocks = ceil_div(params.S, kFactorBlock);
+  const int last = params.factors[2] ? 2 : params.factors[1] ? 1 : 0;
+  const T scale = scale_of(H * size, vectors);
+  if (scale != T(1)) {
+    for (int64_t c = 0; c < H * size; ++c) vectors[c] /= scale;
+  }
+  for (int64_t h = 0; params.value_norms && h < H; ++h) {
+    const T* row = vectors + h * size;
+    static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] =
+        scale * static_cast<T>(__builtin_sqrt(dot_product(size, row, row)));
+  }
+  for (int v = 0; v <= last; ++v) {
+    if (v > 0) apply_norm(params.norms[v - 1], H, D, size, vectors);
+    if (!params.factors[v]) continue;
+    T* work = v == last ? vectors : scratch.work;
+    if (v != last) __builtin_memcpy(work, vectors, H * size * sizeof(T));
+    T* factors = static_cast<T*>(params.factors[v]) +
+                 (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
+    factorize(H, size, work, scratch.products, factors);
+    if (scale != T(1)) {
+      for (int64_t p = 0; p < entries; ++p) factors[p * kFactorBlock] *= scale;
+    }
+  }
 }
 
 template <typename T>
 void token_factors(const FactorsOfTokens& params, const Executor& all) {
-  const int64_t H = params.H, D = params.D, size = padded_size(D), entries = triangle(H);
-  const int64_t blocks = ceil_div(params.S, kFactorBlock), count = params.B * params.S;
-  const int64_t together = tokens_together<T>(params, size, max_of(1, all.threads));
+  const int64_t count = params.B * params.S;
+  const int64_t together = tokens_together<T>(params, max_of(1, all.threads));
   const int64_t groups = ceil_div(count, together);
   Executor executor = all;  // no scratch for threads that would find nothing to do
   executor.threads = static_cast<int>(max_of(1, min_of(all.threads, groups)));
-  const bool variant[3] = {params.factors[0] != nullptr, params.factors[1] != nullptr,
-                           params.factors[2] != nullptr};
-  const int last = variant[2] ? 2 : variant[1] ? 1 : 0;
-  struct Scratch {
-    T *vectors, *work, *products;
-    Transformation<T> transform;
-
-    Scratch(Workspace& workspace, int64_t H, int64_t size, int64_t d_v, int64_t tokens)
-        : vectors(workspace.take<T>(tokens * H * size)),
-          work(workspace.take<T>(H * size)),
-          products(workspace.take<T>(H)),
-          transform(workspace, d_v) {}
-  };
   Workspace measure;
-  static_cast<void>(Scratch(measure, H, size, params.d_v, together));
+  static_cast<void>(FactorScratch<T>(measure, params, params.d_v, together));
   char* memory =
       static_cast<char*>(executor.allocate(executor.owner, measure.bytes() * executor.threads));
 
   parallel(executor, groups, [&](int64_t group, int thread) {
     Workspace workspace(memory + thread * measure.bytes());
-    const Scratch scratch(workspace, H, size, params.d_v, together);
+    const FactorScratch<T> scratch(workspace, params, params.d_v, together);
     const int64_t first = group * together, end = min_of(first + together, count);
     scratch.transform(params, first, end - first, scratch.vectors);
-    for (int64_t token = first; token < end; ++token) {
-      const int64_t b = token / params.S, j = token % params.S;
-      T* vectors = scratch.vectors + (token - first) * H * size;
-      const T scale = scale_of(H * size, vectors);
-      if (scale != T(1)) {
-        for (int64_t c = 0; c < H * size; ++c) vectors[c] /= scale;
-      }
-      for (int64_t h = 0; params.value_norms && h < H; ++h) {
-        const T* row = vectors + h * size;
-        static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] =
-            scale * static_cast<T>(__builtin_sqrt(dot_product(size, row, row)));
-      }
-      for (int v = 0; v < 3; ++v) {
-        if (v > 0 && (variant[1] || variant[2])) {
-          if (params.norms[v - 1].weight == nullptr) break;
-          apply_norm(params.norms[v - 1], H, D, size, vectors);
-        }
-        if (!variant[v]) continue;
-        const bool is_last = v == last;
-        T* work = is_last ? vectors : scratch.work;
-        if (!is_last) __builtin_memcpy(work, vectors, H * size * sizeof(T));
-        T* factors = static_cast<T*>(params.factors[v]) +
-                     (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
-        factorize(H, size, work, scratch.products, factors);
-        if (scale != T(1)) {
-          for (int64_t p = 0; p < entries; ++p) factors[p * kFactorBlock] *= scale;
-        }
-      }
+    const int64_t per_token = params.H * padded_size(params.D);
+    for (int64_t t = first; t < end; ++t) {
+      T* vectors = scratch.vectors + (t - first) * per_token;
+      factors_of_token(params, t / params.S, t % params.S, vectors, scratch);
     }
   });
 }

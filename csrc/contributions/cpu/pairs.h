@@ -284,7 +284,7 @@ void pair_norms(const PairParams& params, const Executor& executor) {
         if (kernels.several && lie_ready<T>(params, b, i, rows, count)) {
           const int64_t* stride = given.stride;
           const int64_t offset = b * stride[0] + i * stride[2] + j0;
-          const int64_t ahead = block + 1 < blocks ? kFactorBlock : 0;
+          const int64_t ahead = j0 + 2 * kFactorBlock <= S ? kFactorBlock : 0;
           weights = {static_cast<const T*>(given.data) + offset, stride[1], stride[2], ahead};
         } else {
           load_weights(params, b, i, rows, j0, count, copies);
