@@ -6,6 +6,9 @@
 
 namespace ikattn {
 
+// Whether sums over pairs may be replaced (linear_time.h): where it is faster, or wherever it can.
+enum class LinearTime { kAuto, kNever, kAlways };
+
 struct AttentionParams {
   int64_t B = 0, H = 0, G = 0, L = 0, S = 0, d = 0, d_v = 0, M = 0;
   // Heads of the prepared key side: G where frequencies and key_bias are the same for all query
@@ -30,6 +33,7 @@ struct AttentionParams {
   bool is_causal = false;
   bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
   bool allow_bfloat16 = false;  // on the CPU: to the 8 bits of bfloat16
+  LinearTime linear_time = LinearTime::kAuto;  // on the CPU
 
   uint32_t dropout_threshold = 0;                 // 0: no dropout
   uint64_t dropout_seed = 0, dropout_offset = 0;  // on the CPU

@@ -5,12 +5,15 @@
 //       dV += w^T dO    dphi_k += ds^T phi_q    dphi_q += ds phi_k    dg += column sums of dlog
 //   -> from dphi to x and the frequencies -> frequencies summed over tokens, heads and batch
 //
+// Or without pairs (linear_backward.h), where that is faster.
+//
 // In the folded form dO and delta carry 1/Z_i and phi_k carries sqrt(e_j), so that w = s^2 + eps
 // e_j and ds = s x need nothing else; dO of 16 bits stays as it is, and 1/Z_i multiplies dP and w.
 #pragma once
 
 #include "attention/cpu/backward_sweep.h"
 #include "attention/cpu/backward_tokens.h"
+#include "attention/cpu/linear_backward.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -60,9 +63,12 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   memory.allocate(
       executor, params, layout, group, Schedule::slots(executor, group, whole),
       [&](BackwardUnit<T>& unit, Workspace& workspace) {
-        unit.take(workspace, layout, params.L, plan.query_blocks, whole, plan.chunks());
+        unit.take(workspace, layout, params.L, plan.query_blocks, whole, plan.chunks(),
+                  plan.is_linear);
       },
-      [&](BackwardScratch<T>& own, Workspace& workspace) { own.take(workspace, layout); });
+      [&](BackwardScratch<T>& own, Workspace& workspace) {
+        own.take(workspace, layout, plan.is_linear);
+      });
 
   // Chunks of a unit that one thread goes through are added up as they come, those of others when
   // all are there; units with frequencies of their own need no sum over units.
@@ -81,16 +87,43 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                                                 index % plan.query_blocks, memory.frequencies,
                                                 memory.slots[at.slot], memory.scratch[thread]);
                       }};
+  const Stage linear{int64_t{plan.is_linear}, [&](const Place& at, int64_t, int thread) {
+                       prepare_linear(plan, unit_of(at), memory.slots[at.slot],
+                                      memory.scratch[thread]);
+                     }};
+  const int64_t panels = layout.products().panels();
+  const int64_t together = panels_per_task(layout.products(), executor.threads, whole);
+  const Stage moments{plan.is_linear ? ceil_div(panels, together) : 0,
+                      [&](const Place& at, int64_t task, int thread) {
+                        const BackwardUnit<T>& state = memory.slots[at.slot];
+                        if (!state.linear.keys.is_taken) return;
+                        sum_both_moments(plan, unit_of(at), task * together,
+                                         min_of(panels, (task + 1) * together), state,
+                                         memory.scratch[thread]);
+                      }};
+  const Stage linear_queries{plan.is_linear ? layout.heads_per_unit * plan.query_blocks : 0,
+                             [&](const Place& at, int64_t index, int thread) {
+                               BackwardUnit<T>& state = memory.slots[at.slot];
+                               if (!state.linear.keys.is_taken) return;
+                               linear_query_gradients(plan, index / plan.query_blocks,
+                                                      index % plan.query_blocks, state,
+                                                      memory.scratch[thread]);
+                             }};
   const bool wants = plan.wants_frequencies() && plan.chunks() > 0;
   for (int64_t first = 0; first < layout.units; first += group) {
     const int64_t count = min_of(group, layout.units - first);
     const Stage pairs{plan.key_sweeps, [&](const Place& at, int64_t sweep, int thread) {
                         BackwardUnit<T>& state = memory.slots[at.slot];
-                        sweep_keys(plan, unit_of(at), sweep, state, memory.scratch[thread]);
+                        const BackwardScratch<T>& scratch = memory.scratch[thread];
+                        if (state.linear.keys.is_taken) {
+                          linear_key_gradients(plan, unit_of(at), sweep, state, scratch);
+                        } else {
+                          sweep_keys(plan, unit_of(at), sweep, state, scratch);
+                        }
+                        store_sweep(plan, unit_of(at), sweep, state, scratch);
                         if (!whole) return;
                         finish_sweep(plan, unit_of(at), sweep, memory.frequencies, state,
-                                     wants ? unit_sum(at.unit, first) : nullptr,
-                                     memory.scratch[thread]);
+                                     wants ? unit_sum(at.unit, first) : nullptr, scratch);
                       }};
     const int64_t finished = whole ? plan.key_chunks : 0;
     const Stage tokens{plan.chunks() - finished, [&](const Place& at, int64_t index, int thread) {
@@ -111,7 +144,7 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                              }
                            }};
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
-               queries, pairs, tokens, chunk_sums);
+               queries, linear, moments, linear_queries, pairs, tokens, chunk_sums);
     if (!wants || !shares_sets) continue;
     parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
       sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);

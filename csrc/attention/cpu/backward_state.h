@@ -46,6 +46,23 @@ struct NarrowQueries {
   }
 };
 
+// What takes the place of pairs (linear_backward.h).
+template <typename T>
+struct LinearBackward {
+  LinearKeys<T> keys;
+  Moments<T> queries;
+  T* factors = nullptr;           // [heads][L]   f_i
+  T* sum_of_gradients = nullptr;  // [d_v]        sum g_i
+  T sum_of_factors = 0;
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L) {
+    keys.take(workspace, layout, true);
+    queries = Moments<T>::take(workspace, layout.products(), layout.value_panels(), true, true);
+    factors = workspace.take<T>(layout.heads_per_unit * L);
+    sum_of_gradients = workspace.take<T>(layout.d_v);
+  }
+};
+
 // Everything the pair sweep reads and writes for one unit.
 template <typename T>
 struct BackwardUnit {
@@ -61,12 +78,14 @@ struct BackwardUnit {
   RowGradients<T> rows;     // [heads][L] each
   int* progress = nullptr;  // [heads][query blocks]   key sweeps that have added to dphi_q
   T* partials = nullptr;    // [held chunks][packed frequencies]
+  LinearBackward<T> linear;
 
   // Whole: one thread takes the unit through all stages, and what one stage leaves for another
   // need not be held for the whole unit.
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L, int64_t query_blocks,
-            bool whole, int64_t chunks) {
+            bool whole, int64_t chunks, bool is_linear) {
     const int64_t heads = layout.heads_per_unit;
+    if (is_linear) linear.take(workspace, layout, L);
     const int64_t feature_row = layout.feature_panels() * kPanel;
     const int64_t value_row = layout.value_panels() * kPanel;
     keys.take(workspace, layout, true);
@@ -129,8 +148,10 @@ struct BackwardScratch {
   T* dlog = nullptr;                    // [64][64]   gradient of the logits, for the mask
   T* bias = nullptr;                    // [64][64]
   T* keep = nullptr;                    // [64][64]
+  ProductScratch<T> products;
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout) {
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool is_linear) {
+    if (is_linear) products.take(workspace, layout.products(), layout.value_panels(), true);
     keys.take(workspace, layout, true);
     sweep.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);
@@ -147,7 +168,7 @@ struct BackwardScratch {
   }
 };
 
-// The five sizes every step of the backward needs beside the layout.
+// What every step of the backward needs beside the layout.
 template <typename T>
 struct BackwardPlan {
   const AttentionBackwardParams& params;
@@ -157,13 +178,15 @@ struct BackwardPlan {
   int64_t query_chunks;  // per head, of frequency_tokens
   int64_t key_chunks;
   int64_t frequency_tokens;
+  bool is_linear;
 
   explicit BackwardPlan(const AttentionBackwardParams& call)
       : params(call),
         layout(call),
         query_blocks(ceil_div(call.L, kBackwardRows)),
         key_sweeps(ceil_div(layout.key_blocks, kBackwardKeyBlocks)),
-        frequency_tokens(max_of(kFrequencyTokens, round_up(4 * call.d, kSweepKeys))) {
+        frequency_tokens(max_of(kFrequencyTokens, round_up(4 * call.d, kSweepKeys))),
+        is_linear(!layout.narrow_scores && takes_linear_time(call, true)) {
     query_chunks = ceil_div(call.L, frequency_tokens);
     key_chunks = ceil_div(call.S, frequency_tokens);
   }

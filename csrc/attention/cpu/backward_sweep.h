@@ -138,6 +138,23 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
   }
 }
 
+// What a sweep leaves, to memory.
+template <typename T>
+void store_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
+                 const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const int64_t j0 = sweep * kSweepKeys, count = min_of(kSweepKeys, params.S - j0);
+  if (const Array& out = params.grad_value) {
+    store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
+                 out.stride[2], out.stride[3], count, params.d_v, scratch.sweep.grad_value,
+                 kSweepKeys);
+  }
+  if (const Array& out = params.grad_key_bias) {
+    store_row(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
+              out.stride[2], count, state.grad_logit + j0);
+  }
+}
+
 template <typename T>
 void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -154,16 +171,6 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
       }
     }
     sweep_head<T>(plan, unit, head, sweep, state, scratch);
-  }
-  const int64_t j0 = sweep * kSweepKeys, count = min_of(kSweepKeys, params.S - j0);
-  if (const Array& out = params.grad_value) {
-    store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
-                 out.stride[2], out.stride[3], count, params.d_v, scratch.sweep.grad_value,
-                 kSweepKeys);
-  }
-  if (const Array& out = params.grad_key_bias) {
-    store_row(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
-              out.stride[2], count, state.grad_logit + j0);
   }
 }
 

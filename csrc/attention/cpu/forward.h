@@ -1,12 +1,13 @@
-// Forward pass: out_i = sum_j w_ij v_j / Z_i over blocks of queries and panels of 64 keys.
+// Forward pass: out_i = sum_j w_ij v_j / Z_i over blocks of queries and panels of 64 keys, or
+// without pairs (linear_time.h).
 //
-//   pack frequencies -> key logits g -> key panels, per unit -> query blocks
+//   pack frequencies -> key logits g -> key panels, per unit (-> their moments) -> query blocks
 //
 // Every row is summed over its keys in ascending order by one thread, so that the result does not
 // depend on threads or tiling.
 #pragma once
 
-#include "attention/cpu/queries.h"
+#include "attention/cpu/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -25,6 +26,28 @@ inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t l
 template <typename T>
 struct ForwardUnit {
   PreparedKeys<T> keys;
+  LinearKeys<T> linear;
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool has_moments = false) {
+    keys.take(workspace, layout, false);
+    if (has_moments) linear.take(workspace, layout, false);
+  }
+};
+
+// What a thread needs beside the rest for rows without pairs.
+template <typename T>
+struct LinearScratch {
+  ProductScratch<T> products;
+  T* sums = nullptr;            // [rows]
+  T* out = nullptr;             // [value panels][rows][64]   while others are computed by pairs
+  uint8_t* by_pairs = nullptr;  // [rows]
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
+    products.take(workspace, layout.products(), layout.value_panels(), false);
+    sums = workspace.take<T>(rows);
+    out = workspace.take<T>(layout.value_panels() * rows * kPanel);
+    by_pairs = workspace.take<uint8_t>(rows);
+  }
 };
 
 template <typename T>
@@ -41,8 +64,11 @@ struct ForwardScratch {
   T* out = nullptr;                // [value panels][rows][64]
   uint8_t* poisoned = nullptr;
   RowState<T> state;
+  LinearScratch<T> linear;
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows,
+            bool has_moments) {
+    if (has_moments) linear.take(workspace, layout, rows);
     keys.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
     phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
@@ -128,14 +154,13 @@ void finish_rows(const AttentionParams& params, const KeyForm& form, const Query
       output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
 }
 
+// out and row sums of a block of queries, pair by pair.
 template <typename T>
-void forward_block(const AttentionParams& params, const AttentionLayout<T>& layout,
-                   const QueryBlock& block, const T* packed, const PreparedKeys<T>& keys,
-                   ForwardScratch<T>& scratch) {
+void sum_over_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
+                    const QueryBlock& block, const PreparedKeys<T>& keys,
+                    ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
   [[maybe_unused]] const AmxTiles tiles;
-  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
-                  scratch.poisoned);
   narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
   const QueryFeatures<T> queries{scratch.phi, scratch.narrow_phi, scratch.steps, rows};
   scratch.state.reset(rows);
@@ -160,7 +185,78 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
       accumulate_values(params, layout, keys, at, band, scratch);
     });
   }
-  finish_rows(params, keys.form, block, scratch);
+}
+
+// The same by moments. Each row decides for itself, whatever it shares a block with.
+template <typename T>
+void sum_over_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
+                      const QueryBlock& block, const ForwardUnit<T>& unit,
+                      ForwardScratch<T>& scratch) {
+  const int64_t rows = block.rows;
+  const ProductLayout products = layout.products();
+  LinearScratch<T>& own = scratch.linear;
+  gather_features(layout.feature, rows, scratch.phi, rows, own.products.x);
+  const int64_t by_pairs = sum_weights(products, unit.linear, static_cast<T>(params.eps), rows,
+                                       own.products.x, own.sums, own.by_pairs);
+  T* out = by_pairs == 0 ? scratch.out : own.out;
+  if (by_pairs < rows) {
+    weighted_values(products, params.d_v, unit.linear, rows, own.sums, own.products, out);
+  }
+  if (by_pairs > 0) sum_over_pairs(params, layout, block, unit.keys, scratch);
+  for (int64_t r = 0; r < rows; ++r) {
+    if (own.by_pairs[r]) continue;
+    Vec<T> sum{};
+    sum[0] = own.sums[r];
+    store<T>(scratch.state.sums + r * kLanes<T>, sum);
+    for (int64_t first = 0; by_pairs > 0 && first < params.d_v; first += kPanel) {
+      const int64_t at = first * rows + r * kPanel;
+      copy_row(own.out + at, scratch.out + at);
+    }
+  }
+}
+
+template <typename T>
+void forward_block(const AttentionParams& params, const AttentionLayout<T>& layout,
+                   const QueryBlock& block, const T* packed, const ForwardUnit<T>& unit,
+                   ForwardScratch<T>& scratch) {
+  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, block.rows,
+                  scratch.poisoned);
+  if (unit.linear.is_taken) {
+    sum_over_moments(params, layout, block, unit, scratch);
+  } else {
+    sum_over_pairs(params, layout, block, unit.keys, scratch);
+  }
+  finish_rows(params, unit.keys.form, block, scratch);
+}
+
+// Moments of the prepared keys, panels [begin, end) of entries.
+template <typename T>
+void sum_key_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
+                     const ForwardUnit<T>& unit, int64_t begin, int64_t end,
+                     const ForwardScratch<T>& scratch) {
+  const ProductLayout products = layout.products();
+  const ProductScratch<T>& own = scratch.linear.products;
+  const PreparedKeys<T>& keys = unit.keys;
+  sum_moments(
+      products, begin, end, params.S, params.d_v,
+      [&](int64_t first, int64_t count) {
+        for (int64_t j0 = first; j0 < first + count; j0 += kPanel) {
+          const int64_t rows = min_of(kPanel, first + count - j0);
+          for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+            const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
+            transpose_panel(layout.feature.columns(panel), rows,
+                            keys.by_column.phi + block * kPanel * kPanel,
+                            scratch.keys.features + panel * kPanel * kPanel);
+          }
+          gather_features(layout.feature, rows, scratch.keys.features, kPanel,
+                          own.x + (j0 - first) * products.row_size<T>());
+        }
+        copy_rows(count, params.d_v, keys.values + first * kPanel, layout.padded_keys, own.values,
+                  kMomentTokens);
+        subtract_center(count, params.d_v, unit.linear.center, own.values, kMomentTokens);
+        for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
+      },
+      own, unit.linear.moments);
 }
 
 template <typename T>
@@ -170,16 +266,35 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
                                         params.is_causal ? kCausalRows : kForwardRows);
   const int64_t blocks_per_head = ceil_div(params.L, rows);
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
+  const bool is_linear = !layout.narrow_scores && takes_linear_time(params, false);
 
   const bool whole = Schedule::has_whole_units(executor, layout.units);
   PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
   memory.allocate(
       executor, params, layout, 0, Schedule::slots(executor, layout.units, whole),
-      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.keys.take(workspace, layout, false); },
-      [&](ForwardScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
+      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.take(workspace, layout, is_linear); },
+      [&](ForwardScratch<T>& own, Workspace& workspace) {
+        own.take(workspace, layout, rows, is_linear);
+      });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   const KeyStages keys{params, layout, memory};
+  const Stage center{int64_t{is_linear}, [&](const Place& at, int64_t, int) {
+                       ForwardUnit<T>& unit = memory.slots[at.slot];
+                       find_center(
+                           layout, unit.keys, params.S, layout.padded_keys,
+                           [&](int64_t j0, int64_t) { return unit.keys.values + j0 * kPanel; },
+                           unit.linear);
+                     }};
+  const int64_t panels = layout.products().panels();
+  const int64_t together = panels_per_task(layout.products(), executor.threads, whole);
+  const Stage moments{
+      is_linear ? ceil_div(panels, together) : 0, [&](const Place& at, int64_t task, int thread) {
+        const ForwardUnit<T>& unit = memory.slots[at.slot];
+        if (!unit.linear.is_taken) return;
+        sum_key_moments(params, layout, unit, task * together,
+                        min_of(panels, (task + 1) * together), memory.scratch[thread]);
+      }};
   const Stage queries{
       blocks_per_unit, [&](const Place& at, int64_t index, int thread) {
         const Unit unit = unit_at(params, layout, at.unit);
@@ -187,10 +302,10 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
         const QueryBlock block{unit.b, unit.first_query_head + index / blocks_per_head, i0,
                                min_of(rows, params.L - i0)};
         forward_block(params, layout, block, memory.frequencies.of(unit, layout.feature),
-                      memory.slots[at.slot].keys, memory.scratch[thread]);
+                      memory.slots[at.slot], memory.scratch[thread]);
       }};
   run_stages(executor, Schedule{0, layout.units, whole}, keys.logits(), keys.form(), keys.blocks(),
-             queries);
+             center, moments, queries);
 }
 
 }  // namespace

@@ -1,7 +1,11 @@
 // CPU: threads and the choice of instruction set.
 #include "attention/glue.h"
 
+#include <cstdlib>
+#include <string>
+
 #include "attention/cpu/kernel.h"
+#include "attention/linear_time.h"
 #include "support/cpu_glue.h"
 
 namespace ikattn {
@@ -9,10 +13,26 @@ namespace {
 
 const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
 
-// Null: the processor has none, or the call must not take them.
-const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params) {
+// As the environment variable IKATTN_LINEAR_TIME has it.
+LinearTime linear_time() {
+  static const LinearTime chosen = [] {
+    const char* variable = std::getenv("IKATTN_LINEAR_TIME");
+    const std::string asked = variable && *variable ? variable : "auto";
+    TORCH_CHECK(asked == "auto" || asked == "never" || asked == "always",
+                "the environment variable IKATTN_LINEAR_TIME must be auto, never or always, got ",
+                asked);
+    return asked == "auto"    ? LinearTime::kAuto
+           : asked == "never" ? LinearTime::kNever
+                              : LinearTime::kAlways;
+  }();
+  return chosen;
+}
+
+// Null: the processor has none, or the call must not take them, or is faster without pairs.
+const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool backward) {
 #if defined(IKATTN_HAVE_X86_ISAS)
-  if (params.takes_16_bits()) {
+  constexpr double kRate = 2;  // of the products of 16 bits
+  if (params.takes_16_bits() && !takes_linear_time(params, backward, kRate)) {
     if (sixteen_bits() == SixteenBits::kAmx) return &amx::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
     if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
@@ -24,13 +44,13 @@ const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params) {
 struct Cpu {
   static void forward(const AttentionParams& given, const at::Tensor& query, double work) {
     const AttentionParams params = with_context(given, query);
-    const SixteenBitKernels* narrow = sixteen_bit_kernels(params);
+    const SixteenBitKernels* narrow = sixteen_bit_kernels(params, false);
     const auto forward = narrow ? narrow->forward : kernels().forward[compute_index(query)];
     forward(params, TorchExecutor(work));
   }
   static void backward(const AttentionBackwardParams& given, const at::Tensor& query, double work) {
     const AttentionBackwardParams params = with_context(given, query);
-    const SixteenBitKernels* narrow = sixteen_bit_kernels(params);
+    const SixteenBitKernels* narrow = sixteen_bit_kernels(params, true);
     const auto backward = narrow ? narrow->backward : kernels().backward[compute_index(query)];
     backward(params, TorchExecutor(work));
   }
@@ -45,6 +65,7 @@ struct Cpu {
  private:
   template <typename Params>
   static Params with_context(Params params, const at::Tensor& query) {
+    params.linear_time = linear_time();
     params.allow_bfloat16 = query.scalar_type() == at::kFloat && torch_allows_bfloat16();
     if (params.dropout_state != nullptr) {
       params.dropout_seed = static_cast<uint64_t>(params.dropout_state[0]);

@@ -9,6 +9,7 @@
 //   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
 #pragma once
 
+#include "attention/cpu/feature_products.h"
 #include "attention/cpu/score_features.h"
 #include "attention/params.h"
 
@@ -59,6 +60,7 @@ struct AttentionLayout {
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }
   int64_t feature_panels() const { return feature.panels(); }
   ScoreLayout scores() const { return {feature.M}; }
+  ProductLayout products() const { return {feature.M}; }
 };
 
 // One unit's place in the call.

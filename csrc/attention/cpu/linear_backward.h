@@ -1,0 +1,200 @@
+// Backward pass without pairs (../linear_time.h). With v' = v - center, g_i = dO_i / Z_i and
+// f_i = g_i . center - delta_i, what a pair contributes begins with s_ij (g_i . v'_j + f_i):
+//
+//   moments of the keys with v' and 1, moments of the queries with g and f
+//   -> dphi_q = half the gradient of psi(q) . (moments of the keys with g_i and f_i)
+//   -> dphi_k likewise with v'_j and 1,   dV_j = psi(k) . (moments with g) + eps e_j sum_i g_i
+#pragma once
+
+#include "attention/cpu/backward_state.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// Values of the block of keys at j0, [value panels][64][64], relative to the center; keys left out
+// count for nothing.
+template <typename T>
+T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0,
+                   const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const int64_t count = min_of(kPanel, params.S - j0);
+  T* values = scratch.keys.values;
+  load_values(params, plan.layout, unit, j0, values);
+  for (int64_t r = 0; r < count; ++r) {
+    if (state.keys.feature_scales[j0 + r] == 0) fill_row(values, kPanel, r, params.d_v, T(0));
+  }
+  subtract_center(count, params.d_v, state.linear.keys.center, values, kPanel);
+  return values;
+}
+
+// Whether the products keep the digits of every query's weights; a unit of which one does not goes
+// by pairs.
+template <typename T>
+bool all_keep_digits(const BackwardPlan<T>& plan, const BackwardUnit<T>& state,
+                     const ProductScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const ProductLayout products = layout.products();
+  const int64_t L = plan.params.L;
+  const auto squares = [&](const T* phi, int64_t rows_of_panel, int64_t tokens, const auto& use) {
+    for (int64_t first = 0; first < tokens; first += kMomentTokens) {
+      const int64_t count = min_of(kMomentTokens, tokens - first);
+      gather_features(layout.feature, count, phi + first * kPanel, rows_of_panel, scratch.x);
+      for (int64_t r = 0; r < count; ++r) {
+        use(first + r, sum_of_squares(products, scratch.x + r * products.row_size<T>()));
+      }
+    }
+  };
+  double of_keys = 0;
+  squares(state.keys.features, layout.padded_keys, plan.params.S,
+          [&](int64_t, T square) { of_keys += square; });
+  bool all = true;
+  for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
+    squares(
+        state.phi + head * layout.feature_panels() * L * kPanel, L, L, [&](int64_t i, T square) {
+          const T factor = state.rows.factor[head * L + i];
+          all &= factor == 0 || keeps_digits(products, 1 / factor, square, static_cast<T>(of_keys));
+        });
+  }
+  return all;
+}
+
+// Whether the unit goes without pairs; its center, f_i, and the sums of g_i and f_i.
+template <typename T>
+void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<T>& state,
+                    const BackwardScratch<T>& scratch) {
+  const AttentionBackwardParams& params = plan.params;
+  const AttentionLayout<T>& layout = plan.layout;
+  LinearBackward<T>& linear = state.linear;
+  find_center(
+      layout, state.keys, params.S, kPanel,
+      [&](int64_t j0, int64_t) {
+        load_values(params, layout, unit, j0, scratch.keys.values);
+        return scratch.keys.values;
+      },
+      linear.keys);
+  const int64_t rows = layout.heads_per_unit * params.L, value_panels = layout.value_panels();
+  for (int64_t i = 0; i < rows; ++i) linear.keys.is_taken &= !state.rows.poisoned[i];
+  if (!linear.keys.is_taken) return;
+  linear.keys.is_taken = all_keep_digits(plan, state, scratch.products);
+  if (!linear.keys.is_taken) return;
+
+  double* sums = linear.keys.sums;
+  double sum_of_factors = 0;
+  for (int64_t c = 0; c < params.d_v; ++c) sums[c] = 0;
+  for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
+    for (int64_t i = 0; i < params.L; ++i) {
+      T dot = -state.rows.delta[head * params.L + i];
+      for (int64_t first = 0; first < params.d_v; first += kPanel) {
+        const T* row =
+            state.grad_out + ((head * value_panels + first / kPanel) * params.L + i) * kPanel;
+        for (int64_t c = 0; c < min_of(kPanel, params.d_v - first); ++c) {
+          dot += row[c] * linear.keys.center[first + c];
+          sums[first + c] += static_cast<double>(row[c]);
+        }
+      }
+      linear.factors[head * params.L + i] = dot;
+      sum_of_factors += static_cast<double>(dot);
+    }
+  }
+  for (int64_t c = 0; c < params.d_v; ++c) linear.sum_of_gradients[c] = static_cast<T>(sums[c]);
+  linear.sum_of_factors = static_cast<T>(sum_of_factors);
+}
+
+// Moments of keys and queries, panels [begin, end) of entries.
+template <typename T>
+void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, int64_t end,
+                      const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const ProductLayout products = layout.products();
+  const ProductScratch<T>& own = scratch.products;
+  const int64_t L = plan.params.L, d_v = plan.params.d_v, value_panels = layout.value_panels();
+  sum_moments(
+      products, begin, end, plan.params.S, d_v,
+      [&](int64_t first, int64_t count) {
+        gather_features(layout.feature, count, state.keys.features + first * kPanel,
+                        layout.padded_keys, own.x);
+        for (int64_t t = 0; t < count; t += kPanel) {
+          copy_rows(min_of(kPanel, count - t), d_v,
+                    centered_values(plan, unit, first + t, state, scratch), kPanel,
+                    own.values + t * kPanel, kMomentTokens);
+        }
+        for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
+      },
+      own, state.linear.keys.moments);
+  const Moments<T>& of_queries = state.linear.queries;
+  sum_moments(
+      products, begin, end, layout.heads_per_unit * L, d_v,
+      [&](int64_t first, int64_t count) {
+        for (int64_t t = 0, rows; t < count; t += rows) {  // rows of one head
+          const int64_t head = (first + t) / L, i = (first + t) % L;
+          rows = min_of(count - t, L - i);
+          gather_features(layout.feature, rows,
+                          state.phi + (head * layout.feature_panels() * L + i) * kPanel, L,
+                          own.x + t * products.row_size<T>());
+          copy_rows(rows, d_v, state.grad_out + (head * value_panels * L + i) * kPanel, L,
+                    own.values + t * kPanel, kMomentTokens);
+        }
+        __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
+      },
+      own, of_queries);
+  for (int64_t tile = begin * value_panels; tile < end * value_panels; ++tile) {
+    transpose_panel(kPanel, kPanel, of_queries.by_entry + tile * kPanel * kPanel,
+                    of_queries.by_value + tile * kPanel * kPanel);
+  }
+}
+
+// dphi_q of one block of queries.
+template <typename T>
+void linear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
+                            BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const int64_t L = plan.params.L, i0 = index * kBackwardRows, rows = min_of(kBackwardRows, L - i0);
+  const int64_t at = (head * layout.feature_panels() * L + i0) * kPanel;
+  gather_features(layout.feature, rows, state.phi + at, L, scratch.products.x);
+  product_gradients(layout.products(), plan.params.d_v, state.linear.keys.moments, rows,
+                    state.grad_out + (head * layout.value_panels() * L + i0) * kPanel, L,
+                    state.linear.factors + head * L + i0, scratch.products);
+  scatter_features(layout.feature, rows, scratch.products.own, state.grad_phi_q + at, L);
+}
+
+// dV, dphi_k and dg of the keys of one sweep.
+template <typename T>
+void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
+                          BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const ProductLayout products = layout.products();
+  const LinearBackward<T>& linear = state.linear;
+  const ProductScratch<T>& own = scratch.products;
+  const int64_t S = plan.params.S, d_v = plan.params.d_v, first_key = sweep * kSweepKeys;
+  for (int64_t j0 = first_key; j0 < min_of(S, first_key + kSweepKeys); j0 += kPanel) {
+    const int64_t rows = min_of(kPanel, S - j0);
+    const T* values = centered_values(plan, unit, j0, state, scratch);
+    gather_features(layout.feature, rows, state.keys.features + j0 * kPanel, layout.padded_keys,
+                    own.x);
+    T* grad_value = scratch.sweep.grad_value + (j0 - first_key) * kPanel;
+    read_moments(products, d_v, linear.queries, rows, own, grad_value, kSweepKeys);
+    for (int64_t r = 0; r < rows; ++r) own.factors[r] = 1;
+    product_gradients(products, d_v, linear.queries, rows, values, kPanel, own.factors, own);
+    scatter_features(layout.feature, rows, own.own,
+                     state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys);
+    for (int64_t r = 0; r < rows; ++r) {
+      const T term = state.keys.weight_terms[j0 + r];
+      T of_term = linear.sum_of_factors, of_score = 0;
+      for (int64_t first = 0; first < d_v; first += kPanel) {
+        const T* value = values + first * kPanel + r * kPanel;
+        T* gradient = grad_value + first * kSweepKeys + r * kPanel;
+        for (int64_t c = 0; c < min_of(kPanel, d_v - first); ++c) {
+          of_term += value[c] * linear.sum_of_gradients[first + c];
+          gradient[c] += term * linear.sum_of_gradients[first + c];
+        }
+      }
+      const int64_t row = r * products.row_size<T>();
+      for (int64_t b = 0; b < products.features(); ++b)
+        of_score += own.x[row + b] * own.own[row + b];
+      state.grad_logit[j0 + r] = of_score + term * of_term;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

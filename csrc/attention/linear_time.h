@@ -1,0 +1,42 @@
+// Which calls are computed without pairs, in time linear in their length.
+//
+// A score is a sum over F = 2M features, so its square is one over products of two of them, and
+//   sum_j s_ij^2 v_j = sum_e c_e psi_e(q_i) (sum_j psi_e(k_j) v_j),   e = 1 .. E = F (F/2 + 1).
+// The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
+// numbers are multiplied with a row of values where pairs would be L S scores of F. Exact, but not
+// for every query (cpu/linear_time.h); dropout, masks and the diagonal are about pairs.
+#pragma once
+
+#include "attention/params.h"
+
+namespace ikattn {
+
+struct LinearTimeCost {
+  double by_pairs, by_products;  // multiply-adds, or what takes as long
+
+  // What an entry e costs beside its products with values, in multiply-adds: forming it, and in the
+  // backward the way back from its gradient to features. Measured, as all of these.
+  static constexpr double kForward = 8, kBackward = 28;
+
+  LinearTimeCost(const AttentionParams& params, bool backward) {
+    const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
+    // Of a narrow row of values a vector is multiplied.
+    const double d_v = params.d_v < 16 ? 16.0 : static_cast<double>(params.d_v);
+    const double tokens = static_cast<double>(params.L) + static_cast<double>(params.S);
+    const double pairs = static_cast<double>(params.L) * static_cast<double>(params.S);
+    by_pairs = pairs * (backward ? 3 * F + 2 * d_v : F + d_v);
+    by_products = tokens * entries * (backward ? 2.5 * d_v + kBackward : d_v + kForward);
+  }
+};
+
+// rate_of_pairs: of the products over pairs, beside those that take their place.
+inline bool takes_linear_time(const AttentionParams& params, bool backward,
+                              double rate_of_pairs = 1) {
+  const bool has_pairs = params.mask || params.is_causal || params.dropout_threshold != 0;
+  if (has_pairs || params.d_v == 0 || params.linear_time == LinearTime::kNever) return false;
+  const LinearTimeCost cost(params, backward);
+  return params.linear_time == LinearTime::kAlways ||
+         cost.by_products * rate_of_pairs < cost.by_pairs;
+}
+
+}  // namespace ikattn
