@@ -2,6 +2,7 @@
 #include "attention/fast_path.h"
 
 #include "attention/glue.h"
+#include "attention/linear_time_setting.h"
 #include "support/instruction_set.h"
 
 namespace ikattn {
@@ -47,6 +48,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       "why_not_fast(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? "
       "w2=None, " IKATTN_OPTION_SCHEMA ", str device=\"\") -> str",
       why_not_fast);
+  m.def("linear_time() -> str", [] { return std::string(name_of(linear_time_setting())); });
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ struct LinearTimeCost {
 
   // What an entry e costs beside its products with values, in multiply-adds: forming it, and in the
   // backward the way back from its gradient to features. Measured, as all of these.
-  static constexpr double kForward = 8, kBackward = 28;
+  static constexpr double kForward = 12, kBackward = 30;
 
   LinearTimeCost(const AttentionParams& params, bool backward) {
     const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
@@ -33,10 +33,11 @@ struct LinearTimeCost {
 inline bool takes_linear_time(const AttentionParams& params, bool backward,
                               double rate_of_pairs = 1) {
   const bool has_pairs = params.mask || params.is_causal || params.dropout_threshold != 0;
-  if (has_pairs || params.d_v == 0 || params.linear_time == LinearTime::kNever) return false;
+  const bool has_few = params.L < 8 || params.S < 8;  // whose sums are small differences
+  if (has_pairs || has_few || params.d_v == 0) return false;
+  if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
   const LinearTimeCost cost(params, backward);
-  return params.linear_time == LinearTime::kAlways ||
-         cost.by_products * rate_of_pairs < cost.by_pairs;
+  return cost.by_products * rate_of_pairs < cost.by_pairs;
 }
 
 }  // namespace ikattn

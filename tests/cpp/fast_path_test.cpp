@@ -1,9 +1,11 @@
-// Which calls the tensor cores take.
+// Which calls the tensor cores take, and which go without pairs on the CPU.
 #include "attention/fast_path.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
+
+#include "attention/linear_time.h"
 
 namespace ikattn {
 namespace {
@@ -74,6 +76,51 @@ TEST(FastPath, CopiesAValueThatDoesNotLieReady) {
   call.allow_tf32 = true;
   EXPECT_FALSE(lies_ready_for_tensor_cores(call));
   EXPECT_EQ(why_no_tensor_cores(call), nullptr);
+}
+
+AttentionParams call_of(int64_t L, int64_t S, int64_t M, int64_t d_v) {
+  AttentionParams params;
+  params.B = params.H = params.G = 1;
+  params.L = L;
+  params.S = S;
+  params.M = M;
+  params.d_v = d_v;
+  return params;
+}
+
+TEST(LinearTime, IsTakenFromALengthOn) {
+  for (const bool backward : {false, true}) {
+    EXPECT_TRUE(takes_linear_time(call_of(8192, 8192, 64, 64), backward));
+    EXPECT_TRUE(takes_linear_time(call_of(4096, 4096, 32, 64), backward));
+    EXPECT_TRUE(takes_linear_time(call_of(1024, 1024, 8, 8), backward));
+    EXPECT_FALSE(takes_linear_time(call_of(4096, 4096, 64, 64), backward));
+    EXPECT_FALSE(takes_linear_time(call_of(2048, 2048, 32, 64), backward));
+    EXPECT_FALSE(takes_linear_time(call_of(128, 128, 8, 8), backward));
+    // Both sides have to be long: the shorter one counts, less than twice.
+    EXPECT_FALSE(takes_linear_time(call_of(100, 1000000, 64, 64), backward));
+    // Products of 16 bits make pairs faster.
+    EXPECT_FALSE(takes_linear_time(call_of(8192, 8192, 64, 64), backward, 2));
+    EXPECT_TRUE(takes_linear_time(call_of(16384, 16384, 64, 64), backward, 2));
+  }
+}
+
+TEST(LinearTime, IsNotForWhatIsAboutPairs) {
+  const auto taken = [](const auto& change, LinearTime setting) {
+    AttentionParams params = call_of(65536, 65536, 8, 8);
+    params.linear_time = setting;
+    change(params);
+    return takes_linear_time(params, false);
+  };
+  for (const LinearTime setting : {LinearTime::kAuto, LinearTime::kAlways}) {
+    EXPECT_TRUE(taken([](auto&) {}, setting));
+    EXPECT_TRUE(taken([](auto& call) { call.key_bias.type = ElementType::kFloat32; }, setting));
+    EXPECT_FALSE(taken([](auto& call) { call.mask.type = ElementType::kBool; }, setting));
+    EXPECT_FALSE(taken([](auto& call) { call.is_causal = true; }, setting));
+    EXPECT_FALSE(taken([](auto& call) { call.dropout_threshold = 1; }, setting));
+    EXPECT_FALSE(taken([](auto& call) { call.d_v = 0; }, setting));
+    EXPECT_FALSE(taken([](auto& call) { call.S = 7; }, setting));
+  }
+  EXPECT_FALSE(taken([](auto&) {}, LinearTime::kNever));
 }
 
 }  // namespace

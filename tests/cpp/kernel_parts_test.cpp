@@ -207,5 +207,119 @@ TEST(Workspace, ArraysAreAlignedAndApart) {
   EXPECT_LE(z + 1, reinterpret_cast<uint8_t*>(memory) + bytes);
 }
 
+// Features of `tokens` tokens with M frequencies, as panels and as rows.
+template <typename T>
+struct ProductSample {
+  FeatureLayout<T> features;
+  ProductLayout products;
+  std::vector<T> phi, rows;
+
+  ProductSample(int64_t M, int64_t tokens) : features{8, M}, products{M} {
+    phi.assign(features.panels() * tokens * kPanel, 0);
+    for (int64_t panel = 0; panel < features.panels(); ++panel) {
+      for (int64_t r = 0; r < tokens; ++r) {
+        T* row = phi.data() + (panel * tokens + r) * kPanel;
+        const std::vector<T> x = random_values<T>(2 * features.frequencies(panel));
+        std::copy_n(x.begin(), features.frequencies(panel), row);
+        std::copy_n(x.begin() + features.frequencies(panel), features.frequencies(panel),
+                    row + features.half(panel));
+      }
+    }
+    rows.assign(tokens * products.template row_size<T>(), T(99));
+    gather_features(features, tokens, phi.data(), tokens, rows.data());
+  }
+  const T* row(int64_t r) const { return rows.data() + r * products.template row_size<T>(); }
+  double dot(int64_t one, int64_t other) const {
+    double sum = 0;
+    for (int64_t b = 0; b < products.features(); ++b) sum += double{row(one)[b]} * row(other)[b];
+    return sum;
+  }
+};
+
+constexpr int64_t kSomeFrequencies[] = {1, 2, 3, 5, 8, 15, 16, 17, 32, 33, 64, 70};
+
+TYPED_TEST(Precision, ProductsOfFeaturesAddUpToTheSquareOfTheScore) {
+  using T = TypeParam;
+  for (const int64_t M : kSomeFrequencies) {
+    const ProductSample<T> sample(M, 2);
+    const ProductLayout& layout = sample.products;
+    std::vector<T> psi(2 * kPanel + kLanes<T>);
+    std::vector<T> weighted(layout.panels() * kPanel + kLanes<T>,
+                            std::numeric_limits<T>::quiet_NaN());
+    double sum = 0;
+    int64_t entries = 0;
+    for (int64_t panel = 0; panel < layout.panels(); ++panel) {
+      const auto runs = layout.runs(panel);
+      feature_products(layout, runs, 2, sample.rows.data(), psi.data());
+      for (const ShiftRun& run : runs) {
+        for (int64_t e = run.column; e < run.column + run.count; ++e) {
+          weighted[panel * kPanel + e] = layout.multiplicity<T>(run) * psi[kPanel + e];
+          sum += double{weighted[panel * kPanel + e]} * psi[e];
+          ++entries;
+        }
+      }
+    }
+    const double exact = sample.dot(0, 1) * sample.dot(0, 1);
+    const double bound = 8 * this->kEpsilon * sample.dot(0, 0) * sample.dot(1, 1);
+    EXPECT_EQ(entries, 2 * M * (M + 1));
+    EXPECT_NEAR(sum, exact, bound) << M;
+    EXPECT_NEAR(sum_of_products(layout, sample.row(0), weighted.data()), exact, bound) << M;
+  }
+}
+
+TYPED_TEST(Precision, FeaturesComeBackFromTheirRows) {
+  using T = TypeParam;
+  for (const int64_t M : kSomeFrequencies) {
+    const ProductSample<T> sample(M, 3);
+    std::vector<T> back(sample.phi.size(), T(7));
+    scatter_features(sample.features, 3, sample.rows.data(), back.data(), 3);
+    EXPECT_EQ(back, sample.phi) << M;
+  }
+}
+
+// The gradient of psi(x) . (moments + totals) must be that of the score's square: with moments made
+// of one other token it is 2 s x', half of which is what comes out.
+TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
+  using T = TypeParam;
+  for (const int64_t M : kSomeFrequencies) {
+    const ProductSample<T> sample(M, 2);
+    const ProductLayout& layout = sample.products;
+    for (const int64_t d_v : {1, 5, 64, 70}) {
+      Workspace measure;
+      ProductScratch<T> scratch;
+      scratch.take(measure, layout, ceil_div(d_v, kPanel), true);
+      Moments<T>::take(measure, layout, ceil_div(d_v, kPanel), true, true);
+      std::vector<char> memory(measure.bytes() + 64);
+      Workspace workspace(memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64));
+      scratch.take(workspace, layout, ceil_div(d_v, kPanel), true);
+      Moments<T> by_value = Moments<T>::take(workspace, layout, ceil_div(d_v, kPanel), true, true);
+      by_value.by_entry = nullptr;
+      const std::vector<T> values = random_values<T>(ceil_div(d_v, kPanel) * kPanel);
+      sum_moments(
+          layout, 0, layout.panels(), 1, d_v,
+          [&](int64_t, int64_t) {
+            std::copy_n(sample.row(1), layout.template row_size<T>(), scratch.x);
+            for (int64_t first = 0; first < d_v; first += kPanel) {
+              std::copy_n(values.data() + first, kPanel, scratch.values + first * kMomentTokens);
+            }
+            scratch.factors[0] = T(0.5);
+          },
+          scratch, by_value);
+      std::copy_n(sample.row(0), layout.template row_size<T>(), scratch.x);
+      const T factor = 3;
+      product_gradients(layout, d_v, by_value, 1, values.data(), 1, &factor, scratch);
+      double squares = 1.5;
+      for (int64_t c = 0; c < d_v; ++c) squares += double{values[c]} * values[c];
+      const double score = sample.dot(0, 1);
+      for (int64_t b = 0; b < layout.features(); ++b) {
+        EXPECT_NEAR(
+            scratch.own[b], squares * score * sample.row(1)[b],
+            16 * this->kEpsilon * squares * sample.dot(1, 1) * std::sqrt(sample.dot(0, 0) + 1))
+            << M << ' ' << d_v << ' ' << b;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ikattn::baseline_test

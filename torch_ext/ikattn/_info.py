@@ -41,6 +41,7 @@ def info() -> str:
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
         "16-bit products": torch.ops.ikattn.sixteen_bit_instructions(),
+        "linear time": torch.ops.ikattn.linear_time(),
         "CUDA kernels": cuda_kernels(build["cuda"], build["warpgroups"]),
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),

@@ -115,9 +115,13 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
     const Stage pairs{plan.key_sweeps, [&](const Place& at, int64_t sweep, int thread) {
                         BackwardUnit<T>& state = memory.slots[at.slot];
                         const BackwardScratch<T>& scratch = memory.scratch[thread];
-                        if (state.linear.keys.is_taken) {
+                        const bool is_taken = state.linear.keys.is_taken;
+                        if (is_taken) {
                           linear_key_gradients(plan, unit_of(at), sweep, state, scratch);
                         } else {
+                          clear_key_gradients(layout, sweep, state, scratch);
+                        }
+                        if (!is_taken || state.linear.any_by_pairs) {
                           sweep_keys(plan, unit_of(at), sweep, state, scratch);
                         }
                         store_sweep(plan, unit_of(at), sweep, state, scratch);

@@ -52,13 +52,17 @@ struct LinearBackward {
   LinearKeys<T> keys;
   Moments<T> queries;
   T* factors = nullptr;           // [heads][L]   f_i
-  T* sum_of_gradients = nullptr;  // [d_v]        sum g_i
-  T sum_of_factors = 0;
+  uint8_t* by_pairs = nullptr;    // [heads][query blocks]   a query would lose digits
+  T* sum_of_gradients = nullptr;  // [d_v]        sum g_i, of the other blocks as the next
+  T sum_of_factors = 0;           //              sum f_i
+  bool any_by_pairs = false;
+  bool any_poisoned = false;  // a query is: all keys it sees have no gradient
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L) {
     keys.take(workspace, layout, true);
     queries = Moments<T>::take(workspace, layout.products(), layout.value_panels(), true, true);
     factors = workspace.take<T>(layout.heads_per_unit * L);
+    by_pairs = workspace.take<uint8_t>(layout.heads_per_unit * ceil_div(L, kBackwardRows));
     sum_of_gradients = workspace.take<T>(layout.d_v);
   }
 };
@@ -144,8 +148,7 @@ struct BackwardScratch {
   int32_t* narrow_w_by_row = nullptr;   // [32][64]
   T* s = nullptr;                       // [64][64]   scores, then ds
   T* w = nullptr;                       // [64][64]   weights
-  T* dp = nullptr;                      // [64][64]   dP
-  T* dlog = nullptr;                    // [64][64]   gradient of the logits, for the mask
+  T* dp = nullptr;                      // [64][64]   dP, then the gradient of the logits
   T* bias = nullptr;                    // [64][64]
   T* keep = nullptr;                    // [64][64]
   ProductScratch<T> products;
@@ -163,7 +166,7 @@ struct BackwardScratch {
       narrow_ds_by_row = workspace.take<int32_t>(kPanel / 2 * kPanel);
       narrow_w_by_row = workspace.take<int32_t>(kPanel / 2 * kPanel);
     }
-    T** tiles[] = {&angles, &s, &w, &dp, &dlog, &bias, &keep};
+    T** tiles[] = {&angles, &s, &w, &dp, &bias, &keep};
     for (T** tile : tiles) *tile = workspace.take<T>(kPanel * kPanel);
   }
 };
@@ -197,6 +200,13 @@ struct BackwardPlan {
   }
   bool wants_frequencies() const { return params.grad_w1 || params.grad_w2; }
 };
+
+template <typename T>
+inline bool goes_by_pairs(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
+                          int64_t index) {
+  return !state.linear.keys.is_taken ||
+         state.linear.by_pairs[head * plan.query_blocks + index] != 0;
+}
 
 // dphi_q of one block of queries starts at zero, its turn at the first sweep of keys.
 template <typename T>

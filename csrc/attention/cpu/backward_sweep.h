@@ -86,7 +86,7 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
   }
 }
 
-// All query blocks of one head against one sweep of key blocks.
+// All query blocks of one head that go by pairs against one sweep of key blocks.
 template <typename N, typename T>
 void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -99,6 +99,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
 
   for (int64_t index = first_query_block; index < plan.query_blocks; ++index) {
+    if (!goes_by_pairs(plan, state, head, index)) continue;
     const QueryBlock block = plan.query_block(unit, head, index);
     int* progress = state.progress + head * plan.query_blocks + index;
     bool in_turn = false;
@@ -113,15 +114,15 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
           tile.pairs(columns, visibility == Visibility::kMixed ? scratch.bias : nullptr);
 
       // 1. scores and dP
-      if (params.d_v == 0) __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
+      if (params.d_v == 0 || params.grad_mask) {  // what no band covers has no gradient
+        __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
+      }
       for_each_band(params, at, columns, [&](const Band& band) { tile.score(band); });
       // 2. pair gradients
       if (pairs.keep) fill_keep(params, at, kept_factor<T>(params), scratch.keep);
-      T* dlog = params.grad_mask ? scratch.dlog : nullptr;
-      if (dlog) __builtin_memset(dlog, 0, kPanel * kPanel * sizeof(T));
-      pair_gradients(pairs, state.keys.form.folded, scratch.s, scratch.w, scratch.dp, dlog,
+      pair_gradients(pairs, state.keys.form.folded, scratch.s, scratch.w, scratch.dp,
                      state.grad_logit + j0);
-      poison_rows(pairs, scratch.s, scratch.w, dlog, state.grad_logit + j0);
+      poison_rows(pairs, scratch.s, scratch.w, scratch.dp, state.grad_logit + j0);
       tile.narrow();
       // 3. dV, dphi_k: rows are keys, summed over the block's queries
       for_each_key_band(params, at, tile.keys(), [&](int64_t column, int64_t keys, int64_t row) {
@@ -131,7 +132,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       if (!in_turn) wait_for(progress, static_cast<int>(sweep));
       in_turn = true;
       for_each_band(params, at, columns, [&](const Band& band) { tile.add_to_queries(band); });
-      if (dlog) add_mask_gradient(params.grad_mask, at, tile.keys(), dlog);
+      if (params.grad_mask) add_mask_gradient(params.grad_mask, at, tile.keys(), scratch.dp);
     }
     if (!in_turn) wait_for(progress, static_cast<int>(sweep));
     __atomic_store_n(progress, static_cast<int>(sweep) + 1, __ATOMIC_RELEASE);
@@ -155,13 +156,13 @@ void store_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
   }
 }
 
+// Adds to what the keys of a sweep have from elsewhere.
 template <typename T>
 void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
   [[maybe_unused]] const AmxTiles tiles;
-  clear_key_gradients(layout, sweep, state, scratch);
   prepare_sweep(params, layout, unit, sweep, state, scratch);
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     if constexpr (kTakes16Bits<T> && kHasBFloat16) {

@@ -126,9 +126,9 @@ T sum_of_products(const ProductLayout& layout, const T* x, const T* weights) {
   Vec<T> sums[2] = {};
   for (int64_t shift = 0; shift <= layout.M; ++shift) {
     for (int64_t b = 0; b < F; b += kLanes<T>) {
-      Vec<T> product = load(x + b) * load(x + b + shift);
+      Vec<T> product = load(x + b) * load(x + b + shift) * load(weights + shift * F + b);
       if (F - b < kLanes<T>) product = first_lanes<T>(product, F - b);
-      sums[b / kLanes<T> % 2] += product * load(weights + shift * F + b);
+      sums[b / kLanes<T> % 2] += product;
     }
   }
   return sum_of_lanes<T>(sums[0] + sums[1]);
@@ -188,7 +188,7 @@ struct Moments {
 
 constexpr int64_t kMomentTokens = 256;  // summed by themselves, then added: errors stay small
 constexpr int64_t kProductRows = 192;   // query rows that read the moments together
-constexpr int64_t kProductPanels = 8;   // of entries, whose moments stay in cache for all tokens
+constexpr int64_t kProductPanels = 16;  // of entries, whose moments stay in cache for all tokens
 
 template <typename T>
 struct ProductScratch {

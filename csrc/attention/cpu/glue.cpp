@@ -1,32 +1,15 @@
 // CPU: threads and the choice of instruction set.
 #include "attention/glue.h"
 
-#include <cstdlib>
-#include <string>
-
 #include "attention/cpu/kernel.h"
 #include "attention/linear_time.h"
+#include "attention/linear_time_setting.h"
 #include "support/cpu_glue.h"
 
 namespace ikattn {
 namespace {
 
 const AttentionKernels& kernels() { return IKATTN_KERNELS(attention_kernels); }
-
-// As the environment variable IKATTN_LINEAR_TIME has it.
-LinearTime linear_time() {
-  static const LinearTime chosen = [] {
-    const char* variable = std::getenv("IKATTN_LINEAR_TIME");
-    const std::string asked = variable && *variable ? variable : "auto";
-    TORCH_CHECK(asked == "auto" || asked == "never" || asked == "always",
-                "the environment variable IKATTN_LINEAR_TIME must be auto, never or always, got ",
-                asked);
-    return asked == "auto"    ? LinearTime::kAuto
-           : asked == "never" ? LinearTime::kNever
-                              : LinearTime::kAlways;
-  }();
-  return chosen;
-}
 
 // Null: the processor has none, or the call must not take them, or is faster without pairs.
 const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool backward) {
@@ -65,7 +48,7 @@ struct Cpu {
  private:
   template <typename Params>
   static Params with_context(Params params, const at::Tensor& query) {
-    params.linear_time = linear_time();
+    params.linear_time = linear_time_setting();
     params.allow_bfloat16 = query.scalar_type() == at::kFloat && torch_allows_bfloat16();
     if (params.dropout_state != nullptr) {
       params.dropout_seed = static_cast<uint64_t>(params.dropout_state[0]);

@@ -27,38 +27,48 @@ T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0,
   return values;
 }
 
-// Whether the products keep the digits of every query's weights; a unit of which one does not goes
-// by pairs.
-template <typename T>
-bool all_keep_digits(const BackwardPlan<T>& plan, const BackwardUnit<T>& state,
-                     const ProductScratch<T>& scratch) {
-  const AttentionLayout<T>& layout = plan.layout;
+// |x|^2 of `tokens` tokens, from phi [feature panels][phi_rows][64], to use(token, square).
+template <typename T, typename Use>
+void squares_of(const AttentionLayout<T>& layout, int64_t tokens, const T* phi, int64_t phi_rows,
+                const ProductScratch<T>& scratch, const Use& use) {
   const ProductLayout products = layout.products();
-  const int64_t L = plan.params.L;
-  const auto squares = [&](const T* phi, int64_t rows_of_panel, int64_t tokens, const auto& use) {
-    for (int64_t first = 0; first < tokens; first += kMomentTokens) {
-      const int64_t count = min_of(kMomentTokens, tokens - first);
-      gather_features(layout.feature, count, phi + first * kPanel, rows_of_panel, scratch.x);
-      for (int64_t r = 0; r < count; ++r) {
-        use(first + r, sum_of_squares(products, scratch.x + r * products.row_size<T>()));
-      }
+  for (int64_t first = 0; first < tokens; first += kMomentTokens) {
+    const int64_t count = min_of(kMomentTokens, tokens - first);
+    gather_features(layout.feature, count, phi + first * kPanel, phi_rows, scratch.x);
+    for (int64_t r = 0; r < count; ++r) {
+      use(first + r, sum_of_squares(products, scratch.x + r * products.row_size<T>()));
     }
-  };
-  double of_keys = 0;
-  squares(state.keys.features, layout.padded_keys, plan.params.S,
-          [&](int64_t, T square) { of_keys += square; });
-  bool all = true;
-  for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
-    squares(
-        state.phi + head * layout.feature_panels() * L * kPanel, L, L, [&](int64_t i, T square) {
-          const T factor = state.rows.factor[head * L + i];
-          all &= factor == 0 || keeps_digits(products, 1 / factor, square, static_cast<T>(of_keys));
-        });
   }
-  return all;
 }
 
-// Whether the unit goes without pairs; its center, f_i, and the sums of g_i and f_i.
+// Marks the blocks of queries that go by pairs. They are the same for every number of threads.
+template <typename T>
+void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state,
+                 const ProductScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const int64_t L = plan.params.L, heads = layout.heads_per_unit;
+  LinearBackward<T>& linear = state.linear;
+  double of_keys = 0;
+  squares_of(layout, plan.params.S, state.keys.features, layout.padded_keys, scratch,
+             [&](int64_t, T square) { of_keys += static_cast<double>(square); });
+  __builtin_memset(linear.by_pairs, 0, heads * plan.query_blocks);
+  linear.any_by_pairs = linear.any_poisoned = false;
+  for (int64_t head = 0; head < heads; ++head) {
+    const T* phi = state.phi + head * layout.feature_panels() * L * kPanel;
+    squares_of(layout, L, phi, L, scratch, [&](int64_t i, T square) {
+      const T factor = state.rows.factor[head * L + i];  // 1/Z, 0 where the row is left out
+      linear.any_poisoned |= state.rows.poisoned[head * L + i] != 0;
+      if (factor == 0 ||
+          keeps_digits(layout.products(), 1 / factor, square, static_cast<T>(of_keys))) {
+        return;
+      }
+      linear.by_pairs[head * plan.query_blocks + i / kBackwardRows] = 1;
+      linear.any_by_pairs = true;
+    });
+  }
+}
+
+// Which queries go without pairs, the center of the values, f_i, and the sums of g_i and f_i.
 template <typename T>
 void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<T>& state,
                     const BackwardScratch<T>& scratch) {
@@ -72,28 +82,27 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
         return scratch.keys.values;
       },
       linear.keys);
-  const int64_t rows = layout.heads_per_unit * params.L, value_panels = layout.value_panels();
-  for (int64_t i = 0; i < rows; ++i) linear.keys.is_taken &= !state.rows.poisoned[i];
   if (!linear.keys.is_taken) return;
-  linear.keys.is_taken = all_keep_digits(plan, state, scratch.products);
-  if (!linear.keys.is_taken) return;
+  mark_blocks(plan, state, scratch.products);
 
   double* sums = linear.keys.sums;
   double sum_of_factors = 0;
   for (int64_t c = 0; c < params.d_v; ++c) sums[c] = 0;
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     for (int64_t i = 0; i < params.L; ++i) {
-      T dot = -state.rows.delta[head * params.L + i];
+      linear.factors[head * params.L + i] = 0;
+      if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
+      T factor = -state.rows.delta[head * params.L + i];
       for (int64_t first = 0; first < params.d_v; first += kPanel) {
-        const T* row =
-            state.grad_out + ((head * value_panels + first / kPanel) * params.L + i) * kPanel;
+        const T* row = state.grad_out + (head * layout.value_panels() * params.L + i) * kPanel +
+                       first * params.L;
         for (int64_t c = 0; c < min_of(kPanel, params.d_v - first); ++c) {
-          dot += row[c] * linear.keys.center[first + c];
+          factor += row[c] * linear.keys.center[first + c];
           sums[first + c] += static_cast<double>(row[c]);
         }
       }
-      linear.factors[head * params.L + i] = dot;
-      sum_of_factors += static_cast<double>(dot);
+      linear.factors[head * params.L + i] = factor;
+      sum_of_factors += static_cast<double>(factor);
     }
   }
   for (int64_t c = 0; c < params.d_v; ++c) linear.sum_of_gradients[c] = static_cast<T>(sums[c]);
@@ -125,14 +134,17 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, int64_t beg
   sum_moments(
       products, begin, end, layout.heads_per_unit * L, d_v,
       [&](int64_t first, int64_t count) {
-        for (int64_t t = 0, rows; t < count; t += rows) {  // rows of one head
+        for (int64_t t = 0, rows; t < count; t += rows) {  // rows of one block of a head
           const int64_t head = (first + t) / L, i = (first + t) % L;
-          rows = min_of(count - t, L - i);
+          rows = min_of(count - t, min_of(L - i, kBackwardRows - i % kBackwardRows));
+          T* x = own.x + t * products.row_size<T>();
           gather_features(layout.feature, rows,
-                          state.phi + (head * layout.feature_panels() * L + i) * kPanel, L,
-                          own.x + t * products.row_size<T>());
+                          state.phi + (head * layout.feature_panels() * L + i) * kPanel, L, x);
           copy_rows(rows, d_v, state.grad_out + (head * value_panels * L + i) * kPanel, L,
                     own.values + t * kPanel, kMomentTokens);
+          if (goes_by_pairs(plan, state, head, i / kBackwardRows)) {
+            __builtin_memset(x, 0, rows * products.row_size<T>() * sizeof(T));
+          }
         }
         __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
       },
@@ -149,12 +161,31 @@ void linear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t i
                             BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, i0 = index * kBackwardRows, rows = min_of(kBackwardRows, L - i0);
+  if (goes_by_pairs(plan, state, head, index)) return;
   const int64_t at = (head * layout.feature_panels() * L + i0) * kPanel;
   gather_features(layout.feature, rows, state.phi + at, L, scratch.products.x);
   product_gradients(layout.products(), plan.params.d_v, state.linear.keys.moments, rows,
                     state.grad_out + (head * layout.value_panels() * L + i0) * kPanel, L,
                     state.linear.factors + head * L + i0, scratch.products);
   scatter_features(layout.feature, rows, scratch.products.own, state.grad_phi_q + at, L);
+  for (int64_t r = 0; r < rows; ++r) {
+    if (!state.rows.poisoned[head * L + i0 + r]) continue;
+    fill_row(state.grad_phi_q + at, L, r, layout.feature.width(), not_a_number<T>());
+  }
+}
+
+// A query that is not finite makes NaN of every key's gradients that it sees, and it sees them all.
+template <typename T>
+void poison_keys(const BackwardPlan<T>& plan, int64_t first_key, int64_t count,
+                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t j = first_key + r;
+    if (state.keys.logits[j] == -infinity<T>()) continue;
+    state.grad_logit[j] = not_a_number<T>();
+    fill_row(scratch.sweep.grad_value, kSweepKeys, r, plan.params.d_v, not_a_number<T>());
+    fill_row(state.grad_phi_k, state.held_keys, j % state.held_keys, plan.layout.feature.width(),
+             not_a_number<T>());
+  }
 }
 
 // dV, dphi_k and dg of the keys of one sweep.
@@ -194,6 +225,8 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
       state.grad_logit[j0 + r] = of_score + term * of_term;
     }
   }
+  if (!linear.any_poisoned) return;
+  poison_keys(plan, first_key, min_of(kSweepKeys, S - first_key), state, scratch);
 }
 
 }  // namespace

@@ -26,9 +26,11 @@ struct PairTile {
   int64_t first_row(int64_t c) const { return max_of(0, above + c) / kBandRows * kBandRows; }
 };
 
-// From s and dP to w (times keep), ds and dlog, in place; dg grows by the column sums of dlog.
+// From s and dP to w (times keep), ds and dlog, the latter two in place; dg grows by the column
+// sums of dlog. dlog is stored whether wanted or not: as a sum alone, w x would not be rounded
+// before it is added.
 template <typename T, bool kFolded, bool kMasked, bool kDropout>
-void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, const T* dp, T* dlog, T* grad_logit) {
+void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, T* dp, T* grad_logit) {
   for (int64_t c = 0; c < tile.columns; c += kLanes<T>) {
     Vec<T> column_sum = load(grad_logit + c);
     for (int64_t r = tile.first_row(c); r < tile.rows; ++r) {
@@ -57,7 +59,7 @@ void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, const T* dp, T* dlo
       }
       const Vec<T> logit_gradient = w * x;
       column_sum += logit_gradient;
-      if (dlog) store<T>(dlog + at, logit_gradient);
+      store<T>(dp + at, logit_gradient);
       if constexpr (kDropout) w *= load(tile.keep + at);
       store<T>(w_out + at, w);
       store<T>(s + at, slope * x);
@@ -76,28 +78,26 @@ void poison_rows(const PairTile<T>& tile, T* s, T* w, T* dlog, T* grad_logit) {
       const bool hidden =
           tile.logits[c] == -infinity<T>() || (tile.bias && tile.bias[at] == -infinity<T>());
       if (hidden) continue;
-      s[at] = w[at] = grad_logit[c] = not_a_number<T>();
-      if (dlog) dlog[at] = not_a_number<T>();
+      s[at] = w[at] = dlog[at] = grad_logit[c] = not_a_number<T>();
     }
   }
 }
 
 template <typename T, bool kFolded, bool kMasked>
-void pair_gradients(const PairTile<T>& tile, T* s, T* w, const T* dp, T* dlog, T* grad_logit) {
+void pair_gradients(const PairTile<T>& tile, T* s, T* w, T* dp, T* grad_logit) {
   if (tile.keep) {
-    pair_gradients<T, kFolded, kMasked, true>(tile, s, w, dp, dlog, grad_logit);
+    pair_gradients<T, kFolded, kMasked, true>(tile, s, w, dp, grad_logit);
   } else {
-    pair_gradients<T, kFolded, kMasked, false>(tile, s, w, dp, dlog, grad_logit);
+    pair_gradients<T, kFolded, kMasked, false>(tile, s, w, dp, grad_logit);
   }
 }
 
 template <typename T>
-void pair_gradients(const PairTile<T>& tile, bool folded, T* s, T* w, const T* dp, T* dlog,
-                    T* grad_logit) {
-  if (folded && tile.bias) return pair_gradients<T, true, true>(tile, s, w, dp, dlog, grad_logit);
-  if (folded) return pair_gradients<T, true, false>(tile, s, w, dp, dlog, grad_logit);
-  if (tile.bias) return pair_gradients<T, false, true>(tile, s, w, dp, dlog, grad_logit);
-  pair_gradients<T, false, false>(tile, s, w, dp, dlog, grad_logit);
+void pair_gradients(const PairTile<T>& tile, bool folded, T* s, T* w, T* dp, T* grad_logit) {
+  if (folded && tile.bias) return pair_gradients<T, true, true>(tile, s, w, dp, grad_logit);
+  if (folded) return pair_gradients<T, true, false>(tile, s, w, dp, grad_logit);
+  if (tile.bias) return pair_gradients<T, false, true>(tile, s, w, dp, grad_logit);
+  pair_gradients<T, false, false>(tile, s, w, dp, grad_logit);
 }
 
 // grad_mask += dlog, summed over the axes the mask is broadcast along (stride 0).
