@@ -27,7 +27,7 @@ from torch import Tensor
 
 import ikattn
 
-LENGTHS = (128, 512, 2048, 4096)
+LENGTHS = (128, 512, 2048, 4096, 8192)
 Call = Callable[[], object]
 
 
@@ -113,15 +113,18 @@ class Row:
 def rows() -> list[Row]:
     flash, eager = F.scaled_dot_product_attention, ikattn.reference.implicit_kernel_attention
     compiled = torch.compile(composition, dynamic=False)
-    half, other_half, some = torch.bfloat16, torch.float16, LENGTHS[:3]
+    half, other_half, some, most = torch.bfloat16, torch.float16, LENGTHS[:3], LENGTHS[:4]
     return [
         Row("forward M=64 / softmax flash", forward, flash),
-        Row("forward causal / flash causal", forward, flash, causal=True),
+        Row("forward causal / flash causal", forward, flash, causal=True, lengths=most),
         Row("forward M=32 / flash", forward, flash, frequencies=32),
+        Row("forward M=16 / flash", forward, flash, frequencies=16),
         Row("forward / eager composition", forward, eager, lengths=some),
-        Row("forward / torch.compile of the eager form", forward, compiled),
+        Row("forward / torch.compile of the eager form", forward, compiled, lengths=most),
         Row("forward + backward M=64 / flash", both, flash),
-        Row("forward + backward causal / flash causal", both, flash, causal=True),
+        Row("forward + backward M=32 / flash", both, flash, frequencies=32),
+        Row("forward + backward M=16 / flash", both, flash, frequencies=16),
+        Row("forward + backward causal / flash causal", both, flash, causal=True, lengths=most),
         Row("forward + backward / eager composition", both, eager, lengths=some),
         Row("bfloat16 forward / flash bfloat16", forward, flash, dtype=half, lengths=some),
         Row("bfloat16 forward + backward / flash", both, flash, dtype=half, lengths=some),

@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def digits() -> None:
     print("| sum of weights over its mean | queries | by pairs | 99 % | without | 99 % |")
     print("|" + "---|" * 6)
     edges = (0, 0.01, 0.03, 0.1, 0.25, 0.5, 1, 3, 10, float("inf"))
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         part = table[(table[:, 0] >= low) & (table[:, 0] < high)]
         if len(part) == 0:
             continue

@@ -87,8 +87,9 @@ def implicit_kernel_attention(
         g_j = \mathrm{magnitude\_scale}\, |k_j|_p^2
 
     with :func:`spectral_features` phi. Time O(B H L S (M + d_v)), memory
-    O(B H (L + S)(M + d_v)): the weights are never held. Angles, logits and sums are formed in
-    float32 (float64 for float64 inputs).
+    O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask, causality and
+    dropout take time O(B H (L + S) M^2 d_v) and memory O(B H M^2 d_v) besides on the CPU, to the
+    same precision. Angles, logits and sums are formed in float32 (float64 for float64 inputs).
 
     Args:
         query: ``[B, H, L, d]``; float64, float32, bfloat16 or float16, any strides.

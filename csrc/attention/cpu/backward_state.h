@@ -189,7 +189,7 @@ struct BackwardPlan {
         query_blocks(ceil_div(call.L, kBackwardRows)),
         key_sweeps(ceil_div(layout.key_blocks, kBackwardKeyBlocks)),
         frequency_tokens(max_of(kFrequencyTokens, round_up(4 * call.d, kSweepKeys))),
-        is_linear(!layout.narrow_scores && takes_linear_time(call, true)) {
+        is_linear(!kTakes16Bits<T> && takes_linear_time(call, true)) {
     query_chunks = ceil_div(call.L, frequency_tokens);
     key_chunks = ceil_div(call.S, frequency_tokens);
   }

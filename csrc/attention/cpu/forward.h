@@ -266,7 +266,7 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
                                         params.is_causal ? kCausalRows : kForwardRows);
   const int64_t blocks_per_head = ceil_div(params.L, rows);
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
-  const bool is_linear = !layout.narrow_scores && takes_linear_time(params, false);
+  const bool is_linear = !kTakes16Bits<T> && takes_linear_time(params, false);
 
   const bool whole = Schedule::has_whole_units(executor, layout.units);
   PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
