@@ -283,8 +283,7 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
                        ForwardUnit<T>& unit = memory.slots[at.slot];
                        find_center(
                            layout, unit.keys, params.S, layout.padded_keys,
-                           [&](int64_t j0, int64_t) { return unit.keys.values + j0 * kPanel; },
-                           unit.linear);
+                           [&](int64_t j0) { return unit.keys.values + j0 * kPanel; }, unit.linear);
                      }};
   const int64_t panels = layout.products().panels();
   const int64_t together = panels_per_task(layout.products(), executor.threads, whole);

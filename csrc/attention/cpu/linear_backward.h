@@ -77,7 +77,7 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
   LinearBackward<T>& linear = state.linear;
   find_center(
       layout, state.keys, params.S, kPanel,
-      [&](int64_t j0, int64_t) {
+      [&](int64_t j0) {
         load_values(params, layout, unit, j0, scratch.keys.values);
         return scratch.keys.values;
       },

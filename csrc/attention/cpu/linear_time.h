@@ -40,8 +40,8 @@ struct LinearKeys {
   }
 };
 
-// Whether a unit goes without pairs, and the mean of its values. values(j0, count) loads those of a
-// block of keys, [value panels][value_rows][64].
+// Whether a unit goes without pairs, and the mean of its values. values(j0) loads those of a block
+// of keys, [value panels][value_rows][64].
 template <typename T, typename Values>
 void find_center(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t S,
                  int64_t value_rows, const Values& values, LinearKeys<T>& out) {
@@ -50,7 +50,7 @@ void find_center(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, 
   for (int64_t c = 0; c < layout.d_v; ++c) out.sums[c] = 0;
   for (int64_t j0 = 0; j0 < S; j0 += kPanel) {
     const int64_t count = min_of(kPanel, S - j0);
-    const T* rows = values(j0, count);
+    const T* rows = values(j0);
     for (int64_t r = 0; r < count; ++r) {
       all_finite &= is_finite(keys.weight_terms[j0 + r]);
       const double root = static_cast<double>(keys.feature_scales[j0 + r]), e = root * root;
