@@ -5,7 +5,7 @@
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills
 # make lint      formatting, lint and types
 # make format    format C++ and Python
-# make bench     the table of CPU measurements, some six minutes
+# make bench     the table of CPU measurements, some nine minutes
 # make develop   editable install; again after an edit of C++, which compiles only what changed
 # make clean     remove build/, keep the environment
 #
