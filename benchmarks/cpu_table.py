@@ -4,7 +4,7 @@ Every cell is a ratio, time of the rival over that of ikattn, best (median) of s
 turns in one process. B = 1, H = 8, d = 64, float32 and one thread unless the row says otherwise.
 
     export OMP_WAIT_POLICY=passive
-    python benchmarks/cpu_table.py --out benchmarks/results/NAME.md    # some six minutes
+    python benchmarks/cpu_table.py --out benchmarks/results/NAME.md    # some nine minutes
 """
 
 from __future__ import annotations

@@ -18,6 +18,20 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
+// dV, dphi_k and dg of the keys of a sweep, without pairs and by those that are left.
+template <typename T>
+void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
+                        BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const bool is_taken = state.linear.keys.is_taken;
+  if (is_taken) {
+    linear_key_gradients(plan, unit, sweep, state, scratch);
+  } else {
+    clear_key_gradients(plan.layout, sweep, state, scratch);
+  }
+  if (!is_taken || state.linear.any_by_pairs) sweep_keys(plan, unit, sweep, state, scratch);
+  store_sweep(plan, unit, sweep, state, scratch);
+}
+
 // The last step for the keys of a sweep, by the thread that makes all of the unit's sweeps; sum:
 // the unit's frequency gradient, null: not wanted.
 template <typename T>
@@ -87,44 +101,15 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                                                 index % plan.query_blocks, memory.frequencies,
                                                 memory.slots[at.slot], memory.scratch[thread]);
                       }};
-  const Stage linear{int64_t{plan.is_linear}, [&](const Place& at, int64_t, int thread) {
-                       prepare_linear(plan, unit_of(at), memory.slots[at.slot],
-                                      memory.scratch[thread]);
-                     }};
-  const int64_t panels = layout.products().panels();
-  const int64_t together = panels_per_task(layout.products(), executor.threads, whole);
-  const Stage moments{plan.is_linear ? ceil_div(panels, together) : 0,
-                      [&](const Place& at, int64_t task, int thread) {
-                        const BackwardUnit<T>& state = memory.slots[at.slot];
-                        if (!state.linear.keys.is_taken) return;
-                        sum_both_moments(plan, unit_of(at), task * together,
-                                         min_of(panels, (task + 1) * together), state,
-                                         memory.scratch[thread]);
-                      }};
-  const Stage linear_queries{plan.is_linear ? layout.heads_per_unit * plan.query_blocks : 0,
-                             [&](const Place& at, int64_t index, int thread) {
-                               BackwardUnit<T>& state = memory.slots[at.slot];
-                               if (!state.linear.keys.is_taken) return;
-                               linear_query_gradients(plan, index / plan.query_blocks,
-                                                      index % plan.query_blocks, state,
-                                                      memory.scratch[thread]);
-                             }};
+  const LinearStages linear{plan, memory,
+                            panels_per_task(layout.products(), executor.threads, whole)};
   const bool wants = plan.wants_frequencies() && plan.chunks() > 0;
   for (int64_t first = 0; first < layout.units; first += group) {
     const int64_t count = min_of(group, layout.units - first);
     const Stage pairs{plan.key_sweeps, [&](const Place& at, int64_t sweep, int thread) {
                         BackwardUnit<T>& state = memory.slots[at.slot];
                         const BackwardScratch<T>& scratch = memory.scratch[thread];
-                        const bool is_taken = state.linear.keys.is_taken;
-                        if (is_taken) {
-                          linear_key_gradients(plan, unit_of(at), sweep, state, scratch);
-                        } else {
-                          clear_key_gradients(layout, sweep, state, scratch);
-                        }
-                        if (!is_taken || state.linear.any_by_pairs) {
-                          sweep_keys(plan, unit_of(at), sweep, state, scratch);
-                        }
-                        store_sweep(plan, unit_of(at), sweep, state, scratch);
+                        make_key_gradients(plan, unit_of(at), sweep, state, scratch);
                         if (!whole) return;
                         finish_sweep(plan, unit_of(at), sweep, memory.frequencies, state,
                                      wants ? unit_sum(at.unit, first) : nullptr, scratch);
@@ -148,7 +133,8 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                              }
                            }};
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
-               queries, linear, moments, linear_queries, pairs, tokens, chunk_sums);
+               queries, linear.preparation(), linear.moments(), linear.queries(), pairs, tokens,
+               chunk_sums);
     if (!wants || !shares_sets) continue;
     parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
       sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);

@@ -40,10 +40,7 @@ void prepare_sweep_values(const AttentionParams& params, const AttentionLayout<T
                           const BackwardScratch<T>& scratch) {
   const int64_t count = min_of(kPanel, params.S - j0), rows = round_up(count, kLanes<T>);
   T* values = scratch.keys.values;
-  load_values(params, layout, unit, j0, values);
-  for (int64_t r = 0; r < count; ++r) {
-    if (state.keys.feature_scales[j0 + r] == 0) fill_row(values, kPanel, r, params.d_v, T(0));
-  }
+  load_counted_values(params, layout, unit, j0, state.keys, values);
   if constexpr (kTakes16Bits<T>) {
     const int64_t panels = layout.bfloat16_products ? layout.narrow_value_panels() : 0;
     for (int64_t panel = 0; panel < panels; ++panel) {

@@ -1,5 +1,5 @@
 // Forward pass: out_i = sum_j w_ij v_j / Z_i over blocks of queries and panels of 64 keys, or
-// without pairs (linear_time.h).
+// without pairs (linear_forward.h).
 //
 //   pack frequencies -> key logits g -> key panels, per unit (-> their moments) -> query blocks
 //
@@ -7,12 +7,13 @@
 // depend on threads or tiling.
 #pragma once
 
-#include "attention/cpu/linear_time.h"
+#include "attention/cpu/linear_forward.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
 constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
+static_assert(kForwardRows <= kProductRows);
 constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
@@ -31,22 +32,6 @@ struct ForwardUnit {
   void take(Workspace& workspace, const AttentionLayout<T>& layout, bool has_moments = false) {
     keys.take(workspace, layout, false);
     if (has_moments) linear.take(workspace, layout, false);
-  }
-};
-
-// What a thread needs beside the rest for rows without pairs.
-template <typename T>
-struct LinearScratch {
-  ProductScratch<T> products;
-  T* sums = nullptr;            // [rows]
-  T* out = nullptr;             // [value panels][rows][64]   while others are computed by pairs
-  uint8_t* by_pairs = nullptr;  // [rows]
-
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
-    products.take(workspace, layout.products(), layout.value_panels(), false);
-    sums = workspace.take<T>(rows);
-    out = workspace.take<T>(layout.value_panels() * rows * kPanel);
-    by_pairs = workspace.take<uint8_t>(rows);
   }
 };
 
@@ -193,15 +178,11 @@ void sum_over_moments(const AttentionParams& params, const AttentionLayout<T>& l
                       const QueryBlock& block, const ForwardUnit<T>& unit,
                       ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
-  const ProductLayout products = layout.products();
-  LinearScratch<T>& own = scratch.linear;
-  gather_features(layout.feature, rows, scratch.phi, rows, own.products.x);
-  const int64_t by_pairs = sum_weights(products, unit.linear, static_cast<T>(params.eps), rows,
-                                       own.products.x, own.sums, own.by_pairs);
+  const LinearScratch<T>& own = scratch.linear;
+  const int64_t by_pairs =
+      sum_weights(layout, unit.linear, static_cast<T>(params.eps), rows, scratch.phi, own);
   T* out = by_pairs == 0 ? scratch.out : own.out;
-  if (by_pairs < rows) {
-    weighted_values(products, params.d_v, unit.linear, rows, own.sums, own.products, out);
-  }
+  if (by_pairs < rows) weighted_values(layout, unit.linear, rows, own, out);
   if (by_pairs > 0) sum_over_pairs(params, layout, block, unit.keys, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     if (own.by_pairs[r]) continue;
@@ -227,36 +208,6 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
     sum_over_pairs(params, layout, block, unit.keys, scratch);
   }
   finish_rows(params, unit.keys.form, block, scratch);
-}
-
-// Moments of the prepared keys, panels [begin, end) of entries.
-template <typename T>
-void sum_key_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
-                     const ForwardUnit<T>& unit, int64_t begin, int64_t end,
-                     const ForwardScratch<T>& scratch) {
-  const ProductLayout products = layout.products();
-  const ProductScratch<T>& own = scratch.linear.products;
-  const PreparedKeys<T>& keys = unit.keys;
-  sum_moments(
-      products, begin, end, params.S, params.d_v,
-      [&](int64_t first, int64_t count) {
-        for (int64_t j0 = first; j0 < first + count; j0 += kPanel) {
-          const int64_t rows = min_of(kPanel, first + count - j0);
-          for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-            const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
-            transpose_panel(layout.feature.columns(panel), rows,
-                            keys.by_column.phi + block * kPanel * kPanel,
-                            scratch.keys.features + panel * kPanel * kPanel);
-          }
-          gather_features(layout.feature, rows, scratch.keys.features, kPanel,
-                          own.x + (j0 - first) * products.row_size<T>());
-        }
-        copy_rows(count, params.d_v, keys.values + first * kPanel, layout.padded_keys, own.values,
-                  kMomentTokens);
-        subtract_center(count, params.d_v, unit.linear.center, own.values, kMomentTokens);
-        for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
-      },
-      own, unit.linear.moments);
 }
 
 template <typename T>
@@ -291,8 +242,9 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
       is_linear ? ceil_div(panels, together) : 0, [&](const Place& at, int64_t task, int thread) {
         const ForwardUnit<T>& unit = memory.slots[at.slot];
         if (!unit.linear.is_taken) return;
-        sum_key_moments(params, layout, unit, task * together,
-                        min_of(panels, (task + 1) * together), memory.scratch[thread]);
+        ForwardScratch<T>& own = memory.scratch[thread];
+        sum_key_moments(layout, params.S, unit.keys, unit.linear, task * together,
+                        min_of(panels, (task + 1) * together), own.keys, own.linear.products);
       }};
   const Stage queries{
       blocks_per_unit, [&](const Place& at, int64_t index, int thread) {

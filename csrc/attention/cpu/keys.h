@@ -38,6 +38,16 @@ void load_values(const AttentionParams& params, const AttentionLayout<T>& layout
   }
 }
 
+// The same; keys left out count for nothing.
+template <typename T>
+void load_counted_values(const AttentionParams& params, const AttentionLayout<T>& layout,
+                         const Unit& unit, int64_t j0, const PreparedKeys<T>& keys, T* values) {
+  load_values(params, layout, unit, j0, values);
+  for (int64_t r = 0; r < min_of(kPanel, params.S - j0); ++r) {
+    if (keys.feature_scales[j0 + r] == 0) fill_row(values, kPanel, r, params.d_v, T(0));
+  }
+}
+
 // Values as the forward pass reads them.
 template <typename T>
 void store_values(const AttentionLayout<T>& layout, int64_t j0, int64_t rows, const T* values,

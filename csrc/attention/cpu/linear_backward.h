@@ -17,54 +17,38 @@ template <typename T>
 T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0,
                    const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
-  const int64_t count = min_of(kPanel, params.S - j0);
   T* values = scratch.keys.values;
-  load_values(params, plan.layout, unit, j0, values);
-  for (int64_t r = 0; r < count; ++r) {
-    if (state.keys.feature_scales[j0 + r] == 0) fill_row(values, kPanel, r, params.d_v, T(0));
-  }
-  subtract_center(count, params.d_v, state.linear.keys.center, values, kPanel);
+  load_counted_values(params, plan.layout, unit, j0, state.keys, values);
+  subtract_center(min_of(kPanel, params.S - j0), params.d_v, state.linear.keys.center, values,
+                  kPanel);
   return values;
-}
-
-// |x|^2 of `tokens` tokens, from phi [feature panels][phi_rows][64], to use(token, square).
-template <typename T, typename Use>
-void squares_of(const AttentionLayout<T>& layout, int64_t tokens, const T* phi, int64_t phi_rows,
-                const ProductScratch<T>& scratch, const Use& use) {
-  const ProductLayout products = layout.products();
-  for (int64_t first = 0; first < tokens; first += kMomentTokens) {
-    const int64_t count = min_of(kMomentTokens, tokens - first);
-    gather_features(layout.feature, count, phi + first * kPanel, phi_rows, scratch.x);
-    for (int64_t r = 0; r < count; ++r) {
-      use(first + r, sum_of_squares(products, scratch.x + r * products.row_size<T>()));
-    }
-  }
 }
 
 // Marks the blocks of queries that go by pairs. They are the same for every number of threads.
 template <typename T>
-void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state,
-                 const ProductScratch<T>& scratch) {
+void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, heads = layout.heads_per_unit;
   LinearBackward<T>& linear = state.linear;
   double of_keys = 0;
-  squares_of(layout, plan.params.S, state.keys.features, layout.padded_keys, scratch,
-             [&](int64_t, T square) { of_keys += static_cast<double>(square); });
+  for (int64_t j = 0; j < plan.params.S; ++j) {
+    of_keys +=
+        static_cast<double>(square_of(layout.feature, state.keys.features, layout.padded_keys, j));
+  }
   __builtin_memset(linear.by_pairs, 0, heads * plan.query_blocks);
   linear.any_by_pairs = linear.any_poisoned = false;
-  for (int64_t head = 0; head < heads; ++head) {
+  for (int64_t row = 0; row < heads * L; ++row) {
+    const int64_t head = row / L, i = row % L;
     const T* phi = state.phi + head * layout.feature_panels() * L * kPanel;
-    squares_of(layout, L, phi, L, scratch, [&](int64_t i, T square) {
-      const T factor = state.rows.factor[head * L + i];  // 1/Z, 0 where the row is left out
-      linear.any_poisoned |= state.rows.poisoned[head * L + i] != 0;
-      if (factor == 0 ||
-          keeps_digits(layout.products(), 1 / factor, square, static_cast<T>(of_keys))) {
-        return;
-      }
-      linear.by_pairs[head * plan.query_blocks + i / kBackwardRows] = 1;
-      linear.any_by_pairs = true;
-    });
+    const T factor = state.rows.factor[row];  // 1/Z, 0 where the row is left out
+    linear.any_poisoned |= state.rows.poisoned[row] != 0;
+    if (factor == 0 ||
+        keeps_digits(layout.products(), 1 / factor, square_of(layout.feature, phi, L, i),
+                     static_cast<T>(of_keys))) {
+      continue;
+    }
+    linear.by_pairs[head * plan.query_blocks + i / kBackwardRows] = 1;
+    linear.any_by_pairs = true;
   }
 }
 
@@ -83,7 +67,7 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
       },
       linear.keys);
   if (!linear.keys.is_taken) return;
-  mark_blocks(plan, state, scratch.products);
+  mark_blocks(plan, state);
 
   double* sums = linear.keys.sums;
   double sum_of_factors = 0;
@@ -228,6 +212,45 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
   if (!linear.any_poisoned) return;
   poison_keys(plan, first_key, min_of(kSweepKeys, S - first_key), state, scratch);
 }
+
+// The stages that take the place of pairs, before the sweeps of keys.
+template <typename T, typename Memory>
+struct LinearStages {
+  const BackwardPlan<T>& plan;
+  const Memory& memory;
+  int64_t together;  // panels of entries of a task
+
+  Unit unit_of(const Place& at) const { return unit_at(plan.params, plan.layout, at.unit); }
+  bool is_taken(const Place& at) const { return memory.slots[at.slot].linear.keys.is_taken; }
+
+  auto preparation() const {
+    return Stage{int64_t{plan.is_linear}, [this](const Place& at, int64_t, int thread) {
+                   prepare_linear(plan, unit_of(at), memory.slots[at.slot], memory.scratch[thread]);
+                 }};
+  }
+  auto moments() const {
+    const int64_t panels = plan.layout.products().panels();
+    return Stage{plan.is_linear ? ceil_div(panels, together) : 0,
+                 [this, panels](const Place& at, int64_t task, int thread) {
+                   if (!is_taken(at)) return;
+                   const int64_t begin = task * together;
+                   sum_both_moments(plan, unit_of(at), begin, min_of(panels, begin + together),
+                                    memory.slots[at.slot], memory.scratch[thread]);
+                 }};
+  }
+  auto queries() const {
+    const int64_t blocks = plan.layout.heads_per_unit * plan.query_blocks;
+    return Stage{plan.is_linear ? blocks : 0, [this](const Place& at, int64_t index, int thread) {
+                   if (!is_taken(at)) return;
+                   linear_query_gradients(plan, index / plan.query_blocks,
+                                          index % plan.query_blocks, memory.slots[at.slot],
+                                          memory.scratch[thread]);
+                 }};
+  }
+};
+
+template <typename T, typename Memory>
+LinearStages(const BackwardPlan<T>&, const Memory&, int64_t) -> LinearStages<T, Memory>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

@@ -1,5 +1,5 @@
-// Forward pass without pairs (../linear_time.h): moments of the keys, then their sums with the
-// products of each query's features.
+// What both passes without pairs (../linear_time.h) share: which units and queries take them, and
+// the center of the values.
 //
 // A sum over entries keeps only what |phi_q|^2 sum_j |phi_j|^2 leaves of the last bits, and a query
 // whose scores are all far below that would lose its weights: the mean square of the score between
@@ -10,7 +10,7 @@
 // the term of eps, and differences of values, as gradients are made of, keep their digits.
 #pragma once
 
-#include "attention/cpu/feature_products.h"
+#include "attention/cpu/moments.h"
 #include "attention/cpu/queries.h"
 #include "attention/linear_time.h"
 
@@ -32,7 +32,7 @@ struct LinearKeys {
     moments =
         Moments<T>::take(workspace, layout.products(), layout.value_panels(), !backward, backward);
   }
-  // sum |phi_j|^2, from what shift 0 leaves.
+  // sum |phi_j|^2, which shift 0 leaves in the totals.
   T sum_of_squares(const ProductLayout& layout) const {
     T sum = 0;
     for (int64_t e = 0; e < layout.features(); ++e) sum += moments.totals[e];
@@ -90,20 +90,17 @@ void subtract_center(int64_t rows, int64_t d_v, const T* center, T* values, int6
   }
 }
 
-// Copies rows of panels [panels][from_rows][64].
+// |phi|^2 of one row of phi [feature panels][phi_rows][64].
 template <typename T>
-void copy_rows(int64_t rows, int64_t columns, const T* from, int64_t from_rows, T* to,
-               int64_t to_rows) {
-  for (int64_t first = 0; first < columns; first += kPanel) {
-    __builtin_memcpy(to + first * to_rows, from + first * from_rows, rows * kPanel * sizeof(T));
+T square_of(const FeatureLayout<T>& layout, const T* phi, int64_t phi_rows, int64_t row) {
+  Vec<T> squares{};
+  for (int64_t panel = 0; panel < layout.panels(); ++panel) {
+    const T* values = phi + (panel * phi_rows + row) * kPanel;
+    for (int64_t c = 0; c < layout.columns(panel); c += kLanes<T>) {
+      squares += load(values + c) * load(values + c);
+    }
   }
-}
-
-template <typename T>
-T sum_of_squares(const ProductLayout& layout, const T* x) {
-  T sum = 0;
-  for (int64_t b = 0; b < layout.features(); ++b) sum += x[b] * x[b];
-  return sum;
+  return sum_of_lanes<T>(squares);
 }
 
 // Whether products keep the digits of the weights of a query: their sum is not far below its mean
@@ -112,37 +109,6 @@ template <typename T>
 bool keeps_digits(const ProductLayout& layout, T sum_of_weights, T query, T keys) {
   constexpr T kShareOfMean = 0.25;
   return sum_of_weights * static_cast<T>(layout.features()) >= kShareOfMean * query * keys;
-}
-
-// sums [rows]: of the weights of each query, from its features x [rows][row_size]; marks in
-// by_pairs those that lose digits. Returns how many.
-template <typename T>
-int64_t sum_weights(const ProductLayout& layout, const LinearKeys<T>& keys, T eps, int64_t rows,
-                    const T* x, T* sums, uint8_t* by_pairs) {
-  const T of_keys = keys.sum_of_squares(layout);
-  int64_t marked = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* row = x + r * layout.row_size<T>();
-    sums[r] = sum_of_products(layout, row, keys.moments.totals) + eps * keys.magnitude;
-    by_pairs[r] = !keeps_digits(layout, sums[r], sum_of_squares(layout, row), of_keys);
-    marked += by_pairs[r];
-  }
-  return marked;
-}
-
-// out [value panels][rows][64] = sum_j w_ij v_j of the queries whose features are in the scratch.
-template <typename T>
-void weighted_values(const ProductLayout& layout, int64_t d_v, const LinearKeys<T>& keys,
-                     int64_t rows, const T* sums, const ProductScratch<T>& scratch, T* out) {
-  read_moments(layout, d_v, keys.moments, rows, scratch, out, rows);
-  for (int64_t first = 0; first < d_v; first += kPanel) {
-    for (int64_t r = 0; r < rows; ++r) {
-      T* row = out + first * rows + r * kPanel;
-      for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(row + c, load(row + c) + load(keys.center + first + c) * sums[r]);
-      }
-    }
-  }
 }
 
 }  // namespace

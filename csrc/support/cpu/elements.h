@@ -204,6 +204,15 @@ inline bool rows_are_finite(const T* panels, int64_t panel_rows, int64_t rows, i
   return sum_of_lanes<T>(probes) == T(0);
 }
 
+// Copies rows of panels [panels][from_rows][64].
+template <typename T>
+void copy_rows(int64_t rows, int64_t columns, const T* from, int64_t from_rows, T* to,
+               int64_t to_rows) {
+  for (int64_t first = 0; first < columns; first += kPanel) {
+    __builtin_memcpy(to + first * to_rows, from + first * from_rows, rows * kPanel * sizeof(T));
+  }
+}
+
 // Sets one row of all panels that hold `columns` columns.
 template <typename T>
 inline void fill_row(T* panels, int64_t panel_rows, int64_t row, int64_t columns, T value) {
