@@ -5,6 +5,7 @@ in turns, beside softmax's flash kernel, and what is compared is the ratio to th
 
     export OMP_WAIT_POLICY=passive
     python benchmarks/linear_time.py            # one thread, lengths and frequencies
+    python benchmarks/linear_time.py --causal   # likewise
     python benchmarks/linear_time.py --memory   # peak memory in fresh processes
     python benchmarks/linear_time.py --digits   # errors, by how small a query's weights are
 """
@@ -41,7 +42,9 @@ def inputs(length: int, size: int, frequencies: int, dtype: torch.dtype) -> list
     return tokens + list(0.02 * torch.randn(2, 2, size, frequencies, dtype=dtype))
 
 
-def time_one(frequencies: int, size: int, length: int, dtype: torch.dtype, seconds: float) -> None:
+def time_one(
+    frequencies: int, size: int, length: int, dtype: torch.dtype, seconds: float, is_causal: bool
+) -> None:
     """Best times in milliseconds of this process, as JSON."""
     torch.set_num_threads(1)
     call = inputs(length, size, frequencies, dtype)
@@ -49,10 +52,10 @@ def time_one(frequencies: int, size: int, length: int, dtype: torch.dtype, secon
     gradient = torch.randn_like(call[2])
 
     def ours() -> Tensor:
-        return ikattn.implicit_kernel_attention(*call)
+        return ikattn.implicit_kernel_attention(*call, is_causal=is_causal)
 
     def softmax() -> Tensor:
-        return F.scaled_dot_product_attention(*call[:3])
+        return F.scaled_dot_product_attention(*call[:3], is_causal=is_causal)
 
     with torch.no_grad():
         forward = interleaved({"ikattn": ours, "softmax": softmax}, seconds)
@@ -67,8 +70,9 @@ def time_one(frequencies: int, size: int, length: int, dtype: torch.dtype, secon
     print(json.dumps(best))
 
 
-def compare(dtype: str, of_frequencies: list[int], seconds: float) -> None:
-    print(f"{processor()}, one thread, {dtype}, B = 1, H = 2; ms are those of what is taken")
+def compare(dtype: str, of_frequencies: list[int], seconds: float, is_causal: bool) -> None:
+    kind = "causal, " if is_causal else ""
+    print(f"{processor()}, one thread, {kind}{dtype}, B = 1, H = 2; ms are those of what is taken")
     print(
         "| M | d | N | forward, ms | by pairs / without | flash / ikattn "
         "| forward + backward, ms | by pairs / without | flash / ikattn |"
@@ -82,7 +86,7 @@ def compare(dtype: str, of_frequencies: list[int], seconds: float) -> None:
             sizes = [str(x) for x in (frequencies, size, length)]
             program = [sys.executable, __file__, "--one", *sizes, "--dtype", dtype]
             run = subprocess.run(
-                [*program, "--seconds", str(seconds)],
+                [*program, "--seconds", str(seconds), *(["--causal"] if is_causal else [])],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -206,17 +210,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--frequencies", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--one", type=int, nargs=3, metavar=("M", "D", "N"), help="one size, JSON")
+    parser.add_argument("--causal", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--digits", action="store_true")
     options = parser.parse_args()
     if options.one:
-        time_one(*options.one, getattr(torch, options.dtype), options.seconds)
+        dtype = getattr(torch, options.dtype)
+        time_one(*options.one, dtype, options.seconds, options.causal)
     elif options.memory:
         compare_memory()
     elif options.digits:
         digits()
     else:
-        compare(options.dtype, options.frequencies, options.seconds)
+        compare(options.dtype, options.frequencies, options.seconds, options.causal)
 
 
 if __name__ == "__main__":

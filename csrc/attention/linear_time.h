@@ -3,13 +3,16 @@
 // A score is a sum over F = 2M features, so its square is one over products of two of them, and
 //   sum_j s_ij^2 v_j = sum_e c_e psi_e(q_i) (sum_j psi_e(k_j) v_j),   e = 1 .. E = F (F/2 + 1).
 // The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
-// numbers are multiplied with a row of values where pairs would be L S scores of F. Exact, but not
-// for every query (cpu/linear_time.h); dropout, masks and the diagonal are about pairs.
+// numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal call
+// they grow from chunk to chunk. Exact, but not for every query (cpu/linear_time.h); dropout and
+// masks are about pairs.
 #pragma once
 
 #include "attention/params.h"
 
 namespace ikattn {
+
+constexpr int64_t kCausalChunk = 128;  // tokens, whose pairs among themselves stay pairs
 
 struct LinearTimeCost {
   double by_pairs, by_products;  // multiply-adds, or what takes as long
@@ -22,19 +25,23 @@ struct LinearTimeCost {
     const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
     // Of a narrow row of values a vector is multiplied.
     const double d_v = params.d_v < 16 ? 16.0 : static_cast<double>(params.d_v);
-    const double tokens = static_cast<double>(params.L) + static_cast<double>(params.S);
-    const double pairs = static_cast<double>(params.L) * static_cast<double>(params.S);
-    by_pairs = pairs * (backward ? 3 * F + 2 * d_v : F + d_v);
-    by_products = tokens * entries * (backward ? 2.5 * d_v + kBackward : d_v + kForward);
+    const double L = static_cast<double>(params.L), S = static_cast<double>(params.S);
+    const double seen = params.is_causal && L < S ? L : S;  // keys
+    const double pair = backward ? 3 * F + 2 * d_v : F + d_v;
+    const double product = backward ? 2.5 * d_v + kBackward : d_v + kForward;
+    by_pairs = pair * (params.is_causal ? L * seen - seen * seen / 2 : L * S);
+    by_products = (L + seen) * entries * product;
+    if (params.is_causal) by_products += pair * seen * kCausalChunk / 2;
   }
 };
 
 // rate_of_pairs: of the products over pairs, beside those that take their place.
 inline bool takes_linear_time(const AttentionParams& params, bool backward,
                               double rate_of_pairs = 1) {
-  const bool has_pairs = params.mask || params.is_causal || params.dropout_threshold != 0;
+  const bool has_pairs = params.mask || params.dropout_threshold != 0;
   const bool has_few = params.L < 8 || params.S < 8;  // whose sums are small differences
-  if (has_pairs || has_few || params.d_v == 0) return false;
+  const bool is_one_chunk = params.is_causal && params.L <= kCausalChunk;
+  if (has_pairs || has_few || is_one_chunk || params.d_v == 0) return false;
   if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
   const LinearTimeCost cost(params, backward);
   return cost.by_products * rate_of_pairs < cost.by_pairs;

@@ -244,26 +244,29 @@ TYPED_TEST(Precision, ProductsOfFeaturesAddUpToTheSquareOfTheScore) {
     const ProductSample<T> sample(M, 2);
     const ProductLayout& layout = sample.products;
     std::vector<T> psi(2 * kPanel + kLanes<T>);
-    std::vector<T> weighted(layout.panels() * kPanel + kLanes<T>,
-                            std::numeric_limits<T>::quiet_NaN());
+    std::vector<T> weighted(2 * kPanel + kLanes<T>, std::numeric_limits<T>::quiet_NaN());
+    std::vector<T> sums(kLanes<T>, T(0));
     double sum = 0;
     int64_t entries = 0;
     for (int64_t panel = 0; panel < layout.panels(); ++panel) {
       const auto runs = layout.runs(panel);
       feature_products(layout, runs, 2, sample.rows.data(), psi.data());
+      feature_products<true>(layout, runs, 2, sample.rows.data(), weighted.data());
       for (const ShiftRun& run : runs) {
         for (int64_t e = run.column; e < run.column + run.count; ++e) {
-          weighted[panel * kPanel + e] = layout.multiplicity<T>(run) * psi[kPanel + e];
-          sum += double{weighted[panel * kPanel + e]} * psi[e];
+          EXPECT_EQ(weighted[kPanel + e], layout.multiplicity<T>(run) * psi[kPanel + e]);
+          sum += double{weighted[kPanel + e]} * psi[e];
           ++entries;
         }
       }
+      add_sums_of_products(layout.entries(panel), 1, psi.data(), weighted.data() + kPanel,
+                           sums.data());
     }
     const double exact = sample.dot(0, 1) * sample.dot(0, 1);
     const double bound = 8 * this->kEpsilon * sample.dot(0, 0) * sample.dot(1, 1);
     EXPECT_EQ(entries, 2 * M * (M + 1));
     EXPECT_NEAR(sum, exact, bound) << M;
-    EXPECT_NEAR(sum_of_products(layout, sample.row(0), weighted.data()), exact, bound) << M;
+    EXPECT_NEAR(sum_of_lanes<T>(load(sums.data())), exact, bound) << M;
   }
 }
 
@@ -271,8 +274,8 @@ TYPED_TEST(Precision, FeaturesComeBackFromTheirRows) {
   using T = TypeParam;
   for (const int64_t M : kSomeFrequencies) {
     const ProductSample<T> sample(M, 3);
-    std::vector<T> back(sample.phi.size(), T(7));
-    scatter_features(sample.features, 3, sample.rows.data(), back.data(), 3);
+    std::vector<T> back(sample.phi.size(), T(0));
+    add_features(sample.features, 3, sample.rows.data(), back.data(), 3);
     EXPECT_EQ(back, sample.phi) << M;
   }
 }
@@ -288,15 +291,15 @@ TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
       Workspace measure;
       ProductScratch<T> scratch;
       scratch.take(measure, layout, ceil_div(d_v, kPanel), true);
-      Moments<T>::take(measure, layout, ceil_div(d_v, kPanel), true, true);
+      Moments<T>::take(measure, layout.panels(), ceil_div(d_v, kPanel), false, true);
       std::vector<char> memory(measure.bytes() + 64);
       Workspace workspace(memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64));
       scratch.take(workspace, layout, ceil_div(d_v, kPanel), true);
-      Moments<T> by_value = Moments<T>::take(workspace, layout, ceil_div(d_v, kPanel), true, true);
-      by_value.by_entry = nullptr;
+      const auto by_value =
+          Moments<T>::take(workspace, layout.panels(), ceil_div(d_v, kPanel), false, true);
       const std::vector<T> values = random_values<T>(ceil_div(d_v, kPanel) * kPanel);
       sum_moments(
-          layout, 0, layout.panels(), 1, d_v,
+          layout, Panels{0, layout.panels()}, 1, d_v,
           [&](int64_t, int64_t) {
             std::copy_n(sample.row(1), layout.template row_size<T>(), scratch.x);
             for (int64_t first = 0; first < d_v; first += kPanel) {
@@ -307,7 +310,7 @@ TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
           scratch, by_value);
       std::copy_n(sample.row(0), layout.template row_size<T>(), scratch.x);
       const T factor = 3;
-      product_gradients(layout, d_v, by_value, 1, values.data(), 1, &factor, scratch);
+      product_gradients(layout, Panels{0, layout.panels()}, d_v, by_value, 1, values.data(), 1, &factor, scratch);
       double squares = 1.5;
       for (int64_t c = 0; c < d_v; ++c) squares += double{values[c]} * values[c];
       const double score = sample.dot(0, 1);

@@ -23,12 +23,12 @@ template <typename T>
 void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const bool is_taken = state.linear.keys.is_taken;
-  if (is_taken) {
-    linear_key_gradients(plan, unit, sweep, state, scratch);
-  } else {
-    clear_key_gradients(plan.layout, sweep, state, scratch);
+  const bool is_causal = plan.params.is_causal;
+  clear_key_gradients(plan.layout, sweep, is_taken && is_causal, state, scratch);
+  if (is_taken) linear_key_gradients(plan, unit, sweep, state, scratch);
+  if (!is_taken || is_causal || state.linear.any_by_pairs) {
+    sweep_keys(plan, unit, sweep, state, scratch);
   }
-  if (!is_taken || state.linear.any_by_pairs) sweep_keys(plan, unit, sweep, state, scratch);
   store_sweep(plan, unit, sweep, state, scratch);
 }
 
@@ -77,11 +77,11 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   memory.allocate(
       executor, params, layout, group, Schedule::slots(executor, group, whole),
       [&](BackwardUnit<T>& unit, Workspace& workspace) {
-        unit.take(workspace, layout, params.L, plan.query_blocks, whole, plan.chunks(),
+        unit.take(workspace, params, layout, plan.query_blocks, whole, plan.chunks(),
                   plan.is_linear);
       },
       [&](BackwardScratch<T>& own, Workspace& workspace) {
-        own.take(workspace, layout, plan.is_linear);
+        own.take(workspace, params, layout, plan.is_linear);
       });
 
   // Chunks of a unit that one thread goes through are added up as they come, those of others when
@@ -133,8 +133,8 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                              }
                            }};
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
-               queries, linear.preparation(), linear.moments(), linear.queries(), pairs, tokens,
-               chunk_sums);
+               queries, linear.preparation(), linear.moments(), linear.queries(),
+               linear.earlier_chunks(), linear.later_chunks(), pairs, tokens, chunk_sums);
     if (!wants || !shares_sets) continue;
     parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
       sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);

@@ -50,20 +50,35 @@ struct NarrowQueries {
 template <typename T>
 struct LinearBackward {
   LinearKeys<T> keys;
-  Moments<T> queries;
-  T* factors = nullptr;           // [heads][L]   f_i
-  uint8_t* by_pairs = nullptr;    // [heads][query blocks]   a query would lose digits
-  T* sum_of_gradients = nullptr;  // [d_v]        sum g_i, of the other blocks as the next
-  T sum_of_factors = 0;           //              sum f_i
+  Moments<T> queries;           // where there is one chunk
+  T* factors = nullptr;         // [heads][L]   f_i
+  uint8_t* by_pairs = nullptr;  // [heads][query blocks]   a query would lose digits
+  // Over the queries that moments hold for the keys of a chunk:
+  T* sums_of_gradients = nullptr;  // [chunks][d_v]   sum g_i
+  T* sums_of_factors = nullptr;    // [chunks]        sum f_i
+  // Causal: what those queries leave to keys, and whose turn it is to add to a block.
+  T* grad_value = nullptr;         // [value panels][padded keys][64]
+  int* groups_at_query = nullptr;  // [heads][query blocks]
+  int* groups_at_key = nullptr;    // [key blocks]
   bool any_by_pairs = false;
-  bool any_poisoned = false;  // a query is: all keys it sees have no gradient
+  int64_t poisoned_keys = 0;  // that a query sees which is poisoned: they have no gradient
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L) {
-    keys.take(workspace, layout, true);
-    queries = Moments<T>::take(workspace, layout.products(), layout.value_panels(), true, true);
-    factors = workspace.take<T>(layout.heads_per_unit * L);
-    by_pairs = workspace.take<uint8_t>(layout.heads_per_unit * ceil_div(L, kBackwardRows));
-    sum_of_gradients = workspace.take<T>(layout.d_v);
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout) {
+    const int64_t chunks = chunk_count(params), heads = layout.heads_per_unit;
+    const int64_t query_blocks = heads * ceil_div(params.L, kBackwardRows);
+    keys.take(workspace, params, layout, true);
+    factors = workspace.take<T>(heads * params.L);
+    by_pairs = workspace.take<uint8_t>(query_blocks);
+    sums_of_gradients = workspace.take<T>(chunks * layout.d_v);
+    sums_of_factors = workspace.take<T>(chunks);
+    if (params.is_causal) {
+      grad_value = workspace.take<T>(layout.value_panels() * layout.padded_keys * kPanel);
+      groups_at_query = workspace.take<int>(query_blocks);
+      groups_at_key = workspace.take<int>(layout.key_blocks);
+    } else {
+      queries = Moments<T>::take(workspace, layout.products().panels(), layout.value_panels(), true,
+                                 true);
+    }
   }
 };
 
@@ -86,10 +101,10 @@ struct BackwardUnit {
 
   // Whole: one thread takes the unit through all stages, and what one stage leaves for another
   // need not be held for the whole unit.
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L, int64_t query_blocks,
-            bool whole, int64_t chunks, bool is_linear) {
-    const int64_t heads = layout.heads_per_unit;
-    if (is_linear) linear.take(workspace, layout, L);
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
+            int64_t query_blocks, bool whole, int64_t chunks, bool is_linear) {
+    const int64_t heads = layout.heads_per_unit, L = params.L;
+    if (is_linear) linear.take(workspace, params, layout);
     const int64_t feature_row = layout.feature_panels() * kPanel;
     const int64_t value_row = layout.value_panels() * kPanel;
     keys.take(workspace, layout, true);
@@ -98,7 +113,9 @@ struct BackwardUnit {
     if (!layout.bfloat16_products) grad_out = workspace.take<T>(heads * L * value_row);
     narrow.take(workspace, layout, L);
     grad_phi_q = workspace.take<T>(heads * L * feature_row);
-    held_keys = whole ? min_of(layout.padded_keys, kSweepKeys) : layout.padded_keys;
+    const bool has_later_chunks = is_linear && params.is_causal;
+    held_keys =
+        whole && !has_later_chunks ? min_of(layout.padded_keys, kSweepKeys) : layout.padded_keys;
     grad_phi_k = workspace.take<T>(held_keys * feature_row);
     grad_logit = workspace.take<T>(layout.padded_keys);
     rows.delta = workspace.take<T>(heads * L);
@@ -152,9 +169,15 @@ struct BackwardScratch {
   T* bias = nullptr;                    // [64][64]
   T* keep = nullptr;                    // [64][64]
   ProductScratch<T> products;
+  Moments<T> growing;  // causal: of what is before or after a chunk, one group of panels
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool is_linear) {
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
+            bool is_linear) {
     if (is_linear) products.take(workspace, layout.products(), layout.value_panels(), true);
+    if (is_linear && params.is_causal) {
+      growing = Moments<T>::take(workspace, PanelGroups(layout.products()).together,
+                                 layout.value_panels(), true, true);
+    }
     keys.take(workspace, layout, true);
     sweep.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * kPanel * kPanel);

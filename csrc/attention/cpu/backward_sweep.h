@@ -5,25 +5,17 @@
 // number of threads without a second copy of dphi_q.
 #pragma once
 
-#include <sched.h>
-
 #include "attention/cpu/backward_tile.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-inline void wait_for(const int* counter, int value) {
-  for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spins) {
-    if (spins > 64) sched_yield();
-  }
-}
-
-// Gradients of one sweep's keys start at zero.
+// Gradients of one sweep's keys start at zero; dphi_k may have a beginning.
 template <typename T>
-void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, BackwardUnit<T>& state,
-                         const BackwardScratch<T>& scratch) {
+void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, bool keeps_features,
+                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const int64_t first = sweep * kSweepKeys, rows = min_of(layout.padded_keys - first, kSweepKeys);
-  for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+  for (int64_t panel = 0; !keeps_features && panel < layout.feature_panels(); ++panel) {
     __builtin_memset(
         state.grad_phi_k + (panel * state.held_keys + first % state.held_keys) * kPanel, 0,
         rows * kPanel * sizeof(T));
@@ -83,7 +75,16 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
   }
 }
 
-// All query blocks of one head that go by pairs against one sweep of key blocks.
+// Whether a block of queries meets a sweep of keys pair by pair.
+template <typename T>
+bool meets_by_pairs(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
+                    int64_t index, int64_t sweep) {
+  static_assert(kCausalChunk == kSweepKeys);
+  const bool is_own_chunk = plan.params.is_causal && index * kBackwardRows / kSweepKeys == sweep;
+  return is_own_chunk || goes_by_pairs(plan, state, head, index);
+}
+
+// All query blocks of one head that meet a sweep of key blocks pair by pair.
 template <typename N, typename T>
 void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -96,7 +97,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
 
   for (int64_t index = first_query_block; index < plan.query_blocks; ++index) {
-    if (!goes_by_pairs(plan, state, head, index)) continue;
+    if (!meets_by_pairs(plan, state, head, index, sweep)) continue;
     const QueryBlock block = plan.query_block(unit, head, index);
     int* progress = state.progress + head * plan.query_blocks + index;
     bool in_turn = false;

@@ -84,26 +84,28 @@ void gather_features(const FeatureLayout<T>& layout, int64_t rows, const T* phi,
   }
 }
 
-// The other way: phi [panels][phi_rows][64] from x [rows][row_size], zero where it is padded.
+// The other way: phi [panels][phi_rows][64] grows by x [rows][row_size].
 template <typename T>
-void scatter_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* phi,
-                      int64_t phi_rows) {
+void add_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* phi,
+                  int64_t phi_rows) {
   const int64_t size = ProductLayout{layout.M}.row_size<T>();
   for (int64_t r = 0; r < rows; ++r) {
     const T* next = x + r * size;
     for (int64_t panel = 0; panel < layout.panels(); ++panel) {
       T* target = phi + (panel * phi_rows + r) * kPanel;
-      const int64_t count = layout.frequencies(panel), bytes = count * int64_t{sizeof(T)};
-      __builtin_memset(target, 0, kPanel * sizeof(T));
-      __builtin_memcpy(target, next, bytes);
-      __builtin_memcpy(target + layout.half(panel), next + count, bytes);
+      const int64_t count = layout.frequencies(panel), half = layout.half(panel);
+      for (int64_t m = 0; m < count; ++m) {
+        target[m] += next[m];
+        target[half + m] += next[count + m];
+      }
       next += 2 * count;
     }
   }
 }
 
-// psi [rows][64], and a vector more, of one panel of entries; beyond the last entry anything.
-template <typename T>
+// psi [rows][64], and a vector more, of one panel of entries; beyond the last entry anything. Of the
+// two sides of a score one has its products times c_e.
+template <bool kTimesMultiplicity = false, typename T>
 void feature_products(const ProductLayout& layout, const ProductLayout::Runs& runs, int64_t rows,
                       const T* x, T* psi) {
   const int64_t size = layout.row_size<T>();
@@ -111,27 +113,29 @@ void feature_products(const ProductLayout& layout, const ProductLayout::Runs& ru
     for (const ShiftRun& run : runs) {
       const T* left = x + r * size + run.feature;
       T* out = psi + r * kPanel + run.column;
+      const T factor = layout.multiplicity<T>(run);
       // What the last vector writes beyond the run, the next run or row writes again.
       for (int64_t c = 0; c < run.count; c += kLanes<T>) {
-        store<T>(out + c, load(left + c) * load(left + run.shift + c));
+        Vec<T> product = load(left + c) * load(left + run.shift + c);
+        if constexpr (kTimesMultiplicity) product *= factor;
+        store<T>(out + c, product);
       }
     }
   }
 }
 
-// sum_e psi_e(x) weights[e] of one token.
+// sums [rows][lanes], a part per lane, grow by sum_e psi_e(x) weights[e] of one panel of entries.
 template <typename T>
-T sum_of_products(const ProductLayout& layout, const T* x, const T* weights) {
-  const int64_t F = layout.features();
-  Vec<T> sums[2] = {};
-  for (int64_t shift = 0; shift <= layout.M; ++shift) {
-    for (int64_t b = 0; b < F; b += kLanes<T>) {
-      Vec<T> product = load(x + b) * load(x + b + shift) * load(weights + shift * F + b);
-      if (F - b < kLanes<T>) product = first_lanes<T>(product, F - b);
-      sums[b / kLanes<T> % 2] += product;
+void add_sums_of_products(int64_t entries, int64_t rows, const T* psi, const T* weights, T* sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    Vec<T> sum = load(sums + r * kLanes<T>);
+    for (int64_t e = 0; e < entries; e += kLanes<T>) {
+      Vec<T> product = load(psi + r * kPanel + e) * load(weights + e);
+      if (entries - e < kLanes<T>) product = first_lanes<T>(product, entries - e);
+      sum += product;
     }
+    store<T>(sums + r * kLanes<T>, sum);
   }
-  return sum_of_lanes<T>(sums[0] + sums[1]);
 }
 
 // The gradient of sum_e psi_e(x) g_e, in two parts: what reaches x_b lies in `own`, what reaches

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
 static_assert(kForwardRows <= kProductRows);
-constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
 // threads.
@@ -28,10 +27,14 @@ template <typename T>
 struct ForwardUnit {
   PreparedKeys<T> keys;
   LinearKeys<T> linear;
+  EarlierChunks<T> earlier;  // causal, without pairs
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool has_moments = false) {
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
+            bool is_linear = false) {
     keys.take(workspace, layout, false);
-    if (has_moments) linear.take(workspace, layout, false);
+    if (!is_linear) return;
+    linear.take(workspace, params, layout, false);
+    if (params.is_causal) earlier.take(workspace, params, layout);
   }
 };
 
@@ -51,9 +54,9 @@ struct ForwardScratch {
   RowState<T> state;
   LinearScratch<T> linear;
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows,
-            bool has_moments) {
-    if (has_moments) linear.take(workspace, layout, rows);
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
+            int64_t rows, bool is_linear) {
+    if (is_linear) linear.take(workspace, params, layout, rows);
     keys.take(workspace, layout);
     tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
     phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
@@ -139,20 +142,15 @@ void finish_rows(const AttentionParams& params, const KeyForm& form, const Query
       output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
 }
 
-// out and row sums of a block of queries, pair by pair.
+// out and row sums of a block of queries grow by blocks [begin, end) of keys, pair by pair.
 template <typename T>
-void sum_over_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
-                    const QueryBlock& block, const PreparedKeys<T>& keys,
-                    ForwardScratch<T>& scratch) {
+void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
+               const QueryBlock& block, const PreparedKeys<T>& keys, int64_t begin, int64_t end,
+               ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
   [[maybe_unused]] const AmxTiles tiles;
-  narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
   const QueryFeatures<T> queries{scratch.phi, scratch.narrow_phi, scratch.steps, rows};
-  scratch.state.reset(rows);
-  __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
-
-  const int64_t blocks = visible_key_blocks(params, layout, block);
-  for (int64_t key_block = 0; key_block < blocks; ++key_block) {
+  for (int64_t key_block = begin; key_block < end; ++key_block) {
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
     const TilePosition at{block.b, block.h, block.i0, rows, j0};
@@ -172,40 +170,65 @@ void sum_over_pairs(const AttentionParams& params, const AttentionLayout<T>& lay
   }
 }
 
-// The same by moments. Each row decides for itself, whatever it shares a block with.
+// What moments hold for a block of queries, added to what is there of the other keys. Each row
+// decides for itself whether to take it, whatever it shares a block with.
 template <typename T>
-void sum_over_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
-                      const QueryBlock& block, const ForwardUnit<T>& unit,
-                      ForwardScratch<T>& scratch) {
-  const int64_t rows = block.rows;
+void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
+                          const QueryBlock& block, int64_t head, int64_t held_blocks,
+                          const ForwardUnit<T>& unit, ForwardScratch<T>& scratch) {
+  const int64_t rows = block.rows, value_columns = layout.value_panels() * kPanel;
   const LinearScratch<T>& own = scratch.linear;
-  const int64_t by_pairs =
-      sum_weights(layout, unit.linear, static_cast<T>(params.eps), rows, scratch.phi, own);
-  T* out = by_pairs == 0 ? scratch.out : own.out;
-  if (by_pairs < rows) weighted_values(layout, unit.linear, rows, own, out);
-  if (by_pairs > 0) sum_over_pairs(params, layout, block, unit.keys, scratch);
+  sum_by_moments(params, layout, block, head, unit.linear, unit.earlier, scratch.phi, own);
+  const T of_keys = unit.linear.squares[chunk_of(params, block.i0)];
+  bool any_by_pairs = false;
+  for (int64_t r = 0; r < rows; ++r) {
+    own.sums[r] += sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
+    const T square = square_of(layout.feature, scratch.phi, rows, r);
+    own.by_pairs[r] = !keeps_digits(layout.products(), own.sums[r], square, of_keys);
+    any_by_pairs |= own.by_pairs[r] != 0;
+  }
+  add_panels(rows, layout.d_v, scratch.out, own.out, rows, true);
+  if (any_by_pairs) add_pairs(params, layout, block, unit.keys, 0, held_blocks, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     if (own.by_pairs[r]) continue;
     Vec<T> sum{};
     sum[0] = own.sums[r];
     store<T>(scratch.state.sums + r * kLanes<T>, sum);
-    for (int64_t first = 0; by_pairs > 0 && first < params.d_v; first += kPanel) {
+    for (int64_t first = 0; first < value_columns; first += kPanel) {
       const int64_t at = first * rows + r * kPanel;
       copy_row(own.out + at, scratch.out + at);
     }
   }
 }
 
+// head: of the unit.
 template <typename T>
 void forward_block(const AttentionParams& params, const AttentionLayout<T>& layout,
-                   const QueryBlock& block, const T* packed, const ForwardUnit<T>& unit,
-                   ForwardScratch<T>& scratch) {
-  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, block.rows,
-                  scratch.poisoned);
-  if (unit.linear.is_taken) {
-    sum_over_moments(params, layout, block, unit, scratch);
+                   const QueryBlock& block, int64_t head, const T* packed,
+                   const ForwardUnit<T>& unit, ForwardScratch<T>& scratch) {
+  const int64_t rows = block.rows;
+  if (unit.linear.is_taken && params.is_causal) {
+    const EarlierChunks<T>& from = unit.earlier;
+    const int64_t at = head * layout.feature_panels() * params.L + block.i0;
+    copy_rows(rows, layout.feature_panels() * kPanel, from.phi + at * kPanel, params.L, scratch.phi,
+              rows);
+    __builtin_memcpy(scratch.poisoned, from.poisoned + head * params.L + block.i0, rows);
   } else {
-    sum_over_pairs(params, layout, block, unit.keys, scratch);
+    prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
+                    scratch.poisoned);
+  }
+  narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
+  scratch.state.reset(rows);
+  __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
+
+  int64_t held_blocks = 0;  // of keys, whose moments there are
+  if (unit.linear.is_taken) {
+    held_blocks = ceil_div(keys_before(params, chunk_of(params, block.i0)), kPanel);
+  }
+  add_pairs(params, layout, block, unit.keys, held_blocks,
+            visible_key_blocks(params, layout, block), scratch);
+  if (held_blocks > 0) {
+    add_moments_or_pairs(params, layout, block, head, held_blocks, unit, scratch);
   }
   finish_rows(params, unit.keys.form, block, scratch);
 }
@@ -213,50 +236,42 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
 template <typename T>
 void attention_forward(const AttentionParams& params, const Executor& executor) {
   const AttentionLayout<T> layout(params);
-  const int64_t rows = query_block_rows(params.L, params.B * params.H, executor.threads,
-                                        params.is_causal ? kCausalRows : kForwardRows);
+  const bool is_linear = !kTakes16Bits<T> && takes_linear_time(params, false);
+  // A block lies in one chunk.
+  const int64_t rows = is_linear && params.is_causal
+                           ? kCausalRows
+                           : query_block_rows(params.L, params.B * params.H, executor.threads,
+                                              params.is_causal ? kCausalRows : kForwardRows);
   const int64_t blocks_per_head = ceil_div(params.L, rows);
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
-  const bool is_linear = !kTakes16Bits<T> && takes_linear_time(params, false);
 
   const bool whole = Schedule::has_whole_units(executor, layout.units);
   PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
   memory.allocate(
       executor, params, layout, 0, Schedule::slots(executor, layout.units, whole),
-      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.take(workspace, layout, is_linear); },
+      [&](ForwardUnit<T>& unit, Workspace& workspace) {
+        unit.take(workspace, params, layout, is_linear);
+      },
       [&](ForwardScratch<T>& own, Workspace& workspace) {
-        own.take(workspace, layout, rows, is_linear);
+        own.take(workspace, params, layout, rows, is_linear);
       });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   const KeyStages keys{params, layout, memory};
-  const Stage center{int64_t{is_linear}, [&](const Place& at, int64_t, int) {
-                       ForwardUnit<T>& unit = memory.slots[at.slot];
-                       find_center(
-                           layout, unit.keys, params.S, layout.padded_keys,
-                           [&](int64_t j0) { return unit.keys.values + j0 * kPanel; }, unit.linear);
-                     }};
-  const int64_t panels = layout.products().panels();
-  const int64_t together = panels_per_task(layout.products(), executor.threads, whole);
-  const Stage moments{
-      is_linear ? ceil_div(panels, together) : 0, [&](const Place& at, int64_t task, int thread) {
-        const ForwardUnit<T>& unit = memory.slots[at.slot];
-        if (!unit.linear.is_taken) return;
-        ForwardScratch<T>& own = memory.scratch[thread];
-        sum_key_moments(layout, params.S, unit.keys, unit.linear, task * together,
-                        min_of(panels, (task + 1) * together), own.keys, own.linear.products);
-      }};
+  const LinearForwardStages linear{params, layout, memory, is_linear,
+                                   panels_per_task(layout.products(), executor.threads, whole)};
   const Stage queries{
       blocks_per_unit, [&](const Place& at, int64_t index, int thread) {
         const Unit unit = unit_at(params, layout, at.unit);
-        const int64_t i0 = index % blocks_per_head * rows;
-        const QueryBlock block{unit.b, unit.first_query_head + index / blocks_per_head, i0,
+        const int64_t head = index / blocks_per_head, i0 = index % blocks_per_head * rows;
+        const QueryBlock block{unit.b, unit.first_query_head + head, i0,
                                min_of(rows, params.L - i0)};
-        forward_block(params, layout, block, memory.frequencies.of(unit, layout.feature),
+        forward_block(params, layout, block, head, memory.frequencies.of(unit, layout.feature),
                       memory.slots[at.slot], memory.scratch[thread]);
       }};
   run_stages(executor, Schedule{0, layout.units, whole}, keys.logits(), keys.form(), keys.blocks(),
-             center, moments, queries);
+             linear.description(), linear.moments(), linear.chunk_queries(),
+             linear.earlier_chunks(), queries);
 }
 
 }  // namespace

@@ -4,6 +4,9 @@
 //   moments of the keys with v' and 1, moments of the queries with g and f
 //   -> dphi_q = half the gradient of psi(q) . (moments of the keys with g_i and f_i)
 //   -> dphi_k likewise with v'_j and 1,   dV_j = psi(k) . (moments with g) + eps e_j sum_i g_i
+//
+// In a causal call the moments of the keys grow from the first chunk on, those of the queries from
+// the last one back, and the pairs of a chunk are left to its sweep.
 #pragma once
 
 #include "attention/cpu/backward_state.h"
@@ -30,25 +33,59 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, heads = layout.heads_per_unit;
   LinearBackward<T>& linear = state.linear;
-  double of_keys = 0;
-  for (int64_t j = 0; j < plan.params.S; ++j) {
-    of_keys +=
-        static_cast<double>(square_of(layout.feature, state.keys.features, layout.padded_keys, j));
-  }
   __builtin_memset(linear.by_pairs, 0, heads * plan.query_blocks);
-  linear.any_by_pairs = linear.any_poisoned = false;
+  linear.any_by_pairs = false;
+  linear.poisoned_keys = 0;
   for (int64_t row = 0; row < heads * L; ++row) {
     const int64_t head = row / L, i = row % L;
     const T* phi = state.phi + head * layout.feature_panels() * L * kPanel;
     const T factor = state.rows.factor[row];  // 1/Z, 0 where the row is left out
-    linear.any_poisoned |= state.rows.poisoned[row] != 0;
+    if (state.rows.poisoned[row]) {
+      const int64_t seen = plan.params.is_causal ? i + 1 : plan.params.S;
+      linear.poisoned_keys = max_of(linear.poisoned_keys, seen);
+      fill_row(state.grad_phi_q + head * layout.feature_panels() * L * kPanel, L, i,
+               layout.feature.width(), not_a_number<T>());
+    }
     if (factor == 0 ||
         keeps_digits(layout.products(), 1 / factor, square_of(layout.feature, phi, L, i),
-                     static_cast<T>(of_keys))) {
+                     linear.keys.squares[chunk_of(plan.params, i)])) {
       continue;
     }
     linear.by_pairs[head * plan.query_blocks + i / kBackwardRows] = 1;
     linear.any_by_pairs = true;
+  }
+  // A block that meets only its own chunk's sweep has nobody to wait for.
+  for (int64_t block = 0; plan.params.is_causal && block < heads * plan.query_blocks; ++block) {
+    if (linear.by_pairs[block]) continue;
+    state.progress[block] =
+        static_cast<int>(block % plan.query_blocks * kBackwardRows / kSweepKeys);
+  }
+}
+
+// f_i of the queries [begin, end) of all heads that go without pairs; adds theirs to sum_of_factors
+// and g_i to sums [d_v].
+template <typename T>
+void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
+                     BackwardUnit<T>& state, double* sums, double& sum_of_factors) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const int64_t L = plan.params.L, d_v = plan.params.d_v;
+  const LinearBackward<T>& linear = state.linear;
+  for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
+    for (int64_t i = begin; i < end; ++i) {
+      linear.factors[head * L + i] = 0;
+      if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
+      T factor = -state.rows.delta[head * L + i];
+      for (int64_t first = 0; first < d_v; first += kPanel) {
+        const T* row =
+            state.grad_out + (head * layout.value_panels() * L + i) * kPanel + first * L;
+        for (int64_t c = 0; c < min_of(kPanel, d_v - first); ++c) {
+          factor += row[c] * linear.keys.center[first + c];
+          sums[first + c] += static_cast<double>(row[c]);
+        }
+      }
+      linear.factors[head * L + i] = factor;
+      sum_of_factors += static_cast<double>(factor);
+    }
   }
 }
 
@@ -59,158 +96,285 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
   const AttentionBackwardParams& params = plan.params;
   const AttentionLayout<T>& layout = plan.layout;
   LinearBackward<T>& linear = state.linear;
-  find_center(
-      layout, state.keys, params.S, kPanel,
+  describe_keys(
+      params, layout, state.keys, kPanel,
       [&](int64_t j0) {
         load_values(params, layout, unit, j0, scratch.keys.values);
         return scratch.keys.values;
+      },
+      [&](int64_t j0) {
+        double sum = 0;
+        for (int64_t j = j0; j < min_of(params.S, j0 + kPanel); ++j) {
+          sum += static_cast<double>(
+              square_of(layout.feature, state.keys.features, layout.padded_keys, j));
+        }
+        return sum;
       },
       linear.keys);
   if (!linear.keys.is_taken) return;
   mark_blocks(plan, state);
 
-  double* sums = linear.keys.sums;
-  double sum_of_factors = 0;
+  double *sums = linear.keys.sums, sum_of_factors = 0;
   for (int64_t c = 0; c < params.d_v; ++c) sums[c] = 0;
-  for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
-    for (int64_t i = 0; i < params.L; ++i) {
-      linear.factors[head * params.L + i] = 0;
-      if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
-      T factor = -state.rows.delta[head * params.L + i];
-      for (int64_t first = 0; first < params.d_v; first += kPanel) {
-        const T* row = state.grad_out + (head * layout.value_panels() * params.L + i) * kPanel +
-                       first * params.L;
-        for (int64_t c = 0; c < min_of(kPanel, params.d_v - first); ++c) {
-          factor += row[c] * linear.keys.center[first + c];
-          sums[first + c] += static_cast<double>(row[c]);
-        }
-      }
-      linear.factors[head * params.L + i] = factor;
-      sum_of_factors += static_cast<double>(factor);
-    }
+  const int64_t step = params.is_causal ? kCausalChunk : params.L;
+  for (int64_t chunk = chunk_count(params) - 1; chunk >= 0; --chunk) {
+    const auto note = [&] {
+      T* out = linear.sums_of_gradients + chunk * params.d_v;
+      for (int64_t c = 0; c < params.d_v; ++c) out[c] = static_cast<T>(sums[c]);
+      linear.sums_of_factors[chunk] = static_cast<T>(sum_of_factors);
+    };
+    if (params.is_causal) note();  // of the later chunks
+    add_query_terms(plan, chunk * step, min_of(params.L, (chunk + 1) * step), state, sums,
+                    sum_of_factors);
+    if (!params.is_causal) note();
   }
-  for (int64_t c = 0; c < params.d_v; ++c) linear.sum_of_gradients[c] = static_cast<T>(sums[c]);
-  linear.sum_of_factors = static_cast<T>(sum_of_factors);
+  if (!params.is_causal) return;
+  const int64_t keys = layout.padded_keys * kPanel * int64_t{sizeof(T)};
+  __builtin_memset(state.grad_phi_k, 0, layout.feature_panels() * keys);
+  __builtin_memset(linear.grad_value, 0, layout.value_panels() * keys);
+  __builtin_memset(linear.groups_at_query, 0,
+                   layout.heads_per_unit * plan.query_blocks * sizeof(int));
+  __builtin_memset(linear.groups_at_key, 0, layout.key_blocks * sizeof(int));
 }
 
-// Moments of keys and queries, panels [begin, end) of entries.
+// x, values and factors of keys [first, first + count), to the scratch.
 template <typename T>
-void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, int64_t end,
+void load_linear_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t first, int64_t count,
                       const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
-  const ProductLayout products = layout.products();
   const ProductScratch<T>& own = scratch.products;
-  const int64_t L = plan.params.L, d_v = plan.params.d_v, value_panels = layout.value_panels();
-  sum_moments(
-      products, begin, end, plan.params.S, d_v,
-      [&](int64_t first, int64_t count) {
-        gather_features(layout.feature, count, state.keys.features + first * kPanel,
-                        layout.padded_keys, own.x);
-        for (int64_t t = 0; t < count; t += kPanel) {
-          copy_rows(min_of(kPanel, count - t), d_v,
-                    centered_values(plan, unit, first + t, state, scratch), kPanel,
-                    own.values + t * kPanel, kMomentTokens);
-        }
-        for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
-      },
-      own, state.linear.keys.moments);
-  const Moments<T>& of_queries = state.linear.queries;
-  sum_moments(
-      products, begin, end, layout.heads_per_unit * L, d_v,
-      [&](int64_t first, int64_t count) {
-        for (int64_t t = 0, rows; t < count; t += rows) {  // rows of one block of a head
-          const int64_t head = (first + t) / L, i = (first + t) % L;
-          rows = min_of(count - t, min_of(L - i, kBackwardRows - i % kBackwardRows));
-          T* x = own.x + t * products.row_size<T>();
-          gather_features(layout.feature, rows,
-                          state.phi + (head * layout.feature_panels() * L + i) * kPanel, L, x);
-          copy_rows(rows, d_v, state.grad_out + (head * value_panels * L + i) * kPanel, L,
-                    own.values + t * kPanel, kMomentTokens);
-          if (goes_by_pairs(plan, state, head, i / kBackwardRows)) {
-            __builtin_memset(x, 0, rows * products.row_size<T>() * sizeof(T));
-          }
-        }
-        __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
-      },
-      own, of_queries);
-  for (int64_t tile = begin * value_panels; tile < end * value_panels; ++tile) {
-    transpose_panel(kPanel, kPanel, of_queries.by_entry + tile * kPanel * kPanel,
-                    of_queries.by_value + tile * kPanel * kPanel);
+  gather_features(layout.feature, count, state.keys.features + first * kPanel, layout.padded_keys,
+                  own.x);
+  for (int64_t t = 0; t < count; t += kPanel) {
+    copy_rows(min_of(kPanel, count - t), layout.d_v,
+              centered_values(plan, unit, first + t, state, scratch), kPanel,
+              own.values + t * kPanel, kMomentTokens);
   }
+  for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
 }
 
-// dphi_q of one block of queries.
+// The same of queries, g and f, [first, first + count) of those of all heads; those that go by
+// pairs count for nothing.
 template <typename T>
-void linear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
-                            BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+void load_linear_queries(const BackwardPlan<T>& plan, int64_t first, int64_t count,
+                         const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const ProductScratch<T>& own = scratch.products;
+  const int64_t L = plan.params.L, row_size = layout.products().template row_size<T>();
+  for (int64_t t = 0, rows; t < count; t += rows) {  // rows of one block of a head
+    const int64_t head = (first + t) / L, i = (first + t) % L;
+    rows = min_of(count - t, min_of(L - i, kBackwardRows - i % kBackwardRows));
+    T* x = own.x + t * row_size;
+    gather_features(layout.feature, rows,
+                    state.phi + (head * layout.feature_panels() * L + i) * kPanel, L, x);
+    copy_rows(rows, layout.d_v, state.grad_out + (head * layout.value_panels() * L + i) * kPanel, L,
+              own.values + t * kPanel, kMomentTokens);
+    if (goes_by_pairs(plan, state, head, i / kBackwardRows)) {
+      __builtin_memset(x, 0, rows * row_size * sizeof(T));
+    }
+  }
+  __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
+}
+
+// Moments of keys and queries of a call of one chunk.
+template <typename T>
+void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panels& panels,
+                      const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const ProductLayout products = plan.layout.products();
+  sum_moments(
+      products, panels, plan.params.S, plan.params.d_v,
+      [&](int64_t first, int64_t count) {
+        load_linear_keys(plan, unit, first, count, state, scratch);
+      },
+      scratch.products, state.linear.keys.moments);
+  sum_moments(
+      products, panels, plan.layout.heads_per_unit * plan.params.L, plan.params.d_v,
+      [&](int64_t first, int64_t count) {
+        load_linear_queries(plan, first, count, state, scratch);
+      },
+      scratch.products, state.linear.queries);
+  state.linear.queries.transpose(panels);
+}
+
+// dphi_q of one block of queries grows by what some panels of the moments of keys make of it, when
+// in_turn() has returned.
+template <typename T, typename InTurn>
+void add_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
+                         const Panels& panels, const Moments<T>& of_keys, BackwardUnit<T>& state,
+                         const BackwardScratch<T>& scratch, const InTurn& in_turn) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, i0 = index * kBackwardRows, rows = min_of(kBackwardRows, L - i0);
-  if (goes_by_pairs(plan, state, head, index)) return;
   const int64_t at = (head * layout.feature_panels() * L + i0) * kPanel;
   gather_features(layout.feature, rows, state.phi + at, L, scratch.products.x);
-  product_gradients(layout.products(), plan.params.d_v, state.linear.keys.moments, rows,
+  product_gradients(layout.products(), panels, plan.params.d_v, of_keys, rows,
                     state.grad_out + (head * layout.value_panels() * L + i0) * kPanel, L,
                     state.linear.factors + head * L + i0, scratch.products);
-  scatter_features(layout.feature, rows, scratch.products.own, state.grad_phi_q + at, L);
-  for (int64_t r = 0; r < rows; ++r) {
-    if (!state.rows.poisoned[head * L + i0 + r]) continue;
-    fill_row(state.grad_phi_q + at, L, r, layout.feature.width(), not_a_number<T>());
+  in_turn();
+  add_features(layout.feature, rows, scratch.products.own, state.grad_phi_q + at, L);
+}
+
+// Half the gradient of the features of the block of keys at j0 by some panels of the moments of
+// queries, to products.own.
+template <typename T>
+void key_product_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0,
+                           const Panels& panels, const Moments<T>& of_queries,
+                           const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const ProductScratch<T>& own = scratch.products;
+  const int64_t rows = min_of(kPanel, plan.params.S - j0);
+  const T* values = centered_values(plan, unit, j0, state, scratch);
+  gather_features(plan.layout.feature, rows, state.keys.features + j0 * kPanel,
+                  plan.layout.padded_keys, own.x);
+  for (int64_t r = 0; r < rows; ++r) own.factors[r] = 1;
+  product_gradients(plan.layout.products(), panels, plan.params.d_v, of_queries, rows, values,
+                    kPanel, own.factors, own);
+}
+
+// A group of panels through the chunks of a causal call from the first to the last: to each block
+// of queries what it makes of the keys before.
+template <typename T>
+void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t group,
+                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const Panels panels = PanelGroups(layout.products()).of(group);
+  const int64_t chunks = chunk_count(plan.params), blocks_of_chunk = kCausalChunk / kBackwardRows;
+  Moments<T> of_keys = scratch.growing;
+  of_keys.by_entry = nullptr;
+  of_keys.first_panel = panels.begin;
+  of_keys.clear(panels);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t begin = chunk * blocks_of_chunk;
+    const int64_t end = min_of(plan.query_blocks, begin + blocks_of_chunk);
+    for (int64_t head = 0; chunk > 0 && head < layout.heads_per_unit; ++head) {
+      for (int64_t index = begin; index < end; ++index) {
+        if (goes_by_pairs(plan, state, head, index)) continue;
+        int* turn = state.linear.groups_at_query + head * plan.query_blocks + index;
+        add_query_gradients(plan, head, index, panels, of_keys, state, scratch,
+                            [&] { wait_for(turn, static_cast<int>(group)); });
+        __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+      }
+    }
+    const int64_t first = keys_before(plan.params, chunk);
+    const int64_t count = keys_before(plan.params, chunk + 1) - first;
+    if (count == 0 || chunk + 1 == chunks) continue;
+    load_linear_keys(plan, unit, first, count, state, scratch);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      add_moments(layout.products(), panel, count, layout.d_v, scratch.products, of_keys);
+    }
   }
 }
 
-// A query that is not finite makes NaN of every key's gradients that it sees, and it sees them all.
+// The other way, from the last chunk to the first: to each block of keys what it makes of the
+// queries after its chunk.
 template <typename T>
-void poison_keys(const BackwardPlan<T>& plan, int64_t first_key, int64_t count,
-                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
-  for (int64_t r = 0; r < count; ++r) {
-    const int64_t j = first_key + r;
+void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t group,
+                       BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const ProductLayout products = layout.products();
+  const Panels panels = PanelGroups(products).of(group);
+  const int64_t L = plan.params.L, S = plan.params.S, chunks = chunk_count(plan.params);
+  Moments<T> of_queries = scratch.growing;
+  of_queries.first_panel = panels.begin;
+  of_queries.clear(panels);
+  for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+    const int64_t first = chunk * kCausalChunk;
+    const bool has_later = chunk + 1 < chunks;
+    if (has_later && first < S) of_queries.transpose(panels);
+    for (int64_t j0 = first; has_later && j0 < min_of(S, first + kCausalChunk); j0 += kPanel) {
+      key_product_gradients(plan, unit, j0, panels, of_queries, state, scratch);
+      const int64_t rows = min_of(kPanel, S - j0);
+      read_panels(products, panels, layout.d_v, of_queries, rows, scratch.products,
+                  static_cast<T*>(nullptr));
+      int* turn = state.linear.groups_at_key + j0 / kPanel;
+      wait_for(turn, static_cast<int>(group));
+      add_panels(rows, layout.d_v, scratch.products.partial,
+                 state.linear.grad_value + j0 * kPanel, layout.padded_keys, true);
+      add_features(layout.feature, rows, scratch.products.own, state.grad_phi_k + j0 * kPanel,
+                   state.held_keys);
+      __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+    }
+    for (int64_t head = 0; chunk > 0 && head < layout.heads_per_unit; ++head) {
+      const int64_t count = min_of(kCausalChunk, L - first);
+      load_linear_queries(plan, head * L + first, count, state, scratch);
+      for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        add_moments(products, panel, count, layout.d_v, scratch.products, of_queries);
+      }
+    }
+  }
+}
+
+// The terms of eps and dg of the block of keys at j0, when dphi_k and the sums of s^2 g are there.
+template <typename T>
+void add_key_terms(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, T* grad_value,
+                   BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const LinearBackward<T>& linear = state.linear;
+  const int64_t S = plan.params.S, d_v = plan.params.d_v;
+  const int64_t chunk = min_of(chunk_count(plan.params) - 1, chunk_of(plan.params, j0));
+  const T* sum_of_gradients = linear.sums_of_gradients + chunk * d_v;
+  const T* values = centered_values(plan, unit, j0, state, scratch);
+  for (int64_t j = j0; j < min_of(S, j0 + kPanel); ++j) {
+    const int64_t row = (j - j0) * kPanel;
+    const T term = state.keys.weight_terms[j];
+    T of_term = linear.sums_of_factors[chunk];
+    for (int64_t first = 0; first < d_v; first += kPanel) {
+      const T* value = values + first * kPanel + row;
+      T* gradient = grad_value + first * kSweepKeys + row;
+      for (int64_t c = 0; c < min_of(kPanel, d_v - first); ++c) {
+        of_term += value[c] * sum_of_gradients[first + c];
+        gradient[c] += term * sum_of_gradients[first + c];
+      }
+    }
+    Vec<T> of_score{};
+    for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+      const T* phi = state.keys.features + (panel * layout.padded_keys + j) * kPanel;
+      const T* gradient =
+          state.grad_phi_k + (panel * state.held_keys + j % state.held_keys) * kPanel;
+      for (int64_t c = 0; c < layout.feature.columns(panel); c += kLanes<T>) {
+        of_score += load(phi + c) * load(gradient + c);
+      }
+    }
+    state.grad_logit[j] = sum_of_lanes<T>(of_score) + term * of_term;
+  }
+}
+
+// A query that is not finite makes NaN of the gradients of every key it sees.
+template <typename T>
+void poison_keys(const BackwardPlan<T>& plan, int64_t begin, int64_t end, BackwardUnit<T>& state,
+                 const BackwardScratch<T>& scratch) {
+  for (int64_t j = begin; j < end; ++j) {
     if (state.keys.logits[j] == -infinity<T>()) continue;
     state.grad_logit[j] = not_a_number<T>();
-    fill_row(scratch.sweep.grad_value, kSweepKeys, r, plan.params.d_v, not_a_number<T>());
+    fill_row(scratch.sweep.grad_value, kSweepKeys, j - begin, plan.params.d_v, not_a_number<T>());
     fill_row(state.grad_phi_k, state.held_keys, j % state.held_keys, plan.layout.feature.width(),
              not_a_number<T>());
   }
 }
 
-// dV, dphi_k and dg of the keys of one sweep.
+// dV, dphi_k and dg of the keys of one sweep, which are cleared.
 template <typename T>
 void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                           BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
   const ProductLayout products = layout.products();
   const LinearBackward<T>& linear = state.linear;
-  const ProductScratch<T>& own = scratch.products;
-  const int64_t S = plan.params.S, d_v = plan.params.d_v, first_key = sweep * kSweepKeys;
-  for (int64_t j0 = first_key; j0 < min_of(S, first_key + kSweepKeys); j0 += kPanel) {
-    const int64_t rows = min_of(kPanel, S - j0);
-    const T* values = centered_values(plan, unit, j0, state, scratch);
-    gather_features(layout.feature, rows, state.keys.features + j0 * kPanel, layout.padded_keys,
-                    own.x);
+  const int64_t d_v = plan.params.d_v, first_key = sweep * kSweepKeys;
+  const int64_t end = min_of(plan.params.S, first_key + kSweepKeys);
+  for (int64_t j0 = first_key; j0 < end; j0 += kPanel) {
+    const int64_t rows = min_of(kPanel, end - j0);
     T* grad_value = scratch.sweep.grad_value + (j0 - first_key) * kPanel;
-    read_moments(products, d_v, linear.queries, rows, own, grad_value, kSweepKeys);
-    for (int64_t r = 0; r < rows; ++r) own.factors[r] = 1;
-    product_gradients(products, d_v, linear.queries, rows, values, kPanel, own.factors, own);
-    scatter_features(layout.feature, rows, own.own,
-                     state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys);
-    for (int64_t r = 0; r < rows; ++r) {
-      const T term = state.keys.weight_terms[j0 + r];
-      T of_term = linear.sum_of_factors, of_score = 0;
-      for (int64_t first = 0; first < d_v; first += kPanel) {
-        const T* value = values + first * kPanel + r * kPanel;
-        T* gradient = grad_value + first * kSweepKeys + r * kPanel;
-        for (int64_t c = 0; c < min_of(kPanel, d_v - first); ++c) {
-          of_term += value[c] * linear.sum_of_gradients[first + c];
-          gradient[c] += term * linear.sum_of_gradients[first + c];
-        }
-      }
-      const int64_t row = r * products.row_size<T>();
-      for (int64_t b = 0; b < products.features(); ++b)
-        of_score += own.x[row + b] * own.own[row + b];
-      state.grad_logit[j0 + r] = of_score + term * of_term;
+    if (plan.params.is_causal) {
+      copy_rows(rows, d_v, linear.grad_value + j0 * kPanel, layout.padded_keys, grad_value,
+                kSweepKeys);
+    } else {
+      key_product_gradients(plan, unit, j0, {0, products.panels()}, linear.queries, state, scratch);
+      read_moments(products, d_v, linear.queries, rows, scratch.products, static_cast<T*>(nullptr),
+                   grad_value, kSweepKeys);
+      add_features(layout.feature, rows, scratch.products.own,
+                   state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys);
     }
+    add_key_terms(plan, unit, j0, grad_value, state, scratch);
   }
-  if (!linear.any_poisoned) return;
-  poison_keys(plan, first_key, min_of(kSweepKeys, S - first_key), state, scratch);
+  poison_keys(plan, first_key, min_of(end, linear.poisoned_keys), state, scratch);
 }
 
 // The stages that take the place of pairs, before the sweeps of keys.
@@ -218,10 +382,12 @@ template <typename T, typename Memory>
 struct LinearStages {
   const BackwardPlan<T>& plan;
   const Memory& memory;
-  int64_t together;  // panels of entries of a task
+  int64_t together;  // panels of entries of a task, where there is one chunk
 
   Unit unit_of(const Place& at) const { return unit_at(plan.params, plan.layout, at.unit); }
   bool is_taken(const Place& at) const { return memory.slots[at.slot].linear.keys.is_taken; }
+  bool is_causal() const { return plan.is_linear && plan.params.is_causal; }
+  int64_t groups() const { return is_causal() ? PanelGroups(plan.layout.products()).count() : 0; }
 
   auto preparation() const {
     return Stage{int64_t{plan.is_linear}, [this](const Place& at, int64_t, int thread) {
@@ -230,21 +396,39 @@ struct LinearStages {
   }
   auto moments() const {
     const int64_t panels = plan.layout.products().panels();
-    return Stage{plan.is_linear ? ceil_div(panels, together) : 0,
+    return Stage{plan.is_linear && !is_causal() ? ceil_div(panels, together) : 0,
                  [this, panels](const Place& at, int64_t task, int thread) {
                    if (!is_taken(at)) return;
-                   const int64_t begin = task * together;
-                   sum_both_moments(plan, unit_of(at), begin, min_of(panels, begin + together),
-                                    memory.slots[at.slot], memory.scratch[thread]);
+                   sum_both_moments(
+                       plan, unit_of(at),
+                       Panels{task * together, min_of(panels, (task + 1) * together)},
+                       memory.slots[at.slot], memory.scratch[thread]);
                  }};
   }
   auto queries() const {
     const int64_t blocks = plan.layout.heads_per_unit * plan.query_blocks;
-    return Stage{plan.is_linear ? blocks : 0, [this](const Place& at, int64_t index, int thread) {
+    return Stage{plan.is_linear && !is_causal() ? blocks : 0,
+                 [this](const Place& at, int64_t block, int thread) {
+                   BackwardUnit<T>& state = memory.slots[at.slot];
+                   const int64_t head = block / plan.query_blocks, index = block % plan.query_blocks;
+                   if (goes_by_pairs(plan, state, head, index)) return;
+                   add_query_gradients(plan, head, index, {0, plan.layout.products().panels()},
+                                       state.linear.keys.moments, state, memory.scratch[thread],
+                                       [] {});
+                 }};
+  }
+  auto earlier_chunks() const {
+    return Stage{groups(), [this](const Place& at, int64_t group, int thread) {
                    if (!is_taken(at)) return;
-                   linear_query_gradients(plan, index / plan.query_blocks,
-                                          index % plan.query_blocks, memory.slots[at.slot],
-                                          memory.scratch[thread]);
+                   pass_earlier_chunks(plan, unit_of(at), group, memory.slots[at.slot],
+                                       memory.scratch[thread]);
+                 }};
+  }
+  auto later_chunks() const {
+    return Stage{groups(), [this](const Place& at, int64_t group, int thread) {
+                   if (!is_taken(at)) return;
+                   pass_later_chunks(plan, unit_of(at), group, memory.slots[at.slot],
+                                     memory.scratch[thread]);
                  }};
   }
 };

@@ -1,5 +1,5 @@
 // Forward pass without pairs: moments of the keys, then their sums with the products of each
-// query's features.
+// query's features; in a causal call chunk by chunk.
 #pragma once
 
 #include "attention/cpu/linear_time.h"
@@ -7,85 +7,250 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
+constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
+static_assert(kCausalChunk % kCausalRows == 0 && kCausalChunk <= kProductRows);
+
 // What a thread needs beside the rest for rows without pairs.
 template <typename T>
 struct LinearScratch {
   ProductScratch<T> products;
+  Moments<T> growing;           // causal: of the keys before a chunk, one group of panels
+  T* lane_sums = nullptr;       // [kProductRows][lanes]
   T* sums = nullptr;            // [rows]   of the weights
-  T* out = nullptr;             // [value panels][rows][64]   while others are computed by pairs
+  T* out = nullptr;             // [value panels][rows][64]
   uint8_t* by_pairs = nullptr;  // [rows]   marks those that would lose digits
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
-    products.take(workspace, layout.products(), layout.value_panels(), false);
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
+            int64_t rows) {
+    const ProductLayout of_features = layout.products();
+    products.take(workspace, of_features, layout.value_panels(), false);
+    if (params.is_causal) {
+      growing = Moments<T>::take(workspace, PanelGroups(of_features).together,
+                                 layout.value_panels(), true, false);
+    }
+    lane_sums = workspace.take<T>(kProductRows * kLanes<T>);
     sums = workspace.take<T>(rows);
     out = workspace.take<T>(layout.value_panels() * rows * kPanel);
     by_pairs = workspace.take<uint8_t>(rows);
   }
 };
 
-// Moments of the prepared keys, panels [begin, end) of entries.
+// What the keys before each chunk leave to its queries.
 template <typename T>
-void sum_key_moments(const AttentionLayout<T>& layout, int64_t S, const PreparedKeys<T>& keys,
-                     const LinearKeys<T>& linear, int64_t begin, int64_t end,
-                     const KeyScratch<T>& scratch, const ProductScratch<T>& own) {
-  const ProductLayout products = layout.products();
-  sum_moments(
-      products, begin, end, S, layout.d_v,
-      [&](int64_t first, int64_t count) {
-        for (int64_t j0 = first; j0 < first + count; j0 += kPanel) {
-          const int64_t rows = min_of(kPanel, first + count - j0);
-          for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-            const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
-            transpose_panel(layout.feature.columns(panel), rows,
-                            keys.by_column.phi + block * kPanel * kPanel,
-                            scratch.features + panel * kPanel * kPanel);
-          }
-          gather_features(layout.feature, rows, scratch.features, kPanel,
-                          own.x + (j0 - first) * products.row_size<T>());
-        }
-        copy_rows(count, layout.d_v, keys.values + first * kPanel, layout.padded_keys, own.values,
-                  kMomentTokens);
-        subtract_center(count, layout.d_v, linear.center, own.values, kMomentTokens);
-        for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
-      },
-      own, linear.moments);
-}
+struct EarlierChunks {
+  T* phi = nullptr;             // [heads][feature panels][L][64]   of the queries
+  uint8_t* poisoned = nullptr;  // [heads][L]
+  T* sums = nullptr;            // [heads][L]   of s^2
+  T* out = nullptr;             // [heads][value panels][L][64]   sum of s^2 v'
+  int* groups = nullptr;        // [heads][chunks]   that have added to it
 
-// Features, sums of weights and marks of the queries of a block, phi [feature panels][rows][64], to
-// the scratch. Returns how many are marked.
-template <typename T>
-int64_t sum_weights(const AttentionLayout<T>& layout, const LinearKeys<T>& keys, T eps,
-                    int64_t rows, const T* phi, const LinearScratch<T>& scratch) {
-  const ProductLayout products = layout.products();
-  const T of_keys = keys.sum_of_squares(products);
-  gather_features(layout.feature, rows, phi, rows, scratch.products.x);
-  int64_t marked = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* x = scratch.products.x + r * products.row_size<T>();
-    const T sum = sum_of_products(products, x, keys.moments.totals) + eps * keys.magnitude;
-    const T square = square_of(layout.feature, phi, rows, r);
-    scratch.sums[r] = sum;
-    scratch.by_pairs[r] = !keeps_digits(products, sum, square, of_keys);
-    marked += scratch.by_pairs[r];
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout) {
+    const int64_t rows = layout.heads_per_unit * params.L;
+    phi = workspace.take<T>(rows * layout.feature_panels() * kPanel);
+    poisoned = workspace.take<uint8_t>(rows);
+    sums = workspace.take<T>(rows);
+    out = workspace.take<T>(rows * layout.value_panels() * kPanel);
+    groups = workspace.take<int>(layout.heads_per_unit * chunk_count(params));
   }
-  return marked;
+};
+
+// x, values and factors of keys [first, first + count) of the prepared ones, to the scratch.
+template <typename T>
+void load_keys(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys,
+               const LinearKeys<T>& linear, int64_t first, int64_t count,
+               const KeyScratch<T>& scratch, const ProductScratch<T>& own) {
+  for (int64_t j0 = first; j0 < first + count; j0 += kPanel) {
+    const int64_t rows = min_of(kPanel, first + count - j0);
+    for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+      const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
+      transpose_panel(layout.feature.columns(panel), rows,
+                      keys.by_column.phi + block * kPanel * kPanel,
+                      scratch.features + panel * kPanel * kPanel);
+    }
+    gather_features(layout.feature, rows, scratch.features, kPanel,
+                    own.x + (j0 - first) * layout.products().template row_size<T>());
+  }
+  copy_rows(count, layout.d_v, keys.values + first * kPanel, layout.padded_keys, own.values,
+            kMomentTokens);
+  subtract_center(count, layout.d_v, linear.center, own.values, kMomentTokens);
+  for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
 }
 
-// out [value panels][rows][64] = sum_j w_ij v_j of the queries whose features are in the scratch.
+// sum |phi_j|^2 of the block of keys at j0.
 template <typename T>
-void weighted_values(const AttentionLayout<T>& layout, const LinearKeys<T>& keys, int64_t rows,
-                     const LinearScratch<T>& scratch, T* out) {
-  const T* sums = scratch.sums;
-  read_moments(layout.products(), layout.d_v, keys.moments, rows, scratch.products, out, rows);
-  for (int64_t first = 0; first < layout.d_v; first += kPanel) {
+double square_of_block(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t j0,
+                       int64_t S) {
+  const int64_t columns = round_up(min_of(kPanel, S - j0), kLanes<T>);
+  double sum = 0;
+  for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+    const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
+    const T* phi = keys.by_column.phi + block * kPanel * kPanel;
+    Vec<T> squares{};
+    for (int64_t row = 0; row < layout.feature.columns(panel); ++row) {
+      for (int64_t c = row * kPanel; c < row * kPanel + columns; c += kLanes<T>) {
+        squares += load(phi + c) * load(phi + c);
+      }
+    }
+    sum += static_cast<double>(sum_of_lanes<T>(squares));
+  }
+  return sum;
+}
+
+// Features of a block of queries, where the pairs and the chunks read them.
+template <typename T>
+void prepare_chunk_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
+                           const QueryBlock& block, int64_t head, const T* packed,
+                           const EarlierChunks<T>& out, T* tokens) {
+  const int64_t at = head * layout.feature_panels() * params.L + block.i0;
+  prepare_queries(params, layout, block, packed, tokens, out.phi + at * kPanel, params.L,
+                  out.poisoned + head * params.L + block.i0);
+}
+
+// A group of panels through all chunks: what is there of the keys before one is added to its rows,
+// then its keys are added to the moments.
+template <typename T>
+void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>& layout,
+                        int64_t group, const PreparedKeys<T>& keys, const LinearKeys<T>& linear,
+                        const EarlierChunks<T>& out, const KeyScratch<T>& of_keys,
+                        LinearScratch<T>& scratch) {
+  const ProductLayout products = layout.products();
+  const Panels panels = PanelGroups(products).of(group);
+  const ProductScratch<T>& own = scratch.products;
+  const int64_t L = params.L, chunks = chunk_count(params);
+  scratch.growing.first_panel = panels.begin;
+  scratch.growing.clear(panels);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t i0 = chunk * kCausalChunk, rows = min_of(kCausalChunk, L - i0);
+    for (int64_t head = 0; chunk > 0 && head < layout.heads_per_unit; ++head) {
+      gather_features(layout.feature, rows,
+                      out.phi + (head * layout.feature_panels() * L + i0) * kPanel, L, own.x);
+      __builtin_memset(scratch.lane_sums, 0, rows * kLanes<T> * sizeof(T));
+      read_panels(products, panels, layout.d_v, scratch.growing, rows, own, scratch.lane_sums);
+      int* turn = out.groups + head * chunks + chunk;
+      if (group > 0) wait_for(turn, static_cast<int>(group));
+      for (int64_t r = 0; r < rows; ++r) {
+        const T sum = sum_of_lanes<T>(load(scratch.lane_sums + r * kLanes<T>));
+        T& total = out.sums[head * L + i0 + r];
+        total = group > 0 ? total + sum : sum;
+      }
+      add_panels(rows, layout.d_v, own.partial,
+                 out.out + (head * layout.value_panels() * L + i0) * kPanel, L, group > 0);
+      __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+    }
+    const int64_t count = keys_before(params, chunk + 1) - keys_before(params, chunk);
+    if (count == 0 || chunk + 1 == chunks) continue;
+    load_keys(layout, keys, linear, i0, count, of_keys, own);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      add_moments(products, panel, count, layout.d_v, own, scratch.growing);
+    }
+  }
+}
+
+// own.out [value panels][rows][64] = sum_j w_ij v_j and own.sums = sum_j w_ij over the keys that
+// moments hold for a block of queries, phi [feature panels][rows][64].
+template <typename T>
+void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
+                    const QueryBlock& block, int64_t head, const LinearKeys<T>& keys,
+                    const EarlierChunks<T>& earlier, const T* phi, const LinearScratch<T>& own) {
+  const int64_t rows = block.rows, chunk = chunk_of(params, block.i0);
+  if (params.is_causal) {
+    const int64_t at = head * layout.value_panels() * params.L + block.i0;
+    copy_rows(rows, layout.d_v, earlier.out + at * kPanel, params.L, own.out, rows);
+    __builtin_memcpy(own.sums, earlier.sums + head * params.L + block.i0, rows * sizeof(T));
+  } else {
+    gather_features(layout.feature, rows, phi, rows, own.products.x);
+    __builtin_memset(own.lane_sums, 0, rows * kLanes<T> * sizeof(T));
+    read_moments(layout.products(), layout.d_v, keys.moments, rows, own.products, own.lane_sums,
+                 own.out, rows);
     for (int64_t r = 0; r < rows; ++r) {
-      T* row = out + first * rows + r * kPanel;
+      own.sums[r] = sum_of_lanes<T>(load(own.lane_sums + r * kLanes<T>));
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) own.sums[r] += keys.magnitudes[chunk];
+  for (int64_t first = 0; first < layout.d_v; first += kPanel) {
+    const T* offset = keys.offsets + chunk * layout.value_panels() * kPanel + first;
+    for (int64_t r = 0; r < rows; ++r) {
+      T* row = own.out + first * rows + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(row + c, load(row + c) + load(keys.center + first + c) * sums[r]);
+        store<T>(row + c, load(row + c) + load(offset + c) +
+                              load(keys.center + first + c) * own.sums[r]);
       }
     }
   }
 }
+
+// The stages that take the place of pairs, between the keys and the queries.
+template <typename T, typename Memory>
+struct LinearForwardStages {
+  const AttentionParams& params;
+  const AttentionLayout<T>& layout;
+  const Memory& memory;
+  bool is_taken;
+  int64_t together;  // panels of entries of a task, where there is one chunk
+
+  bool is_causal() const { return is_taken && params.is_causal; }
+
+  auto description() const {
+    return Stage{int64_t{is_taken}, [this](const Place& at, int64_t, int) {
+                   auto& unit = memory.slots[at.slot];
+                   describe_keys(
+                       params, layout, unit.keys, layout.padded_keys,
+                       [&](int64_t j0) { return unit.keys.values + j0 * kPanel; },
+                       [&](int64_t j0) { return square_of_block(layout, unit.keys, j0, params.S); },
+                       unit.linear);
+                   if (!is_causal()) return;
+                   __builtin_memset(unit.earlier.groups, 0,
+                                    layout.heads_per_unit * chunk_count(params) * sizeof(int));
+                 }};
+  }
+  auto moments() const {
+    const int64_t panels = layout.products().panels();
+    return Stage{is_taken && !is_causal() ? ceil_div(panels, together) : 0,
+                 [this, panels](const Place& at, int64_t task, int thread) {
+                   const auto& unit = memory.slots[at.slot];
+                   if (!unit.linear.is_taken) return;
+                   const auto& own = memory.scratch[thread];
+                   sum_moments(
+                       layout.products(),
+                       Panels{task * together, min_of(panels, (task + 1) * together)}, params.S,
+                       layout.d_v,
+                       [&](int64_t first, int64_t count) {
+                         load_keys(layout, unit.keys, unit.linear, first, count, own.keys,
+                                   own.linear.products);
+                       },
+                       own.linear.products, unit.linear.moments);
+                 }};
+  }
+  auto chunk_queries() const {
+    const int64_t blocks = ceil_div(params.L, kCausalRows);
+    return Stage{
+        is_causal() ? layout.heads_per_unit * blocks : 0,
+        [this, blocks](const Place& at, int64_t index, int thread) {
+          if (!memory.slots[at.slot].linear.is_taken) return;
+          const Unit unit = unit_at(params, layout, at.unit);
+          const int64_t head = index / blocks, i0 = index % blocks * kCausalRows;
+          const QueryBlock block{unit.b, unit.first_query_head + head, i0,
+                                 min_of(kCausalRows, params.L - i0)};
+          prepare_chunk_queries(params, layout, block, head,
+                                memory.frequencies.of(unit, layout.feature),
+                                memory.slots[at.slot].earlier, memory.scratch[thread].tokens);
+        }};
+  }
+  auto earlier_chunks() const {
+    return Stage{is_causal() ? PanelGroups(layout.products()).count() : 0,
+                 [this](const Place& at, int64_t group, int thread) {
+                   const auto& unit = memory.slots[at.slot];
+                   auto& own = memory.scratch[thread];
+                   if (!unit.linear.is_taken) return;
+                   sum_earlier_chunks(params, layout, group, unit.keys, unit.linear, unit.earlier,
+                                      own.keys, own.linear);
+                 }};
+  }
+};
+
+template <typename T, typename Memory>
+LinearForwardStages(const AttentionParams&, const AttentionLayout<T>&, const Memory&, bool, int64_t)
+    -> LinearForwardStages<T, Memory>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

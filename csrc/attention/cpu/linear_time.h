@@ -1,13 +1,17 @@
 // What both passes without pairs (../linear_time.h) share: which units and queries take them, and
 // the center of the values.
 //
+// A causal call goes in chunks: a query sees the keys before its chunk through their moments, those
+// of its chunk pair by pair. Any other call is one chunk, all keys of which moments hold.
+//
 // A sum over entries keeps only what |phi_q|^2 sum_j |phi_j|^2 leaves of the last bits, and a query
 // whose scores are all far below that would lose its weights: the mean square of the score between
 // directions taken at random is 1/F of it, and queries whose sum of weights is below a quarter of
 // that mean are computed by pairs (docs/performance.md, "Linear time", has what they would err).
 //
-// Values count relative to their mean over e_j. The mean goes into the output as it is, which saves
-// the term of eps, and differences of values, as gradients are made of, keep their digits.
+// Values count relative to their mean over e_j, or over those e_j that all queries with moments
+// see. It goes into the output as it is, and differences of values, as gradients are made of, keep
+// their digits.
 #pragma once
 
 #include "attention/cpu/moments.h"
@@ -17,58 +21,95 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
+inline int64_t chunk_count(const AttentionParams& params) {
+  return params.is_causal ? ceil_div(params.L, kCausalChunk) : 1;
+}
+inline int64_t chunk_of(const AttentionParams& params, int64_t query) {
+  return params.is_causal ? query / kCausalChunk : 0;
+}
+// Keys that moments hold for the queries of a chunk: [0, this).
+inline int64_t keys_before(const AttentionParams& params, int64_t chunk) {
+  return params.is_causal ? min_of(params.S, chunk * kCausalChunk) : params.S;
+}
+
 // What is known of the keys of one unit.
 template <typename T>
 struct LinearKeys {
   bool is_taken = false;   // no key is poisoned, and some are visible
-  T magnitude = 0;         // sum e_j
-  T* center = nullptr;     // [value panels][64]   sum e_j v_j / sum e_j
+  T* center = nullptr;     // [value panels][64]
   double* sums = nullptr;  // [d_v]
-  Moments<T> moments;
+  // Of the keys that moments hold for a chunk, v' = v - center:
+  T* magnitudes = nullptr;  // [chunks]   eps sum e_j
+  T* offsets = nullptr;     // [chunks][value panels][64]   eps sum e_j v'_j
+  T* squares = nullptr;     // [chunks]   sum |phi_j|^2
+  Moments<T> moments;       // where there is one chunk
 
-  void take(Workspace& workspace, const AttentionLayout<T>& layout, bool backward) {
-    center = workspace.take<T>(layout.value_panels() * kPanel);
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
+            bool backward) {
+    const int64_t chunks = chunk_count(params), row = layout.value_panels() * kPanel;
+    center = workspace.take<T>(row);
     sums = workspace.take<double>(layout.d_v);
-    moments =
-        Moments<T>::take(workspace, layout.products(), layout.value_panels(), !backward, backward);
-  }
-  // sum |phi_j|^2, which shift 0 leaves in the totals.
-  T sum_of_squares(const ProductLayout& layout) const {
-    T sum = 0;
-    for (int64_t e = 0; e < layout.features(); ++e) sum += moments.totals[e];
-    return sum;
+    magnitudes = workspace.take<T>(chunks);
+    offsets = workspace.take<T>(chunks * row);
+    squares = workspace.take<T>(chunks);
+    if (params.is_causal) return;
+    moments = Moments<T>::take(workspace, layout.products().panels(), layout.value_panels(),
+                               !backward, backward);
   }
 };
 
-// Whether a unit goes without pairs, and the mean of its values. values(j0) loads those of a block
-// of keys, [value panels][value_rows][64].
-template <typename T, typename Values>
-void find_center(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t S,
-                 int64_t value_rows, const Values& values, LinearKeys<T>& out) {
-  bool all_finite = true;
+// Adds e_j v_j of the block of keys at j0, [value panels][value_rows][64], to sums [d_v]; returns
+// the sum of e_j.
+template <typename T>
+double add_weighted_values(const AttentionLayout<T>& layout, const T* feature_scales, int64_t count,
+                           const T* values, int64_t value_rows, double* sums) {
   double magnitude = 0;
-  for (int64_t c = 0; c < layout.d_v; ++c) out.sums[c] = 0;
-  for (int64_t j0 = 0; j0 < S; j0 += kPanel) {
-    const int64_t count = min_of(kPanel, S - j0);
-    const T* rows = values(j0);
-    for (int64_t r = 0; r < count; ++r) {
-      all_finite &= is_finite(keys.weight_terms[j0 + r]);
-      const double root = static_cast<double>(keys.feature_scales[j0 + r]), e = root * root;
-      if (e == 0) continue;
-      magnitude += e;
-      for (int64_t first = 0; first < layout.d_v; first += kPanel) {
-        const T* row = rows + first * value_rows + r * kPanel;
-        for (int64_t c = 0; c < min_of(kPanel, layout.d_v - first); ++c) {
-          out.sums[first + c] += e * static_cast<double>(row[c]);
-        }
+  for (int64_t r = 0; r < count; ++r) {
+    const double root = static_cast<double>(feature_scales[r]), e = root * root;
+    if (e == 0) continue;
+    magnitude += e;
+    for (int64_t first = 0; first < layout.d_v; first += kPanel) {
+      const T* row = values + first * value_rows + r * kPanel;
+      for (int64_t c = 0; c < min_of(kPanel, layout.d_v - first); ++c) {
+        sums[first + c] += e * static_cast<double>(row[c]);
       }
     }
   }
-  out.is_taken = all_finite && magnitude > 0;
-  out.magnitude = static_cast<T>(magnitude);
-  for (int64_t c = 0; c < layout.value_panels() * kPanel; ++c) {
-    out.center[c] = out.is_taken && c < layout.d_v ? static_cast<T>(out.sums[c] / magnitude) : T(0);
+  return magnitude;
+}
+
+// Whether a unit goes without pairs, the center of its values, and what chunks know of the keys
+// before them. For a block of keys at j0, values(j0) loads theirs, [value panels][value_rows][64],
+// and square(j0) is the sum of |phi_j|^2.
+template <typename T, typename Values, typename Square>
+void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layout,
+                   const PreparedKeys<T>& keys, int64_t value_rows, const Values& values,
+                   const Square& square, LinearKeys<T>& out) {
+  const int64_t row = layout.value_panels() * kPanel;
+  double magnitude = 0, squares = 0;
+  for (int64_t c = 0; c < layout.d_v; ++c) out.sums[c] = 0;
+  for (int64_t c = 0; c < row; ++c) out.center[c] = 0;
+  for (int64_t chunk = 0, j0 = 0; chunk < chunk_count(params); ++chunk) {
+    const bool has_center = magnitude > 0;
+    for (; j0 < keys_before(params, chunk); j0 += kPanel) {
+      const int64_t count = min_of(kPanel, params.S - j0);
+      magnitude += add_weighted_values(layout, keys.feature_scales + j0, count, values(j0),
+                                       value_rows, out.sums);
+      squares += square(j0);
+    }
+    for (int64_t c = 0; magnitude > 0 && !has_center && c < layout.d_v; ++c) {
+      out.center[c] = static_cast<T>(out.sums[c] / magnitude);
+    }
+    out.magnitudes[chunk] = static_cast<T>(params.eps * magnitude);
+    out.squares[chunk] = static_cast<T>(squares);
+    for (int64_t c = 0; c < row; ++c) {
+      const double offset =
+          c < layout.d_v ? out.sums[c] - static_cast<double>(out.center[c]) * magnitude : 0;
+      out.offsets[chunk * row + c] = static_cast<T>(params.eps * offset);
+    }
   }
+  out.is_taken =
+      keys.form.folded && magnitude > 0 && all_finite(keys.weight_terms, params.S);
 }
 
 // Panels of entries that a task takes.
@@ -76,6 +117,21 @@ inline int64_t panels_per_task(const ProductLayout& layout, int threads, bool wh
   return whole ? kProductPanels
                : max_of(1, min_of(kProductPanels, layout.panels() / (2 * threads)));
 }
+
+// Panels of entries that go together through the tokens of a causal call. What groups of them add
+// to a token they add in order, and so they are the same for every number of threads.
+struct PanelGroups {
+  int64_t panels, together;
+
+  explicit PanelGroups(const ProductLayout& layout) : panels(layout.panels()) {
+    const int64_t to_share = min_of(4, panels / 4), to_stay_in_cache = ceil_div(panels, kProductPanels);
+    together = ceil_div(panels, max_of(to_share, to_stay_in_cache));
+  }
+  int64_t count() const { return ceil_div(panels, together); }
+  Panels of(int64_t group) const {
+    return {group * together, min_of(panels, (group + 1) * together)};
+  }
+};
 
 // What is left of the values [value panels][value_rows][64].
 template <typename T>

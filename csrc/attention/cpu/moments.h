@@ -6,26 +6,48 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Sums over tokens of psi_e(x) times a row of numbers, and times one number more.
+// Panels of entries, [begin, end).
+struct Panels {
+  int64_t begin, end;
+  int64_t count() const { return end - begin; }
+};
+
+// Sums over tokens of c_e psi_e(x) times a row of numbers, and times one number more.
 template <typename T>
 struct Moments {
-  T* by_entry = nullptr;  // [panels][value panels][64 entries][64 values]
-  T* by_value = nullptr;  // [panels][value panels][64 values][64 entries]
-  T* totals = nullptr;    // [panels][64], and a vector more
+  T* by_entry = nullptr;   // [panels][value panels][64 entries][64 values]
+  T* by_value = nullptr;   // [panels][value panels][64 values][64 entries]
+  T* totals = nullptr;     // [panels][64], and a vector more
+  int64_t value_panels = 0;
+  int64_t first_panel = 0;  // of entries, where not all of them are held
 
-  // The tile that sums are made in.
-  T* summed(int64_t value_panels, int64_t panel, int64_t of_values) const {
-    return (by_entry ? by_entry : by_value) + (panel * value_panels + of_values) * kPanel * kPanel;
+  int64_t tile(int64_t panel, int64_t of_values) const {
+    return ((panel - first_panel) * value_panels + of_values) * kPanel * kPanel;
   }
+  T* total(int64_t panel) const { return totals + (panel - first_panel) * kPanel; }
+  // The array that sums are made in.
+  T* summed() const { return by_entry ? by_entry : by_value; }
 
-  static Moments take(Workspace& workspace, const ProductLayout& layout, int64_t value_panels,
-                      bool by_entry, bool by_value) {
-    const int64_t size = layout.panels() * value_panels * kPanel * kPanel;
+  static Moments take(Workspace& workspace, int64_t panels, int64_t value_panels, bool by_entry,
+                      bool by_value) {
+    const int64_t size = panels * value_panels * kPanel * kPanel;
     Moments result;
     if (by_entry) result.by_entry = workspace.take<T>(size);
     if (by_value) result.by_value = workspace.take<T>(size);
-    result.totals = workspace.take<T>(layout.panels() * kPanel + kLanes<T>);
+    result.totals = workspace.take<T>(panels * kPanel + kLanes<T>);
+    result.value_panels = value_panels;
     return result;
+  }
+  void clear(const Panels& panels) const {
+    __builtin_memset(summed() + tile(panels.begin, 0), 0,
+                     panels.count() * value_panels * kPanel * kPanel * sizeof(T));
+    __builtin_memset(total(panels.begin), 0, panels.count() * kPanel * sizeof(T));
+  }
+  // Where sums are made by entry and read by value, too.
+  void transpose(const Panels& panels) const {
+    for (int64_t at = tile(panels.begin, 0); at < tile(panels.end, 0); at += kPanel * kPanel) {
+      transpose_panel(kPanel, kPanel, by_entry + at, by_value + at);
+    }
   }
 };
 
@@ -59,8 +81,8 @@ struct ProductScratch {
   }
 };
 
-// Adds psi_e(x) times `values` and `factors` of `count` tokens, all three in the scratch, to one
-// panel of entries.
+// Adds c_e psi_e(x) times `values` and `factors` of `count` tokens, all three in the scratch, to
+// one panel of entries.
 template <typename T>
 void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int64_t d_v,
                  const ProductScratch<T>& scratch, const Moments<T>& out) {
@@ -70,7 +92,7 @@ void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int6
   Vec<T> totals[kVectors] = {};
   for (int64_t t = 0; t < count; t += kPanel) {
     const int64_t rows = min_of(kPanel, count - t);
-    feature_products(layout, runs, rows, scratch.x + t * layout.row_size<T>(), scratch.psi);
+    feature_products<true>(layout, runs, rows, scratch.x + t * layout.row_size<T>(), scratch.psi);
     for (int64_t r = 0; r < rows; ++r) {
       for (int v = 0; v < kVectors; ++v) {
         totals[v] += load(scratch.psi + r * kPanel + v * kLanes<T>) * scratch.factors[t + r];
@@ -90,106 +112,99 @@ void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int6
   for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
     const int64_t width = min_of(kPanel, d_v - of_values * kPanel);
     const T* partial = scratch.partial + of_values * kPanel * kPanel;
-    T* sum = out.summed(value_panels, panel, of_values);
+    T* sum = out.summed() + out.tile(panel, of_values);
     for (int64_t i = 0; i < (out.by_entry ? entries : width) * kPanel; i += kLanes<T>) {
       store<T>(sum + i, load(sum + i) + load(partial + i));
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    T* total = out.totals + panel * kPanel + v * kLanes<T>;
+    T* total = out.total(panel) + v * kLanes<T>;
     store<T>(total, load(total) + totals[v]);
   }
 }
 
-// The moments of one panel of entries times c_e.
-template <typename T>
-void multiply_entries(const ProductLayout& layout, int64_t panel, int64_t value_panels,
-                      const Moments<T>& out) {
-  const int64_t entry_step = out.by_entry ? kPanel : 1, value_step = out.by_entry ? 1 : kPanel;
-  for (const ShiftRun& run : layout.runs(panel)) {
-    const T factor = layout.multiplicity<T>(run);
-    if (factor == 1) continue;
-    for (int64_t e = run.column; e < run.column + run.count; ++e) {
-      out.totals[panel * kPanel + e] *= factor;
-      for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
-        T* entry = out.summed(value_panels, panel, of_values) + e * entry_step;
-        for (int64_t c = 0; c < kPanel; ++c) entry[c * value_step] *= factor;
-      }
-    }
-  }
-}
-
-// Moments of the panels [begin, end) over `tokens` tokens. load_tokens(first, count) fills x,
-// values and factors of the scratch for up to kMomentTokens tokens. Each sum is made by one thread,
-// in the order of tokens.
+// Moments of some panels over `tokens` tokens. load_tokens(first, count) fills x, values and factors
+// of the scratch for up to kMomentTokens tokens. Each sum is made by one thread, in the order of
+// tokens.
 template <typename T, typename Load>
-void sum_moments(const ProductLayout& layout, int64_t begin, int64_t end, int64_t tokens,
-                 int64_t d_v, const Load& load_tokens, const ProductScratch<T>& scratch,
+void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t tokens, int64_t d_v,
+                 const Load& load_tokens, const ProductScratch<T>& scratch,
                  const Moments<T>& out) {
-  const int64_t value_panels = ceil_div(d_v, kPanel), panels = end - begin;
-  __builtin_memset(out.summed(value_panels, begin, 0), 0,
-                   panels * value_panels * kPanel * kPanel * sizeof(T));
-  __builtin_memset(out.totals + begin * kPanel, 0, panels * kPanel * sizeof(T));
+  out.clear(panels);
   for (int64_t first = 0; first < tokens; first += kMomentTokens) {
     const int64_t count = min_of(kMomentTokens, tokens - first);
     load_tokens(first, count);
-    for (int64_t panel = begin; panel < end; ++panel) {
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       add_moments(layout, panel, count, d_v, scratch, out);
     }
   }
-  for (int64_t panel = begin; panel < end; ++panel) {
-    multiply_entries(layout, panel, value_panels, out);
+}
+
+// scratch.partial [value panels][rows][64] = sum over some panels of psi_e(x) moments_e of up to
+// kProductRows tokens, whose features are in the scratch; sums [rows][lanes], where there are any,
+// grow by psi_e(x) totals_e.
+template <typename T>
+void read_panels(const ProductLayout& layout, const Panels& panels, int64_t d_v,
+                 const Moments<T>& moments, int64_t rows, const ProductScratch<T>& scratch,
+                 T* sums) {
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    const int64_t entries = layout.entries(panel);
+    feature_products(layout, layout.runs(panel), rows, scratch.x, scratch.psi);
+    if (sums) add_sums_of_products(entries, rows, scratch.psi, moments.total(panel), sums);
+    for (int64_t of_values = 0; of_values < moments.value_panels; ++of_values) {
+      panel_gemm<T, Left::kRows>(rows, min_of(kPanel, d_v - of_values * kPanel), entries,
+                                 scratch.psi, moments.by_entry + moments.tile(panel, of_values),
+                                 scratch.partial + of_values * rows * kPanel,
+                                 panel > panels.begin);
+    }
   }
 }
 
-// out [value panels][out_rows][64] = sum_e psi_e(x) moments_e of up to kProductRows tokens, whose
-// features are in the scratch.
+// out [value panels][out_rows][64] grows by panels [value panels][rows][64], or is set to it.
+template <typename T>
+void add_panels(int64_t rows, int64_t columns, const T* panels, T* out, int64_t out_rows,
+                bool grows) {
+  for (int64_t first = 0; first < columns; first += kPanel) {
+    const T* term = panels + first * rows;
+    T* sum = out + first * out_rows;
+    for (int64_t i = 0; i < rows * kPanel; i += kLanes<T>) {
+      store<T>(sum + i, grows ? load(sum + i) + load(term + i) : load(term + i));
+    }
+  }
+}
+
+// out [value panels][out_rows][64] = sum_e psi_e(x) moments_e, sums as in read_panels.
 template <typename T>
 void read_moments(const ProductLayout& layout, int64_t d_v, const Moments<T>& moments, int64_t rows,
-                  const ProductScratch<T>& scratch, T* out, int64_t out_rows) {
-  const int64_t value_panels = ceil_div(d_v, kPanel);
+                  const ProductScratch<T>& scratch, T* sums, T* out, int64_t out_rows) {
   for (int64_t begin = 0; begin < layout.panels(); begin += kProductPanels) {
-    for (int64_t panel = begin; panel < min_of(layout.panels(), begin + kProductPanels); ++panel) {
-      feature_products(layout, layout.runs(panel), rows, scratch.x, scratch.psi);
-      for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
-        const T* tile = moments.by_entry + (panel * value_panels + of_values) * kPanel * kPanel;
-        panel_gemm<T, Left::kRows>(rows, min_of(kPanel, d_v - of_values * kPanel),
-                                   layout.entries(panel), scratch.psi, tile,
-                                   scratch.partial + of_values * rows * kPanel, panel > begin);
-      }
-    }
-    for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
-      const T* partial = scratch.partial + of_values * rows * kPanel;
-      T* sum = out + of_values * out_rows * kPanel;
-      for (int64_t i = 0; i < rows * kPanel; i += kLanes<T>) {
-        store<T>(sum + i, begin > 0 ? load(sum + i) + load(partial + i) : load(partial + i));
-      }
-    }
+    const Panels panels{begin, min_of(layout.panels(), begin + kProductPanels)};
+    read_panels(layout, panels, d_v, moments, rows, scratch, sums);
+    add_panels(rows, d_v, scratch.partial, out, out_rows, begin > 0);
   }
 }
 
-// Gradients of half of sum_e psi_e(x) (moments_e . values + totals_e factor), for up to 64 tokens
-// whose features are in the scratch: to scratch.own. values [value panels][value_rows][64], factors
-// [rows].
+// Gradients of half of sum_e psi_e(x) (moments_e . values + totals_e factor) over some panels, for
+// up to 64 tokens whose features are in the scratch: to scratch.own. values
+// [value panels][value_rows][64], factors [rows].
 template <typename T>
-void product_gradients(const ProductLayout& layout, int64_t d_v, const Moments<T>& moments,
-                       int64_t rows, const T* values, int64_t value_rows, const T* factors,
-                       const ProductScratch<T>& scratch) {
-  const int64_t value_panels = ceil_div(d_v, kPanel), row_size = layout.row_size<T>();
+void product_gradients(const ProductLayout& layout, const Panels& panels, int64_t d_v,
+                       const Moments<T>& moments, int64_t rows, const T* values, int64_t value_rows,
+                       const T* factors, const ProductScratch<T>& scratch) {
+  const int64_t row_size = layout.row_size<T>();
   __builtin_memset(scratch.own, 0, rows * row_size * sizeof(T));
   __builtin_memset(scratch.shifted, 0, rows * row_size * sizeof(T));
-  for (int64_t panel = 0; panel < layout.panels(); ++panel) {
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(scratch.tile + r * kPanel + c,
-                 load(moments.totals + panel * kPanel + c) * factors[r]);
+        store<T>(scratch.tile + r * kPanel + c, load(moments.total(panel) + c) * factors[r]);
       }
     }
-    for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
-      const T* right = moments.by_value + (panel * value_panels + of_values) * kPanel * kPanel;
+    for (int64_t of_values = 0; of_values < moments.value_panels; ++of_values) {
       panel_gemm<T, Left::kRows>(
           rows, layout.entries(panel), min_of(kPanel, d_v - of_values * kPanel),
-          values + of_values * value_rows * kPanel, right, scratch.tile, true);
+          values + of_values * value_rows * kPanel,
+          moments.by_value + moments.tile(panel, of_values), scratch.tile, true);
     }
     add_product_gradients(layout, layout.runs(panel), rows, scratch.x, scratch.tile, scratch.own,
                           scratch.shifted);

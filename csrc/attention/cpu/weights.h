@@ -117,7 +117,7 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
   PassMemory<T, ForwardUnit<T>, WeightsScratch<T>> memory;
   memory.allocate(
       executor, params, layout, 0, params.key_heads,
-      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.take(workspace, layout); },
+      [&](ForwardUnit<T>& unit, Workspace& workspace) { unit.take(workspace, params, layout); },
       [&](WeightsScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);

@@ -1,6 +1,8 @@
 // Small pieces every CPU driver needs: tasks from lambdas, one workspace cut into arrays.
 #pragma once
 
+#include <sched.h>
+
 #include "support/cpu/vector.h"
 #include "support/executor.h"
 
@@ -82,6 +84,13 @@ inline void run_stages(const Executor& executor, const Schedule& schedule,
                               thread);
             }),
    ...);
+}
+
+// For tasks that add to the same memory in order of their index: until it is the turn of `value`.
+inline void wait_for(const int* counter, int value) {
+  for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spins) {
+    if (spins > 64) sched_yield();
+  }
 }
 
 // The same executor, without threads where `elements` to touch are too few to wake them.
