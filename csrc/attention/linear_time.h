@@ -3,9 +3,9 @@
 // A score is a sum over F = 2M features, so its square is one over products of two of them, and
 //   sum_j s_ij^2 v_j = sum_e c_e psi_e(q_i) (sum_j psi_e(k_j) v_j),   e = 1 .. E = F (F/2 + 1).
 // The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
-// numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal call
-// they grow from chunk to chunk. Exact, but not for every query (cpu/linear_time.h); dropout and
-// masks are about pairs.
+// numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal
+// call they grow from chunk to chunk. Exact, but not for every query (cpu/linear_time.h); dropout
+// and masks are about pairs.
 #pragma once
 
 #include "attention/params.h"

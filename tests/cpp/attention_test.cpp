@@ -74,6 +74,41 @@ INSTANTIATE_TEST_SUITE_P(TileEdges, AttentionSizes,
                                            std::pair{127, 129}, std::pair{193, 193},
                                            std::pair{0, 3}, std::pair{3, 0}));
 
+// Long enough to go without pairs (attention/linear_time.h); three query heads share a key head.
+class LongAttention : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+
+TEST_P(LongAttention, ValuesAndGradientsEqualTheReference) {
+  const auto [L, S] = GetParam();
+  for (const bool is_causal : {false, true}) {
+    for (const int64_t d_v : {3, 70}) {
+      Inputs in(L, S, 5, d_v, 3);
+      for (Tensor* tensor : {&in.key, &in.value}) {
+        *tensor = tensor->detach().narrow(1, 0, 1).requires_grad_();
+      }
+      for (Tensor* tensor : {&in.w1, &in.w2}) {
+        *tensor = tensor->detach().narrow(0, 0, 1).requires_grad_();
+      }
+      ikattn::AttentionOptions options;
+      options.enable_gqa = true;
+      options.is_causal = is_causal;
+      const Tensor got =
+          ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+      const Tensor expected = reference(in, options);
+      expect_close(got, expected, 1e-12);
+      const Tensor direction = torch::randn_like(got);
+      const auto gradients = torch::autograd::grad({got}, in.all(), {direction});
+      const auto expected_gradients = torch::autograd::grad({expected}, in.all(), {direction});
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        expect_close(gradients[i], expected_gradients[i], 1e-11);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkEdges, LongAttention,
+                         ::testing::Values(std::pair{384, 384}, std::pair{385, 383},
+                                           std::pair{500, 300}, std::pair{300, 500}));
+
 class AttentionTypes : public ::testing::TestWithParam<std::pair<at::ScalarType, double>> {};
 
 TEST_P(AttentionTypes, ValuesAndGradientsEqualTheReferenceWithEveryOption) {

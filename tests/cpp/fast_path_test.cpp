@@ -104,6 +104,25 @@ TEST(LinearTime, IsTakenFromALengthOn) {
   }
 }
 
+TEST(LinearTime, IsTakenBySomewhatLongerCausalCalls) {
+  const auto taken = [](int64_t L, int64_t S, int64_t M, int64_t d_v, bool backward) {
+    AttentionParams params = call_of(L, S, M, d_v);
+    params.is_causal = true;
+    return takes_linear_time(params, backward);
+  };
+  for (const bool backward : {false, true}) {
+    EXPECT_TRUE(taken(16384, 16384, 64, 64, backward));
+    EXPECT_TRUE(taken(8192, 8192, 32, 64, backward));
+    EXPECT_TRUE(taken(1024, 1024, 8, 8, backward));
+    EXPECT_FALSE(taken(8192, 8192, 64, 64, backward));
+    EXPECT_FALSE(taken(4096, 4096, 32, 64, backward));
+    EXPECT_FALSE(taken(512, 512, 8, 8, backward));
+    // Keys that no query sees cost nothing.
+    EXPECT_FALSE(taken(512, 65536, 8, 8, backward));
+    EXPECT_TRUE(taken(1024, 65536, 8, 8, backward));
+  }
+}
+
 TEST(LinearTime, IsNotForWhatIsAboutPairs) {
   const auto taken = [](const auto& change, LinearTime setting) {
     AttentionParams params = call_of(65536, 65536, 8, 8);
@@ -115,7 +134,13 @@ TEST(LinearTime, IsNotForWhatIsAboutPairs) {
     EXPECT_TRUE(taken([](auto&) {}, setting));
     EXPECT_TRUE(taken([](auto& call) { call.key_bias.type = ElementType::kFloat32; }, setting));
     EXPECT_FALSE(taken([](auto& call) { call.mask.type = ElementType::kBool; }, setting));
-    EXPECT_FALSE(taken([](auto& call) { call.is_causal = true; }, setting));
+    EXPECT_TRUE(taken([](auto& call) { call.is_causal = true; }, setting));
+    EXPECT_FALSE(taken(
+        [](auto& call) {
+          call.is_causal = true;
+          call.L = kCausalChunk;
+        },
+        setting));
     EXPECT_FALSE(taken([](auto& call) { call.dropout_threshold = 1; }, setting));
     EXPECT_FALSE(taken([](auto& call) { call.d_v = 0; }, setting));
     EXPECT_FALSE(taken([](auto& call) { call.S = 7; }, setting));

@@ -310,7 +310,8 @@ TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
           scratch, by_value);
       std::copy_n(sample.row(0), layout.template row_size<T>(), scratch.x);
       const T factor = 3;
-      product_gradients(layout, Panels{0, layout.panels()}, d_v, by_value, 1, values.data(), 1, &factor, scratch);
+      product_gradients(layout, Panels{0, layout.panels()}, d_v, by_value, 1, values.data(), 1,
+                        &factor, scratch);
       double squares = 1.5;
       for (int64_t c = 0; c < d_v; ++c) squares += double{values[c]} * values[c];
       const double score = sample.dot(0, 1);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,30 @@ LONG = (
     Sample("columns", L=500, S=500, layout="columns"),
 )
 
+# Likewise, from a few chunks of 128 tokens on.
+CAUSAL = tuple(
+    replace(sample, is_causal=True)
+    for sample in (
+        Sample("one frequency, causal", B=1, L=300, S=300, M=1, d=1, d_v=1),
+        Sample("many heads, causal", B=3, H=8, L=400, S=400, M=4),
+        Sample("no whole vectors, causal", B=1, L=961, S=959, M=9, d=13, d_v=11),
+        Sample("wide values, causal", B=1, H=1, L=500, S=500, M=5, d=24, d_v=130),
+        Sample("more features than values, causal", B=1, H=1, L=2100, S=2100, M=20, d=24, d_v=16),
+        Sample("more queries, causal", B=1, L=1100, S=513, M=5, d=32, d_v=20),
+        Sample("more keys, causal", B=1, L=513, S=1100, M=4, d=32, d_v=20),
+        Sample("whole chunks, causal", B=1, L=512, S=512, M=4),
+        Sample("stationary, causal", B=1, L=500, S=500, M=4, stationary=True),
+        Sample("hardly any eps, causal", B=1, L=500, S=500, M=4, p=None, eps=1e-12),
+        Sample("much eps, causal", B=1, L=500, S=500, M=4, eps=1.0),
+        Sample("large magnitude, causal", B=1, L=500, S=500, M=4, magnitude_scale=2.0),
+        Sample("biased keys, causal", H=3, L=500, S=500, M=4, key_bias="BHS"),
+        Sample(
+            "grouped, causal", B=1, H=4, G=2, L=600, S=600, M=4, frequencies="G", key_bias="BGS"
+        ),
+        Sample("columns, causal", L=500, S=500, M=4, layout="columns"),
+    )
+)
+
 
 def spread(sample: Sample, dtype: torch.dtype, distance: float) -> Arguments:
     """Some of the queries far from all keys, where scores are small against features."""
@@ -58,7 +83,7 @@ def spread(sample: Sample, dtype: torch.dtype, distance: float) -> Arguments:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", LONG, ids=name_of)
+@pytest.mark.parametrize("sample", LONG + CAUSAL, ids=name_of)
 def test_long_calls_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     assert_output_accurate(
@@ -69,8 +94,12 @@ def test_long_calls_are_as_accurate_as_the_reference(sample: Sample, dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 @pytest.mark.parametrize("distance", [1.0, 3.0, 4.0, 6.0])
-def test_queries_far_from_all_keys_keep_their_digits(distance: float, dtype: torch.dtype) -> None:
-    sample = Sample("far", B=1, H=1, L=1300, S=1300, M=16, d=16, d_v=16)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
+def test_queries_far_from_all_keys_keep_their_digits(
+    is_causal: bool, distance: float, dtype: torch.dtype
+) -> None:
+    length = 2000 if is_causal else 1300
+    sample = Sample("far", B=1, H=1, L=length, S=length, M=16, d=16, d_v=16, is_causal=is_causal)
     arguments = spread(sample, dtype, distance)
     assert_output_accurate(
         attention(**arguments), reference(**arguments), in_float64(reference, arguments)
@@ -78,8 +107,9 @@ def test_queries_far_from_all_keys_keep_their_digits(distance: float, dtype: tor
     assert_call_accurate(attention, reference, arguments)
 
 
-def test_values_far_from_zero_leave_gradients_their_digits() -> None:
-    arguments = LONG[2].arguments(torch.float32)
+@pytest.mark.parametrize("sample", [LONG[2], CAUSAL[2]], ids=name_of)
+def test_values_far_from_zero_leave_gradients_their_digits(sample: Sample) -> None:
+    arguments = sample.arguments(torch.float32)
     arguments["value"] += 100
     assert_call_accurate(attention, reference, arguments)
 
@@ -128,6 +158,103 @@ def test_a_spoilt_key_spoils_its_head(name: str, number: float) -> None:
     assert output[:, 1].isnan().all()
 
 
+# --- Causal ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
+def test_what_comes_later_does_not_count(dtype: torch.dtype) -> None:
+    """Neither later tokens nor how large they are: an output keeps its digits beside them."""
+    arguments = CAUSAL[1].arguments(dtype)
+    expected = in_float64(reference, arguments)[:, :, :300]
+    single = reference(**arguments)[:, :, :300]
+    for name, factor in (("value", 1e4), ("key", 3.0), ("query", 2.0)):
+        arguments[name][:, :, 300:] *= factor
+        arguments[name][:, :, 300:] += 1
+    assert_output_accurate(attention(**arguments)[:, :, :300], single, expected)
+
+
+def test_gradients_come_only_from_later_queries() -> None:
+    arguments = CAUSAL[1].arguments(torch.float64)
+    leaves = {name: arguments[name].requires_grad_() for name in ("key", "value")}
+    output = attention(**arguments)
+    found = torch.autograd.grad(output[:, :, :300].square().sum(), leaves.values())
+    for gradient in found:
+        assert gradient[:, :, :300].abs().amin(dim=(0, 1, 3)).gt(0).any()
+        assert (gradient[:, :, 300:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("visible", [(0, 500), (100, 600), (128, 600), (200, 600)], ids=str)
+def test_keys_hidden_before_and_after_do_not_count(
+    visible: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Left padding as decoders have it: the first chunk may hold no visible key at all."""
+    sample = Sample("padded", L=600, S=600, M=4, key_bias="B1S", is_causal=True)
+    arguments = sample.arguments(dtype)
+    begin, end = visible
+    arguments["key_bias"][0, :, :begin] = arguments["key_bias"][0, :, end:] = -torch.inf
+    assert_output_accurate(
+        attention(**arguments), reference(**arguments), in_float64(reference, arguments)
+    )
+    assert_call_accurate(attention, reference, arguments)
+    expected = [attention(**arguments), *gradients(attention, arguments).values()]
+    for name, number in (("key", torch.nan), ("value", torch.inf)):
+        arguments[name][0, :, :begin] = arguments[name][0, :, end:] = number
+    found = [attention(**arguments), *gradients(attention, arguments).values()]
+    assert_identical(found, expected)
+    assert (found[0][0, :, :begin] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("spoilt", [0, 127, 128, 300, 599])
+def test_a_spoilt_query_spoils_the_keys_before_it(spoilt: int, dtype: torch.dtype) -> None:
+    sample = Sample("spoilt, causal", B=1, H=2, L=600, S=600, M=4, key_bias="1S", is_causal=True)
+    arguments = sample.arguments(dtype)
+    arguments["key_bias"][:, 10:60] = -torch.inf
+    expected = attention(**arguments)
+    expected_gradients = gradients(attention, arguments)
+    arguments["query"][0, 1, spoilt, 0] = torch.nan
+    others = torch.ones(1, 2, 600, dtype=torch.bool)
+    others[0, 1, spoilt] = False
+    output, found = attention(**arguments), gradients(attention, arguments)
+    assert_identical([output[others]], [expected[others]])
+    assert output[~others].isnan().all()
+    assert_identical([found["query"][others]], [expected_gradients["query"][others]])
+    assert found["query"][~others].isnan().all()
+    for name in ("key", "value"):
+        gradient = found[name][0, 1]
+        assert gradient[: min(10, spoilt + 1)].isnan().all()
+        assert (gradient[10:60] == 0).all()
+        assert gradient[60 : spoilt + 1].isnan().all()
+        assert gradient[spoilt + 1 :].isfinite().all()
+        assert_identical([found[name][0, 0]], [expected_gradients[name][0, 0]])
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_spoilt_key_spoils_the_queries_after_it(name: str) -> None:
+    arguments = CAUSAL[1].arguments(torch.float32)
+    expected = attention(**arguments)
+    arguments[name][0, 1, 300, 0] = torch.inf
+    output = attention(**arguments)
+    assert_identical([output[1:]], [expected[1:]])
+    assert output[0, 1, 300:].isnan().all()
+    torch.testing.assert_close(output[0, 1, :300], expected[0, 1, :300], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sample", CAUSAL, ids=name_of)
+def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
+    arguments, before = sample.arguments(torch.float32), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            found.append([attention(**arguments), *gradients(attention, arguments).values()])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert_identical(other, found[0])
+
+
 # --- The setting ----------------------------------------------------------------------------------
 
 
@@ -135,28 +262,34 @@ PROGRAM = """
 import sys, torch, ikattn
 from agreement import gradients
 from samples import Sample
-call = Sample("long or short", L=int(sys.argv[1]), S=int(sys.argv[1])).arguments(torch.float32)
-attention = ikattn.implicit_kernel_attention
-torch.save([attention(**call), *gradients(attention, call).values()], sys.argv[2])
+length, is_causal = int(sys.argv[1]), sys.argv[2] == "True"
+sample = Sample("long or short", L=length, S=length, is_causal=is_causal)
+attention, call = ikattn.implicit_kernel_attention, sample.arguments(torch.float32)
+torch.save([attention(**call), *gradients(attention, call).values()], sys.argv[3])
 """
 
 
-def results(setting: str, length: int, folder: Path) -> list[Tensor]:
+def results(setting: str, length: int, is_causal: bool, folder: Path) -> list[Tensor]:
     file = folder / f"{setting}-{length}.pt"
     environment = {"IKATTN_LINEAR_TIME": setting, "PYTHONPATH": str(HERE)}
-    run_checked(sys.executable, "-c", PROGRAM, length, file, cwd=folder, **environment)
+    run_checked(sys.executable, "-c", PROGRAM, length, is_causal, file, cwd=folder, **environment)
     return torch.load(file)
 
 
-def test_long_calls_go_without_pairs_unless_they_are_told_not_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_causal", "short", "long"), [(False, 40, 700), (True, 200, 900)], ids=["", "causal"]
+)
+def test_long_calls_go_without_pairs_unless_they_are_told_not_to(
+    is_causal: bool, short: int, long: int, tmp_path: Path
+) -> None:
     found = {
-        (setting, length): results(setting, length, tmp_path)
+        (setting, length): results(setting, length, is_causal, tmp_path)
         for setting in ("", "never", "always")
-        for length in (40, 700)
+        for length in (short, long)
     }
-    assert_identical(found["", 40], found["never", 40])
-    assert_identical(found["", 700], found["always", 700])
-    for length, other in ((40, "always"), (700, "")):
+    assert_identical(found["", short], found["never", short])
+    assert_identical(found["", long], found["always", long])
+    for length, other in ((short, "always"), (long, "")):
         for one, another in zip(found[other, length], found["never", length], strict=True):
             assert not torch.equal(one, another)  # or it was not another way
             torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-5)

@@ -103,8 +103,8 @@ void add_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* p
   }
 }
 
-// psi [rows][64], and a vector more, of one panel of entries; beyond the last entry anything. Of the
-// two sides of a score one has its products times c_e.
+// psi [rows][64], and a vector more, of one panel of entries; beyond the last entry anything. Of
+// the two sides of a score one has its products times c_e.
 template <bool kTimesMultiplicity = false, typename T>
 void feature_products(const ProductLayout& layout, const ProductLayout::Runs& runs, int64_t rows,
                       const T* x, T* psi) {

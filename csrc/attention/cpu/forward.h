@@ -178,7 +178,8 @@ void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T
                           const ForwardUnit<T>& unit, ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows, value_columns = layout.value_panels() * kPanel;
   const LinearScratch<T>& own = scratch.linear;
-  sum_by_moments(params, layout, block, head, unit.linear, unit.earlier, scratch.phi, own);
+  sum_by_moments(params, layout, block, head, unit.linear, unit.earlier, scratch.phi,
+                 static_cast<T>(params.eps), own);
   const T of_keys = unit.linear.squares[chunk_of(params, block.i0)];
   bool any_by_pairs = false;
   for (int64_t r = 0; r < rows; ++r) {

@@ -6,7 +6,9 @@
 //   -> dphi_k likewise with v'_j and 1,   dV_j = psi(k) . (moments with g) + eps e_j sum_i g_i
 //
 // In a causal call the moments of the keys grow from the first chunk on, those of the queries from
-// the last one back, and the pairs of a chunk are left to its sweep.
+// the last one back, and the pairs of a chunk are left to its sweep. The center of the former
+// moves, for sums over keys of differences of values are small; that of the latter is the first
+// one, of keys that all those queries see.
 #pragma once
 
 #include "attention/cpu/backward_state.h"
@@ -14,17 +16,22 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Values of the block of keys at j0, [value panels][64][64], relative to the center; keys left out
+// Values of the block of keys at j0, [value panels][64][64], relative to a center; keys left out
 // count for nothing.
 template <typename T>
-T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0,
+T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, const T* center,
                    const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionBackwardParams& params = plan.params;
   T* values = scratch.keys.values;
   load_counted_values(params, plan.layout, unit, j0, state.keys, values);
-  subtract_center(min_of(kPanel, params.S - j0), params.d_v, state.linear.keys.center, values,
-                  kPanel);
+  subtract_center(min_of(kPanel, params.S - j0), params.d_v, center, values, kPanel);
   return values;
+}
+
+// Of keys that every query sees which meets others' moments, and is met in moments.
+template <typename T>
+const T* first_center(const BackwardPlan<T>& plan, const LinearKeys<T>& keys) {
+  return keys.center(min_of(keys.first_chunk, chunk_count(plan.params) - 1));
 }
 
 // Marks the blocks of queries that go by pairs. They are the same for every number of threads.
@@ -62,29 +69,31 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   }
 }
 
-// f_i of the queries [begin, end) of all heads that go without pairs; adds theirs to sum_of_factors
-// and g_i to sums [d_v].
+// f_i of the queries [begin, end) of a chunk, of all heads, that go without pairs; adds those that
+// moments of queries hold to sum_of_factors, and g_i to sums [d_v].
 template <typename T>
-void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
+void add_query_terms(const BackwardPlan<T>& plan, int64_t chunk, int64_t begin, int64_t end,
                      BackwardUnit<T>& state, double* sums, double& sum_of_factors) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, d_v = plan.params.d_v;
   const LinearBackward<T>& linear = state.linear;
+  const T *center = linear.keys.center(chunk), *held_center = first_center(plan, linear.keys);
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     for (int64_t i = begin; i < end; ++i) {
-      linear.factors[head * L + i] = 0;
+      linear.factors[head * L + i] = linear.held_factors[head * L + i] = 0;
       if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
-      T factor = -state.rows.delta[head * L + i];
+      T factor = -state.rows.delta[head * L + i], held_factor = factor;
       for (int64_t first = 0; first < d_v; first += kPanel) {
-        const T* row =
-            state.grad_out + (head * layout.value_panels() * L + i) * kPanel + first * L;
+        const T* row = state.grad_out + (head * layout.value_panels() * L + i) * kPanel + first * L;
         for (int64_t c = 0; c < min_of(kPanel, d_v - first); ++c) {
-          factor += row[c] * linear.keys.center[first + c];
+          factor += row[c] * center[first + c];
+          held_factor += row[c] * held_center[first + c];
           sums[first + c] += static_cast<double>(row[c]);
         }
       }
       linear.factors[head * L + i] = factor;
-      sum_of_factors += static_cast<double>(factor);
+      linear.held_factors[head * L + i] = held_factor;
+      sum_of_factors += static_cast<double>(held_factor);
     }
   }
 }
@@ -124,7 +133,7 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
       linear.sums_of_factors[chunk] = static_cast<T>(sum_of_factors);
     };
     if (params.is_causal) note();  // of the later chunks
-    add_query_terms(plan, chunk * step, min_of(params.L, (chunk + 1) * step), state, sums,
+    add_query_terms(plan, chunk, chunk * step, min_of(params.L, (chunk + 1) * step), state, sums,
                     sum_of_factors);
     if (!params.is_causal) note();
   }
@@ -137,17 +146,18 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
   __builtin_memset(linear.groups_at_key, 0, layout.key_blocks * sizeof(int));
 }
 
-// x, values and factors of keys [first, first + count), to the scratch.
+// x, factors, and values relative to a center, of keys [first, first + count), to the scratch.
 template <typename T>
 void load_linear_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t first, int64_t count,
-                      const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+                      const T* center, const BackwardUnit<T>& state,
+                      const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
   const ProductScratch<T>& own = scratch.products;
   gather_features(layout.feature, count, state.keys.features + first * kPanel, layout.padded_keys,
                   own.x);
   for (int64_t t = 0; t < count; t += kPanel) {
     copy_rows(min_of(kPanel, count - t), layout.d_v,
-              centered_values(plan, unit, first + t, state, scratch), kPanel,
+              centered_values(plan, unit, first + t, center, state, scratch), kPanel,
               own.values + t * kPanel, kMomentTokens);
   }
   for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
@@ -173,7 +183,7 @@ void load_linear_queries(const BackwardPlan<T>& plan, int64_t first, int64_t cou
       __builtin_memset(x, 0, rows * row_size * sizeof(T));
     }
   }
-  __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
+  __builtin_memcpy(own.factors, state.linear.held_factors + first, count * sizeof(T));
 }
 
 // Moments of keys and queries of a call of one chunk.
@@ -184,7 +194,7 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panel
   sum_moments(
       products, panels, plan.params.S, plan.params.d_v,
       [&](int64_t first, int64_t count) {
-        load_linear_keys(plan, unit, first, count, state, scratch);
+        load_linear_keys(plan, unit, first, count, state.linear.keys.center(0), state, scratch);
       },
       scratch.products, state.linear.keys.moments);
   sum_moments(
@@ -221,7 +231,8 @@ void key_product_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_
                            const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const ProductScratch<T>& own = scratch.products;
   const int64_t rows = min_of(kPanel, plan.params.S - j0);
-  const T* values = centered_values(plan, unit, j0, state, scratch);
+  const T* center = first_center(plan, state.linear.keys);
+  const T* values = centered_values(plan, unit, j0, center, state, scratch);
   gather_features(plan.layout.feature, rows, state.keys.features + j0 * kPanel,
                   plan.layout.padded_keys, own.x);
   for (int64_t r = 0; r < rows; ++r) own.factors[r] = 1;
@@ -256,7 +267,9 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
     const int64_t first = keys_before(plan.params, chunk);
     const int64_t count = keys_before(plan.params, chunk + 1) - first;
     if (count == 0 || chunk + 1 == chunks) continue;
-    load_linear_keys(plan, unit, first, count, state, scratch);
+    const LinearKeys<T>& keys = state.linear.keys;
+    move_center(panels, keys.center(chunk), keys.center(chunk + 1), of_keys);
+    load_linear_keys(plan, unit, first, count, keys.center(chunk + 1), state, scratch);
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       add_moments(layout.products(), panel, count, layout.d_v, scratch.products, of_keys);
     }
@@ -286,8 +299,8 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
                   static_cast<T*>(nullptr));
       int* turn = state.linear.groups_at_key + j0 / kPanel;
       wait_for(turn, static_cast<int>(group));
-      add_panels(rows, layout.d_v, scratch.products.partial,
-                 state.linear.grad_value + j0 * kPanel, layout.padded_keys, true);
+      add_panels(rows, layout.d_v, scratch.products.partial, state.linear.grad_value + j0 * kPanel,
+                 layout.padded_keys, true);
       add_features(layout.feature, rows, scratch.products.own, state.grad_phi_k + j0 * kPanel,
                    state.held_keys);
       __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
@@ -311,7 +324,8 @@ void add_key_terms(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, T*
   const int64_t S = plan.params.S, d_v = plan.params.d_v;
   const int64_t chunk = min_of(chunk_count(plan.params) - 1, chunk_of(plan.params, j0));
   const T* sum_of_gradients = linear.sums_of_gradients + chunk * d_v;
-  const T* values = centered_values(plan, unit, j0, state, scratch);
+  const T* values =
+      centered_values(plan, unit, j0, first_center(plan, linear.keys), state, scratch);
   for (int64_t j = j0; j < min_of(S, j0 + kPanel); ++j) {
     const int64_t row = (j - j0) * kPanel;
     const T term = state.keys.weight_terms[j];
@@ -379,7 +393,7 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
 
 // The stages that take the place of pairs, before the sweeps of keys.
 template <typename T, typename Memory>
-struct LinearStages {
+struct LinearBackwardStages {
   const BackwardPlan<T>& plan;
   const Memory& memory;
   int64_t together;  // panels of entries of a task, where there is one chunk
@@ -399,23 +413,22 @@ struct LinearStages {
     return Stage{plan.is_linear && !is_causal() ? ceil_div(panels, together) : 0,
                  [this, panels](const Place& at, int64_t task, int thread) {
                    if (!is_taken(at)) return;
-                   sum_both_moments(
-                       plan, unit_of(at),
-                       Panels{task * together, min_of(panels, (task + 1) * together)},
-                       memory.slots[at.slot], memory.scratch[thread]);
+                   sum_both_moments(plan, unit_of(at),
+                                    Panels{task * together, min_of(panels, (task + 1) * together)},
+                                    memory.slots[at.slot], memory.scratch[thread]);
                  }};
   }
   auto queries() const {
     const int64_t blocks = plan.layout.heads_per_unit * plan.query_blocks;
-    return Stage{plan.is_linear && !is_causal() ? blocks : 0,
-                 [this](const Place& at, int64_t block, int thread) {
-                   BackwardUnit<T>& state = memory.slots[at.slot];
-                   const int64_t head = block / plan.query_blocks, index = block % plan.query_blocks;
-                   if (goes_by_pairs(plan, state, head, index)) return;
-                   add_query_gradients(plan, head, index, {0, plan.layout.products().panels()},
-                                       state.linear.keys.moments, state, memory.scratch[thread],
-                                       [] {});
-                 }};
+    return Stage{
+        plan.is_linear && !is_causal() ? blocks : 0,
+        [this](const Place& at, int64_t block, int thread) {
+          BackwardUnit<T>& state = memory.slots[at.slot];
+          const int64_t head = block / plan.query_blocks, index = block % plan.query_blocks;
+          if (goes_by_pairs(plan, state, head, index)) return;
+          add_query_gradients(plan, head, index, {0, plan.layout.products().panels()},
+                              state.linear.keys.moments, state, memory.scratch[thread], [] {});
+        }};
   }
   auto earlier_chunks() const {
     return Stage{groups(), [this](const Place& at, int64_t group, int thread) {
@@ -434,7 +447,8 @@ struct LinearStages {
 };
 
 template <typename T, typename Memory>
-LinearStages(const BackwardPlan<T>&, const Memory&, int64_t) -> LinearStages<T, Memory>;
+LinearBackwardStages(const BackwardPlan<T>&, const Memory&, int64_t)
+    -> LinearBackwardStages<T, Memory>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

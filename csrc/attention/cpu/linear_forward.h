@@ -54,11 +54,12 @@ struct EarlierChunks {
   }
 };
 
-// x, values and factors of keys [first, first + count) of the prepared ones, to the scratch.
+// x, factors, and values relative to a center, of keys [first, first + count) of the prepared ones,
+// to the scratch.
 template <typename T>
-void load_keys(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys,
-               const LinearKeys<T>& linear, int64_t first, int64_t count,
-               const KeyScratch<T>& scratch, const ProductScratch<T>& own) {
+void load_keys(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, const T* center,
+               int64_t first, int64_t count, const KeyScratch<T>& scratch,
+               const ProductScratch<T>& own) {
   for (int64_t j0 = first; j0 < first + count; j0 += kPanel) {
     const int64_t rows = min_of(kPanel, first + count - j0);
     for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
@@ -72,7 +73,7 @@ void load_keys(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys,
   }
   copy_rows(count, layout.d_v, keys.values + first * kPanel, layout.padded_keys, own.values,
             kMomentTokens);
-  subtract_center(count, layout.d_v, linear.center, own.values, kMomentTokens);
+  subtract_center(count, layout.d_v, center, own.values, kMomentTokens);
   for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
 }
 
@@ -139,7 +140,8 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
     }
     const int64_t count = keys_before(params, chunk + 1) - keys_before(params, chunk);
     if (count == 0 || chunk + 1 == chunks) continue;
-    load_keys(layout, keys, linear, i0, count, of_keys, own);
+    move_center(panels, linear.center(chunk), linear.center(chunk + 1), scratch.growing);
+    load_keys(layout, keys, linear.center(chunk + 1), i0, count, of_keys, own);
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       add_moments(products, panel, count, layout.d_v, own, scratch.growing);
     }
@@ -151,7 +153,8 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
 template <typename T>
 void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
                     const QueryBlock& block, int64_t head, const LinearKeys<T>& keys,
-                    const EarlierChunks<T>& earlier, const T* phi, const LinearScratch<T>& own) {
+                    const EarlierChunks<T>& earlier, const T* phi, T eps,
+                    const LinearScratch<T>& own) {
   const int64_t rows = block.rows, chunk = chunk_of(params, block.i0);
   if (params.is_causal) {
     const int64_t at = head * layout.value_panels() * params.L + block.i0;
@@ -166,14 +169,13 @@ void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& lay
       own.sums[r] = sum_of_lanes<T>(load(own.lane_sums + r * kLanes<T>));
     }
   }
-  for (int64_t r = 0; r < rows; ++r) own.sums[r] += keys.magnitudes[chunk];
+  for (int64_t r = 0; r < rows; ++r) own.sums[r] += eps * keys.magnitudes[chunk];
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
-    const T* offset = keys.offsets + chunk * layout.value_panels() * kPanel + first;
+    const T* center = keys.center(chunk) + first;
     for (int64_t r = 0; r < rows; ++r) {
       T* row = own.out + first * rows + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(row + c, load(row + c) + load(offset + c) +
-                              load(keys.center + first + c) * own.sums[r]);
+        store<T>(row + c, load(row + c) + load(center + c) * own.sums[r]);
       }
     }
   }
@@ -215,7 +217,7 @@ struct LinearForwardStages {
                        Panels{task * together, min_of(panels, (task + 1) * together)}, params.S,
                        layout.d_v,
                        [&](int64_t first, int64_t count) {
-                         load_keys(layout, unit.keys, unit.linear, first, count, own.keys,
+                         load_keys(layout, unit.keys, unit.linear.center(0), first, count, own.keys,
                                    own.linear.products);
                        },
                        own.linear.products, unit.linear.moments);
@@ -223,18 +225,17 @@ struct LinearForwardStages {
   }
   auto chunk_queries() const {
     const int64_t blocks = ceil_div(params.L, kCausalRows);
-    return Stage{
-        is_causal() ? layout.heads_per_unit * blocks : 0,
-        [this, blocks](const Place& at, int64_t index, int thread) {
-          if (!memory.slots[at.slot].linear.is_taken) return;
-          const Unit unit = unit_at(params, layout, at.unit);
-          const int64_t head = index / blocks, i0 = index % blocks * kCausalRows;
-          const QueryBlock block{unit.b, unit.first_query_head + head, i0,
-                                 min_of(kCausalRows, params.L - i0)};
-          prepare_chunk_queries(params, layout, block, head,
-                                memory.frequencies.of(unit, layout.feature),
-                                memory.slots[at.slot].earlier, memory.scratch[thread].tokens);
-        }};
+    return Stage{is_causal() ? layout.heads_per_unit * blocks : 0,
+                 [this, blocks](const Place& at, int64_t index, int thread) {
+                   if (!memory.slots[at.slot].linear.is_taken) return;
+                   const Unit unit = unit_at(params, layout, at.unit);
+                   const int64_t head = index / blocks, i0 = index % blocks * kCausalRows;
+                   const QueryBlock block{unit.b, unit.first_query_head + head, i0,
+                                          min_of(kCausalRows, params.L - i0)};
+                   prepare_chunk_queries(
+                       params, layout, block, head, memory.frequencies.of(unit, layout.feature),
+                       memory.slots[at.slot].earlier, memory.scratch[thread].tokens);
+                 }};
   }
   auto earlier_chunks() const {
     return Stage{is_causal() ? PanelGroups(layout.products()).count() : 0,

@@ -9,9 +9,9 @@
 // directions taken at random is 1/F of it, and queries whose sum of weights is below a quarter of
 // that mean are computed by pairs (docs/performance.md, "Linear time", has what they would err).
 //
-// Values count relative to their mean over e_j, or over those e_j that all queries with moments
-// see. It goes into the output as it is, and differences of values, as gradients are made of, keep
-// their digits.
+// Values count relative to their mean over e_j, which goes into the output as it is: the term of
+// eps vanishes, and differences of values, as gradients are made of, keep their digits. In a causal
+// call the center moves with the keys before a chunk: those after it must not count.
 #pragma once
 
 #include "attention/cpu/moments.h"
@@ -36,26 +36,28 @@ inline int64_t keys_before(const AttentionParams& params, int64_t chunk) {
 template <typename T>
 struct LinearKeys {
   bool is_taken = false;   // no key is poisoned, and some are visible
-  T* center = nullptr;     // [value panels][64]
   double* sums = nullptr;  // [d_v]
-  // Of the keys that moments hold for a chunk, v' = v - center:
-  T* magnitudes = nullptr;  // [chunks]   eps sum e_j
-  T* offsets = nullptr;     // [chunks][value panels][64]   eps sum e_j v'_j
+  // Of the keys that moments hold for a chunk:
+  T* centers = nullptr;     // [chunks][center_size]   sum e_j v_j / sum e_j
+  T* magnitudes = nullptr;  // [chunks]   sum e_j
   T* squares = nullptr;     // [chunks]   sum |phi_j|^2
+  int64_t center_size = 0;
+  int64_t first_chunk = 0;  // that has visible keys before it
   Moments<T> moments;       // where there is one chunk
 
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
             bool backward) {
-    const int64_t chunks = chunk_count(params), row = layout.value_panels() * kPanel;
-    center = workspace.take<T>(row);
+    const int64_t chunks = chunk_count(params);
     sums = workspace.take<double>(layout.d_v);
+    center_size = layout.value_panels() * kPanel;
+    centers = workspace.take<T>(chunks * center_size);
     magnitudes = workspace.take<T>(chunks);
-    offsets = workspace.take<T>(chunks * row);
     squares = workspace.take<T>(chunks);
     if (params.is_causal) return;
     moments = Moments<T>::take(workspace, layout.products().panels(), layout.value_panels(),
                                !backward, backward);
   }
+  T* center(int64_t chunk) const { return centers + chunk * center_size; }
 };
 
 // Adds e_j v_j of the block of keys at j0, [value panels][value_rows][64], to sums [d_v]; returns
@@ -78,38 +80,32 @@ double add_weighted_values(const AttentionLayout<T>& layout, const T* feature_sc
   return magnitude;
 }
 
-// Whether a unit goes without pairs, the center of its values, and what chunks know of the keys
-// before them. For a block of keys at j0, values(j0) loads theirs, [value panels][value_rows][64],
+// Whether a unit goes without pairs, and what its chunks know of the keys that moments hold for
+// them. For a block of keys at j0, values(j0) loads theirs, [value panels][value_rows][64],
 // and square(j0) is the sum of |phi_j|^2.
 template <typename T, typename Values, typename Square>
 void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layout,
                    const PreparedKeys<T>& keys, int64_t value_rows, const Values& values,
                    const Square& square, LinearKeys<T>& out) {
-  const int64_t row = layout.value_panels() * kPanel;
   double magnitude = 0, squares = 0;
   for (int64_t c = 0; c < layout.d_v; ++c) out.sums[c] = 0;
-  for (int64_t c = 0; c < row; ++c) out.center[c] = 0;
+  out.first_chunk = 0;
   for (int64_t chunk = 0, j0 = 0; chunk < chunk_count(params); ++chunk) {
-    const bool has_center = magnitude > 0;
     for (; j0 < keys_before(params, chunk); j0 += kPanel) {
       const int64_t count = min_of(kPanel, params.S - j0);
       magnitude += add_weighted_values(layout, keys.feature_scales + j0, count, values(j0),
                                        value_rows, out.sums);
       squares += square(j0);
     }
-    for (int64_t c = 0; magnitude > 0 && !has_center && c < layout.d_v; ++c) {
-      out.center[c] = static_cast<T>(out.sums[c] / magnitude);
-    }
-    out.magnitudes[chunk] = static_cast<T>(params.eps * magnitude);
+    if (magnitude == 0) out.first_chunk = chunk + 1;
+    out.magnitudes[chunk] = static_cast<T>(magnitude);
     out.squares[chunk] = static_cast<T>(squares);
-    for (int64_t c = 0; c < row; ++c) {
-      const double offset =
-          c < layout.d_v ? out.sums[c] - static_cast<double>(out.center[c]) * magnitude : 0;
-      out.offsets[chunk * row + c] = static_cast<T>(params.eps * offset);
+    for (int64_t c = 0; c < out.center_size; ++c) {
+      const bool has_mean = c < layout.d_v && magnitude > 0;
+      out.center(chunk)[c] = has_mean ? static_cast<T>(out.sums[c] / magnitude) : T(0);
     }
   }
-  out.is_taken =
-      keys.form.folded && magnitude > 0 && all_finite(keys.weight_terms, params.S);
+  out.is_taken = keys.form.folded && magnitude > 0 && all_finite(keys.weight_terms, params.S);
 }
 
 // Panels of entries that a task takes.
@@ -124,7 +120,8 @@ struct PanelGroups {
   int64_t panels, together;
 
   explicit PanelGroups(const ProductLayout& layout) : panels(layout.panels()) {
-    const int64_t to_share = min_of(4, panels / 4), to_stay_in_cache = ceil_div(panels, kProductPanels);
+    const int64_t to_share = min_of(4, panels / 4),
+                  to_stay_in_cache = ceil_div(panels, kProductPanels);
     together = ceil_div(panels, max_of(to_share, to_stay_in_cache));
   }
   int64_t count() const { return ceil_div(panels, together); }

@@ -15,9 +15,9 @@ struct Panels {
 // Sums over tokens of c_e psi_e(x) times a row of numbers, and times one number more.
 template <typename T>
 struct Moments {
-  T* by_entry = nullptr;   // [panels][value panels][64 entries][64 values]
-  T* by_value = nullptr;   // [panels][value panels][64 values][64 entries]
-  T* totals = nullptr;     // [panels][64], and a vector more
+  T* by_entry = nullptr;  // [panels][value panels][64 entries][64 values]
+  T* by_value = nullptr;  // [panels][value panels][64 values][64 entries]
+  T* totals = nullptr;    // [panels][64], and a vector more
   int64_t value_panels = 0;
   int64_t first_panel = 0;  // of entries, where not all of them are held
 
@@ -123,19 +123,40 @@ void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int6
   }
 }
 
-// Moments of some panels over `tokens` tokens. load_tokens(first, count) fills x, values and factors
-// of the scratch for up to kMomentTokens tokens. Each sum is made by one thread, in the order of
-// tokens.
+// Moments of some panels over `tokens` tokens. load_tokens(first, count) fills x, values and
+// factors of the scratch for up to kMomentTokens tokens. Each sum is made by one thread, in the
+// order of tokens.
 template <typename T, typename Load>
 void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t tokens, int64_t d_v,
-                 const Load& load_tokens, const ProductScratch<T>& scratch,
-                 const Moments<T>& out) {
+                 const Load& load_tokens, const ProductScratch<T>& scratch, const Moments<T>& out) {
   out.clear(panels);
   for (int64_t first = 0; first < tokens; first += kMomentTokens) {
     const int64_t count = min_of(kMomentTokens, tokens - first);
     load_tokens(first, count);
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       add_moments(layout, panel, count, d_v, scratch, out);
+    }
+  }
+}
+
+// Moments of values relative to one center, [value panels][64], become those relative to another.
+template <typename T>
+void move_center(const Panels& panels, const T* from, const T* to, const Moments<T>& out) {
+  T step[kPanel];
+  for (int64_t of_values = 0; of_values < out.value_panels; ++of_values) {
+    for (int64_t c = 0; c < kPanel; ++c) {
+      step[c] = to[of_values * kPanel + c] - from[of_values * kPanel + c];
+    }
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      const T* of_row = out.by_entry ? out.total(panel) : step;
+      const T* of_column = out.by_entry ? step : out.total(panel);
+      T* tile = out.summed() + out.tile(panel, of_values);
+      for (int64_t r = 0; r < kPanel; ++r) {
+        for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
+          T* sum = tile + r * kPanel + c;
+          store<T>(sum, load(sum) - load(of_column + c) * of_row[r]);
+        }
+      }
     }
   }
 }
@@ -154,8 +175,7 @@ void read_panels(const ProductLayout& layout, const Panels& panels, int64_t d_v,
     for (int64_t of_values = 0; of_values < moments.value_panels; ++of_values) {
       panel_gemm<T, Left::kRows>(rows, min_of(kPanel, d_v - of_values * kPanel), entries,
                                  scratch.psi, moments.by_entry + moments.tile(panel, of_values),
-                                 scratch.partial + of_values * rows * kPanel,
-                                 panel > panels.begin);
+                                 scratch.partial + of_values * rows * kPanel, panel > panels.begin);
     }
   }
 }
