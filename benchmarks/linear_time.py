@@ -114,20 +114,23 @@ MEMORY = """
     call += list(0.02 * torch.randn(2, 8, 64, 64))
     few = [x[:, :, :64] if x.dim() == 4 else x for x in call]
 """
+FORWARD = "ikattn.implicit_kernel_attention(*call, is_causal={is_causal})"
 BACKWARD = (
     "leaves = [x.requires_grad_() for x in call]; "
-    "torch.autograd.grad(ikattn.implicit_kernel_attention(*leaves).sum(), leaves)"
+    "torch.autograd.grad("
+    "ikattn.implicit_kernel_attention(*leaves, is_causal={is_causal}).sum(), leaves)"
 )
 
 
-def compare_memory() -> None:
-    print("MiB above the inputs, outputs and gradients included, H = 8, d = M = 64, one thread")
+def compare_memory(is_causal: bool) -> None:
+    kind = "causal, " if is_causal else ""
+    print(f"MiB above the inputs, results included, {kind}H = 8, d = M = 64, one thread")
     for length in (8192, 16384):
         for setting in ("never", "auto"):
             os.environ["IKATTN_LINEAR_TIME"] = setting
             setup, warm = MEMORY.format(length=length), "ikattn.implicit_kernel_attention(*few)"
-            forward = peak_memory(setup, "ikattn.implicit_kernel_attention(*call)", warm)
-            both = peak_memory(setup, BACKWARD, warm)
+            forward = peak_memory(setup, FORWARD.format(is_causal=is_causal), warm)
+            both = peak_memory(setup, BACKWARD.format(is_causal=is_causal), warm)
             print(f"  N = {length}, {setting:6s} forward {forward:6.1f}, with backward {both:6.1f}")
 
 
@@ -218,7 +221,7 @@ def main() -> None:
         dtype = getattr(torch, options.dtype)
         time_one(*options.one, dtype, options.seconds, options.causal)
     elif options.memory:
-        compare_memory()
+        compare_memory(options.causal)
     elif options.digits:
         digits()
     else:

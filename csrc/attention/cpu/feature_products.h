@@ -84,6 +84,16 @@ void gather_features(const FeatureLayout<T>& layout, int64_t rows, const T* phi,
   }
 }
 
+// target grows by x [count], up to whole vectors by zeros.
+template <typename T>
+inline void add_vectors(int64_t count, const T* x, T* target) {
+  for (int64_t c = 0; c < count; c += kLanes<T>) {
+    Vec<T> term = load(x + c);
+    if (count - c < kLanes<T>) term = first_lanes<T>(term, count - c);
+    store<T>(target + c, load(target + c) + term);
+  }
+}
+
 // The other way: phi [panels][phi_rows][64] grows by x [rows][row_size].
 template <typename T>
 void add_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* phi,
@@ -93,11 +103,9 @@ void add_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* p
     const T* next = x + r * size;
     for (int64_t panel = 0; panel < layout.panels(); ++panel) {
       T* target = phi + (panel * phi_rows + r) * kPanel;
-      const int64_t count = layout.frequencies(panel), half = layout.half(panel);
-      for (int64_t m = 0; m < count; ++m) {
-        target[m] += next[m];
-        target[half + m] += next[count + m];
-      }
+      const int64_t count = layout.frequencies(panel);
+      add_vectors(count, next, target);
+      add_vectors(count, next + count, target + layout.half(panel));
       next += 2 * count;
     }
   }

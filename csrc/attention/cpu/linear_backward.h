@@ -223,16 +223,14 @@ void add_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t inde
   add_features(layout.feature, rows, scratch.products.own, state.grad_phi_q + at, L);
 }
 
-// Half the gradient of the features of the block of keys at j0 by some panels of the moments of
-// queries, to products.own.
+// Half the gradient of the features of the block of keys at j0, whose centered values are given, by
+// some panels of the moments of queries, to products.own.
 template <typename T>
-void key_product_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0,
+void key_product_gradients(const BackwardPlan<T>& plan, int64_t j0, const T* values,
                            const Panels& panels, const Moments<T>& of_queries,
                            const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const ProductScratch<T>& own = scratch.products;
   const int64_t rows = min_of(kPanel, plan.params.S - j0);
-  const T* center = first_center(plan, state.linear.keys);
-  const T* values = centered_values(plan, unit, j0, center, state, scratch);
   gather_features(plan.layout.feature, rows, state.keys.features + j0 * kPanel,
                   plan.layout.padded_keys, own.x);
   for (int64_t r = 0; r < rows; ++r) own.factors[r] = 1;
@@ -285,6 +283,7 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
   const ProductLayout products = layout.products();
   const Panels panels = PanelGroups(products).of(group);
   const int64_t L = plan.params.L, S = plan.params.S, chunks = chunk_count(plan.params);
+  const T* center = first_center(plan, state.linear.keys);
   Moments<T> of_queries = scratch.growing;
   of_queries.first_panel = panels.begin;
   of_queries.clear(panels);
@@ -293,7 +292,8 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
     const bool has_later = chunk + 1 < chunks;
     if (has_later && first < S) of_queries.transpose(panels);
     for (int64_t j0 = first; has_later && j0 < min_of(S, first + kCausalChunk); j0 += kPanel) {
-      key_product_gradients(plan, unit, j0, panels, of_queries, state, scratch);
+      const T* values = centered_values(plan, unit, j0, center, state, scratch);
+      key_product_gradients(plan, j0, values, panels, of_queries, state, scratch);
       const int64_t rows = min_of(kPanel, S - j0);
       read_panels(products, panels, layout.d_v, of_queries, rows, scratch.products,
                   static_cast<T*>(nullptr));
@@ -315,17 +315,16 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
   }
 }
 
-// The terms of eps and dg of the block of keys at j0, when dphi_k and the sums of s^2 g are there.
+// The terms of eps and dg of the block of keys at j0, whose centered values are given, when dphi_k
+// and the sums of s^2 g are there.
 template <typename T>
-void add_key_terms(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, T* grad_value,
-                   BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+void add_key_terms(const BackwardPlan<T>& plan, int64_t j0, const T* values, T* grad_value,
+                   BackwardUnit<T>& state) {
   const AttentionLayout<T>& layout = plan.layout;
   const LinearBackward<T>& linear = state.linear;
   const int64_t S = plan.params.S, d_v = plan.params.d_v;
   const int64_t chunk = min_of(chunk_count(plan.params) - 1, chunk_of(plan.params, j0));
   const T* sum_of_gradients = linear.sums_of_gradients + chunk * d_v;
-  const T* values =
-      centered_values(plan, unit, j0, first_center(plan, linear.keys), state, scratch);
   for (int64_t j = j0; j < min_of(S, j0 + kPanel); ++j) {
     const int64_t row = (j - j0) * kPanel;
     const T term = state.keys.weight_terms[j];
@@ -376,17 +375,20 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
   for (int64_t j0 = first_key; j0 < end; j0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - j0);
     T* grad_value = scratch.sweep.grad_value + (j0 - first_key) * kPanel;
+    const T* values =
+        centered_values(plan, unit, j0, first_center(plan, linear.keys), state, scratch);
     if (plan.params.is_causal) {
       copy_rows(rows, d_v, linear.grad_value + j0 * kPanel, layout.padded_keys, grad_value,
                 kSweepKeys);
     } else {
-      key_product_gradients(plan, unit, j0, {0, products.panels()}, linear.queries, state, scratch);
+      key_product_gradients(plan, j0, values, {0, products.panels()}, linear.queries, state,
+                            scratch);
       read_moments(products, d_v, linear.queries, rows, scratch.products, static_cast<T*>(nullptr),
                    grad_value, kSweepKeys);
       add_features(layout.feature, rows, scratch.products.own,
                    state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys);
     }
-    add_key_terms(plan, unit, j0, grad_value, state, scratch);
+    add_key_terms(plan, j0, values, grad_value, state);
   }
   poison_keys(plan, first_key, min_of(end, linear.poisoned_keys), state, scratch);
 }
