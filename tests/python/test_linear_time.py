@@ -199,6 +199,27 @@ def test_what_comes_later_does_not_count(dtype: torch.dtype) -> None:
     assert_output_accurate(attention(**arguments)[:, :, :300], single, expected)
 
 
+@pytest.mark.parametrize("case", ["large and hardly seen", "after padding"])
+def test_first_values_unlike_the_others_leave_later_keys_their_digits(case: str) -> None:
+    sample = Sample("first values", B=1, H=1, L=900, S=900, M=4, key_bias="1S", is_causal=True)
+    arguments = sample.arguments(torch.float32)
+    if case == "after padding":
+        arguments["key_bias"][:, :127] = -torch.inf
+        arguments["value"][:, :, 127] *= 300
+    else:
+        arguments["key_bias"][:, :128] = -10
+        arguments["value"][:, :, :128] += 1000
+    exact, single, found = (
+        {name: x[:, :, 256:] for name, x in gradients(f, a, ["query", "key", "value"]).items()}
+        for f, a in (
+            (reference, converted(arguments, torch.float64)),
+            (reference, arguments),
+            (attention, arguments),
+        )
+    )
+    assert_gradients_accurate(found, single, exact, dict.fromkeys(found, 0.0), torch.float32)
+
+
 def test_gradients_come_only_from_later_queries() -> None:
     arguments = CAUSAL[1].arguments(torch.float64)
     leaves = {name: arguments[name].requires_grad_() for name in ("key", "value")}

@@ -133,8 +133,8 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                              }
                            }};
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
-               queries, linear.preparation(), linear.moments(), linear.queries(),
-               linear.earlier_chunks(), linear.later_chunks(), pairs, tokens, chunk_sums);
+               queries, linear.preparation(), linear.moments(), linear.queries(), linear.chunks(),
+               pairs, tokens, chunk_sums);
     if (!wants || !shares_sets) continue;
     parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
       sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);

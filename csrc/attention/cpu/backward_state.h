@@ -50,11 +50,8 @@ struct NarrowQueries {
 template <typename T>
 struct LinearBackward {
   LinearKeys<T> keys;
-  Moments<T> queries;  // where there is one chunk
-  // [heads][L]   f_i: as the moments of keys meet it, and in those of queries; the same where there
-  // is one chunk.
-  T* factors = nullptr;
-  T* held_factors = nullptr;
+  Moments<T> queries;           // where there is one chunk
+  T* factors = nullptr;         // [heads][L]   f_i
   uint8_t* by_pairs = nullptr;  // [heads][query blocks]   a query would lose digits
   // Over the queries that moments hold for the keys of a chunk:
   T* sums_of_gradients = nullptr;  // [chunks][d_v]   sum g_i
@@ -70,12 +67,11 @@ struct LinearBackward {
     const int64_t chunks = chunk_count(params), heads = layout.heads_per_unit;
     const int64_t query_blocks = heads * ceil_div(params.L, kBackwardRows);
     keys.take(workspace, params, layout, true);
-    factors = held_factors = workspace.take<T>(heads * params.L);
+    factors = workspace.take<T>(heads * params.L);
     by_pairs = workspace.take<uint8_t>(query_blocks);
     sums_of_gradients = workspace.take<T>(chunks * layout.d_v);
     sums_of_factors = workspace.take<T>(chunks);
     if (params.is_causal) {
-      held_factors = workspace.take<T>(heads * params.L);
       grad_value = workspace.take<T>(layout.value_panels() * layout.padded_keys * kPanel);
       groups_at_query = workspace.take<int>(query_blocks);
       groups_at_key = workspace.take<int>(layout.key_blocks);

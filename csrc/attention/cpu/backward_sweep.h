@@ -79,7 +79,7 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
 template <typename T>
 bool meets_by_pairs(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
                     int64_t index, int64_t sweep) {
-  static_assert(kCausalChunk == kSweepKeys);
+  static_assert(kCausalChunk == kSweepKeys && kSweepKeys % kBackwardRows == 0);
   const bool is_own_chunk = plan.params.is_causal && index * kBackwardRows / kSweepKeys == sweep;
   return is_own_chunk || goes_by_pairs(plan, state, head, index);
 }
@@ -96,7 +96,13 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
   const PairOperands<N> operands =
       operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
 
-  for (int64_t index = first_query_block; index < plan.query_blocks; ++index) {
+  // Where no block goes by pairs, a sweep of a causal call meets its own chunk alone.
+  const bool is_alone =
+      params.is_causal && state.linear.keys.is_taken && !state.linear.any_by_pairs;
+  const int64_t query_blocks =
+      is_alone ? min_of(plan.query_blocks, first_query_block + kSweepKeys / kBackwardRows)
+               : plan.query_blocks;
+  for (int64_t index = first_query_block; index < query_blocks; ++index) {
     if (!meets_by_pairs(plan, state, head, index, sweep)) continue;
     const QueryBlock block = plan.query_block(unit, head, index);
     int* progress = state.progress + head * plan.query_blocks + index;

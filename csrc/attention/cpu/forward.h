@@ -3,8 +3,8 @@
 //
 //   pack frequencies -> key logits g -> key panels, per unit (-> their moments) -> query blocks
 //
-// Every row is summed over its keys in ascending order by one thread, so that the result does not
-// depend on threads or tiling.
+// Every row is summed over its keys in one order, ascending where all are pairs, so that the result
+// does not depend on threads or tiling.
 #pragma once
 
 #include "attention/cpu/linear_forward.h"

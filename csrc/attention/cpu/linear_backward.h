@@ -6,9 +6,8 @@
 //   -> dphi_k likewise with v'_j and 1,   dV_j = psi(k) . (moments with g) + eps e_j sum_i g_i
 //
 // In a causal call the moments of the keys grow from the first chunk on, those of the queries from
-// the last one back, and the pairs of a chunk are left to its sweep. The center of the former
-// moves, for sums over keys of differences of values are small; that of the latter is the first
-// one, of keys that all those queries see.
+// the last one back, and the pairs of a chunk are left to its sweep. The center moves with both: it
+// is the mean of the keys that all queries see which meet it.
 #pragma once
 
 #include "attention/cpu/backward_state.h"
@@ -28,10 +27,11 @@ T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, co
   return values;
 }
 
-// Of keys that every query sees which meets others' moments, and is met in moments.
+// The center that the values of a chunk of keys count relative to, for the queries after it.
 template <typename T>
-const T* first_center(const BackwardPlan<T>& plan, const LinearKeys<T>& keys) {
-  return keys.center(min_of(keys.first_chunk, chunk_count(plan.params) - 1));
+const T* center_of_keys(const BackwardPlan<T>& plan, const LinearKeys<T>& keys, int64_t chunk) {
+  if (!plan.params.is_causal) return keys.center(0);
+  return keys.center(min_of(chunk + 1, chunk_count(plan.params) - 1));
 }
 
 // Marks the blocks of queries that go by pairs. They are the same for every number of threads.
@@ -69,31 +69,30 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   }
 }
 
-// f_i of the queries [begin, end) of a chunk, of all heads, that go without pairs; adds those that
-// moments of queries hold to sum_of_factors, and g_i to sums [d_v].
+// f_i of the queries [begin, end) of a chunk, of all heads, that go without pairs; adds g_i to sums
+// [d_v] and delta_i to sum_of_deltas.
 template <typename T>
 void add_query_terms(const BackwardPlan<T>& plan, int64_t chunk, int64_t begin, int64_t end,
-                     BackwardUnit<T>& state, double* sums, double& sum_of_factors) {
+                     BackwardUnit<T>& state, double* sums, double& sum_of_deltas) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, d_v = plan.params.d_v;
   const LinearBackward<T>& linear = state.linear;
-  const T *center = linear.keys.center(chunk), *held_center = first_center(plan, linear.keys);
+  const T* center = linear.keys.center(chunk);
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     for (int64_t i = begin; i < end; ++i) {
-      linear.factors[head * L + i] = linear.held_factors[head * L + i] = 0;
+      linear.factors[head * L + i] = 0;
       if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
-      T factor = -state.rows.delta[head * L + i], held_factor = factor;
+      const T delta = state.rows.delta[head * L + i];
+      T factor = -delta;
       for (int64_t first = 0; first < d_v; first += kPanel) {
         const T* row = state.grad_out + (head * layout.value_panels() * L + i) * kPanel + first * L;
         for (int64_t c = 0; c < min_of(kPanel, d_v - first); ++c) {
           factor += row[c] * center[first + c];
-          held_factor += row[c] * held_center[first + c];
           sums[first + c] += static_cast<double>(row[c]);
         }
       }
       linear.factors[head * L + i] = factor;
-      linear.held_factors[head * L + i] = held_factor;
-      sum_of_factors += static_cast<double>(held_factor);
+      sum_of_deltas += static_cast<double>(delta);
     }
   }
 }
@@ -123,18 +122,23 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
   if (!linear.keys.is_taken) return;
   mark_blocks(plan, state);
 
-  double *sums = linear.keys.sums, sum_of_factors = 0;
+  double *sums = linear.keys.sums, sum_of_deltas = 0;
   for (int64_t c = 0; c < params.d_v; ++c) sums[c] = 0;
   const int64_t step = params.is_causal ? kCausalChunk : params.L;
   for (int64_t chunk = chunk_count(params) - 1; chunk >= 0; --chunk) {
     const auto note = [&] {
+      const T* center = center_of_keys(plan, linear.keys, chunk);
       T* out = linear.sums_of_gradients + chunk * params.d_v;
-      for (int64_t c = 0; c < params.d_v; ++c) out[c] = static_cast<T>(sums[c]);
+      double sum_of_factors = -sum_of_deltas;
+      for (int64_t c = 0; c < params.d_v; ++c) {
+        out[c] = static_cast<T>(sums[c]);
+        sum_of_factors += sums[c] * static_cast<double>(center[c]);
+      }
       linear.sums_of_factors[chunk] = static_cast<T>(sum_of_factors);
     };
     if (params.is_causal) note();  // of the later chunks
     add_query_terms(plan, chunk, chunk * step, min_of(params.L, (chunk + 1) * step), state, sums,
-                    sum_of_factors);
+                    sum_of_deltas);
     if (!params.is_causal) note();
   }
   if (!params.is_causal) return;
@@ -183,7 +187,7 @@ void load_linear_queries(const BackwardPlan<T>& plan, int64_t first, int64_t cou
       __builtin_memset(x, 0, rows * row_size * sizeof(T));
     }
   }
-  __builtin_memcpy(own.factors, state.linear.held_factors + first, count * sizeof(T));
+  __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
 }
 
 // Moments of keys and queries of a call of one chunk.
@@ -283,7 +287,7 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
   const ProductLayout products = layout.products();
   const Panels panels = PanelGroups(products).of(group);
   const int64_t L = plan.params.L, S = plan.params.S, chunks = chunk_count(plan.params);
-  const T* center = first_center(plan, state.linear.keys);
+  const LinearKeys<T>& keys = state.linear.keys;
   Moments<T> of_queries = scratch.growing;
   of_queries.first_panel = panels.begin;
   of_queries.clear(panels);
@@ -292,7 +296,7 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
     const bool has_later = chunk + 1 < chunks;
     if (has_later && first < S) of_queries.transpose(panels);
     for (int64_t j0 = first; has_later && j0 < min_of(S, first + kCausalChunk); j0 += kPanel) {
-      const T* values = centered_values(plan, unit, j0, center, state, scratch);
+      const T* values = centered_values(plan, unit, j0, keys.center(chunk + 1), state, scratch);
       key_product_gradients(plan, j0, values, panels, of_queries, state, scratch);
       const int64_t rows = min_of(kPanel, S - j0);
       read_panels(products, panels, layout.d_v, of_queries, rows, scratch.products,
@@ -304,6 +308,10 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
       add_features(layout.feature, rows, scratch.products.own, state.grad_phi_k + j0 * kPanel,
                    state.held_keys);
       __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+    }
+    if (has_later) {
+      move_center_in_totals(panels, layout.d_v, keys.center(chunk + 1), keys.center(chunk),
+                            of_queries);
     }
     for (int64_t head = 0; chunk > 0 && head < layout.heads_per_unit; ++head) {
       const int64_t count = min_of(kCausalChunk, L - first);
@@ -372,11 +380,11 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
   const LinearBackward<T>& linear = state.linear;
   const int64_t d_v = plan.params.d_v, first_key = sweep * kSweepKeys;
   const int64_t end = min_of(plan.params.S, first_key + kSweepKeys);
+  const T* center = center_of_keys(plan, linear.keys, chunk_of(plan.params, first_key));
   for (int64_t j0 = first_key; j0 < end; j0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - j0);
     T* grad_value = scratch.sweep.grad_value + (j0 - first_key) * kPanel;
-    const T* values =
-        centered_values(plan, unit, j0, first_center(plan, linear.keys), state, scratch);
+    const T* values = centered_values(plan, unit, j0, center, state, scratch);
     if (plan.params.is_causal) {
       copy_rows(rows, d_v, linear.grad_value + j0 * kPanel, layout.padded_keys, grad_value,
                 kSweepKeys);
@@ -432,18 +440,17 @@ struct LinearBackwardStages {
                               state.linear.keys.moments, state, memory.scratch[thread], [] {});
         }};
   }
-  auto earlier_chunks() const {
-    return Stage{groups(), [this](const Place& at, int64_t group, int thread) {
+  // Both ways of a group are tasks of their own: they write to different arrays.
+  auto chunks() const {
+    return Stage{2 * groups(), [this](const Place& at, int64_t task, int thread) {
                    if (!is_taken(at)) return;
-                   pass_earlier_chunks(plan, unit_of(at), group, memory.slots[at.slot],
-                                       memory.scratch[thread]);
-                 }};
-  }
-  auto later_chunks() const {
-    return Stage{groups(), [this](const Place& at, int64_t group, int thread) {
-                   if (!is_taken(at)) return;
-                   pass_later_chunks(plan, unit_of(at), group, memory.slots[at.slot],
-                                     memory.scratch[thread]);
+                   BackwardUnit<T>& state = memory.slots[at.slot];
+                   const BackwardScratch<T>& scratch = memory.scratch[thread];
+                   if (task % 2 == 0) {
+                     pass_earlier_chunks(plan, unit_of(at), task / 2, state, scratch);
+                   } else {
+                     pass_later_chunks(plan, unit_of(at), task / 2, state, scratch);
+                   }
                  }};
   }
 };

@@ -187,13 +187,13 @@ struct LinearForwardStages {
   const AttentionParams& params;
   const AttentionLayout<T>& layout;
   const Memory& memory;
-  bool is_taken;
+  bool is_linear;
   int64_t together;  // panels of entries of a task, where there is one chunk
 
-  bool is_causal() const { return is_taken && params.is_causal; }
+  bool is_causal() const { return is_linear && params.is_causal; }
 
   auto description() const {
-    return Stage{int64_t{is_taken}, [this](const Place& at, int64_t, int) {
+    return Stage{int64_t{is_linear}, [this](const Place& at, int64_t, int) {
                    auto& unit = memory.slots[at.slot];
                    describe_keys(
                        params, layout, unit.keys, layout.padded_keys,
@@ -207,7 +207,7 @@ struct LinearForwardStages {
   }
   auto moments() const {
     const int64_t panels = layout.products().panels();
-    return Stage{is_taken && !is_causal() ? ceil_div(panels, together) : 0,
+    return Stage{is_linear && !is_causal() ? ceil_div(panels, together) : 0,
                  [this, panels](const Place& at, int64_t task, int thread) {
                    const auto& unit = memory.slots[at.slot];
                    if (!unit.linear.is_taken) return;

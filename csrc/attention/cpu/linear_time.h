@@ -35,15 +35,14 @@ inline int64_t keys_before(const AttentionParams& params, int64_t chunk) {
 // What is known of the keys of one unit.
 template <typename T>
 struct LinearKeys {
-  bool is_taken = false;   // no key is poisoned, and some are visible
+  bool is_taken = false;   // folded, no key is poisoned, and moments hold visible ones
   double* sums = nullptr;  // [d_v]
   // Of the keys that moments hold for a chunk:
   T* centers = nullptr;     // [chunks][center_size]   sum e_j v_j / sum e_j
   T* magnitudes = nullptr;  // [chunks]   sum e_j
   T* squares = nullptr;     // [chunks]   sum |phi_j|^2
   int64_t center_size = 0;
-  int64_t first_chunk = 0;  // that has visible keys before it
-  Moments<T> moments;       // where there is one chunk
+  Moments<T> moments;  // where there is one chunk
 
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
             bool backward) {
@@ -89,7 +88,6 @@ void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layo
                    const Square& square, LinearKeys<T>& out) {
   double magnitude = 0, squares = 0;
   for (int64_t c = 0; c < layout.d_v; ++c) out.sums[c] = 0;
-  out.first_chunk = 0;
   for (int64_t chunk = 0, j0 = 0; chunk < chunk_count(params); ++chunk) {
     for (; j0 < keys_before(params, chunk); j0 += kPanel) {
       const int64_t count = min_of(kPanel, params.S - j0);
@@ -97,7 +95,6 @@ void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layo
                                        value_rows, out.sums);
       squares += square(j0);
     }
-    if (magnitude == 0) out.first_chunk = chunk + 1;
     out.magnitudes[chunk] = static_cast<T>(magnitude);
     out.squares[chunk] = static_cast<T>(squares);
     for (int64_t c = 0; c < out.center_size; ++c) {
@@ -120,7 +117,7 @@ struct PanelGroups {
   int64_t panels, together;
 
   explicit PanelGroups(const ProductLayout& layout) : panels(layout.panels()) {
-    const int64_t to_share = min_of(4, panels / 4),
+    const int64_t to_share = min_of(4, panels / 2),
                   to_stay_in_cache = ceil_div(panels, kProductPanels);
     together = ceil_div(panels, max_of(to_share, to_stay_in_cache));
   }

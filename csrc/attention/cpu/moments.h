@@ -161,6 +161,24 @@ void move_center(const Panels& panels, const T* from, const T* to, const Moments
   }
 }
 
+// Totals of numbers f + g . center, g the values, become those of another center.
+template <typename T>
+void move_center_in_totals(const Panels& panels, int64_t d_v, const T* from, const T* to,
+                           const Moments<T>& out) {
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    for (int64_t e = 0; e < kPanel; ++e) {
+      Vec<T> sum{};
+      for (int64_t c = 0; c < d_v; c += kLanes<T>) {
+        const T* row = out.by_entry + out.tile(panel, c / kPanel) + e * kPanel;
+        Vec<T> term = load(row + c % kPanel) * (load(to + c) - load(from + c));
+        if (d_v - c < kLanes<T>) term = first_lanes<T>(term, d_v - c);
+        sum += term;
+      }
+      out.total(panel)[e] += sum_of_lanes<T>(sum);
+    }
+  }
+}
+
 // scratch.partial [value panels][rows][64] = sum over some panels of psi_e(x) moments_e of up to
 // kProductRows tokens, whose features are in the scratch; sums [rows][lanes], where there are any,
 // grow by psi_e(x) totals_e.
