@@ -101,8 +101,8 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                                                 index % plan.query_blocks, memory.frequencies,
                                                 memory.slots[at.slot], memory.scratch[thread]);
                       }};
-  const LinearBackwardStages linear{plan, memory,
-                                    panels_per_task(layout.products(), executor.threads, whole)};
+  const LinearBackwardStages linear{
+      plan, memory, PanelGroups::of_call(params, layout.products(), executor.threads, whole)};
   const bool wants = plan.wants_frequencies() && plan.chunks() > 0;
   for (int64_t first = 0; first < layout.units; first += group) {
     const int64_t count = min_of(group, layout.units - first);

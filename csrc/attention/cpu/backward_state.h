@@ -175,7 +175,7 @@ struct BackwardScratch {
             bool is_linear) {
     if (is_linear) products.take(workspace, layout.products(), layout.value_panels(), true);
     if (is_linear && params.is_causal) {
-      growing = Moments<T>::take(workspace, PanelGroups(layout.products()).together,
+      growing = Moments<T>::take(workspace, PanelGroups::for_chunks(layout.products()).together,
                                  layout.value_panels(), true, true);
     }
     keys.take(workspace, layout, true);

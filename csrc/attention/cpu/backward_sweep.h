@@ -133,13 +133,13 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
         tile.add_to_keys(column, keys, row);
       });
       // 4. dphi_q (and a mask gradient summed over keys): after all earlier keys
-      if (!in_turn) wait_for(progress, static_cast<int>(sweep));
+      if (!in_turn) wait_for_turn(progress, sweep);
       in_turn = true;
       for_each_band(params, at, columns, [&](const Band& band) { tile.add_to_queries(band); });
       if (params.grad_mask) add_mask_gradient(params.grad_mask, at, tile.keys(), scratch.dp);
     }
-    if (!in_turn) wait_for(progress, static_cast<int>(sweep));
-    __atomic_store_n(progress, static_cast<int>(sweep) + 1, __ATOMIC_RELEASE);
+    if (!in_turn) wait_for_turn(progress, sweep);
+    end_turn(progress, sweep);
   }
 }
 

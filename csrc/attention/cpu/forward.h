@@ -145,11 +145,11 @@ void finish_rows(const AttentionParams& params, const KeyForm& form, const Query
 // out and row sums of a block of queries grow by blocks [begin, end) of keys, pair by pair.
 template <typename T>
 void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
-               const QueryBlock& block, const PreparedKeys<T>& keys, int64_t begin, int64_t end,
+               const QueryBlock& block, const QueryFeatures<T>& queries,
+               const PreparedKeys<T>& keys, int64_t begin, int64_t end,
                ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
   [[maybe_unused]] const AmxTiles tiles;
-  const QueryFeatures<T> queries{scratch.phi, scratch.narrow_phi, scratch.steps, rows};
   for (int64_t key_block = begin; key_block < end; ++key_block) {
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
@@ -174,22 +174,23 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
 // decides for itself whether to take it, whatever it shares a block with.
 template <typename T>
 void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
-                          const QueryBlock& block, int64_t head, int64_t held_blocks,
-                          const ForwardUnit<T>& unit, ForwardScratch<T>& scratch) {
+                          const QueryBlock& block, int64_t head, const QueryFeatures<T>& queries,
+                          int64_t held_blocks, const ForwardUnit<T>& unit,
+                          ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows, value_columns = layout.value_panels() * kPanel;
   const LinearScratch<T>& own = scratch.linear;
-  sum_by_moments(params, layout, block, head, unit.linear, unit.earlier, scratch.phi,
+  sum_by_moments(params, layout, block, head, unit.linear, unit.earlier, queries,
                  static_cast<T>(params.eps), own);
   const T of_keys = unit.linear.squares[chunk_of(params, block.i0)];
   bool any_by_pairs = false;
   for (int64_t r = 0; r < rows; ++r) {
     own.sums[r] += sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
-    const T square = square_of(layout.feature, scratch.phi, rows, r);
+    const T square = square_of(layout.feature, queries.phi, queries.rows, r);
     own.by_pairs[r] = !keeps_digits(layout.products(), own.sums[r], square, of_keys);
     any_by_pairs |= own.by_pairs[r] != 0;
   }
   add_panels(rows, layout.d_v, scratch.out, own.out, rows, true);
-  if (any_by_pairs) add_pairs(params, layout, block, unit.keys, 0, held_blocks, scratch);
+  if (any_by_pairs) add_pairs(params, layout, block, queries, unit.keys, 0, held_blocks, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     if (own.by_pairs[r]) continue;
     Vec<T> sum{};
@@ -208,17 +209,17 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
                    const QueryBlock& block, int64_t head, const T* packed,
                    const ForwardUnit<T>& unit, ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
+  QueryFeatures<T> queries{scratch.phi, scratch.narrow_phi, scratch.steps, rows};
   if (unit.linear.is_taken && params.is_causal) {
     const EarlierChunks<T>& from = unit.earlier;
     const int64_t at = head * layout.feature_panels() * params.L + block.i0;
-    copy_rows(rows, layout.feature_panels() * kPanel, from.phi + at * kPanel, params.L, scratch.phi,
-              rows);
+    queries = {from.phi + at * kPanel, nullptr, nullptr, params.L};
     __builtin_memcpy(scratch.poisoned, from.poisoned + head * params.L + block.i0, rows);
   } else {
     prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
                     scratch.poisoned);
+    narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
   }
-  narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
   scratch.state.reset(rows);
   __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
 
@@ -226,10 +227,10 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
   if (unit.linear.is_taken) {
     held_blocks = ceil_div(keys_before(params, chunk_of(params, block.i0)), kPanel);
   }
-  add_pairs(params, layout, block, unit.keys, held_blocks,
+  add_pairs(params, layout, block, queries, unit.keys, held_blocks,
             visible_key_blocks(params, layout, block), scratch);
   if (held_blocks > 0) {
-    add_moments_or_pairs(params, layout, block, head, held_blocks, unit, scratch);
+    add_moments_or_pairs(params, layout, block, head, queries, held_blocks, unit, scratch);
   }
   finish_rows(params, unit.keys.form, block, scratch);
 }
@@ -259,8 +260,9 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   const KeyStages keys{params, layout, memory};
-  const LinearForwardStages linear{params, layout, memory, is_linear,
-                                   panels_per_task(layout.products(), executor.threads, whole)};
+  const LinearForwardStages linear{
+      params, layout, memory, is_linear,
+      PanelGroups::of_call(params, layout.products(), executor.threads, whole)};
   const Stage queries{
       blocks_per_unit, [&](const Place& at, int64_t index, int thread) {
         const Unit unit = unit_at(params, layout, at.unit);

@@ -7,7 +7,7 @@
 //
 // In a causal call the moments of the keys grow from the first chunk on, those of the queries from
 // the last one back, and the pairs of a chunk are left to its sweep. The center moves with both: it
-// is the mean of the keys that all queries see which meet it.
+// is a mean of keys that every query sees whose gradient it has a part in.
 #pragma once
 
 #include "attention/cpu/backward_state.h"
@@ -69,19 +69,19 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   }
 }
 
-// f_i of the queries [begin, end) of a chunk, of all heads, that go without pairs; adds g_i to sums
-// [d_v] and delta_i to sum_of_deltas.
+// f_i of the queries [begin, end) of all heads that go without pairs; adds g_i to sums [d_v] and
+// delta_i to sum_of_deltas.
 template <typename T>
-void add_query_terms(const BackwardPlan<T>& plan, int64_t chunk, int64_t begin, int64_t end,
+void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
                      BackwardUnit<T>& state, double* sums, double& sum_of_deltas) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, d_v = plan.params.d_v;
   const LinearBackward<T>& linear = state.linear;
-  const T* center = linear.keys.center(chunk);
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     for (int64_t i = begin; i < end; ++i) {
       linear.factors[head * L + i] = 0;
       if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
+      const T* center = linear.keys.center(chunk_of(plan.params, i));
       const T delta = state.rows.delta[head * L + i];
       T factor = -delta;
       for (int64_t first = 0; first < d_v; first += kPanel) {
@@ -97,7 +97,42 @@ void add_query_terms(const BackwardPlan<T>& plan, int64_t chunk, int64_t begin, 
   }
 }
 
-// Which queries go without pairs, the center of the values, f_i, and the sums of g_i and f_i.
+// f_i, and the sums of g_i and f_i over the queries that moments hold for each chunk of keys.
+template <typename T>
+void sum_query_terms(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
+  const AttentionBackwardParams& params = plan.params;
+  const LinearBackward<T>& linear = state.linear;
+  double *sums = linear.keys.sums, sum_of_deltas = 0;
+  for (int64_t c = 0; c < params.d_v; ++c) sums[c] = 0;
+  int64_t end = params.L;
+  for (int64_t chunk = chunk_count(params) - 1; chunk >= 0; --chunk) {
+    const int64_t begin = first_query_after(params, chunk);
+    add_query_terms(plan, begin, end, state, sums, sum_of_deltas);
+    end = begin;
+    const T* center = center_of_keys(plan, linear.keys, chunk);
+    double sum_of_factors = -sum_of_deltas;
+    for (int64_t c = 0; c < params.d_v; ++c) {
+      linear.sums_of_gradients[chunk * params.d_v + c] = static_cast<T>(sums[c]);
+      sum_of_factors += sums[c] * static_cast<double>(center[c]);
+    }
+    linear.sums_of_factors[chunk] = static_cast<T>(sum_of_factors);
+  }
+}
+
+// What groups of panels add to, chunk by chunk, starts at zero.
+template <typename T>
+void clear_chunks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const LinearBackward<T>& linear = state.linear;
+  const int64_t keys = layout.padded_keys * kPanel * int64_t{sizeof(T)};
+  __builtin_memset(state.grad_phi_k, 0, layout.feature_panels() * keys);
+  __builtin_memset(linear.grad_value, 0, layout.value_panels() * keys);
+  __builtin_memset(linear.groups_at_query, 0,
+                   layout.heads_per_unit * plan.query_blocks * sizeof(int));
+  __builtin_memset(linear.groups_at_key, 0, layout.key_blocks * sizeof(int));
+}
+
+// Which queries go without pairs, and what is known of all tokens before any moments are.
 template <typename T>
 void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<T>& state,
                     const BackwardScratch<T>& scratch) {
@@ -121,33 +156,8 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
       linear.keys);
   if (!linear.keys.is_taken) return;
   mark_blocks(plan, state);
-
-  double *sums = linear.keys.sums, sum_of_deltas = 0;
-  for (int64_t c = 0; c < params.d_v; ++c) sums[c] = 0;
-  const int64_t step = params.is_causal ? kCausalChunk : params.L;
-  for (int64_t chunk = chunk_count(params) - 1; chunk >= 0; --chunk) {
-    const auto note = [&] {
-      const T* center = center_of_keys(plan, linear.keys, chunk);
-      T* out = linear.sums_of_gradients + chunk * params.d_v;
-      double sum_of_factors = -sum_of_deltas;
-      for (int64_t c = 0; c < params.d_v; ++c) {
-        out[c] = static_cast<T>(sums[c]);
-        sum_of_factors += sums[c] * static_cast<double>(center[c]);
-      }
-      linear.sums_of_factors[chunk] = static_cast<T>(sum_of_factors);
-    };
-    if (params.is_causal) note();  // of the later chunks
-    add_query_terms(plan, chunk, chunk * step, min_of(params.L, (chunk + 1) * step), state, sums,
-                    sum_of_deltas);
-    if (!params.is_causal) note();
-  }
-  if (!params.is_causal) return;
-  const int64_t keys = layout.padded_keys * kPanel * int64_t{sizeof(T)};
-  __builtin_memset(state.grad_phi_k, 0, layout.feature_panels() * keys);
-  __builtin_memset(linear.grad_value, 0, layout.value_panels() * keys);
-  __builtin_memset(linear.groups_at_query, 0,
-                   layout.heads_per_unit * plan.query_blocks * sizeof(int));
-  __builtin_memset(linear.groups_at_key, 0, layout.key_blocks * sizeof(int));
+  sum_query_terms(plan, state);
+  if (params.is_causal) clear_chunks(plan, state);
 }
 
 // x, factors, and values relative to a center, of keys [first, first + count), to the scratch.
@@ -210,21 +220,29 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panel
   state.linear.queries.transpose(panels);
 }
 
-// dphi_q of one block of queries grows by what some panels of the moments of keys make of it, when
-// in_turn() has returned.
-template <typename T, typename InTurn>
-void add_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
-                         const Panels& panels, const Moments<T>& of_keys, BackwardUnit<T>& state,
-                         const BackwardScratch<T>& scratch, const InTurn& in_turn) {
+// Half the gradient of the features of one block of queries by some panels of the moments of keys,
+// to products.own, and from there to dphi_q.
+template <typename T>
+void query_product_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
+                             const Panels& panels, const Moments<T>& of_keys,
+                             const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t L = plan.params.L, i0 = index * kBackwardRows, rows = min_of(kBackwardRows, L - i0);
-  const int64_t at = (head * layout.feature_panels() * L + i0) * kPanel;
-  gather_features(layout.feature, rows, state.phi + at, L, scratch.products.x);
+  gather_features(layout.feature, rows,
+                  state.phi + (head * layout.feature_panels() * L + i0) * kPanel, L,
+                  scratch.products.x);
   product_gradients(layout.products(), panels, plan.params.d_v, of_keys, rows,
                     state.grad_out + (head * layout.value_panels() * L + i0) * kPanel, L,
                     state.linear.factors + head * L + i0, scratch.products);
-  in_turn();
-  add_features(layout.feature, rows, scratch.products.own, state.grad_phi_q + at, L);
+}
+
+template <typename T>
+void add_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
+                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+  const AttentionLayout<T>& layout = plan.layout;
+  const int64_t L = plan.params.L, i0 = index * kBackwardRows;
+  add_features(layout.feature, min_of(kBackwardRows, L - i0), scratch.products.own,
+               state.grad_phi_q + (head * layout.feature_panels() * L + i0) * kPanel, L);
 }
 
 // Half the gradient of the features of the block of keys at j0, whose centered values are given, by
@@ -246,9 +264,9 @@ void key_product_gradients(const BackwardPlan<T>& plan, int64_t j0, const T* val
 // of queries what it makes of the keys before.
 template <typename T>
 void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t group,
-                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+                         const Panels& panels, BackwardUnit<T>& state,
+                         const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
-  const Panels panels = PanelGroups(layout.products()).of(group);
   const int64_t chunks = chunk_count(plan.params), blocks_of_chunk = kCausalChunk / kBackwardRows;
   Moments<T> of_keys = scratch.growing;
   of_keys.by_entry = nullptr;
@@ -261,9 +279,10 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
       for (int64_t index = begin; index < end; ++index) {
         if (goes_by_pairs(plan, state, head, index)) continue;
         int* turn = state.linear.groups_at_query + head * plan.query_blocks + index;
-        add_query_gradients(plan, head, index, panels, of_keys, state, scratch,
-                            [&] { wait_for(turn, static_cast<int>(group)); });
-        __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+        query_product_gradients(plan, head, index, panels, of_keys, state, scratch);
+        wait_for_turn(turn, group);
+        add_query_gradients(plan, head, index, state, scratch);
+        end_turn(turn, group);
       }
     }
     const int64_t first = keys_before(plan.params, chunk);
@@ -282,10 +301,10 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
 // queries after its chunk.
 template <typename T>
 void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t group,
-                       BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
+                       const Panels& panels, BackwardUnit<T>& state,
+                       const BackwardScratch<T>& scratch) {
   const AttentionLayout<T>& layout = plan.layout;
   const ProductLayout products = layout.products();
-  const Panels panels = PanelGroups(products).of(group);
   const int64_t L = plan.params.L, S = plan.params.S, chunks = chunk_count(plan.params);
   const LinearKeys<T>& keys = state.linear.keys;
   Moments<T> of_queries = scratch.growing;
@@ -302,12 +321,12 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
       read_panels(products, panels, layout.d_v, of_queries, rows, scratch.products,
                   static_cast<T*>(nullptr));
       int* turn = state.linear.groups_at_key + j0 / kPanel;
-      wait_for(turn, static_cast<int>(group));
+      wait_for_turn(turn, group);
       add_panels(rows, layout.d_v, scratch.products.partial, state.linear.grad_value + j0 * kPanel,
                  layout.padded_keys, true);
       add_features(layout.feature, rows, scratch.products.own, state.grad_phi_k + j0 * kPanel,
                    state.held_keys);
-      __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+      end_turn(turn, group);
     }
     if (has_later) {
       move_center_in_totals(panels, layout.d_v, keys.center(chunk + 1), keys.center(chunk),
@@ -406,12 +425,11 @@ template <typename T, typename Memory>
 struct LinearBackwardStages {
   const BackwardPlan<T>& plan;
   const Memory& memory;
-  int64_t together;  // panels of entries of a task, where there is one chunk
+  PanelGroups groups;
 
   Unit unit_of(const Place& at) const { return unit_at(plan.params, plan.layout, at.unit); }
   bool is_taken(const Place& at) const { return memory.slots[at.slot].linear.keys.is_taken; }
   bool is_causal() const { return plan.is_linear && plan.params.is_causal; }
-  int64_t groups() const { return is_causal() ? PanelGroups(plan.layout.products()).count() : 0; }
 
   auto preparation() const {
     return Stage{int64_t{plan.is_linear}, [this](const Place& at, int64_t, int thread) {
@@ -419,44 +437,42 @@ struct LinearBackwardStages {
                  }};
   }
   auto moments() const {
-    const int64_t panels = plan.layout.products().panels();
-    return Stage{plan.is_linear && !is_causal() ? ceil_div(panels, together) : 0,
-                 [this, panels](const Place& at, int64_t task, int thread) {
+    return Stage{plan.is_linear && !is_causal() ? groups.count() : 0,
+                 [this](const Place& at, int64_t group, int thread) {
                    if (!is_taken(at)) return;
-                   sum_both_moments(plan, unit_of(at),
-                                    Panels{task * together, min_of(panels, (task + 1) * together)},
-                                    memory.slots[at.slot], memory.scratch[thread]);
+                   sum_both_moments(plan, unit_of(at), groups.of(group), memory.slots[at.slot],
+                                    memory.scratch[thread]);
                  }};
   }
   auto queries() const {
     const int64_t blocks = plan.layout.heads_per_unit * plan.query_blocks;
-    return Stage{
-        plan.is_linear && !is_causal() ? blocks : 0,
-        [this](const Place& at, int64_t block, int thread) {
-          BackwardUnit<T>& state = memory.slots[at.slot];
-          const int64_t head = block / plan.query_blocks, index = block % plan.query_blocks;
-          if (goes_by_pairs(plan, state, head, index)) return;
-          add_query_gradients(plan, head, index, {0, plan.layout.products().panels()},
-                              state.linear.keys.moments, state, memory.scratch[thread], [] {});
-        }};
+    return Stage{plan.is_linear && !is_causal() ? blocks : 0,
+                 [this](const Place& at, int64_t block, int thread) {
+                   BackwardUnit<T>& state = memory.slots[at.slot];
+                   const int64_t head = block / plan.query_blocks,
+                                 index = block % plan.query_blocks;
+                   if (goes_by_pairs(plan, state, head, index)) return;
+                   const BackwardScratch<T>& scratch = memory.scratch[thread];
+                   query_product_gradients(plan, head, index, {0, groups.panels},
+                                           state.linear.keys.moments, state, scratch);
+                   add_query_gradients(plan, head, index, state, scratch);
+                 }};
   }
   // Both ways of a group are tasks of their own: they write to different arrays.
   auto chunks() const {
-    return Stage{2 * groups(), [this](const Place& at, int64_t task, int thread) {
+    return Stage{is_causal() ? 2 * groups.count() : 0,
+                 [this](const Place& at, int64_t task, int thread) {
                    if (!is_taken(at)) return;
-                   BackwardUnit<T>& state = memory.slots[at.slot];
-                   const BackwardScratch<T>& scratch = memory.scratch[thread];
-                   if (task % 2 == 0) {
-                     pass_earlier_chunks(plan, unit_of(at), task / 2, state, scratch);
-                   } else {
-                     pass_later_chunks(plan, unit_of(at), task / 2, state, scratch);
-                   }
+                   const int64_t group = task / 2;
+                   const auto pass = task % 2 == 0 ? pass_earlier_chunks<T> : pass_later_chunks<T>;
+                   pass(plan, unit_of(at), group, groups.of(group), memory.slots[at.slot],
+                        memory.scratch[thread]);
                  }};
   }
 };
 
 template <typename T, typename Memory>
-LinearBackwardStages(const BackwardPlan<T>&, const Memory&, int64_t)
+LinearBackwardStages(const BackwardPlan<T>&, const Memory&, const PanelGroups&)
     -> LinearBackwardStages<T, Memory>;
 
 }  // namespace

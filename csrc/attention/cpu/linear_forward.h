@@ -7,7 +7,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
 static_assert(kCausalChunk % kCausalRows == 0 && kCausalChunk <= kProductRows);
 
 // What a thread needs beside the rest for rows without pairs.
@@ -25,7 +24,7 @@ struct LinearScratch {
     const ProductLayout of_features = layout.products();
     products.take(workspace, of_features, layout.value_panels(), false);
     if (params.is_causal) {
-      growing = Moments<T>::take(workspace, PanelGroups(of_features).together,
+      growing = Moments<T>::take(workspace, PanelGroups::for_chunks(of_features).together,
                                  layout.value_panels(), true, false);
     }
     lane_sums = workspace.take<T>(kProductRows * kLanes<T>);
@@ -111,11 +110,10 @@ void prepare_chunk_queries(const AttentionParams& params, const AttentionLayout<
 // then its keys are added to the moments.
 template <typename T>
 void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>& layout,
-                        int64_t group, const PreparedKeys<T>& keys, const LinearKeys<T>& linear,
-                        const EarlierChunks<T>& out, const KeyScratch<T>& of_keys,
-                        LinearScratch<T>& scratch) {
+                        int64_t group, const Panels& panels, const PreparedKeys<T>& keys,
+                        const LinearKeys<T>& linear, const EarlierChunks<T>& out,
+                        const KeyScratch<T>& of_keys, LinearScratch<T>& scratch) {
   const ProductLayout products = layout.products();
-  const Panels panels = PanelGroups(products).of(group);
   const ProductScratch<T>& own = scratch.products;
   const int64_t L = params.L, chunks = chunk_count(params);
   scratch.growing.first_panel = panels.begin;
@@ -128,7 +126,7 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
       __builtin_memset(scratch.lane_sums, 0, rows * kLanes<T> * sizeof(T));
       read_panels(products, panels, layout.d_v, scratch.growing, rows, own, scratch.lane_sums);
       int* turn = out.groups + head * chunks + chunk;
-      if (group > 0) wait_for(turn, static_cast<int>(group));
+      wait_for_turn(turn, group);
       for (int64_t r = 0; r < rows; ++r) {
         const T sum = sum_of_lanes<T>(load(scratch.lane_sums + r * kLanes<T>));
         T& total = out.sums[head * L + i0 + r];
@@ -136,7 +134,7 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
       }
       add_panels(rows, layout.d_v, own.partial,
                  out.out + (head * layout.value_panels() * L + i0) * kPanel, L, group > 0);
-      __atomic_store_n(turn, static_cast<int>(group) + 1, __ATOMIC_RELEASE);
+      end_turn(turn, group);
     }
     const int64_t count = keys_before(params, chunk + 1) - keys_before(params, chunk);
     if (count == 0 || chunk + 1 == chunks) continue;
@@ -149,19 +147,21 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
 }
 
 // own.out [value panels][rows][64] = sum_j w_ij v_j and own.sums = sum_j w_ij over the keys that
-// moments hold for a block of queries, phi [feature panels][rows][64].
+// moments hold for a block of queries.
 template <typename T>
 void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
                     const QueryBlock& block, int64_t head, const LinearKeys<T>& keys,
-                    const EarlierChunks<T>& earlier, const T* phi, T eps,
+                    const EarlierChunks<T>& earlier, const QueryFeatures<T>& queries, T eps,
                     const LinearScratch<T>& own) {
   const int64_t rows = block.rows, chunk = chunk_of(params, block.i0);
+  const T* out = own.out;  // of s^2 v', [value panels][out_rows][64]
+  int64_t out_rows = rows;
   if (params.is_causal) {
-    const int64_t at = head * layout.value_panels() * params.L + block.i0;
-    copy_rows(rows, layout.d_v, earlier.out + at * kPanel, params.L, own.out, rows);
+    out = earlier.out + (head * layout.value_panels() * params.L + block.i0) * kPanel;
+    out_rows = params.L;
     __builtin_memcpy(own.sums, earlier.sums + head * params.L + block.i0, rows * sizeof(T));
   } else {
-    gather_features(layout.feature, rows, phi, rows, own.products.x);
+    gather_features(layout.feature, rows, queries.phi, queries.rows, own.products.x);
     __builtin_memset(own.lane_sums, 0, rows * kLanes<T> * sizeof(T));
     read_moments(layout.products(), layout.d_v, keys.moments, rows, own.products, own.lane_sums,
                  own.out, rows);
@@ -173,9 +173,10 @@ void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& lay
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
     const T* center = keys.center(chunk) + first;
     for (int64_t r = 0; r < rows; ++r) {
-      T* row = own.out + first * rows + r * kPanel;
+      const T* row = out + first * out_rows + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(row + c, load(row + c) + load(center + c) * own.sums[r]);
+        store<T>(own.out + first * rows + r * kPanel + c,
+                 load(row + c) + load(center + c) * own.sums[r]);
       }
     }
   }
@@ -188,7 +189,7 @@ struct LinearForwardStages {
   const AttentionLayout<T>& layout;
   const Memory& memory;
   bool is_linear;
-  int64_t together;  // panels of entries of a task, where there is one chunk
+  PanelGroups groups;
 
   bool is_causal() const { return is_linear && params.is_causal; }
 
@@ -206,16 +207,13 @@ struct LinearForwardStages {
                  }};
   }
   auto moments() const {
-    const int64_t panels = layout.products().panels();
-    return Stage{is_linear && !is_causal() ? ceil_div(panels, together) : 0,
-                 [this, panels](const Place& at, int64_t task, int thread) {
+    return Stage{is_linear && !is_causal() ? groups.count() : 0,
+                 [this](const Place& at, int64_t group, int thread) {
                    const auto& unit = memory.slots[at.slot];
                    if (!unit.linear.is_taken) return;
                    const auto& own = memory.scratch[thread];
                    sum_moments(
-                       layout.products(),
-                       Panels{task * together, min_of(panels, (task + 1) * together)}, params.S,
-                       layout.d_v,
+                       layout.products(), groups.of(group), params.S, layout.d_v,
                        [&](int64_t first, int64_t count) {
                          load_keys(layout, unit.keys, unit.linear.center(0), first, count, own.keys,
                                    own.linear.products);
@@ -238,20 +236,20 @@ struct LinearForwardStages {
                  }};
   }
   auto earlier_chunks() const {
-    return Stage{is_causal() ? PanelGroups(layout.products()).count() : 0,
+    return Stage{is_causal() ? groups.count() : 0,
                  [this](const Place& at, int64_t group, int thread) {
                    const auto& unit = memory.slots[at.slot];
                    auto& own = memory.scratch[thread];
                    if (!unit.linear.is_taken) return;
-                   sum_earlier_chunks(params, layout, group, unit.keys, unit.linear, unit.earlier,
-                                      own.keys, own.linear);
+                   sum_earlier_chunks(params, layout, group, groups.of(group), unit.keys,
+                                      unit.linear, unit.earlier, own.keys, own.linear);
                  }};
   }
 };
 
 template <typename T, typename Memory>
-LinearForwardStages(const AttentionParams&, const AttentionLayout<T>&, const Memory&, bool, int64_t)
-    -> LinearForwardStages<T, Memory>;
+LinearForwardStages(const AttentionParams&, const AttentionLayout<T>&, const Memory&, bool,
+                    const PanelGroups&) -> LinearForwardStages<T, Memory>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

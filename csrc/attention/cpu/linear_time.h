@@ -31,6 +31,10 @@ inline int64_t chunk_of(const AttentionParams& params, int64_t query) {
 inline int64_t keys_before(const AttentionParams& params, int64_t chunk) {
   return params.is_causal ? min_of(params.S, chunk * kCausalChunk) : params.S;
 }
+// Queries that moments hold for the keys of a chunk: [this, L).
+inline int64_t first_query_after(const AttentionParams& params, int64_t chunk) {
+  return params.is_causal ? min_of(params.L, (chunk + 1) * kCausalChunk) : 0;
+}
 
 // What is known of the keys of one unit.
 template <typename T>
@@ -105,21 +109,23 @@ void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layo
   out.is_taken = keys.form.folded && magnitude > 0 && all_finite(keys.weight_terms, params.S);
 }
 
-// Panels of entries that a task takes.
-inline int64_t panels_per_task(const ProductLayout& layout, int threads, bool whole) {
-  return whole ? kProductPanels
-               : max_of(1, min_of(kProductPanels, layout.panels() / (2 * threads)));
-}
-
-// Panels of entries that go together through the tokens of a causal call. What groups of them add
-// to a token they add in order, and so they are the same for every number of threads.
+// How the panels of entries are shared out: a group is a task.
 struct PanelGroups {
   int64_t panels, together;
 
-  explicit PanelGroups(const ProductLayout& layout) : panels(layout.panels()) {
-    const int64_t to_share = min_of(4, panels / 2),
-                  to_stay_in_cache = ceil_div(panels, kProductPanels);
-    together = ceil_div(panels, max_of(to_share, to_stay_in_cache));
+  // Where there is one chunk: each panel by itself, whoever takes it.
+  static PanelGroups for_threads(const ProductLayout& layout, int threads, bool whole) {
+    const int64_t shared = max_of(1, min_of(kProductPanels, layout.panels() / (2 * threads)));
+    return {layout.panels(), whole ? kProductPanels : shared};
+  }
+  // Causal: groups add to a token in order, and so they are the same for every number of threads.
+  static PanelGroups for_chunks(const ProductLayout& layout) {
+    const int64_t panels = layout.panels(), to_share = min_of(4, panels / 2);
+    return {panels, ceil_div(panels, max_of(to_share, ceil_div(panels, kProductPanels)))};
+  }
+  static PanelGroups of_call(const AttentionParams& params, const ProductLayout& layout,
+                             int threads, bool whole) {
+    return params.is_causal ? for_chunks(layout) : for_threads(layout, threads, whole);
   }
   int64_t count() const { return ceil_div(panels, together); }
   Panels of(int64_t group) const {

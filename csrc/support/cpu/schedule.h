@@ -86,11 +86,16 @@ inline void run_stages(const Executor& executor, const Schedule& schedule,
    ...);
 }
 
-// For tasks that add to the same memory in order of their index: until it is the turn of `value`.
-inline void wait_for(const int* counter, int value) {
-  for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spins) {
+// For tasks that add to the same memory in the order 0, 1, ...: wait_for_turn() returns when those
+// before `turn` have called end_turn().
+inline void wait_for_turn(const int* counter, int64_t turn) {
+  for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != static_cast<int>(turn);
+       ++spins) {
     if (spins > 64) sched_yield();
   }
+}
+inline void end_turn(int* counter, int64_t turn) {
+  __atomic_store_n(counter, static_cast<int>(turn) + 1, __ATOMIC_RELEASE);
 }
 
 // The same executor, without threads where `elements` to touch are too few to wake them.
