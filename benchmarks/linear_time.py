@@ -7,7 +7,7 @@ in turns, beside softmax's flash kernel, and what is compared is the ratio to th
     python benchmarks/linear_time.py            # one thread, lengths and frequencies
     python benchmarks/linear_time.py --causal   # likewise
     python benchmarks/linear_time.py --memory   # peak memory in fresh processes
-    python benchmarks/linear_time.py --digits   # errors, by how small a query's weights are
+    python benchmarks/linear_time.py --digits   # errors, by how weights and values are
 """
 
 from __future__ import annotations
@@ -207,6 +207,29 @@ def digits() -> None:
         print(f"| {low:g} to {high:g} | {len(part)} | " + " | ".join(cells) + " |")
 
 
+def loud_value() -> None:
+    """The same errors where the value of one key, which queries see little of, is a large one."""
+    torch.manual_seed(2)
+    M, d, keys = 16, 64, 4096
+    w1, w2 = 0.03 * torch.randn(2, d, M)
+    q, k, v = torch.randn(256, d), torch.randn(keys, d), torch.randn(keys, d)
+    exact = [feature_rows(x.double(), w1.double(), w2.double()) for x in (q, k)]
+    single = [feature_rows(x, w1, w2) for x in (q, k)]
+    scores = (exact[0] @ exact[1].mT).square()
+    quiet = scores[:, 0] < 1e-2 * scores.mean(1)
+    print(f"value of one key times x, {int(quiet.sum())} queries that see under 1e-2 of it")
+    print("| x | by pairs | 99 % | without | 99 % |")
+    print("|" + "---|" * 5)
+    for factor in (1.0, 1e2, 1e4):
+        v[0] *= factor / v[0].abs().max()
+        truth = by_pairs(*exact, v.double(), 1e-5)
+        cells = []
+        for output in (by_pairs(*single, v, 1e-5), without_pairs(*single, v, 1e-5)[0]):
+            error = ((output.double() - truth).norm(dim=1) / truth.norm(dim=1))[quiet]
+            cells += [f"{x:.1e}" for x in (error.median(), error.quantile(0.99))]
+        print(f"| {factor:g} | " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each of the four timings")
@@ -224,6 +247,7 @@ def main() -> None:
         compare_memory(options.causal)
     elif options.digits:
         digits()
+        loud_value()
     else:
         compare(options.dtype, options.frequencies, options.seconds, options.causal)
 

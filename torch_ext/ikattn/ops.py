@@ -87,8 +87,8 @@ def implicit_kernel_attention(
         g_j = \mathrm{magnitude\_scale}\, |k_j|_p^2
 
     with :func:`spectral_features` phi. Time O(B H L S (M + d_v)), memory
-    O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask, causality and
-    dropout take time O(B H (L + S) M^2 d_v) on the CPU where that is less, to the same precision,
+    O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask and dropout, causal
+    or not, take time O(B H (L + S) M^2 d_v) on the CPU where that is less, to the same precision,
     and in the same memory: O(M^2 d_v) is then less than a head's features and values. Angles,
     logits and sums are formed in float32 (float64 for float64 inputs).
 
