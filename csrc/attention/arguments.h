@@ -62,6 +62,9 @@ using FeaturesSignature = at::Tensor(const at::Tensor& x, const at::Tensor& w1,
 using FeaturesBackwardSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
+using FromFeaturesSignature = at::Tensor(const at::Tensor& query_features,
+                                         const at::Tensor& key_features, const at::Tensor& logits,
+                                         const at::Tensor& value, double eps);
 using DropoutKeepMaskSignature = at::Tensor(const at::Tensor& dropout_seed, c10::SymInt B,
                                             c10::SymInt H, c10::SymInt L, c10::SymInt S,
                                             double dropout_p);
@@ -89,6 +92,8 @@ at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
     const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
+at::Tensor call_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                              const at::Tensor& logits, const at::Tensor& value, double eps);
 at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
                                   const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
                                   double dropout_p);
@@ -110,6 +115,15 @@ struct FeatureSizes {
 };
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2);
+
+struct FromFeaturesSizes {
+  int64_t B, H, L, S, F, d_v, key_heads, value_heads;
+};
+FromFeaturesSizes check_from_features(const at::Tensor& query_features,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value, double eps);
+void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
+                                   const at::Tensor& logits, const at::Tensor& value);
 
 void check_dropout(const char* function, double dropout_p,
                    const std::optional<at::Tensor>& dropout_seed);

@@ -198,10 +198,26 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
   return Features::apply(x, w1, w2);
 }
 
+// Recorded, it is the composition: decoding has no gradient to be fast for.
+at::Tensor from_features_autograd(const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value, double eps) {
+  check_from_features_placement(query_features, key_features, logits, value);
+  if (any_transformed({&query_features, &key_features, &logits, &value}, {}) ||
+      is_recorded({&query_features, &key_features, &logits, &value}, {})) {
+    if (!query_features.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      check_from_features(query_features, key_features, logits, value, eps);
+    }
+    return reference_from_features(query_features, key_features, logits, value, eps);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_from_features(query_features, key_features, logits, value, eps);
+}
+
 TORCH_LIBRARY_IMPL(ikattn, Autograd, m) {
   m.impl("implicit_kernel_attention", attention_autograd);
   m.impl("implicit_kernel_weights", weights_autograd);
   m.impl("spectral_features", features_autograd);
+  m.impl("attention_from_features", from_features_autograd);
 }
 
 }  // namespace

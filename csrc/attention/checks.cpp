@@ -82,11 +82,15 @@ void check_mask(const char* function, const at::Tensor& mask, const at::Tensor& 
               "], got ", mask.sizes());
 }
 
+void check_eps(const char* function, double eps) {
+  TORCH_CHECK_VALUE(std::isfinite(eps) && eps > 0, function,
+                    ": eps must be finite and positive, got ", eps);
+}
+
 void check_numbers(const char* function, const AttentionOptions& options) {
   TORCH_CHECK_VALUE(!options.p || (*options.p >= 1 && std::isfinite(*options.p)), function,
                     ": p must be a finite number >= 1 or None, got ", *options.p);
-  TORCH_CHECK_VALUE(std::isfinite(options.eps) && options.eps > 0, function,
-                    ": eps must be finite and positive, got ", options.eps);
+  check_eps(function, options.eps);
   TORCH_CHECK_VALUE(!options.magnitude_scale || std::isfinite(*options.magnitude_scale), function,
                     ": magnitude_scale must be finite, got ", *options.magnitude_scale);
 }
@@ -182,6 +186,55 @@ FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
               ": x must have at least one head and a head size of at least 1, got ", x.sizes());
   check_frequencies(function, "x", w1, w2, x.scalar_type(), B, H, H, d);
   return {B, H, x.size(2), d, w1.size(-1), w1.dim() == 4 ? w1.size(0) : 1};
+}
+
+void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
+                                   const at::Tensor& logits, const at::Tensor& value) {
+  check_placement("attention_from_features", "query_features", query_features,
+                  {{"key_features", &key_features}, {"logits", &logits}, {"value", &value}});
+}
+
+FromFeaturesSizes check_from_features(const at::Tensor& query_features,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value, double eps) {
+  const char* function = "attention_from_features";
+  check_from_features_placement(query_features, key_features, logits, value);
+  const at::ScalarType type = query_features.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
+                   ": query_features must be float32 or float64, got ", type);
+  check_main(function, "query_features", query_features, query_features, "[B, H, L, F]");
+  const int64_t B = query_features.size(0), H = query_features.size(1), L = query_features.size(2);
+  const int64_t F = query_features.size(3);
+  TORCH_CHECK(H >= 1 && F >= 1, function,
+              ": query_features must have at least one head and one feature, got ",
+              query_features.sizes());
+  const auto check_type = [&](const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == type, function, ": ", name,
+                     " must have the dtype of query_features, ", type, ", got ",
+                     tensor.scalar_type());
+  };
+  check_type("key_features", key_features);
+  check_type("logits", logits);
+  const int64_t S = key_features.dim() == 4 ? key_features.size(2) : 0;
+  const auto check_keys = [&](const char* name, const at::Tensor& tensor, const char* shape) {
+    TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == B && tensor.size(1) >= 1 &&
+                    H % tensor.size(1) == 0 && tensor.size(2) == S,
+                function, ": ", name, " must have shape ", shape, " with B = ", B,
+                ", heads that divide H = ", H, " and S = ", S, ", got ", tensor.sizes());
+  };
+  check_keys("key_features", key_features, "[B, K, S, F]");
+  TORCH_CHECK(key_features.size(3) == F, function,
+              ": key_features must have the features of query_features, ", F, ", got ",
+              key_features.sizes());
+  check_keys("value", value, "[B, G, S, d_v]");
+  TORCH_CHECK_TYPE(is_supported_float(value.scalar_type()), function,
+                   ": value must be float64, float32, bfloat16 or float16, got ",
+                   value.scalar_type());
+  TORCH_CHECK(broadcasts_to(logits.sizes(), {B, H, L, S}), function,
+              ": logits must broadcast to [B, H, L, S] = [", B, ", ", H, ", ", L, ", ", S,
+              "], got ", logits.sizes());
+  check_eps(function, eps);
+  return {B, H, L, S, F, value.size(3), key_features.size(1), value.size(1)};
 }
 
 }  // namespace ikattn

@@ -41,6 +41,10 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       "bool[3] wanted) -> (Tensor grad_x, Tensor grad_w1, Tensor grad_w2)",
       tags);
   m.def(
+      "attention_from_features(Tensor query_features, Tensor key_features, Tensor logits, "
+      "Tensor value, float eps=1e-05) -> Tensor",
+      tags);
+  m.def(
       "dropout_keep_mask(Tensor dropout_seed, SymInt B, SymInt H, SymInt L, SymInt S, "
       "float dropout_p) -> Tensor",
       tags);
@@ -55,6 +59,10 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
       tags);
   m.def("spectral_features_reference(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
+  m.def(
+      "attention_from_features_reference(Tensor query_features, Tensor key_features, "
+      "Tensor logits, Tensor value, float eps=1e-05) -> Tensor",
+      tags);
 }
 
 // --- The reference as operators: no kernel of their own, so that every transformation sees through
@@ -86,6 +94,18 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   m.impl("implicit_kernel_attention_reference", attention_reference_op);
   m.impl("implicit_kernel_weights_reference", weights_reference_op);
   m.impl("spectral_features_reference", features_reference_op);
+  m.impl("attention_from_features_reference", reference_from_features);
+}
+
+// Where no kernel is.
+at::Tensor from_features_anywhere(const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value, double eps) {
+  check_from_features(query_features, key_features, logits, value, eps);
+  return reference_from_features(query_features, key_features, logits, value, eps);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
+  m.impl("attention_from_features", from_features_anywhere);
 }
 
 // vmap: the reference instead of a loop over the batch.
@@ -93,6 +113,7 @@ TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
   m.impl("implicit_kernel_attention", attention_decomposition);
   m.impl("implicit_kernel_weights", weights_reference_op);
   m.impl("spectral_features", features_reference_op);
+  m.impl("attention_from_features", reference_from_features);
 }
 
 // --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they
@@ -128,10 +149,16 @@ struct Autocast {
     c10::impl::ExcludeDispatchKeyGuard guard(key());
     return call_features(lower(x), w1, w2);
   }
+  static at::Tensor from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value, double eps) {
+    c10::impl::ExcludeDispatchKeyGuard guard(key());
+    return call_from_features(query_features, key_features, logits, value, eps);
+  }
   static void register_in(torch::Library& m) {
     m.impl("implicit_kernel_attention", attention);
     m.impl("implicit_kernel_weights", weights);
     m.impl("spectral_features", features);
+    m.impl("attention_from_features", from_features);
   }
 };
 
@@ -202,6 +229,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
   return op.call(grad_features, x, w1, w2, wanted);
 }
 
+at::Tensor call_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                              const at::Tensor& logits, const at::Tensor& value, double eps) {
+  static const auto op = find_operator<FromFeaturesSignature>("ikattn::attention_from_features");
+  return op.call(query_features, key_features, logits, value, eps);
+}
+
 at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
                                   const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
                                   double dropout_p) {
@@ -227,6 +260,11 @@ at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& ke
 at::Tensor spectral_features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2) {
   return call_features(x, w1, w2);
+}
+
+at::Tensor attention_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
+  return call_from_features(query_features, key_features, logits, value, eps);
 }
 
 at::Tensor draw_dropout_seed(const at::Device& device) {

@@ -96,6 +96,19 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
   return logits;
 }
 
+// Weights of logits [.., S], -inf where hidden; a row that sees nothing gets zeros.
+void normalise(const at::Tensor& logits, Logits& result) {
+  // A column that weighs nothing gives the maximum something to stand on where S = 0.
+  const at::Tensor largest =
+      at::amax(at::constant_pad_nd(logits.detach(), {0, 1}, -INFINITY), {-1}, true);
+  const at::Tensor reference =
+      at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
+  const at::Tensor w = at::exp(logits - reference);
+  const at::Tensor sum = w.sum(-1, true);
+  result.weights = w / at::where(sum == 0, at::ones({}, sum.options()), sum);
+  result.log_normalizer = (at::log(sum) + reference).squeeze(-1);
+}
+
 // All tensors in the arithmetic type, key already with H heads.
 Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1,
                           const std::optional<at::Tensor>& w2, int64_t H,
@@ -114,15 +127,7 @@ Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1
   if (visible.defined()) {
     logits = at::where(visible, logits, at::scalar_tensor(-INFINITY, logits.options()));
   }
-  // A column that weighs nothing gives the maximum something to stand on where S = 0.
-  const at::Tensor largest =
-      at::amax(at::constant_pad_nd(logits.detach(), {0, 1}, -INFINITY), {-1}, true);
-  const at::Tensor reference =
-      at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
-  const at::Tensor w = at::exp(logits - reference);
-  const at::Tensor sum = w.sum(-1, true);
-  result.weights = w / at::where(sum == 0, at::ones({}, sum.options()), sum);
-  result.log_normalizer = (at::log(sum) + reference).squeeze(-1);
+  normalise(logits, result);
   return result;
 }
 
@@ -167,6 +172,22 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
   }
   const at::Tensor output = at::matmul(apply_dropout(logits.weights, options), values);
   return {output.to(query.scalar_type()), logits.log_normalizer.detach().to(at::kDouble)};
+}
+
+at::Tensor reference_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
+  const int64_t H = static_size(query_features, 1), F = static_size(query_features, 3);
+  at::Tensor bias = logits;
+  while (bias.dim() < 4) bias = bias.unsqueeze(0);
+  const at::Tensor visible = bias != -INFINITY;
+  const at::Tensor seen = visible.any(-2).unsqueeze(-1);
+  const at::Tensor nothing = at::zeros({}, query_features.options());
+  const at::Tensor keys = at::where(seen, to_heads(key_features, 1, H), nothing);
+  const at::Tensor s = at::matmul(query_features, keys.transpose(-2, -1)) / (2.0 * F);
+  Logits result;
+  normalise(at::where(visible, at::log(s * s + eps) + bias, bias), result);
+  const at::Tensor values = to_heads(value.to(query_features.scalar_type()), 1, H);
+  return at::matmul(result.weights, at::where(seen, values, nothing)).to(value.scalar_type());
 }
 
 at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,

@@ -18,6 +18,10 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
     const std::optional<at::Tensor>& w2, const AttentionOptions& options,
     double norm_dropout_p = 0.0);
 
+// attention_from_features of ikattn/attention.h.
+at::Tensor reference_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                   const at::Tensor& logits, const at::Tensor& value, double eps);
+
 // keep: what dropout keeps, computed from options.dropout_seed where undefined.
 at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2, const AttentionOptions& options,

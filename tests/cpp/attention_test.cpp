@@ -105,6 +105,38 @@ INSTANTIATE_TEST_SUITE_P(ChunkEdges, LongAttention,
                          ::testing::Values(std::pair{384, 384}, std::pair{385, 383},
                                            std::pair{500, 300}, std::pair{300, 500}));
 
+// Parts of 1024 keys, groups of eight queries, features and values that fill no vector.
+class FromFeatures : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+
+TEST_P(FromFeatures, EqualsTheCallThatMakesThem) {
+  const auto [L, S] = GetParam();
+  const c10::NoGradGuard no_gradients;
+  for (const auto type : {at::kDouble, at::kFloat}) {
+    for (const int64_t size : {1, 33, 64}) {
+      const Inputs in(L, S, 16, size, size, type);
+      ikattn::AttentionOptions options;
+      options.attn_mask = torch::rand({2, 1, L, S}) > 0.3;
+      const Tensor expected =
+          ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+      const Tensor magnitudes = in.key.square().sum(-1).unsqueeze(-2) / 8;
+      const Tensor logits = magnitudes.masked_fill(~*options.attn_mask, -INFINITY);
+      // every second token: what the kernel must not read lies between
+      const Tensor features = ikattn::spectral_features(in.key, in.w1, in.w2);
+      const Tensor spread = torch::full({2, 3, 2 * S, features.size(3)}, NAN, features.options())
+                                .slice(2, 0, 2 * S, 2);
+      spread.copy_(features);
+      const Tensor got = ikattn::attention_from_features(
+          ikattn::spectral_features(in.query, in.w1, in.w2), spread, logits, in.value);
+      expect_close(got, expected, type == at::kDouble ? 1e-12 : 1e-4);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(PartEdges, FromFeatures,
+                         ::testing::Values(std::pair{1, 1}, std::pair{1, 63}, std::pair{8, 65},
+                                           std::pair{9, 1023}, std::pair{2, 1025},
+                                           std::pair{17, 2050}, std::pair{0, 3}, std::pair{3, 0}));
+
 class AttentionTypes : public ::testing::TestWithParam<std::pair<at::ScalarType, double>> {};
 
 TEST_P(AttentionTypes, ValuesAndGradientsEqualTheReferenceWithEveryOption) {

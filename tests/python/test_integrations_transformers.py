@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ikattn
 from agreement import assert_close
 from ikattn.integrations.transformers import (
     ImplicitKernel,
+    feature_cache,
     from_pretrained,
     register,
     use_implicit_attention,
@@ -249,6 +251,124 @@ def test_generate_takes_the_tokens_of_the_full_forward(family: str, cache: str) 
     again = model.generate(**inputs, **options | {"use_cache": False, "cache_implementation": None})
     assert found.size(1) >= 5
     assert torch.equal(found, again)
+
+
+# --- Decoding with features kept
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which way each call of the attention function went, and for how many queries."""
+    found: list[tuple[str, int]] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            query = args[1] if name == "kept" else args[0]
+            found.append((name, query.size(2)))
+            return function(*args, **kwargs)
+
+        return call
+
+    implicit = sys.modules["ikattn.integrations.transformers._implicit"]
+    operator = noted("operator", implicit.implicit_kernel_attention)
+    monkeypatch.setattr(implicit, "implicit_kernel_attention", operator)
+    attend = noted("kept", ikattn.KeyFeatures.attend)
+    monkeypatch.setattr(ikattn.KeyFeatures, "attend", attend)
+    return found
+
+
+def step_by_step(model: Any, inputs: dict[str, Tensor], tokens: Tensor, target: str) -> Tensor:
+    """Logits of a prompt of two, one token, and the rest, through one feature cache."""
+    cache, steps = feature_cache(model), []
+    for part in (tokens[:, :2], tokens[:, 2:3], tokens[:, 3:]):
+        steps.append(model(**inputs | {target: part}, past_key_values=cache).logits)
+    return torch.cat(steps, 1)
+
+
+@generators
+def test_a_feature_cache_changes_no_number(family: str, calls: list[tuple[str, int]]) -> None:
+    model, inputs = convert(build(family, head=GENERATORS[family])), inputs_of(family)
+    target = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    inputs.pop("decoder_attention_mask", None)
+    if target == "input_ids":
+        inputs.pop("attention_mask")
+    tokens = torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
+    with torch.no_grad():
+        full = model(**inputs | {target: tokens}).logits
+        calls.clear()
+        found = step_by_step(model, inputs, tokens, target)
+    assert_close(found, full, TOLERANCE)
+    ways = {way for way, queries in calls if queries == 1}
+    assert ways == ({"operator"} if family == "mistral" else {"kept"})  # mistral's window slides
+
+
+@generators
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_takes_the_same_tokens_with_features_kept(
+    family: str, beams: int, calls: list[tuple[str, int]]
+) -> None:
+    model = convert(build(family, head=GENERATORS[family]))
+    prompt = torch.tensor([[5, 6, 7, 8], [0, 0, 13, 14]])  # padded on the left
+    inputs = {"input_ids": prompt, "attention_mask": (prompt != 0).long()}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    expected = model.generate(**inputs, **options)
+    calls.clear()
+    found = model.generate(**inputs, **options, past_key_values=feature_cache(model))
+    assert torch.equal(found, expected)
+    if family != "mistral":
+        assert ("kept", 1) in calls
+        assert ("operator", 1) not in calls
+
+
+def test_a_long_prompt_and_what_needs_more_take_the_operator(calls: list[tuple[str, int]]) -> None:
+    model = convert(build("llama", head="ForCausalLM"))
+    tokens = torch.randint(3, 30, (1, 20))
+    with torch.no_grad():
+        cache = feature_cache(model)
+        expected = model(input_ids=tokens).logits
+        calls.clear()
+        parts = [model(input_ids=x, past_key_values=cache).logits for x in tokens.split(10, 1)]
+    assert_close(torch.cat(parts, 1), expected, TOLERANCE)
+    assert {way for way, _ in calls} == {"operator"}
+    calls.clear()
+    model(input_ids=tokens[:, :1], past_key_values=feature_cache(model)).logits.sum().backward()
+    assert {way for way, _ in calls} == {"operator"}
+    assert model.model.layers[0].self_attn.spectral.w1.grad.any()
+
+
+def test_a_feature_cache_is_cropped_selected_repeated_and_reset() -> None:
+    model = convert(build("llama", head="ForCausalLM"))
+    tokens = torch.randint(3, 30, (2, 9))
+    with torch.no_grad():
+        cache = feature_cache(model)
+        for token in tokens.split(1, 1):
+            model(input_ids=token, past_key_values=cache)
+        cache.crop(-3)
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.batch_repeat_interleave(3)
+        again = torch.tensor([[4], [5], [6]])
+        found = model(input_ids=again, past_key_values=cache).logits
+        whole = torch.cat([tokens[1:, :6].expand(3, 6), again], 1)
+        assert_close(found[:, -1], model(input_ids=whole).logits[:, -1], TOLERANCE)
+        cache.reset()
+        found = model(input_ids=tokens[:, :2], past_key_values=cache).logits
+        assert_close(found, model(input_ids=tokens[:, :2]).logits, TOLERANCE)
+
+
+def test_features_are_kept_in_float32_for_a_model_in_bfloat16() -> None:
+    model = convert(build("llama", head="ForCausalLM")).bfloat16()
+    tokens = torch.randint(3, 30, (1, 9))
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        cache = feature_cache(model)
+        found = [model(input_ids=x, past_key_values=cache).logits for x in tokens.split(1, 1)]
+    assert cache.layers[0].kept.features.dtype == torch.float32
+    assert_close(torch.cat(found, 1), expected, 0.05)
+
+
+def test_a_feature_cache_is_for_transformers_models() -> None:
+    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
+        feature_cache(torch.nn.Linear(2, 2))
 
 
 def test_grouped_heads_are_repeated_heads() -> None:

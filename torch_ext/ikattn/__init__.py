@@ -22,8 +22,10 @@ from ikattn.contributions import (
 )
 from ikattn.convert import convert, revert
 from ikattn.functional import multi_head_attention_forward
+from ikattn.key_features import KeyFeatures
 from ikattn.multihead_attention import MultiheadAttention
 from ikattn.ops import (
+    attention_from_features,
     decompose,
     draw_dropout_seed,
     dropout_keep_mask,
@@ -38,10 +40,12 @@ __all__ = [
     "CalibratedModule",
     "Contributions",
     "ConversionReport",
+    "KeyFeatures",
     "MultiheadAttention",
     "NormStats",
     "__version__",
     "analysis",
+    "attention_from_features",
     "calibrate",
     "cmake_prefix_path",
     "contributions",

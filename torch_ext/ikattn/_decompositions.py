@@ -16,6 +16,7 @@ _WITH_REFERENCE = (
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "spectral_features",
+    "attention_from_features",
     "contribution_maps",
     "streamed_contribution_maps",
 )

@@ -120,6 +120,14 @@ def _features_backward(
     return _gradients((x,), (w1, w2), wanted)
 
 
+@torch.library.register_fake("ikattn::attention_from_features")
+def _from_features(
+    query_features: Tensor, key_features: Tensor, logits: Tensor, value: Tensor, eps: float = 1e-5
+) -> Tensor:
+    batch, heads, length, _features = query_features.shape
+    return value.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+
+
 @torch.library.register_fake("ikattn::dropout_keep_mask")
 def _dropout_keep_mask(
     dropout_seed: Tensor, B: int, H: int, L: int, S: int, dropout_p: float

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 
 __all__ = [
+    "attention_from_features",
     "decompose",
     "draw_dropout_seed",
     "dropout_keep_mask",
@@ -308,6 +309,57 @@ def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor
         True
     """
     return torch.ops.ikattn.spectral_features(x, w1, w2)  # type: ignore[no-any-return]
+
+
+def attention_from_features(
+    query_features: Tensor,
+    key_features: Tensor,
+    logits: Tensor,
+    value: Tensor,
+    *,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Implicit-kernel attention whose features were made before.
+
+    .. math::
+        o_i \propto \sum_j (s_{ij}^2 + \epsilon) \exp(\mathrm{logits}_{ij}) v_j, \qquad
+        s_{ij} = \frac{\phi(q_i) \cdot \phi(k_j)}{2 F}
+
+    For few queries and many keys, as in decoding: on the CPU features and values are read once, as
+    they lie. :class:`ikattn.KeyFeatures` keeps the arguments for it. Elsewhere, and where a
+    gradient is wanted, it is a composition of torch's functions that holds ``[B, H, L, S]``.
+
+    Args:
+        query_features: ``[B, H, L, F]`` of :func:`spectral_features`, F = 2 M; float32 or float64.
+        key_features: ``[B, K, S, F]``, K a divisor of H, of the same type; any strides.
+        logits: Broadcastable to ``[B, H, L, S]``, of the same type: magnitudes of keys and masks
+            together; -inf hides a key.
+        value: ``[B, G, S, d_v]``, G a divisor of H, in any floating type, any strides.
+        eps: Added to s^2; positive.
+
+    Returns:
+        ``[B, H, L, d_v]`` in the type of value. A row that sees no key is zero.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, k, v = (torch.randn(2, 4, n, 16) for n in (1, 9, 9))
+        >>> w1, w2 = (0.1 * torch.randn(4, 16, 32) for _ in range(2))
+        >>> phi_q, phi_k = (ikattn.spectral_features(x, w1, w2) for x in (q, k))
+        >>> magnitudes = k.square().sum(-1).unsqueeze(-2) / (2 * 16**0.5)
+        >>> output = ikattn.attention_from_features(phi_q, phi_k, magnitudes, v)
+        >>> whole = ikattn.implicit_kernel_attention(q, k, v, w1, w2)
+        >>> torch.allclose(output, whole, atol=1e-5)
+        True
+    """
+    return torch.ops.ikattn.attention_from_features(  # type: ignore[no-any-return]
+        query_features, key_features, logits, value, eps
+    )
 
 
 def draw_dropout_seed(device: torch.device | str = "cpu") -> Tensor:

@@ -58,6 +58,27 @@ struct Cpu {
   }
 };
 
+at::Tensor attention_from_features_cpu(const at::Tensor& query_features,
+                                       const at::Tensor& key_features, const at::Tensor& logits,
+                                       const at::Tensor& value, double eps) {
+  const FromFeaturesSizes sizes =
+      check_from_features(query_features, key_features, logits, value, eps);
+  const at::Tensor output = at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, value.options());
+  FromFeaturesParams params{sizes.B, sizes.H,   sizes.L,         sizes.S,
+                            sizes.F, sizes.d_v, sizes.key_heads, sizes.value_heads};
+  params.query = array_of(query_features);
+  params.key = array_of(key_features);
+  params.logits = array_of(logits, {sizes.B, sizes.H, sizes.L, sizes.S});
+  params.value = array_of(value);
+  params.output = array_of(output.transpose(1, 2));
+  params.eps = eps;
+  const double work = static_cast<double>(sizes.B * sizes.H) *
+                      static_cast<double>(sizes.L * sizes.S) *
+                      static_cast<double>(sizes.F + sizes.d_v);
+  kernels().from_features[compute_index(query_features)](params, TorchExecutor(work));
+  return output.transpose(1, 2);
+}
+
 at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
                                  int64_t S, double dropout_p) {
   check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
@@ -91,6 +112,7 @@ at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int6
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
   AttentionOperators<Cpu>::register_in(m);
+  m.impl("attention_from_features", attention_from_features_cpu);
   m.impl("dropout_keep_mask", dropout_keep_mask_cpu);
 }
 

@@ -3,6 +3,7 @@
 
 #include "attention/cpu/backward.h"
 #include "attention/cpu/features_op.h"
+#include "attention/cpu/from_features.h"
 #include "attention/cpu/weights.h"
 
 #define IKATTN_STRING(x) #x
@@ -17,6 +18,7 @@ const AttentionKernels attention_kernels = {
     {attention_backward<float>, attention_backward<double>},
     {attention_weights<float>, attention_weights<double>},
     {spectral_features<float>, spectral_features<double>},
+    {attention_from_features<float>, attention_from_features<double>},
 };
 
 }  // namespace ikattn::IKATTN_ISA

@@ -13,6 +13,7 @@ struct AttentionKernels {
   void (*backward[2])(const AttentionBackwardParams&, const Executor&);
   void (*weights[2])(const WeightsParams&, const Executor&);
   void (*features[2])(const FeaturesParams&, bool backward, const Executor&);
+  void (*from_features[2])(const FromFeaturesParams&, const Executor&);
 };
 
 // For bfloat16 inputs, and float32 that may be rounded to it, in place of index 0.

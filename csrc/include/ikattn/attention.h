@@ -67,6 +67,17 @@ at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& ke
 at::Tensor spectral_features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2 = std::nullopt);
 
+// Attention from features that were made before, as for decoding, where every key meets many
+// queries that come one by one.
+//   query_features [B, H, L, F]   key_features [B, K, S, F]   of spectral_features, float32 or
+//   float64; value [B, G, S, d_v] of any floating type; K and G divide H
+//   logits, of the features' type, broadcastable to [B, H, L, S]: what is added to
+//   log(s_ij^2 + eps), magnitudes of keys and masks together; -inf hides a key
+// Returns [B, H, L, d_v] of value's type. A row that sees no key is zero.
+at::Tensor attention_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                   const at::Tensor& logits, const at::Tensor& value,
+                                   double eps = 1e-5);
+
 // Two int64 numbers on the device, from its default generator: a fresh dropout seed and offset.
 at::Tensor draw_dropout_seed(const at::Device& device);
 

@@ -20,6 +20,7 @@ from ...analysis._resolvers import calls_interface
 from ...functional import check_kernel
 from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
 from ...spectral import Direct
+from ._cache import layer_of
 from ._interface import (
     Given,
     configs_of,
@@ -45,6 +46,8 @@ _SETTINGS = "ikattn_implicit"  # in a model's config: the options of use_implici
 # What the modules of transformers call H and d; a config may hold H under the first two.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+
+_FEW_QUERIES = 8  # that take features from a cache
 
 Sizes: TypeAlias = Callable[[nn.Module], "tuple[int, int]"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -381,11 +384,39 @@ def _implicit_attention(
         "dropout_seed": draw_dropout_seed(query.device) if dropout > 0.0 else None,
         "enable_gqa": key.size(1) != query.size(1),
     }
-    output = implicit_kernel_attention(query, key, value, w1, w2, **arguments)
+    output = _from_kept_features(kernel, query, key, value, arguments, options)
+    if output is None:
+        output = implicit_kernel_attention(query, key, value, w1, w2, **arguments)
     output = output.transpose(1, 2).contiguous()
     if not options.get("output_attentions"):
         return output, None
     return output, implicit_kernel_weights(query, key, w1, w2, **arguments)
+
+
+def _from_kept_features(
+    kernel: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor | None:
+    """The output [B, H, T, d_v] where a ``feature_cache`` has the keys; None: make their features.
+
+    Features are those of frequencies that stay as they are and depend on no input. Many queries,
+    as those of a prompt, are worth making them in the operator, which keeps no weights.
+    """
+    if torch.compiler.is_compiling() or query.size(2) > _FEW_QUERIES or torch.is_grad_enabled():
+        return None
+    layer = layer_of(key)
+    is_top_left = arguments.get("is_causal", False) and query.size(2) != key.size(2)
+    if layer is None or type(kernel) is not ImplicitKernel or is_top_left:
+        return None
+    if arguments["dropout_p"] > 0.0 or options.get("output_attentions"):
+        return None
+    visible = {name: arguments[name] for name in ("attn_mask", "is_causal") if name in arguments}
+    w1, w2 = kernel(query, key, None)
+    return layer.features_of(w1, w2, kernel.p).attend(query, value, **visible)  # type: ignore[no-any-return]
 
 
 def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:

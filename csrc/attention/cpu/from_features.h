@@ -1,0 +1,264 @@
+// Attention of few queries to keys whose features are there already, as in decoding: what counts is
+// to read features and values once, as they lie.
+#pragma once
+
+#include "attention/params.h"
+#include "support/cpu/elements.h"
+#include "support/cpu/vector_math.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+constexpr int64_t kRowsTogether = 8;     // queries that read a key together
+constexpr int64_t kKeysTogether = 1024;  // a task; the same for every number of threads
+
+// Rows of an array of any type as rows of T, zero from `columns` to whole vectors: where they lie,
+// or a copy of some.
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t stride, width;
+  const T* operator[](int64_t row) const { return data + row * stride; }
+};
+template <typename T>
+Rows<T> rows_of(const Array& array, int64_t offset, int64_t rows, int64_t columns, T* copy) {
+  const int64_t width = round_up(columns, kLanes<T>);
+  if (array.type == kTypeOf<T> && array.stride[3] == 1 && width == columns) {
+    return {static_cast<const T*>(array.data) + offset, array.stride[2], width};
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    load_row(array, offset + r * array.stride[2], array.stride[3], columns, copy + r * width);
+    for (int64_t c = columns; c < width; ++c) copy[r * width + c] = 0;
+  }
+  return {copy, width, width};
+}
+
+template <typename T>
+T dot(const T* a, const T* b, int64_t width) {
+  Vec<T> sums[2] = {};
+  int64_t c = 0;
+  for (; c + 2 * kLanes<T> <= width; c += 2 * kLanes<T>) {
+    sums[0] += load(a + c) * load(b + c);
+    sums[1] += load(a + c + kLanes<T>) * load(b + c + kLanes<T>);
+  }
+  if (c < width) sums[0] += load(a + c) * load(b + c);
+  return sum_of_lanes<T>(sums[0] + sums[1]);
+}
+
+// What some keys leave of some queries: relative to exp(maximum).
+template <typename T>
+struct PartialRows {
+  T* maxima = nullptr;  // [kRowsTogether]
+  T* sums = nullptr;    // [kRowsTogether]
+  T* out = nullptr;     // [kRowsTogether][width of a value]
+
+  void take(Workspace& workspace, int64_t value_width) {
+    maxima = workspace.take<T>(kRowsTogether);
+    sums = workspace.take<T>(kRowsTogether);
+    out = workspace.take<T>(kRowsTogether * value_width);
+  }
+};
+
+template <typename T>
+struct FromFeaturesScratch {
+  T* queries = nullptr;  // [kRowsTogether][width of features]
+  T* keys = nullptr;     // [64][width of features]
+  T* values = nullptr;   // [64][width of a value]
+  T* weights = nullptr;  // [kRowsTogether][64]
+
+  void take(Workspace& workspace, int64_t feature_width, int64_t value_width) {
+    queries = workspace.take<T>(kRowsTogether * feature_width);
+    keys = workspace.take<T>(kPanel * feature_width);
+    values = workspace.take<T>(kPanel * value_width);
+    weights = workspace.take<T>(kRowsTogether * kPanel);
+  }
+};
+
+// The largest of some logits; a NaN never becomes it.
+template <typename T>
+T largest_logit(const Array& logits, int64_t offset, int64_t begin, int64_t end, T* scratch) {
+  T largest = -infinity<T>();
+  for (int64_t j = begin; j < end; j += kPanel) {
+    const int64_t count = min_of(kPanel, end - j);
+    load_row(logits, offset + j * logits.stride[3], logits.stride[3], count, scratch);
+    for (int64_t i = 0; i < count; ++i) largest = scratch[i] > largest ? scratch[i] : largest;
+  }
+  return largest;
+}
+
+// weights [64] holds scores and becomes (s^2 + eps) exp(logit - reference), 0 where hidden and
+// beyond `count`; returns their sum.
+template <typename T>
+T weigh(const T* logits, int64_t count, T reference, T eps, T* weights) {
+  Vec<T> sum{};
+  for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
+    const Vec<T> logit = c < count ? load(logits + c) : broadcast(-infinity<T>());
+    const Vec<T> s = load(weights + c);
+    Vec<T> w = (s * s + eps) * exp_bounded<T>(logit - reference);
+    w = logit == -infinity<T>() ? Vec<T>{} : w;
+    sum += w;
+    store<T>(weights + c, w);
+  }
+  return sum_of_lanes<T>(sum);
+}
+
+// out += sum_j weights_j v_j; a value without weight is not touched, whatever it holds.
+template <typename T>
+void add_values(const T* weights, int64_t count, const Rows<T>& values, T* out) {
+  constexpr int64_t kTogether = 4 * kLanes<T>;
+  int64_t c = 0;
+  for (; c + kTogether <= values.width; c += kTogether) {
+    Vec<T> sums[4];
+    for (int v = 0; v < 4; ++v) sums[v] = load(out + c + v * kLanes<T>);
+    for (int64_t j = 0; j < count; ++j) {
+      if (weights[j] == 0) continue;
+      for (int v = 0; v < 4; ++v) sums[v] += load(values[j] + c + v * kLanes<T>) * weights[j];
+    }
+    for (int v = 0; v < 4; ++v) store<T>(out + c + v * kLanes<T>, sums[v]);
+  }
+  for (; c < values.width; c += kLanes<T>) {
+    Vec<T> sum = load(out + c);
+    for (int64_t j = 0; j < count; ++j) {
+      if (weights[j] != 0) sum += load(values[j] + c) * weights[j];
+    }
+    store<T>(out + c, sum);
+  }
+}
+
+struct FromFeaturesPlace {
+  int64_t b, h, i0, rows;
+};
+
+// Keys [begin, end) for some queries of one head.
+template <typename T>
+void attend_to_part(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t begin,
+                    int64_t end, const FromFeaturesScratch<T>& scratch, const PartialRows<T>& out) {
+  const Array &query = params.query, &key = params.key, &value = params.value;
+  const int64_t key_head = at.h / (params.H / params.key_heads);
+  const int64_t value_head = at.h / (params.H / params.value_heads);
+  const int64_t feature_width = round_up(params.F, kLanes<T>);
+  const int64_t value_width = round_up(params.d_v, kLanes<T>);
+  const auto logits_at = [&](int64_t row) {
+    const Array& logits = params.logits;
+    return at.b * logits.stride[0] + at.h * logits.stride[1] + (at.i0 + row) * logits.stride[2];
+  };
+  for (int64_t r = 0; r < at.rows; ++r) {
+    T* features = scratch.queries + r * feature_width;
+    load_row(query, at.b * query.stride[0] + at.h * query.stride[1] + (at.i0 + r) * query.stride[2],
+             query.stride[3], params.F, features);
+    for (int64_t f = 0; f < params.F; ++f) features[f] *= T(0.5) / static_cast<T>(params.F);
+    for (int64_t f = params.F; f < feature_width; ++f) features[f] = 0;
+    out.maxima[r] = largest_logit(params.logits, logits_at(r), begin, end, scratch.weights);
+    out.sums[r] = 0;
+  }
+  __builtin_memset(out.out, 0, kRowsTogether * value_width * sizeof(T));
+  for (int64_t j0 = begin; j0 < end; j0 += kPanel) {
+    const int64_t count = min_of(kPanel, end - j0);
+    const Rows<T> keys =
+        rows_of(key, at.b * key.stride[0] + key_head * key.stride[1] + j0 * key.stride[2], count,
+                params.F, scratch.keys);
+    for (int64_t j = 0; j < count; ++j) {
+      for (int64_t r = 0; r < at.rows; ++r) {
+        scratch.weights[r * kPanel + j] =
+            dot(scratch.queries + r * feature_width, keys[j], feature_width);
+      }
+    }
+    const Rows<T> values =
+        rows_of(value, at.b * value.stride[0] + value_head * value.stride[1] + j0 * value.stride[2],
+                count, params.d_v, scratch.values);
+    for (int64_t r = 0; r < at.rows; ++r) {
+      T logits[kPanel];
+      load_row(params.logits, logits_at(r) + j0 * params.logits.stride[3], params.logits.stride[3],
+               count, logits);
+      for (int64_t j = count; j < kPanel; ++j) {
+        logits[j] = -infinity<T>();
+        scratch.weights[r * kPanel + j] = 0;
+      }
+      const T reference = out.maxima[r] == -infinity<T>() ? T(0) : out.maxima[r];
+      T* weights = scratch.weights + r * kPanel;
+      out.sums[r] += weigh(logits, count, reference, static_cast<T>(params.eps), weights);
+      add_values(weights, count, values, out.out + r * value_width);
+    }
+  }
+}
+
+// One row from all parts of the keys, in their order.
+template <typename T>
+void finish_row(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t row,
+                int64_t parts, const PartialRows<T>* partial) {
+  const int64_t value_width = round_up(params.d_v, kLanes<T>);
+  T largest = -infinity<T>();
+  for (int64_t part = 0; part < parts; ++part) {
+    const T maximum = partial[part].maxima[row];
+    largest = maximum > largest ? maximum : largest;
+  }
+  const T reference = largest == -infinity<T>() ? T(0) : largest;
+  T* out = partial[0].out + row * value_width;
+  T sum = 0;
+  for (int64_t part = 0; part < parts; ++part) {
+    const PartialRows<T>& own = partial[part];
+    const T maximum = own.maxima[row];
+    // a part of NaN logits alone has no maximum, and a sum that must stay NaN
+    const T factor = exponential((maximum == -infinity<T>() ? reference : maximum) - reference);
+    sum += own.sums[row] * factor;
+    const T* term = own.out + row * value_width;
+    for (int64_t c = 0; c < value_width; c += kLanes<T>) {
+      store<T>(out + c,
+               part > 0 ? load(out + c) + load(term + c) * factor : load(out + c) * factor);
+    }
+  }
+  const T scale = sum == 0 ? T(0) : T(1) / sum;
+  for (int64_t c = 0; c < value_width; ++c) out[c] *= scale;
+  const Array& output = params.output;
+  store_row(output,
+            at.b * output.stride[0] + at.h * output.stride[1] + (at.i0 + row) * output.stride[2],
+            output.stride[3], params.d_v, out);
+}
+
+template <typename T>
+void attention_from_features(const FromFeaturesParams& params, const Executor& executor) {
+  const int64_t blocks = ceil_div(params.L, kRowsTogether);
+  const int64_t parts = max_of(1, ceil_div(params.S, kKeysTogether));
+  const int64_t units = params.B * params.H * blocks;
+  const int64_t feature_width = round_up(params.F, kLanes<T>);
+  const int64_t value_width = round_up(params.d_v, kLanes<T>);
+  FromFeaturesScratch<T>* scratch = nullptr;
+  PartialRows<T>* partial = nullptr;
+  const auto lay_out = [&](void* base) {
+    Workspace workspace(base);
+    scratch = workspace.take<FromFeaturesScratch<T>>(executor.threads);
+    partial = workspace.take<PartialRows<T>>(units * parts);
+    for (int thread = 0; thread < executor.threads; ++thread) {
+      FromFeaturesScratch<T> own;
+      own.take(workspace, feature_width, value_width);
+      if (base) scratch[thread] = own;
+    }
+    for (int64_t task = 0; task < units * parts; ++task) {
+      PartialRows<T> own;
+      own.take(workspace, value_width);
+      if (base) partial[task] = own;
+    }
+    return workspace.bytes();
+  };
+  lay_out(executor.allocate(executor.owner, lay_out(nullptr)));
+
+  const auto place = [&](int64_t unit) {
+    const int64_t i0 = unit % blocks * kRowsTogether;
+    return FromFeaturesPlace{unit / blocks / params.H, unit / blocks % params.H, i0,
+                             min_of(kRowsTogether, params.L - i0)};
+  };
+  parallel(executor, units * parts, [&](int64_t task, int thread) {
+    const int64_t begin = task % parts * kKeysTogether;
+    attend_to_part(params, place(task / parts), begin, min_of(params.S, begin + kKeysTogether),
+                   scratch[thread], partial[task]);
+  });
+  parallel(executor, units, [&](int64_t unit, int) {
+    const FromFeaturesPlace at = place(unit);
+    for (int64_t row = 0; row < at.rows; ++row) {
+      finish_row(params, at, row, parts, partial + unit * parts);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

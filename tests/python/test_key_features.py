@@ -1,0 +1,382 @@
+"""Attention from features that are there already, and the keys that are kept in that form."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import (
+    assert_close,
+    assert_identical,
+    assert_output_accurate,
+    in_float64,
+)
+from processors import INSTRUCTION_SETS, processor_flags
+from samples import DTYPES, SAMPLES, Sample, converted, name_of
+
+reference = ikattn.reference.implicit_kernel_attention
+
+# Of a call, what decoding has: frequencies without a batch axis, no dropout. A causal call counts
+# its queries from the first key on, decoding from the last: the same where there are as many.
+KEPT = [
+    sample
+    for sample in SAMPLES
+    if sample.dropout_p == 0
+    and sample.frequencies in ("H", "G")
+    and (not sample.is_causal or sample.L == sample.S)
+]
+# Parts of 1024 keys, groups of 8 queries, ragged ends of both.
+KEPT += [
+    Sample("many keys", B=1, L=1, S=1024, d=16, d_v=64, M=16),
+    Sample("a key more", B=1, L=1, S=1025, d=16, d_v=64, M=16),
+    Sample("three parts, nine queries", L=9, S=2100, d=9, d_v=65, M=33, mask="B1LS"),
+    Sample("values of 130", L=3, S=70, d_v=130, M=9, key_bias="1S"),
+    Sample("one feature", L=2, S=65, M=1, d_v=1),
+    Sample("grouped keys, many", H=6, G=2, L=8, S=1100, M=20, frequencies="H", key_bias="GS"),
+    Sample("grouped frequencies", H=6, G=2, L=2, S=90, M=20, frequencies="G", key_bias="HS"),
+]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    magnitude_scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: None = None,
+    **options: Any,
+) -> Tensor:
+    """A whole call by way of KeyFeatures."""
+    features = ikattn.KeyFeatures(w1, w2, p=p, magnitude_scale=magnitude_scale)
+    features.append(key)
+    return features.attend(query, value, **options)
+
+
+def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Arguments of attention_from_features; some keys hidden, one row sees none."""
+    generator = torch.Generator().manual_seed(sample.L * 1000 + sample.S)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    groups, batch, length, keys = sample.G or sample.H, sample.B, sample.L, sample.S
+    kept = groups if sample.frequencies == "G" else sample.H
+    query = draw(batch, sample.H, length, 2 * sample.M)
+    key = draw(batch, kept, keys, 2 * sample.M)
+    logits = draw(batch, sample.H, length, keys)
+    logits = logits.masked_fill(draw(*logits.shape) > 0.6, -torch.inf)
+    logits[:, 0, :1] = -torch.inf
+    value = draw(batch, groups, keys, sample.d_v)
+    return [x.to(dtype) for x in (query, key, logits, value)]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("sample", KEPT, ids=name_of)
+def test_kept_keys_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    assert_output_accurate(
+        attend(**arguments), reference(**arguments), in_float64(reference, arguments)
+    )
+
+
+@pytest.mark.parametrize("sample", KEPT, ids=name_of)
+def test_the_kernel_is_the_composition(sample: Sample) -> None:
+    call = of_features(sample)
+    found = ikattn.attention_from_features(*call)
+    assert_close(found, ikattn.reference.attention_from_features(*call), 1e-13)
+    assert not found[:, 0, :1].any()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_token_by_token_is_causal(groups: int) -> None:
+    torch.manual_seed(0)
+    q, w1, w2 = torch.randn(2, 4, 150, 16), *(0.1 * torch.randn(2, 4, 16, 8))
+    k, v = torch.randn(2, 2, groups, 150, 16)
+    features, outputs = ikattn.KeyFeatures(w1, w2, p=3.0), []
+    ends = [1, 2, 3, 40, 64, 65, 129, 130, 150]  # buffers grow at 64 and 128
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        features.append(k[:, :, begin:end])
+        outputs.append(features.attend(q[:, :, begin:end], v[:, :, :end], is_causal=True))
+    call = {"query": q, "key": k, "value": v, "w1": w1, "w2": w2}
+    options = {"p": 3.0, "is_causal": True, "enable_gqa": True}
+    truth = reference(**converted(call, torch.float64), **options)
+    assert_output_accurate(torch.cat(outputs, 2), reference(**call, **options), truth)
+    assert len(features) == 150
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_same_bits_for_every_number_of_threads() -> None:
+    sample = Sample("threads", B=1, H=3, L=9, S=5000, d=16, d_v=70, M=33)
+    for dtype in (torch.float32, torch.float64):
+        call = of_features(sample, dtype)
+        torch.set_num_threads(1)
+        expected = ikattn.attention_from_features(*call)
+        for number in (2, 3, 7):
+            torch.set_num_threads(number)
+            assert_identical([ikattn.attention_from_features(*call)], [expected])
+
+
+@pytest.mark.parametrize("value_type", DTYPES, ids=name_of)
+def test_values_of_any_type_and_strides(value_type: torch.dtype) -> None:
+    query, key, logits, value = of_features(Sample("types", S=100, L=3, d_v=20), torch.float32)
+    value = value.to(value_type)
+    strided = torch.full((2, 2, 20, 200), torch.nan, dtype=value_type).mT[:, :, ::2]
+    strided.copy_(value)
+    expected = ikattn.reference.attention_from_features(query, key, logits, value)
+    for given in (value, strided):
+        found = ikattn.attention_from_features(query, key, logits, given)
+        assert found.dtype == value_type
+        assert_close(found, expected, 2 * torch.finfo(value_type).eps + 1e-6)
+
+
+def test_logits_are_broadcast() -> None:
+    query, key, logits, value = of_features(Sample("broadcast", S=70, L=3))
+    for shape in ((2, 1, 3, 70), (1, 2, 1, 70), (1, 70), (3, 1), (1,)):
+        given = torch.randn(shape, dtype=torch.float64)
+        found = ikattn.attention_from_features(query, key, given, value)
+        whole = ikattn.attention_from_features(query, key, given.expand(logits.shape), value)
+        assert_identical([found], [whole])
+
+
+def test_what_is_hidden_does_not_count_whatever_it_holds() -> None:
+    call = of_features(Sample("hidden", S=1100, L=3))
+    query, key, logits, value = call
+    logits = logits[:, :1, :1].clone()
+    logits[..., ::7] = -torch.inf
+    expected = ikattn.attention_from_features(query, key, logits, value)
+    away = logits[0, 0, 0] == -torch.inf
+    for poison in (torch.nan, torch.inf):
+        bad_key, bad_value = key.clone(), value.clone()
+        bad_key[:, :, away] = poison
+        bad_value[:, :, away] = poison
+        for operator in (
+            ikattn.attention_from_features,
+            ikattn.reference.attention_from_features,
+        ):
+            assert_close(operator(query, bad_key, logits, bad_value), expected, 1e-13)
+
+
+@pytest.mark.parametrize("place", ["query", "key", "logits"])
+def test_what_is_not_a_number_reaches_the_rows_that_see_it(place: str) -> None:
+    torch.manual_seed(0)
+    call = of_features(Sample("nan", B=1, H=1, S=1100, L=2))
+    call[2] = torch.zeros(1, 1, 2, 1100, dtype=torch.float64)
+    call[2][..., 0, 7] = -torch.inf  # row 0 does not see key 7
+    clean = ikattn.attention_from_features(*call)
+    index = {"query": (0, 0, 1), "key": (0, 0, 7), "logits": (0, 0, 1, 7)}[place]
+    call[["query", "key", "logits"].index(place)][index] = torch.nan
+    found = ikattn.attention_from_features(*call)
+    assert found[0, 0, 1].isnan().all()
+    assert_identical([found[0, 0, 0]], [clean[0, 0, 0]])
+
+
+def test_large_logits_do_not_overflow() -> None:
+    query, key, logits, value = of_features(Sample("large", S=2100, L=3), torch.float32)
+    for shift in (-1e4, 1e4):
+        shifted = logits.nan_to_num(neginf=0).double().round() * 8 + shift
+        call = (query, key, shifted.float(), value)
+        truth = ikattn.reference.attention_from_features(*(x.double() for x in call))
+        assert_close(ikattn.attention_from_features(*call), truth, 1e-5)
+
+
+@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
+def test_every_instruction_set_is_right(capability: str) -> None:
+    if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
+        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
+    some = "accurate or composition or hidden or not_a_number"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", some],
+        capture_output=True,
+        text=True,
+        env={n: x for n, x in os.environ.items() if not n.startswith("PYTEST_")}
+        | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert " passed" in run.stdout
+
+
+# --- Transformations ------------------------------------------------------------------------------
+
+
+def test_a_recorded_call_is_differentiable_twice() -> None:
+    call = [x.clone() for x in of_features(Sample("grad", B=1, L=2, S=3, M=2, d_v=2))]
+    call[2] = torch.randn(1, 1, 1, 3, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in call]
+    assert torch.autograd.gradcheck(ikattn.attention_from_features, leaves)
+    assert torch.autograd.gradgradcheck(ikattn.attention_from_features, leaves)
+
+
+def test_opcheck() -> None:
+    query, key, logits, value = of_features(Sample("opcheck", S=70, L=3), torch.float32)
+    logits = logits.nan_to_num(neginf=-1)
+    operator = torch.ops.ikattn.attention_from_features.default
+    torch.library.opcheck(operator, (query, key, logits, value), {"eps": 1e-4})
+    recorded = [x.clone().requires_grad_() for x in (query, key, logits, value)]
+    torch.library.opcheck(operator, tuple(recorded))
+
+
+def test_vmap_and_autocast() -> None:
+    call = of_features(Sample("vmap", S=70, L=3), torch.float32)
+    expected = ikattn.attention_from_features(*call)
+    stacked = [torch.stack([x, x]) for x in call]
+    for part in torch.vmap(ikattn.attention_from_features)(*stacked):
+        assert_close(part, expected, 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_identical([ikattn.attention_from_features(*call)], [expected])
+        recorded = ikattn.attention_from_features(call[0].clone().requires_grad_(), *call[1:])
+    assert_close(recorded, expected, 1e-6)
+
+
+def test_a_compiled_step_is_the_step() -> None:
+    w1, w2 = 0.1 * torch.randn(2, 2, 16, 8)
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        phi = ikattn.spectral_features(key, w1, w2)
+        logits = key.square().sum(-1).unsqueeze(-2) / 8
+        queries = ikattn.spectral_features(query, w1, w2)
+        return ikattn.attention_from_features(queries, phi, logits, value)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for length in (5, 9):
+        q, k, v = torch.randn(1, 2, 1, 16), *torch.randn(2, 1, 2, length, 16)
+        assert_close(compiled(q, k, v), step(q, k, v), 1e-6)
+
+
+# --- What is kept ---------------------------------------------------------------------------------
+
+
+def kept(length: int = 5, **options: Any) -> tuple[ikattn.KeyFeatures, Tensor]:
+    torch.manual_seed(0)
+    features = ikattn.KeyFeatures(0.1 * torch.randn(2, 8, 4), **options)
+    key = torch.randn(3, 2, length, 8)
+    features.append(key)
+    return features, key
+
+
+def test_features_and_magnitudes_are_the_operators() -> None:
+    features, key = kept(70, p=3.0, magnitude_scale=0.2)
+    assert_identical([features.features], [ikattn.spectral_features(key, features.w1)])
+    magnitudes = 0.2 * torch.linalg.vector_norm(key, 3.0, dim=-1).square()
+    assert_close(features.log_magnitudes, magnitudes, 1e-7)
+    assert repr(features) == "KeyFeatures(70 keys, 2 heads of size 8, num_frequencies=4, p=3.0)"
+
+
+def test_crop_and_select_keep_what_they_say() -> None:
+    features, key = kept(70)
+    features.crop(50)
+    features.append(key[:, :, :3])
+    features.select(torch.tensor([2, 0, 0, 1]))
+    expected = torch.cat([key[:, :, :50], key[:, :, :3]], 2)[[2, 0, 0, 1]]
+    assert_identical([features.features], [ikattn.spectral_features(expected, features.w1)])
+    query, value = torch.randn(4, 2, 1, 8), torch.randn(4, 2, 53, 8)
+    expected = ikattn.implicit_kernel_attention(query, expected, value, features.w1)
+    assert_close(features.attend(query, value), expected, 1e-6)
+
+
+def test_keys_of_inference_mode_and_of_none_follow_each_other() -> None:
+    with torch.inference_mode():
+        features, key = kept(3)
+    with torch.no_grad():
+        features.append(key)
+    with torch.inference_mode():
+        features.append(key)
+        features.append(key[:, :, :0])
+    assert len(features) == 9
+    assert not features.features.is_inference()
+
+
+def test_a_refused_append_changes_nothing() -> None:
+    features, key = kept()
+    before = features.features.clone()
+    for wrong in (key[:2], key.double(), key[:, :1], key[..., :7], key[0], torch.randn(3, 0, 5, 8)):
+        with pytest.raises(ValueError, match="must have"):
+            features.append(wrong)
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        features.append(key.clone().requires_grad_())
+    assert_identical([features.features], [before])
+
+
+def test_what_is_wrong_is_named() -> None:
+    w = torch.randn(2, 8, 4)
+    with pytest.raises(ValueError, match=r"w1 must have shape \[H, d, M\].*got \[1, 2, 8, 4\]"):
+        ikattn.KeyFeatures(w[None])
+    with pytest.raises(ValueError, match=r"w2 must have the shape of w1, \[2, 8, 4\], got"):
+        ikattn.KeyFeatures(w, w[:, :, :3])
+    for p in (0.5, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="p must be a finite number >= 1 or None, got"):
+            ikattn.KeyFeatures(w, p=p)
+    with pytest.raises(ValueError, match="no key was appended yet"):
+        ikattn.KeyFeatures(w).attend(torch.randn(3, 2, 1, 8), torch.randn(3, 2, 0, 8))
+    features, _ = kept()
+    query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 5, 6)
+    with pytest.raises(ValueError, match=r"query must have shape \[B, H, L, d\] with d = 8"):
+        features.attend(query[..., :7], value)
+    with pytest.raises(ValueError, match="query must have the heads of w1, 2"):
+        features.attend(torch.randn(3, 3, 1, 8), value)
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        features.attend(query.requires_grad_(), value)
+    with pytest.raises(RuntimeError, match=r"value must have shape .* S = 5, got \[3, 2, 4, 6\]"):
+        features.attend(query.detach(), value[:, :, :4])
+    with pytest.raises(ValueError, match="length must be 0 to 5, got 6"):
+        features.crop(6)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({0: torch.float16}, TypeError, "query_features must be float32 or float64, got Half"),
+        ({1: torch.float64}, TypeError, "key_features must have the dtype of query_features"),
+        ({2: torch.float64}, TypeError, "logits must have the dtype of query_features"),
+        ({3: torch.int64}, TypeError, "value must be float64, float32, bfloat16 or float16"),
+        ({1: (2, 3, 7, 10)}, RuntimeError, "key_features must have shape .* divide H = 2"),
+        ({1: (2, 2, 7, 9)}, RuntimeError, "key_features must have the features of query_features"),
+        ({2: (2, 2, 5, 6)}, RuntimeError, r"logits must broadcast to \[B, H, L, S\] = \[2, 2, 5"),
+        ({3: (2, 2, 6, 6)}, RuntimeError, "value must have shape"),
+        ({0: (2, 2, 10)}, RuntimeError, "query_features must have shape"),
+        ({0: "meta"}, RuntimeError, "must be on the device of query_features"),
+        ({4: 0.0}, ValueError, "eps must be finite and positive, got 0"),
+    ],
+)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_wrong_arguments_of_the_operator_are_named(
+    change: dict[int, Any], kind: type[Exception], message: str, recorded: bool
+) -> None:
+    call: list[Any] = [*of_features(Sample("errors"), torch.float32), 1e-5]
+    call[2] = torch.zeros(1)
+    if recorded:
+        call[0].requires_grad_()
+    for index, to in change.items():
+        if isinstance(to, tuple):
+            call[index] = torch.zeros(to)
+        else:
+            call[index] = to if index == 4 else call[index].detach().to(to)
+    if recorded and not any(isinstance(x, Tensor) and x.requires_grad for x in call):
+        call[1].requires_grad_()
+    with pytest.raises(kind, match=message):
+        ikattn.attention_from_features(*call[:4], eps=call[4])
