@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -353,6 +354,29 @@ def test_a_feature_cache_is_cropped_selected_repeated_and_reset() -> None:
         cache.reset()
         found = model(input_ids=tokens[:, :2], past_key_values=cache).logits
         assert_close(found, model(input_ids=tokens[:, :2]).logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "save"])
+def test_a_feature_cache_of_a_prompt_is_used_again(
+    way: str, tmp_path: Path, calls: list[tuple[str, int]]
+) -> None:
+    model = convert(build("llama", head="ForCausalLM"))
+    tokens = torch.randint(3, 30, (1, 9))
+    with torch.no_grad():
+        cache = feature_cache(model)
+        for token in tokens[:, :6].split(1, 1):
+            model(input_ids=token, past_key_values=cache)
+        if way == "deepcopy":
+            again = copy.deepcopy(cache)
+        else:
+            torch.save(cache, tmp_path / "cache.pt")
+            again = torch.load(tmp_path / "cache.pt", weights_only=False)
+        calls.clear()
+        for used in (cache, again):  # neither disturbs the other
+            found = model(input_ids=tokens[:, 6:], past_key_values=used).logits
+            assert set(calls) == {("kept", 3)}
+            assert_close(found, model(input_ids=tokens).logits[:, 6:], TOLERANCE)
+            calls.clear()
 
 
 def test_features_are_kept_in_float32_for_a_model_in_bfloat16() -> None:

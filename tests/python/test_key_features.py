@@ -322,6 +322,19 @@ def test_a_refused_append_changes_nothing() -> None:
     assert_identical([features.features], [before])
 
 
+@pytest.mark.parametrize("name", ["w1", "w2"])
+def test_frequencies_in_training_are_refused(name: str) -> None:
+    w = {"w1": torch.randn(2, 8, 4), "w2": torch.randn(2, 8, 4)}
+    w[name].requires_grad_()
+    features, key = ikattn.KeyFeatures(**w), torch.randn(3, 2, 5, 8)
+    with pytest.raises(RuntimeError, match=r"KeyFeatures\.append: .*torch\.no_grad"):
+        features.append(key)
+    with torch.no_grad():
+        features.append(key)
+    with pytest.raises(RuntimeError, match=r"KeyFeatures\.attend: .*torch\.no_grad"):
+        features.attend(key[:, :, :1], key)
+
+
 def test_what_is_wrong_is_named() -> None:
     w = torch.randn(2, 8, 4)
     with pytest.raises(ValueError, match=r"w1 must have shape \[H, d, M\].*got \[1, 2, 8, 4\]"):

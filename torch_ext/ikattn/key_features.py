@@ -171,8 +171,7 @@ class KeyFeatures:
                 gradient would be lost.
         """
         features, logits = self.features, self.log_magnitudes.unsqueeze(-2)
-        if torch.is_grad_enabled() and (query.requires_grad or value.requires_grad):
-            raise RuntimeError(_no_gradients("attend"))
+        self._refuse_gradients("attend", query, value)
         if query.dim() != 4 or query.size(3) != self.w1.size(1):
             raise ValueError(
                 f"KeyFeatures.attend: query must have shape [B, H, L, d] with d = "
@@ -225,10 +224,17 @@ class KeyFeatures:
             raise ValueError("KeyFeatures: no key was appended yet")
         return buffer
 
+    def _refuse_gradients(self, method: str, *tensors: Tensor) -> None:
+        wanting = (x for x in (*tensors, self.w1, self.w2) if x is not None and x.requires_grad)
+        if torch.is_grad_enabled() and any(True for _ in wanting):
+            raise RuntimeError(
+                f"KeyFeatures.{method}: no gradient would reach what requires one; call it under "
+                "torch.no_grad(), or call ikattn.implicit_kernel_attention"
+            )
+
     def _check_key(self, key: Tensor) -> None:
         heads, size, _ = self.w1.shape
-        if torch.is_grad_enabled() and (key.requires_grad or self.w1.requires_grad):
-            raise RuntimeError(_no_gradients("append"))
+        self._refuse_gradients("append", key)
         if key.dim() != 4 or key.size(3) != size or key.size(1) < 1 or heads % key.size(1):
             raise ValueError(
                 f"KeyFeatures.append: key must have shape [B, G, new, d] with d = {size} and G a "
@@ -263,13 +269,6 @@ class KeyFeatures:
             w2 = None if self.w2 is None else prepared(self.w2)
             self._frequencies[key] = (prepared(self.w1), w2)
         return self._frequencies[key]
-
-
-def _no_gradients(method: str) -> str:
-    return (
-        f"KeyFeatures.{method}: no gradient would reach what requires one; call it under "
-        "torch.no_grad(), or call ikattn.implicit_kernel_attention"
-    )
 
 
 def _with_axes(x: Tensor, axes: int) -> Tensor:

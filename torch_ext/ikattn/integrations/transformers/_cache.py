@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...key_features import KeyFeatures
 from ._interface import import_transformers
 
 __all__ = ["feature_cache", "layer_of"]
 
-_LAYER = "_ikattn_feature_layer"  # on keys that a layer has handed out: a weak reference to it
+# Keys that a layer has handed out, and a weak reference to it.
+_LAYERS = WeakTensorKeyDictionary()
 
 
 def feature_cache(model: nn.Module) -> Any:
@@ -78,9 +80,13 @@ def feature_cache(model: nn.Module) -> Any:
 
 def layer_of(key: Tensor) -> Any:
     """The layer of a ``feature_cache`` that handed these keys out, or None."""
-    reference = getattr(key, _LAYER, None)
+    reference = _LAYERS.get(key)
     layer = None if reference is None else reference()
     return layer if layer is not None and layer.keys is key else None
+
+
+def _empty_layer() -> Any:
+    return _layer_class()()
 
 
 @functools.cache
@@ -138,6 +144,9 @@ def _layer_class() -> type[Any]:
 
         def _mark(self) -> None:
             if self.keys is not None:
-                setattr(self.keys, _LAYER, weakref.ref(self))
+                _LAYERS[self.keys] = weakref.ref(self)
+
+        def __reduce__(self) -> Any:
+            return _empty_layer, (), vars(self)
 
     return FeatureLayer
