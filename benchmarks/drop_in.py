@@ -81,6 +81,13 @@ SETUP = """
 """
 
 
+# A warm-up of another length that goes the same way.
+COMPILED = """
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True)
+    fewer = torch.randn(1, 1024, 512)
+"""
+
+
 def compare_memory(length: int) -> None:
     one = length * length * 4 / 2**20
     print(f"MiB above the inputs, N = {length}, H = 8; weights [N, L, S] are {one:.0f}, of all")
@@ -92,6 +99,9 @@ def compare_memory(length: int) -> None:
             used = peak_memory(setup, "step(ours, x)", "step(ours, few)")
             print(f"  {kernel:10s} {used:9.1f}")
         print(f"  {'stock':10s} {peak_memory(setup, 'step(stock, x)', 'step(stock, few)'):9.1f}")
+        setup = SETUP.format(kernel="dot", length=length, dropout=dropout) + COMPILED
+        used = peak_memory(setup, "step(compiled, x)", "step(compiled, fewer)")
+        print(f"  {'dot, under torch.compile':25s} {used:9.1f}")
 
 
 def main() -> None:

@@ -309,7 +309,7 @@ struct AttentionOperators {
     check_wanted(function, wanted,
                  {true, true, true, is_present(w2), is_present(key_bias),
                   is_present(attn_mask) && attn_mask->is_floating_point()});
-    return weights_gradients_by_head(grad_weights, query, key, w1, w2, options, average_heads,
+    return weights_gradients_by_part(grad_weights, query, key, w1, w2, options, average_heads,
                                      wanted);
   }
 

@@ -39,9 +39,10 @@ struct Logits {
   at::Tensor seen;            // [B|1, H|1, S] or undefined: keys some row sees
 };
 
-// true where a pair may count, [B|1, H|1, L|1, S|1]; undefined where everything may.
+// true where a pair may count, [B|1, H|1, L|1, S|1]; undefined where everything may. The first
+// query is number first_query of its sequence.
 at::Tensor visible_pairs(const at::Tensor& query, const at::Tensor& key, int64_t H,
-                         const AttentionOptions& options) {
+                         const AttentionOptions& options, int64_t first_query) {
   at::Tensor visible;
   const auto add = [&](const at::Tensor& more) {
     visible = visible.defined() ? at::logical_and(visible, more) : more;
@@ -61,7 +62,7 @@ at::Tensor visible_pairs(const at::Tensor& query, const at::Tensor& key, int64_t
     const auto index = at::TensorOptions().device(query.device()).dtype(at::kLong);
     const at::Tensor i = at::arange(query.sym_size(2), index).unsqueeze(-1);
     const at::Tensor j = at::arange(key.sym_size(2), index).unsqueeze(0);
-    add((j <= i).unsqueeze(0).unsqueeze(0));
+    add((j <= i + first_query).unsqueeze(0).unsqueeze(0));
   }
   return visible;
 }
@@ -112,9 +113,10 @@ void normalise(const at::Tensor& logits, Logits& result) {
 // All tensors in the arithmetic type, key already with H heads.
 Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1,
                           const std::optional<at::Tensor>& w2, int64_t H,
-                          const AttentionOptions& options, double norm_dropout_p) {
+                          const AttentionOptions& options, double norm_dropout_p,
+                          int64_t first_query = 0) {
   Logits result;
-  const at::Tensor visible = visible_pairs(query, key, H, options);
+  const at::Tensor visible = visible_pairs(query, key, H, options, first_query);
   if (visible.defined()) {
     // A key that no row sees, and a row that sees none, must not reach the arithmetic: 0 * NaN in
     // the gradient would be NaN.
@@ -192,13 +194,14 @@ at::Tensor reference_from_features(const at::Tensor& query_features, const at::T
 
 at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2, const AttentionOptions& options,
-                             bool average_heads, const at::Tensor& keep) {
+                             bool average_heads, const at::Tensor& keep, int64_t first_query) {
   const at::ScalarType type = compute_type(query.scalar_type());
   const int64_t H = static_size(query, 1);
   std::optional<at::Tensor> w2_heads;
   if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
-  const Logits logits = normalised_weights(query.to(type), to_heads(key.to(type), 1, H),
-                                           to_heads(w1, -3, H), w2_heads, H, options, 0.0);
+  const Logits logits =
+      normalised_weights(query.to(type), to_heads(key.to(type), 1, H), to_heads(w1, -3, H),
+                         w2_heads, H, options, 0.0, first_query);
   const at::Tensor weights = apply_dropout(logits.weights, options, keep);
   return (average_heads ? weights.mean(1) : weights).to(query.scalar_type());
 }
@@ -211,9 +214,20 @@ at::Tensor head_slice(const at::Tensor& tensor, int64_t axis, int64_t h, int64_t
   return tensor.narrow(axis, h * tensor.size(axis) / H, 1);
 }
 
+// The part that serves some queries, of a tensor with an axis for them, before the last one.
+at::Tensor row_slice(const at::Tensor& tensor, int64_t first, int64_t count) {
+  if (tensor.dim() < 2 || tensor.size(-2) == 1) return tensor;
+  return tensor.narrow(-2, first, count);
+}
+
+// Queries whose weights are made together: of about 2^19 pairs, and worth the features of the keys.
+int64_t rows_together(int64_t B, int64_t S) {
+  return std::max<int64_t>(64, (int64_t{1} << 19) / std::max<int64_t>(1, B * S));
+}
+
 }  // namespace
 
-WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const at::Tensor& query,
+WeightsGradients weights_gradients_by_part(const at::Tensor& grad_weights, const at::Tensor& query,
                                            const at::Tensor& key, const at::Tensor& w1,
                                            const std::optional<at::Tensor>& w2,
                                            const AttentionOptions& options, bool average_heads,
@@ -231,44 +245,64 @@ WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const
   for (int i = 0; i < kWeightsGradients; ++i) {
     // query and key keep their layout, the others are contiguous, as in the attention's backward
     const auto layout = i < 2 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
-    gradients[i] = wanted[i] ? at::zeros_like(inputs[i], layout) : at::empty({0}, query.options());
+    gradients[i] = wanted[i]
+                       ? at::zeros_like(inputs[i], inputs[i]
+                                                       .options()
+                                                       .dtype(compute_type(inputs[i].scalar_type()))
+                                                       .memory_format(layout))
+                       : at::empty({0}, query.options());
   }
-  if (std::none_of(wanted.begin(), wanted.end(), [](bool want) { return want; })) {
-    return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]};
-  }
+  const auto result = [&] {
+    for (int i = 0; i < kWeightsGradients; ++i) {
+      if (wanted[i]) gradients[i] = gradients[i].to(inputs[i].scalar_type());
+    }
+    return WeightsGradients{gradients[0], gradients[1], gradients[2],
+                            gradients[3], gradients[4], gradients[5]};
+  };
+  if (std::none_of(wanted.begin(), wanted.end(), [](bool want) { return want; })) return result();
   at::Tensor keep;
   if (options.dropout_p > 0) {
     keep = call_dropout_keep_mask(*options.dropout_seed, query.size(0), H, query.size(2),
                                   key.size(2), options.dropout_p);
   }
   const double share = average_heads ? 1.0 / static_cast<double>(H) : 1.0;
+  const int64_t L = query.size(2), together = rows_together(query.size(0), key.size(2));
   for (int64_t h = 0; h < H; ++h) {
-    // Autograd on, also where this is called from below it.
-    const c10::InferenceMode ordinary_mode(false);
-    std::array<at::Tensor, kWeightsGradients> head;
-    std::vector<at::Tensor> sources;
-    for (int i = 0; i < kWeightsGradients; ++i) {
-      if (!inputs[i].defined()) continue;
-      head[i] = head_slice(inputs[i].detach(), kHeadAxis[i], h, H);
-      if (wanted[i]) sources.push_back(head[i] = head[i].clone().requires_grad_());
-    }
-    AttentionOptions head_options = options;
-    if (head[4].defined()) head_options.key_bias = head[4];
-    if (head[5].defined()) head_options.attn_mask = head[5];
-    const std::optional<at::Tensor> head_w2 =
-        head[3].defined() ? std::optional<at::Tensor>(head[3]) : std::nullopt;
-    const at::Tensor weights =
-        reference_weights(head[0], head[1], head[2], head_w2, head_options, false,
-                          keep.defined() ? keep.narrow(1, h, 1) : keep);
-    const at::Tensor grad_head =
-        average_heads ? (grad_weights * share).unsqueeze(1) : grad_weights.narrow(1, h, 1);
-    const auto found = torch::autograd::grad({weights}, sources, {grad_head});
-    size_t next = 0;
-    for (int i = 0; i < kWeightsGradients; ++i) {
-      if (wanted[i]) head_slice(gradients[i], kHeadAxis[i], h, H).add_(found[next++].detach());
+    for (int64_t first = 0; first < L; first += together) {
+      const int64_t count = std::min(together, L - first);
+      const auto part_of = [&](const at::Tensor& tensor, int i) {
+        const at::Tensor of_head = head_slice(tensor, kHeadAxis[i], h, H);
+        return i == 0 || i == 5 ? row_slice(of_head, first, count) : of_head;
+      };
+      // Autograd on, also where this is called from below it.
+      const c10::InferenceMode ordinary_mode(false);
+      std::array<at::Tensor, kWeightsGradients> part;
+      std::vector<at::Tensor> sources;
+      for (int i = 0; i < kWeightsGradients; ++i) {
+        if (!inputs[i].defined()) continue;
+        part[i] = part_of(inputs[i].detach(), i);
+        if (part[i].is_floating_point()) {
+          part[i] = part[i].to(compute_type(part[i].scalar_type()));  // what is summed over parts
+        }
+        if (wanted[i]) sources.push_back(part[i] = part[i].clone().requires_grad_());
+      }
+      AttentionOptions part_options = options;
+      if (part[4].defined()) part_options.key_bias = part[4];
+      if (part[5].defined()) part_options.attn_mask = part[5];
+      const at::Tensor weights = reference_weights(
+          part[0], part[1], part[2], or_none(part[3]), part_options, false,
+          keep.defined() ? keep.narrow(1, h, 1).narrow(2, first, count) : keep, first);
+      const at::Tensor incoming = grad_weights.narrow(-2, first, count);
+      const at::Tensor grad_part =
+          average_heads ? (incoming * share).unsqueeze(1) : incoming.narrow(1, h, 1);
+      const auto found = torch::autograd::grad({weights}, sources, {grad_part.to(weights.dtype())});
+      size_t next = 0;
+      for (int i = 0; i < kWeightsGradients; ++i) {
+        if (wanted[i]) part_of(gradients[i], i).add_(found[next++].detach());
+      }
     }
   }
-  return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]};
+  return result();
 }
 
 }  // namespace ikattn

@@ -22,14 +22,16 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
 at::Tensor reference_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value, double eps);
 
-// keep: what dropout keeps, computed from options.dropout_seed where undefined.
+// keep: what dropout keeps, computed from options.dropout_seed where undefined. first_query: the
+// number of the first query in its sequence, for causal calls.
 at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2, const AttentionOptions& options,
-                             bool average_heads, const at::Tensor& keep = {});
+                             bool average_heads, const at::Tensor& keep = {},
+                             int64_t first_query = 0);
 
-// Gradients of the weights through the reference, one head at a time: O(B L S) memory, and under
-// dropout a byte per weight.
-WeightsGradients weights_gradients_by_head(const at::Tensor& grad_weights, const at::Tensor& query,
+// Gradients of the weights through the reference, some queries of one head at a time: no [L, S] is
+// held but, under dropout, a byte per weight.
+WeightsGradients weights_gradients_by_part(const at::Tensor& grad_weights, const at::Tensor& query,
                                            const at::Tensor& key, const at::Tensor& w1,
                                            const std::optional<at::Tensor>& w2,
                                            const AttentionOptions& options, bool average_heads,

@@ -29,8 +29,8 @@ from attention_cases import (
 
 @pytest.fixture
 def every_call_is_large(monkeypatch):
-    monkeypatch.setattr(ikattn._softmax, "_LARGE", -1)
-    monkeypatch.setattr(ikattn._softmax, "_PART", 2 * N * S)  # two queries
+    monkeypatch.setattr(ikattn._mean_weights, "_LARGE", -1)
+    monkeypatch.setattr(ikattn._mean_weights, "_PART", 2 * N * S)  # two queries
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -73,14 +73,14 @@ def test_part_by_part_dropout_is_that_of_all_at_once(
 ):
     """Given what was drawn, which is the same in every pass."""
     module, arguments = make(kernel, dropout=0.4), arguments_of(mask, True, False)
-    begin, passes = ikattn._softmax._Dropout.begin, []
+    begin, passes = ikattn._mean_weights._Dropout.begin, []
 
     def begin_and_keep(drop, device):
         draw, drawn = begin(drop, device), []
         passes.append(drawn)
         return lambda weights: drawn.append(draw(weights)) or drawn[-1]
 
-    monkeypatch.setattr(ikattn._softmax._Dropout, "begin", begin_and_keep)
+    monkeypatch.setattr(ikattn._mean_weights._Dropout, "begin", begin_and_keep)
     actual = run(module, arguments)
     forward, backward = passes
     assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
@@ -90,7 +90,7 @@ def test_part_by_part_dropout_is_that_of_all_at_once(
     assert {round(x, 9) for x in factors.unique().tolist()} == {0, round(1 / 0.6, 9)}
     assert factors.mean() == pytest.approx(1, abs=0.3)
 
-    monkeypatch.setattr(ikattn._softmax, "_LARGE", 1 << 22)
+    monkeypatch.setattr(ikattn._mean_weights, "_LARGE", 1 << 22)
     monkeypatch.setattr(ikattn._softmax, "dropout", lambda weights, p: weights * factors)
     assert_same(actual, run(module, arguments))
 
@@ -144,7 +144,7 @@ def test_part_by_part_dropout_follows_the_seed(every_call_is_large):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_part_by_part_is_as_precise_as_upstream(dtype, monkeypatch):
     for threshold in (1 << 22, -1):
-        monkeypatch.setattr(ikattn._softmax, "_LARGE", threshold)
+        monkeypatch.setattr(ikattn._mean_weights, "_LARGE", threshold)
         assert_as_precise_as_upstream("both float", {}, dtype)
 
 
@@ -195,3 +195,90 @@ def test_part_by_part_batched_gradients_of_the_values_alone(every_call_is_large)
     for index in range(2):
         (one,) = torch.autograd.grad(output, value, incoming[index], retain_graph=True)
         torch.testing.assert_close(batched[index], one)
+
+
+# --- Under a compiler -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "bool padding", "both float", "bool 3-D"])
+@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+def test_a_compiled_call_by_parts_equals_the_eager_one(kernel, mask, every_call_is_large):
+    arguments = arguments_of(mask, True, False)
+    module = make(kernel)
+    expected = run(module, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    found = run(module, arguments, lambda **call: compiled(**call))
+    assert_same(found, expected, f"{mask}")
+    assert "softmax_mean_weights" in graph_of(module, arguments)
+
+
+def graph_of(module, arguments):
+    """What a compiler is shown of a call."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(module, backend=backend, fullgraph=True)(**arguments)
+    return "".join(graphs)
+
+
+def test_compiled_dropout_by_parts_is_the_same_in_both_passes(every_call_is_large):
+    torch._dynamo.reset()
+    module = make("dot", dropout=0.4)
+    x = batch(L, N, E).requires_grad_()
+    compiled = torch.compile(module, fullgraph=True)
+
+    def gradient(point):
+        torch.manual_seed(3)
+        output, weights = compiled(point, point, point)
+        loss = output.square().sum() + weights.square().sum()
+        return loss, torch.autograd.grad(loss, point)[0]
+
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    _, found = gradient(x)
+    step = 1e-6 * direction
+    ahead, behind = (gradient((x + s).detach().requires_grad_())[0] for s in (step, -step))
+    assert ((ahead - behind) / 2e-6).item() == pytest.approx((found * direction).sum().item(), 1e-4)
+    torch.manual_seed(4)
+    other = compiled(x, x, x)[1]
+    assert not torch.equal(other, compiled(x, x, x)[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}], ids=str)
+def test_compiled_by_parts_under_autocast(options, every_call_is_large):
+    module, x = make("dot", **options).float(), batch(L, N, E).float().requires_grad_()
+
+    def results(call):
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            output, weights = call(x, x, x)
+        loss = output.float().square().sum() + weights.float().square().sum()
+        return [output, weights, torch.autograd.grad(loss, x)[0]]
+
+    torch._dynamo.reset()
+    compiled = results(torch.compile(module, fullgraph=True))
+    assert all(value.isfinite().all() for value in compiled)
+    if not options:
+        for got, expected in zip(compiled, results(module), strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_exported_program_knows_torchs_operators_only(every_call_is_large):
+    module, x = make("dot"), batch(L, N, E)
+    program = torch.export.export(module, (x, x, x))
+    assert "ikattn" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x, x, x), module(x, x, x))
+
+
+@pytest.mark.parametrize("wanted", ["query", "value"])
+def test_opcheck(wanted):
+    x = {name: torch.randn(2, 3, 5, 4) for name in ("query", "key", "value")}
+    x[wanted].requires_grad_()
+    for biases in ([], [torch.randn(2, 1, 1, 5), torch.randn(5, 5).expand(1, 1, 5, 5)]):
+        for p, seed in ((0.0, None), (0.25, torch.tensor(7))):
+            arguments = (*x.values(), biases, p, seed, None)
+            torch.library.opcheck(torch.ops.ikattn.softmax_mean_weights.default, arguments)

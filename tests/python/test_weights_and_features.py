@@ -112,6 +112,30 @@ def test_gradients_of_the_weights_are_as_accurate_as_the_references(
     assert_call_accurate(*operators, arguments, by_formula)
 
 
+# So many pairs that the backward goes through 125 queries at a time.
+MANY_PAIRS = (
+    Sample("many pairs, causal", L=130, S=2100, is_causal=True, key_bias="BHS"),
+    Sample("many pairs, mask", L=130, S=2100, mask="LS", mask_kind="float with -inf"),
+    Sample("many pairs, mask of rows", L=130, S=2100, mask="HL1", mask_kind="float"),
+    Sample("many pairs, mask of keys", L=130, S=2100, mask="B11S", mask_kind="float"),
+    Sample("many pairs, dropout", H=4, G=2, L=130, S=2100, dropout_p=0.25, frequencies="BG"),
+)
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["per head", "averaged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("sample", MANY_PAIRS, ids=name_of)
+def test_gradients_of_many_weights_are_as_accurate_as_the_references(
+    sample: Sample, dtype: torch.dtype, average: bool
+) -> None:
+    arguments = of_weights(sample.arguments(dtype))
+    operators = (weights, reference_weights)
+    if average:
+        operators = tuple(functools.partial(f, average_heads=True) for f in operators)
+    by_formula = formula_average if average else formula_weights
+    assert_call_accurate(*operators, arguments, by_formula)
+
+
 @pytest.mark.parametrize("sample", FEW, ids=name_of)
 def test_each_gradient_of_the_weights_alone_is_what_it_is_among_all(sample: Sample) -> None:
     arguments = of_weights(sample.arguments())

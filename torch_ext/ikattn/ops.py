@@ -246,8 +246,9 @@ def implicit_kernel_weights(
     Returns:
         ``[B, H, L, S]``, or ``[B, L, S]`` with average_heads. Rows sum to 1 (before dropout), or to
         0 where no key is visible.
-        Differentiable, through the reference: the backward takes O(B L S) memory, under dropout one
-        byte per weight of every head, and NaN in a key that some rows see reaches all gradients.
+        Differentiable, through the reference, some queries of one head at a time: the backward
+        holds weights of no head, under dropout one byte per weight of every head, and NaN in a key
+        that some rows see reaches all gradients.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
