@@ -101,7 +101,11 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
 at::Tensor from_features_anywhere(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
   check_from_features(query_features, key_features, logits, value, eps);
-  return reference_from_features(query_features, key_features, logits, value, eps);
+  // laid out as the kernel's, which the projection after it reads
+  return reference_from_features(query_features, key_features, logits, value, eps)
+      .transpose(1, 2)
+      .contiguous()
+      .transpose(1, 2);
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
@@ -152,7 +156,10 @@ struct Autocast {
   static at::Tensor from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
     c10::impl::ExcludeDispatchKeyGuard guard(key());
-    return call_from_features(query_features, key_features, logits, value, eps);
+    const auto wide = [](const at::Tensor& tensor) {  // features come lowered under autocast
+      return tensor.to(compute_type(tensor.scalar_type()));
+    };
+    return call_from_features(wide(query_features), wide(key_features), wide(logits), value, eps);
   }
   static void register_in(torch::Library& m) {
     m.impl("implicit_kernel_attention", attention);

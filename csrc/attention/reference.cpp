@@ -185,7 +185,8 @@ at::Tensor reference_from_features(const at::Tensor& query_features, const at::T
   const at::Tensor seen = visible.any(-2).unsqueeze(-1);
   const at::Tensor nothing = at::zeros({}, query_features.options());
   const at::Tensor keys = at::where(seen, to_heads(key_features, 1, H), nothing);
-  const at::Tensor s = at::matmul(query_features, keys.transpose(-2, -1)) / (2.0 * F);
+  const at::Tensor queries = at::where(visible.any(-1).unsqueeze(-1), query_features, nothing);
+  const at::Tensor s = at::matmul(queries, keys.transpose(-2, -1)) / (2.0 * F);
   Logits result;
   normalise(at::where(visible, at::log(s * s + eps) + bias, bias), result);
   const at::Tensor values = to_heads(value.to(query_features.scalar_type()), 1, H);

@@ -386,8 +386,108 @@ def test_features_are_kept_in_float32_for_a_model_in_bfloat16() -> None:
         expected = model(input_ids=tokens).logits
         cache = feature_cache(model)
         found = [model(input_ids=x, past_key_values=cache).logits for x in tokens.split(1, 1)]
-    assert cache.layers[0].kept.features.dtype == torch.float32
+    (_, features), *_ = cache.layers[0].kept.values()
+    assert features.features.dtype == torch.float32
     assert_close(torch.cat(found, 1), expected, 0.05)
+
+
+def test_layers_that_share_keys_have_their_own_features(calls: list[tuple[str, int]]) -> None:
+    """And so has a kernel whose frequencies have changed."""
+    torch.manual_seed(0)
+    cache = feature_cache(convert(build("llama", head="ForCausalLM")))
+    modules = [convert(build("llama")).layers[0].self_attn for _ in range(2)]
+    modules[1].spectral.w1.data.mul_(-0.7)
+    key, value = cache.update(*torch.randn(2, 1, 2, 9, 4), 0)
+    query = torch.randn(1, 4, 1, 4)
+    implicit = sys.modules["ikattn.integrations.transformers._implicit"]
+    with torch.no_grad():
+        for module in (*modules, *modules):
+            module.spectral.w1.mul_(1.5)
+            found = implicit._implicit_attention(module, query, key, value, None)[0]
+            plain = implicit._implicit_attention(module, query, key.clone(), value, None)[0]
+            assert_close(found, plain, TOLERANCE)
+    assert [way for way, _ in calls] == ["kept", "operator"] * 4
+    assert torch.equal(cache.layers[0].keys, key)
+
+
+def test_beams_in_inference_mode_and_under_autocast(calls: list[tuple[str, int]]) -> None:
+    model = convert(build("bart", head="ForConditionalGeneration")).float()
+    prompt = torch.tensor([[5, 6, 7, 8], [4, 3, 13, 14]])
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 3}
+    expected = model.generate(prompt, **options)
+    calls.clear()
+    with torch.inference_mode():
+        found = model.generate(prompt, **options, past_key_values=feature_cache(model))
+        again = copy.deepcopy(feature_cache(model))
+        assert torch.equal(model.generate(prompt, **options, past_key_values=again), expected)
+    assert torch.equal(found, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(prompt, **options, past_key_values=feature_cache(model))
+    assert ("operator", 1) not in calls
+
+
+def test_a_copied_cache_of_an_encoder_decoder_keeps_features(calls: list[tuple[str, int]]) -> None:
+    model = convert(build("t5", head="ForConditionalGeneration"))
+    inputs, token = {"input_ids": torch.tensor([[5, 6, 7, 8]])}, torch.tensor([[1]])
+    with torch.no_grad():
+        cache = feature_cache(model)
+        model(**inputs, decoder_input_ids=token, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        expected = model(**inputs, decoder_input_ids=token, past_key_values=cache).logits
+        calls.clear()
+        found = model(**inputs, decoder_input_ids=token, past_key_values=copied).logits
+    assert_close(found, expected, TOLERANCE)
+    assert ("operator", 1) not in calls
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([True, False, True]), [0, 2], slice(1, 3)])
+def test_batch_items_are_selected_as_from_any_cache(indices: Any) -> None:
+    model = convert(build("gpt2", head="LMHeadModel"))
+    tokens = torch.randint(3, 30, (3, 5))
+    found = []
+    for cache in (feature_cache(model), transformers.DynamicCache(config=model.config)):
+        with torch.no_grad():
+            for token in tokens.split(1, 1):
+                model(input_ids=token, past_key_values=cache)
+            cache.batch_select_indices(indices)
+            found.append(model(input_ids=tokens[:2, :1], past_key_values=cache).logits)
+    assert_close(found[0], found[1], TOLERANCE)
+
+
+def test_what_a_feature_cache_is_not_for_takes_the_operator(calls: list[tuple[str, int]]) -> None:
+    model = convert(build("gpt2", head="LMHeadModel"))
+    attention = model.transformer.h[0].attn
+    implicit = sys.modules["ikattn.integrations.transformers._implicit"]
+    cache = feature_cache(model)
+    key, value = cache.update(*torch.randn(2, 1, 4, 9, 4), 0)
+    query = torch.randn(1, 4, 3, 4)
+
+    def ways(key: Tensor = key, **options: Any) -> set[str]:
+        calls.clear()
+        with torch.no_grad():
+            implicit._implicit_attention(attention, query, key, value, None, **options)
+        return {way for way, _ in calls}
+
+    assert ways(is_causal=False) == {"kept"}
+    assert ways(is_causal=True) == {"operator"}  # the first queries' keys, not the last ones'
+    assert ways(is_causal=False, dropout=0.5) == {"operator"}
+    assert ways(is_causal=False, output_attentions=True) == {"operator"}
+    old = key
+    cache.update(*torch.randn(2, 1, 4, 1, 4), 0)
+    assert ways(key=old, is_causal=False) == {"operator"}  # the cache has gone on
+    attention.spectral = ikattn.spectral.Direct(4, 4, M).double()
+    attention.spectral.p = 2.0
+    assert ways(key=cache.layers[0].keys[..., :9, :], is_causal=False) == {"operator"}
+
+
+def test_a_compiled_model_takes_the_operator() -> None:
+    model = convert(build("gpt2", head="LMHeadModel"))
+    tokens = torch.randint(3, 30, (1, 4))
+    cache = feature_cache(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        found = [compiled(input_ids=x, past_key_values=cache).logits for x in tokens.split(2, 1)]
+        assert_close(torch.cat(found, 1), model(input_ids=tokens).logits, TOLERANCE)
 
 
 def test_a_feature_cache_is_for_transformers_models() -> None:

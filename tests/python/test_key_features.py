@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -180,6 +181,67 @@ def test_what_is_hidden_does_not_count_whatever_it_holds() -> None:
             assert_close(operator(query, bad_key, logits, bad_value), expected, 1e-13)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e200])
+@pytest.mark.parametrize("way", ["key_bias", "bool mask", "float mask"])
+def test_a_hidden_key_does_not_count_whatever_it_is(way: str, bad: float) -> None:
+    torch.manual_seed(0)
+    features, clean = (ikattn.KeyFeatures(0.1 * torch.randn(2, 8, 4).double()) for _ in range(2))
+    clean.w1 = features.w1
+    key, value = torch.randn(2, 3, 2, 70, 8, dtype=torch.float64)
+    clean.append(key)
+    wrong = key.clone()
+    wrong[:, :, 3] = bad
+    features.append(wrong)
+    bias = torch.zeros(70, dtype=torch.float64)
+    bias[3] = -torch.inf
+    options = {"key_bias": bias} if way == "key_bias" else {"attn_mask": bias}
+    if way == "bool mask":
+        options = {"attn_mask": bias == 0}
+    query = torch.randn(3, 2, 1, 8, dtype=torch.float64)
+    found = features.attend(query, value, **options)
+    assert_close(found, clean.attend(query, value, **options), 1e-13)
+
+
+def test_a_visible_value_counts_whatever_its_weight_is() -> None:
+    """And is not seen by rows that it is hidden from: NaN exactly where the operator has it."""
+    query, key, _, value = of_features(Sample("values", B=1, H=1, S=1100, L=3))
+    logits = torch.zeros(1, 1, 3, 1100, dtype=torch.float64)
+    logits[..., 1, 7], logits[..., 2, 7] = -2000, -torch.inf  # no weight; hidden
+    value[0, 0, 7, 1] = torch.nan
+    found = ikattn.attention_from_features(query, key, logits, value)[0, 0]
+    assert found[:2, 1].isnan().all()
+    assert found[2].isfinite().all()
+    assert found[:, 0].isfinite().all()
+
+
+def test_a_row_that_sees_nothing_has_no_gradient_whatever_it_is() -> None:
+    call = of_features(Sample("blind", B=1, H=1, L=2, S=5))
+    call[2] = torch.zeros(1, 1, 2, 5, dtype=torch.float64)
+    call[2][..., 0, :] = -torch.inf
+    call[0][0, 0, 0] = torch.nan
+    leaves = [x.requires_grad_() for x in call]
+    output = ikattn.attention_from_features(*leaves)
+    gradients = torch.autograd.grad(output.sum(), leaves)
+    assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize(
+    ("size", "p"), [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0), (3.0, 2.0), (20.0, 2.0), (3.0, 3.0)]
+)
+def test_large_magnitudes_keep_their_digits(size: float, p: float) -> None:
+    """At 20 of keys of much the same norm, whose logits are large and differ by little."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        key = torch.randn(1, 2, 100, 64)
+        if size == 20.0:
+            key *= 8 * (1 + 1e-3 * torch.randn(1, 2, 100, 1)) / key.norm(dim=-1, keepdim=True)
+        call = {"query": torch.randn(1, 2, 1, 64), "key": size * key}
+        call |= {"value": torch.randn(1, 2, 100, 64)}
+        call |= {"w1": 0.02 * torch.randn(2, 64, 16), "w2": 0.02 * torch.randn(2, 64, 16)}
+        truth = reference(**converted(call, torch.float64), p=p)
+        assert_output_accurate(attend(**call, p=p), reference(**call, p=p), truth)
+
+
 @pytest.mark.parametrize("place", ["query", "key", "logits"])
 def test_what_is_not_a_number_reaches_the_rows_that_see_it(place: str) -> None:
     torch.manual_seed(0)
@@ -253,6 +315,16 @@ def test_vmap_and_autocast() -> None:
     assert_close(recorded, expected, 1e-6)
 
 
+def test_every_way_lays_its_output_out_alike() -> None:
+    call = of_features(Sample("strides", H=4, G=2, L=3, d_v=6), torch.float32)
+    strides = (72, 6, 24, 1)
+    assert ikattn.attention_from_features(*call).stride() == strides
+    assert ikattn.attention_from_features(*(x.to("meta") for x in call)).stride() == strides
+    operator = torch.ops.ikattn.attention_from_features.default
+    composed = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call)
+    assert composed.stride() == strides
+
+
 def test_a_compiled_step_is_the_step() -> None:
     w1, w2 = 0.1 * torch.randn(2, 2, 16, 8)
 
@@ -282,8 +354,8 @@ def kept(length: int = 5, **options: Any) -> tuple[ikattn.KeyFeatures, Tensor]:
 def test_features_and_magnitudes_are_the_operators() -> None:
     features, key = kept(70, p=3.0, magnitude_scale=0.2)
     assert_identical([features.features], [ikattn.spectral_features(key, features.w1)])
-    magnitudes = 0.2 * torch.linalg.vector_norm(key, 3.0, dim=-1).square()
-    assert_close(features.log_magnitudes, magnitudes, 1e-7)
+    magnitudes = 0.2 * torch.linalg.vector_norm(key.double(), 3.0, dim=-1).square()
+    assert_close(features.log_magnitudes, magnitudes, 1e-15)
     assert repr(features) == "KeyFeatures(70 keys, 2 heads of size 8, num_frequencies=4, p=3.0)"
 
 
@@ -309,6 +381,73 @@ def test_keys_of_inference_mode_and_of_none_follow_each_other() -> None:
         features.append(key[:, :, :0])
     assert len(features) == 9
     assert not features.features.is_inference()
+
+
+def test_a_batch_is_selected_in_inference_mode() -> None:
+    with torch.inference_mode():
+        features, key = kept(3)
+        features.select(torch.tensor([1, 0, 2]))
+        features.append(key)
+        again = copy.deepcopy(features)
+        again.append(key)
+    expected = torch.cat([key[[1, 0, 2]], key, key], 2)
+    assert_identical([again.features], [ikattn.spectral_features(expected, features.w1)])
+    assert len(features) == 6
+
+
+@pytest.mark.parametrize("autocast_append", [False, True])
+@pytest.mark.parametrize("autocast_attend", [False, True])
+def test_autocast_changes_nothing(autocast_append: bool, autocast_attend: bool) -> None:
+    features, key = kept()
+    expected, query = features.attend(key[:, :, :1], key), key[:, :, :1]
+    features.crop(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast_append):
+        features.append(key)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast_attend):
+        assert_identical([features.attend(query, key)], [expected])
+
+
+def test_logits_follow_a_magnitude_that_rises() -> None:
+    """They are kept relative to the largest one so far."""
+    torch.manual_seed(0)
+    w1, key = 0.1 * torch.randn(2, 8, 4), torch.randn(3, 2, 9, 8)
+    key *= torch.tensor([1, 5, 2, 20, 3, 40, 1, 1, 2])[:, None]
+    step, whole = ikattn.KeyFeatures(w1), ikattn.KeyFeatures(w1)
+    whole.append(key)
+    for token in key.split(1, 2):
+        step.append(token)
+    query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 9, 8)
+    assert_identical([step.attend(query, value)], [whole.attend(query, value)])
+    step.crop(5)
+    shorter = ikattn.KeyFeatures(w1)
+    shorter.append(key[:, :, :5])
+    found = step.attend(query, value[:, :, :5])
+    assert_close(found, shorter.attend(query, value[:, :, :5]), 1e-4)
+
+
+def test_a_failure_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, key = kept(70)
+    query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 70, 8)
+    before = features.attend(query, value)
+    index_select, calls = Tensor.index_select, []
+
+    def failing(*arguments: Any) -> Tensor:
+        calls.append(None)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return index_select(*arguments)
+
+    monkeypatch.setattr(Tensor, "index_select", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        features.select(torch.tensor([2, 1, 0]))
+    monkeypatch.undo()
+    assert_identical([features.attend(query, value)], [before])
+    monkeypatch.setattr(Tensor, "new_empty", failing)
+    calls[:] = [None]
+    with pytest.raises(torch.OutOfMemoryError):
+        features.append(key)  # no room
+    monkeypatch.undo()
+    assert_identical([features.attend(query, value)], [before])
 
 
 def test_a_refused_append_changes_nothing() -> None:
@@ -348,8 +487,21 @@ def test_what_is_wrong_is_named() -> None:
         ikattn.KeyFeatures(w).attend(torch.randn(3, 2, 1, 8), torch.randn(3, 2, 0, 8))
     features, _ = kept()
     query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 5, 6)
-    with pytest.raises(ValueError, match=r"query must have shape \[B, H, L, d\] with d = 8"):
+    with pytest.raises(ValueError, match=r"\[B, H, L, d\] with B = 3 and d = 8, got \[3, 2, 1"):
         features.attend(query[..., :7], value)
+    with pytest.raises(ValueError, match=r"with B = 3 and d = 8, got \[2, 2, 1, 8\]"):
+        features.attend(query[:2], value)
+    for name, shapes in {
+        "key_bias": [(4,), (3, 2, 4), (3, 3, 5), (1, 3, 2, 5)],
+        "attn_mask": [(4,), (2, 5), (3, 2, 1, 4), (1, 3, 2, 1, 5)],
+    }.items():
+        for shape in shapes:
+            with pytest.raises(ValueError, match=f"{name} must broadcast to .*5\\], got"):
+                features.attend(query, value, **{name: torch.zeros(shape)})
+    with pytest.raises(ValueError, match="magnitude_scale must be finite, got nan"):
+        ikattn.KeyFeatures(w, magnitude_scale=torch.nan)
+    with pytest.raises(TypeError, match=r"key must be floating point, got torch\.int64"):
+        ikattn.KeyFeatures(w).append(torch.ones(3, 2, 1, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match="query must have the heads of w1, 2"):
         features.attend(torch.randn(3, 3, 1, 8), value)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
@@ -369,6 +521,7 @@ def test_what_is_wrong_is_named() -> None:
         ({3: torch.int64}, TypeError, "value must be float64, float32, bfloat16 or float16"),
         ({1: (2, 3, 7, 10)}, RuntimeError, "key_features must have shape .* divide H = 2"),
         ({1: (2, 2, 7, 9)}, RuntimeError, "key_features must have the features of query_features"),
+        ({1: (2, 3, 7, 10), 3: (2, 2, 7, 6)}, RuntimeError, "key_features must have shape"),
         ({2: (2, 2, 5, 6)}, RuntimeError, r"logits must broadcast to \[B, H, L, S\] = \[2, 2, 5"),
         ({3: (2, 2, 6, 6)}, RuntimeError, "value must have shape"),
         ({0: (2, 2, 10)}, RuntimeError, "query_features must have shape"),

@@ -124,7 +124,14 @@ def _features_backward(
 def _from_features(
     query_features: Tensor, key_features: Tensor, logits: Tensor, value: Tensor, eps: float = 1e-5
 ) -> Tensor:
-    batch, heads, length, _features = query_features.shape
+    batch, heads, length, features = query_features.shape
+    torch._check(
+        key_features.shape[-1] == features and value.shape[0] == batch == key_features.shape[0],
+        lambda: (
+            "attention_from_features: key_features and value must have the batch size of "
+            "query_features, key_features its features"
+        ),
+    )
     return value.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
 
 

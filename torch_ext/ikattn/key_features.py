@@ -7,6 +7,7 @@ head size, d_v that of values, M frequencies; K is the heads of the frequencies,
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ _FIRST_CAPACITY = 64  # tokens
 class KeyFeatures:
     """Features and log magnitudes of keys, made once, for queries that come one after the other.
 
-    In decoding every new query meets all keys before it. The features of a key cost as much as a
-    hundred pairs with it, so :func:`ikattn.implicit_kernel_attention`, which makes them in every
+    In decoding every new query meets all keys before it. The features of a key cost as much as some
+    forty pairs with it, so :func:`ikattn.implicit_kernel_attention`, which makes them in every
     call, is not the function for that. Here they are made when a key is appended, and a query then
-    reads features and values once, as softmax attention reads keys and values. Memory grows by
-    doubling; a token takes 4 K (2 M) + 4 G bytes, half-precision keys as well, whose features are
-    made in float32.
+    reads features and values once, as softmax attention reads keys and values. Features are made in
+    float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
+    for as many tokens again, for memory grows by doubling.
 
     There are no gradients: keys are appended as they are under ``torch.no_grad()``.
 
@@ -37,7 +38,7 @@ class KeyFeatures:
         magnitude_scale: Factor of ``|k|_p^2``, by default ``1 / (2 sqrt d)``.
 
     Raises:
-        ValueError: p or the shape of the frequencies is wrong.
+        ValueError: p, magnitude_scale or the shape of the frequencies is wrong.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -74,14 +75,17 @@ class KeyFeatures:
             )
         if p is not None and not 1 <= p < math.inf:
             raise ValueError(f"KeyFeatures: p must be a finite number >= 1 or None, got {p}")
+        if magnitude_scale is not None and not math.isfinite(magnitude_scale):
+            raise ValueError(f"KeyFeatures: magnitude_scale must be finite, got {magnitude_scale}")
         self.w1 = w1
         self.w2 = w2
         self.p = p
         self.magnitude_scale = magnitude_scale
         self._length = 0
-        self._frequencies: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor | None]] = {}
-        self._features: Tensor | None = None  # [B, K, capacity, 2 M]
-        self._logits: Tensor | None = None  # [B, G, capacity]
+        self._frequencies: dict[
+            tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
+        ] = {}
+        self._kept: _Kept | None = None
 
     def __len__(self) -> int:
         """S, the keys kept."""
@@ -101,16 +105,16 @@ class KeyFeatures:
         Raises:
             ValueError: No key was appended yet.
         """
-        return self._kept(self._features)[:, :, : self._length]
+        return self._known().features[:, :, : self._length]
 
     @property
     def log_magnitudes(self) -> Tensor:
-        """g_j = magnitude_scale ``|k_j|_p^2``, ``[B, G, S]``, of the same type: a view.
+        """g_j = magnitude_scale ``|k_j|_p^2``, ``[B, G, S]``, in float64: a view.
 
         Raises:
             ValueError: No key was appended yet.
         """
-        return self._kept(self._logits)[:, :, : self._length]
+        return self._known().magnitudes[:, :, : self._length]
 
     def append(self, key: Tensor) -> None:
         """Keeps more keys, after those that are kept.
@@ -124,21 +128,18 @@ class KeyFeatures:
         """
         self._check_key(key)
         # Ordinary tensors, also from below inference_mode: a later call may write to them.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), _as_they_are(key):
             heads, groups = self.w1.size(0), key.size(1)
             wide = key if key.dtype == torch.float64 else key.float()
             spread = wide if heads == groups else wide.repeat_interleave(heads // groups, 1)
             features = spectral_features(spread, *self._frequencies_for(heads, spread))
-            logits = self._log_magnitudes_of(wide)
-            length = self._length + key.size(2)
-            rooms = [
-                _with_room(kept, new, self._length, length)
-                for kept, new in ((self._features, features), (self._logits, logits))
-            ]
-            for room, new in zip(rooms, (features, logits), strict=True):
-                room[:, :, self._length : length] = new
-        self._features, self._logits = rooms
-        self._length = length
+            magnitudes = self._log_magnitudes_of(key.double())
+            if self._kept is None:
+                self._kept = _Kept.of(features[:, :, :0], magnitudes[:, :, :0])
+            kept = self._kept.with_room(self._length, self._length + key.size(2))
+            kept.write(self._length, features, magnitudes)
+        self._kept = kept
+        self._length += key.size(2)
 
     def attend(
         self,
@@ -170,34 +171,32 @@ class KeyFeatures:
             RuntimeError, TypeError, ValueError: An argument has a wrong shape, type or value, or a
                 gradient would be lost.
         """
-        features, logits = self.features, self.log_magnitudes.unsqueeze(-2)
         self._refuse_gradients("attend", query, value)
-        if query.dim() != 4 or query.size(3) != self.w1.size(1):
-            raise ValueError(
-                f"KeyFeatures.attend: query must have shape [B, H, L, d] with d = "
-                f"{self.w1.size(1)}, got {list(query.shape)}"
-            )
+        kept, length = self._known(), self._length
+        features, logits = kept.features[:, :, :length], kept.logits[:, :, None, :length]
+        self._check_query(query, features.size(0), logits.size(1))
         heads, groups = query.size(1), logits.size(1)
-        if heads % groups or heads not in (self.w1.size(0), heads // groups * self.w1.size(0)):
-            raise ValueError(
-                f"KeyFeatures.attend: query must have the heads of w1, {self.w1.size(0)}, or a "
-                f"multiple of those of the keys, {groups}, got {heads}"
-            )
-        wide = query.to(features.dtype)
+        shape = (query.size(0), heads, query.size(2), length)
         spread = _to_heads(logits, heads)
         if key_bias is not None:
-            spread = spread + _to_heads(_with_axes(key_bias, 3).unsqueeze(-2), heads)
+            bias = key_bias.reshape((1,) * max(0, 3 - key_bias.dim()) + tuple(key_bias.shape))
+            of_heads = bias.size(1) if bias.dim() == 3 and bias.size(1) in (1, groups) else heads
+            _check_broadcasts("key_bias", key_bias, (shape[0], of_heads, length))
+            spread = _added(spread, _to_heads(bias.unsqueeze(-2), heads))
+        if attn_mask is not None:
+            _check_broadcasts("attn_mask", attn_mask, shape)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
-            spread = spread + attn_mask
+            spread = _added(spread, attn_mask)
         elif attn_mask is not None:
             spread = torch.where(attn_mask, spread, -math.inf)
         if is_causal and query.size(2) > 1:
-            shape = (query.size(2), self._length)
-            later = torch.ones(shape, dtype=torch.bool, device=query.device)
-            later = later.triu(self._length - query.size(2) + 1)
-            spread = spread.masked_fill(later, -math.inf)
-        queries = spectral_features(wide, *self._frequencies_for(heads, wide))
-        return attention_from_features(queries, features, spread.to(features.dtype), value, eps=eps)
+            later = torch.ones(shape[2:], dtype=torch.bool, device=query.device)
+            spread = spread.masked_fill(later.triu(length - query.size(2) + 1), -math.inf)
+        with _as_they_are(query):
+            wide = query.to(features.dtype)
+            queries = spectral_features(wide, *self._frequencies_for(heads, wide))
+            logits = spread.to(features.dtype)
+            return attention_from_features(queries, features, logits, value, eps=eps)
 
     def crop(self, length: int) -> None:
         """Forgets all keys but the first ``length``; memory stays.
@@ -215,14 +214,14 @@ class KeyFeatures:
         Raises:
             RuntimeError, IndexError: An index is out of range.
         """
-        if self._features is not None and self._logits is not None:
-            self._features = self._features.index_select(0, indices)
-            self._logits = self._logits.index_select(0, indices)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._kept is not None:
+                self._kept = self._kept.select(indices)
 
-    def _kept(self, buffer: Tensor | None) -> Tensor:
-        if buffer is None:
+    def _known(self) -> _Kept:
+        if self._kept is None:
             raise ValueError("KeyFeatures: no key was appended yet")
-        return buffer
+        return self._kept
 
     def _refuse_gradients(self, method: str, *tensors: Tensor) -> None:
         wanting = (x for x in (*tensors, self.w1, self.w2) if x is not None and x.requires_grad)
@@ -235,19 +234,35 @@ class KeyFeatures:
     def _check_key(self, key: Tensor) -> None:
         heads, size, _ = self.w1.shape
         self._refuse_gradients("append", key)
+        if not key.is_floating_point():
+            raise TypeError(f"KeyFeatures.append: key must be floating point, got {key.dtype}")
         if key.dim() != 4 or key.size(3) != size or key.size(1) < 1 or heads % key.size(1):
             raise ValueError(
                 f"KeyFeatures.append: key must have shape [B, G, new, d] with d = {size} and G a "
                 f"divisor of the heads of w1, {heads}, got {list(key.shape)}"
             )
-        if self._logits is not None and self._features is not None:
-            expected = (*self._logits.shape[:2], self._features.dtype)
+        if self._kept is not None:
+            expected = (*self._kept.magnitudes.shape[:2], self._kept.features.dtype)
             found = (*key.shape[:2], torch.promote_types(key.dtype, torch.float32))
             if found != expected:
                 raise ValueError(
                     "KeyFeatures.append: key must have batch size, heads and type of the keys "
                     f"before, {expected}, got {found}"
                 )
+
+    def _check_query(self, query: Tensor, batch: int, groups: int) -> None:
+        own, size, _ = self.w1.shape
+        if query.dim() != 4 or query.size(0) != batch or query.size(3) != size:
+            raise ValueError(
+                f"KeyFeatures.attend: query must have shape [B, H, L, d] with B = {batch} and d = "
+                f"{size}, got {list(query.shape)}"
+            )
+        heads = query.size(1)
+        if heads % groups or heads not in (own, heads // groups * own):
+            raise ValueError(
+                f"KeyFeatures.attend: query must have the heads of w1, {own}, or a multiple of "
+                f"those of the keys, {groups}, got {heads}"
+            )
 
     def _log_magnitudes_of(self, key: Tensor) -> Tensor:
         if self.p is None:
@@ -264,30 +279,84 @@ class KeyFeatures:
         def prepared(w: Tensor) -> Tensor:
             return w.detach().to(like).repeat_interleave(heads // w.size(0), 0)
 
-        key = (heads, like.dtype)
+        key = (heads, like.dtype, like.device)
         if key not in self._frequencies:
             w2 = None if self.w2 is None else prepared(self.w2)
             self._frequencies[key] = (prepared(self.w1), w2)
         return self._frequencies[key]
 
 
-def _with_axes(x: Tensor, axes: int) -> Tensor:
-    """x with axes of size 1 before it, so that it has so many."""
-    return x.reshape((1,) * max(0, axes - x.dim()) + tuple(x.shape))
+class _Kept(NamedTuple):
+    """Buffers of one capacity."""
+
+    features: Tensor  # [B, K, capacity, 2 M]
+    magnitudes: Tensor  # [B, G, capacity], float64
+    reference: Tensor  # [B, G, 1], float64: the largest magnitude that was ever written
+    logits: Tensor  # [B, G, capacity], magnitudes - reference in the features' type
+
+    @staticmethod
+    def of(features: Tensor, magnitudes: Tensor) -> _Kept:
+        """Without room, of the shapes of what is to come."""
+        reference = magnitudes.new_full((*magnitudes.shape[:2], 1), -math.inf)
+        return _Kept(features, magnitudes, reference, magnitudes.to(features.dtype))
+
+    def with_room(self, used: int, needed: int) -> _Kept:
+        """Buffers where ``needed`` tokens fit and that may be written to: these, or copies."""
+        capacity = self.features.size(2)
+        if capacity >= needed and not self.features.is_inference():
+            return self
+        if capacity < needed:
+            capacity = max(needed, 2 * capacity, _FIRST_CAPACITY)
+
+        def copied(kept: Tensor) -> Tensor:
+            room = kept.new_empty((*kept.shape[:2], capacity, *kept.shape[3:]))
+            room[:, :, :used] = kept[:, :, :used]
+            return room
+
+        features, magnitudes, logits = (copied(x) for x in (self[0], self[1], self[3]))
+        return _Kept(features, magnitudes, self.reference.clone(), logits)
+
+    def write(self, used: int, features: Tensor, magnitudes: Tensor) -> None:
+        """Adds tokens after those used. A logit is small against float32 only near the largest."""
+        end = used + features.size(2)
+        self.features[:, :, used:end] = features
+        self.magnitudes[:, :, used:end] = magnitudes
+        largest = magnitudes.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+        largest = torch.cat([self.reference, largest], -1).amax(-1, keepdim=True)
+        rises = bool((largest > self.reference).any())
+        first = 0 if rises else used
+        base = largest.masked_fill(largest == -math.inf, 0.0)
+        logits = self.magnitudes[:, :, first:end] - base
+        self.reference.copy_(largest)  # nothing that could fail from here on
+        self.logits[:, :, first:end].copy_(logits)
+
+    def select(self, indices: Tensor) -> _Kept:
+        """The buffers of some batch items."""
+        return _Kept(*(x.index_select(0, indices.to(x.device)) for x in self))
+
+
+def _as_they_are(like: Tensor) -> torch.autocast:
+    """No autocast: features of a lower precision would change weights by as much."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _check_broadcasts(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    own = tuple(x.shape)
+    fits = len(own) <= len(shape) and all(
+        size in (1, of) for size, of in zip(own[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"KeyFeatures.attend: {name} must broadcast to {list(shape)}, got {list(own)}"
+        )
+
+
+def _added(logits: Tensor, bias: Tensor) -> Tensor:
+    """Their sum; -inf in the bias hides a key whatever its logit is."""
+    return torch.where(bias == -math.inf, -math.inf, logits + bias)
 
 
 def _to_heads(x: Tensor, heads: int) -> Tensor:
     """x [B, heads or a divisor, L, S] with each head repeated for the query heads it serves."""
     own = x.size(1)
     return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)
-
-
-def _with_room(kept: Tensor | None, new: Tensor, used: int, needed: int) -> Tensor:
-    """``kept`` [B, heads, capacity, ...] where ``needed`` tokens fit, else a larger copy of it."""
-    if kept is not None and kept.size(2) >= needed:
-        return kept
-    capacity = max(needed, _FIRST_CAPACITY if kept is None else 2 * kept.size(2))
-    room = new.new_empty((*new.shape[:2], capacity, *new.shape[3:]))
-    if kept is not None:
-        room[:, :, :used] = kept[:, :, :used]
-    return room

@@ -86,13 +86,13 @@ T largest_logit(const Array& logits, int64_t offset, int64_t begin, int64_t end,
   return largest;
 }
 
-// weights [64] holds scores and becomes (s^2 + eps) exp(logit - reference), 0 where hidden and
-// beyond `count`; returns their sum.
+// weights [64] holds scores and becomes (s^2 + eps) exp(logit - reference), 0 where hidden; returns
+// their sum.
 template <typename T>
-T weigh(const T* logits, int64_t count, T reference, T eps, T* weights) {
+T weigh(const T* logits, T reference, T eps, T* weights) {
   Vec<T> sum{};
   for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-    const Vec<T> logit = c < count ? load(logits + c) : broadcast(-infinity<T>());
+    const Vec<T> logit = load(logits + c);
     const Vec<T> s = load(weights + c);
     Vec<T> w = (s * s + eps) * exp_bounded<T>(logit - reference);
     w = logit == -infinity<T>() ? Vec<T>{} : w;
@@ -102,16 +102,17 @@ T weigh(const T* logits, int64_t count, T reference, T eps, T* weights) {
   return sum_of_lanes<T>(sum);
 }
 
-// out += sum_j weights_j v_j; a value without weight is not touched, whatever it holds.
+// out += sum_j weights_j v_j; the value of a hidden key is not touched, whatever it holds.
 template <typename T>
-void add_values(const T* weights, int64_t count, const Rows<T>& values, T* out) {
+void add_values(const T* logits, const T* weights, int64_t count, const Rows<T>& values, T* out) {
+  const auto is_hidden = [&](int64_t j) { return logits[j] == -infinity<T>(); };
   constexpr int64_t kTogether = 4 * kLanes<T>;
   int64_t c = 0;
   for (; c + kTogether <= values.width; c += kTogether) {
     Vec<T> sums[4];
     for (int v = 0; v < 4; ++v) sums[v] = load(out + c + v * kLanes<T>);
     for (int64_t j = 0; j < count; ++j) {
-      if (weights[j] == 0) continue;
+      if (is_hidden(j)) continue;
       for (int v = 0; v < 4; ++v) sums[v] += load(values[j] + c + v * kLanes<T>) * weights[j];
     }
     for (int v = 0; v < 4; ++v) store<T>(out + c + v * kLanes<T>, sums[v]);
@@ -119,7 +120,7 @@ void add_values(const T* weights, int64_t count, const Rows<T>& values, T* out) 
   for (; c < values.width; c += kLanes<T>) {
     Vec<T> sum = load(out + c);
     for (int64_t j = 0; j < count; ++j) {
-      if (weights[j] != 0) sum += load(values[j] + c) * weights[j];
+      if (!is_hidden(j)) sum += load(values[j] + c) * weights[j];
     }
     store<T>(out + c, sum);
   }
@@ -129,55 +130,73 @@ struct FromFeaturesPlace {
   int64_t b, h, i0, rows;
 };
 
+inline int64_t logits_offset(const FromFeaturesParams& params, const FromFeaturesPlace& at,
+                             int64_t row, int64_t key) {
+  const Array& logits = params.logits;
+  return at.b * logits.stride[0] + at.h * logits.stride[1] + (at.i0 + row) * logits.stride[2] +
+         key * logits.stride[3];
+}
+
+// Features of some queries, divided by 2 F, to the scratch.
+template <typename T>
+void load_queries(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t width,
+                  T* out) {
+  const Array& query = params.query;
+  const int64_t offset = at.b * query.stride[0] + at.h * query.stride[1] + at.i0 * query.stride[2];
+  for (int64_t r = 0; r < at.rows; ++r) {
+    T* row = out + r * width;
+    load_row(query, offset + r * query.stride[2], query.stride[3], params.F, row);
+    for (int64_t f = 0; f < params.F; ++f) row[f] *= T(0.5) / static_cast<T>(params.F);
+    for (int64_t f = params.F; f < width; ++f) row[f] = 0;
+  }
+}
+
+// scores [rows][64] with `count` keys from j0 on, zero beyond.
+template <typename T>
+void score_keys(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t j0,
+                int64_t count, int64_t width, const FromFeaturesScratch<T>& scratch) {
+  const Array& key = params.key;
+  const int64_t head = at.h / (params.H / params.key_heads);
+  const Rows<T> keys =
+      rows_of(key, at.b * key.stride[0] + head * key.stride[1] + j0 * key.stride[2], count,
+              params.F, scratch.keys);
+  __builtin_memset(scratch.weights, 0, at.rows * kPanel * sizeof(T));
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t r = 0; r < at.rows; ++r) {
+      scratch.weights[r * kPanel + j] = dot(scratch.queries + r * width, keys[j], width);
+    }
+  }
+}
+
 // Keys [begin, end) for some queries of one head.
 template <typename T>
 void attend_to_part(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t begin,
                     int64_t end, const FromFeaturesScratch<T>& scratch, const PartialRows<T>& out) {
-  const Array &query = params.query, &key = params.key, &value = params.value;
-  const int64_t key_head = at.h / (params.H / params.key_heads);
-  const int64_t value_head = at.h / (params.H / params.value_heads);
+  const Array &value = params.value, &logits = params.logits;
+  const int64_t head = at.h / (params.H / params.value_heads);
   const int64_t feature_width = round_up(params.F, kLanes<T>);
   const int64_t value_width = round_up(params.d_v, kLanes<T>);
-  const auto logits_at = [&](int64_t row) {
-    const Array& logits = params.logits;
-    return at.b * logits.stride[0] + at.h * logits.stride[1] + (at.i0 + row) * logits.stride[2];
-  };
+  load_queries(params, at, feature_width, scratch.queries);
   for (int64_t r = 0; r < at.rows; ++r) {
-    T* features = scratch.queries + r * feature_width;
-    load_row(query, at.b * query.stride[0] + at.h * query.stride[1] + (at.i0 + r) * query.stride[2],
-             query.stride[3], params.F, features);
-    for (int64_t f = 0; f < params.F; ++f) features[f] *= T(0.5) / static_cast<T>(params.F);
-    for (int64_t f = params.F; f < feature_width; ++f) features[f] = 0;
-    out.maxima[r] = largest_logit(params.logits, logits_at(r), begin, end, scratch.weights);
+    out.maxima[r] =
+        largest_logit(logits, logits_offset(params, at, r, 0), begin, end, scratch.weights);
     out.sums[r] = 0;
   }
   __builtin_memset(out.out, 0, kRowsTogether * value_width * sizeof(T));
   for (int64_t j0 = begin; j0 < end; j0 += kPanel) {
     const int64_t count = min_of(kPanel, end - j0);
-    const Rows<T> keys =
-        rows_of(key, at.b * key.stride[0] + key_head * key.stride[1] + j0 * key.stride[2], count,
-                params.F, scratch.keys);
-    for (int64_t j = 0; j < count; ++j) {
-      for (int64_t r = 0; r < at.rows; ++r) {
-        scratch.weights[r * kPanel + j] =
-            dot(scratch.queries + r * feature_width, keys[j], feature_width);
-      }
-    }
+    score_keys(params, at, j0, count, feature_width, scratch);
     const Rows<T> values =
-        rows_of(value, at.b * value.stride[0] + value_head * value.stride[1] + j0 * value.stride[2],
+        rows_of(value, at.b * value.stride[0] + head * value.stride[1] + j0 * value.stride[2],
                 count, params.d_v, scratch.values);
     for (int64_t r = 0; r < at.rows; ++r) {
-      T logits[kPanel];
-      load_row(params.logits, logits_at(r) + j0 * params.logits.stride[3], params.logits.stride[3],
-               count, logits);
-      for (int64_t j = count; j < kPanel; ++j) {
-        logits[j] = -infinity<T>();
-        scratch.weights[r * kPanel + j] = 0;
-      }
+      T own_logits[kPanel];
+      load_row(logits, logits_offset(params, at, r, j0), logits.stride[3], count, own_logits);
+      for (int64_t j = count; j < kPanel; ++j) own_logits[j] = -infinity<T>();
       const T reference = out.maxima[r] == -infinity<T>() ? T(0) : out.maxima[r];
       T* weights = scratch.weights + r * kPanel;
-      out.sums[r] += weigh(logits, count, reference, static_cast<T>(params.eps), weights);
-      add_values(weights, count, values, out.out + r * value_width);
+      out.sums[r] += weigh(own_logits, reference, static_cast<T>(params.eps), weights);
+      add_values(own_logits, weights, count, values, out.out + r * value_width);
     }
   }
 }

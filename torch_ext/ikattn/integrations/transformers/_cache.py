@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,12 @@ def feature_cache(model: nn.Module) -> Any:
     """An empty cache for decoding with a model of "ikattn_implicit".
 
     It is transformers' ``DynamicCache`` (for encoder-decoders an ``EncoderDecoderCache`` of two)
-    that also keeps the features of keys, so that a new token costs what it costs softmax attention.
-    With any other cache the attention function makes all features anew for every token: the same
-    numbers to rounding, some twenty times as slow for long sequences. A token takes 2 M float32
-    numbers per query head more. Layers with a sliding window are left as they are.
+    that also keeps the features of keys, so that a new token costs about what it costs softmax
+    attention. With any other cache the attention function makes all features anew for every token:
+    the same numbers to rounding, five to ten times as slow. A token takes 2 M float32 numbers per
+    query head more, and room for as many again. Layers with a sliding window are left as they are.
+    A copied or saved cache, and one that was repeated or selected from, makes its features anew
+    once. ``torch.compile`` takes the attention function's other way.
 
     Args:
         model: A model after ``use_implicit_attention`` or from ``from_pretrained``.
@@ -68,7 +71,7 @@ def feature_cache(model: nn.Module) -> Any:
     for layer in own.layers:
         if type(layer) is transformers.cache_utils.DynamicLayer:
             layer.__class__ = _layer_class()
-            layer.kept = None
+            layer.kept = WeakKeyDictionary()
     if own.layer_class_to_replicate is not None:
         own.layer_class_to_replicate = _layer_class()
     if not getattr(config, "is_encoder_decoder", False):
@@ -94,20 +97,27 @@ def _layer_class() -> type[Any]:
     transformers = import_transformers()
 
     class FeatureLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc, name-defined]
-        """Keys and values of one attention layer, and what ``KeyFeatures`` keeps of the keys."""
+        """Keys and values of one attention layer, and what ``KeyFeatures`` keeps of the keys.
+
+        Several attention modules may share the keys; each has its own kernel. Features can be made
+        again from the keys at any time: what seldom happens to the keys drops them.
+        """
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self.kept: KeyFeatures | None = None
+            self.kept: WeakKeyDictionary[nn.Module, tuple[Any, KeyFeatures]] = WeakKeyDictionary()
 
-        def features_of(self, w1: Tensor, w2: Tensor | None, p: float | None) -> KeyFeatures:
+        def features_of(self, kernel: Any, w1: Tensor, w2: Tensor | None) -> KeyFeatures:
             """Features of all keys; those that are new are made now."""
-            if self.kept is None:
-                self.kept = KeyFeatures(w1, w2, p=p)
-            missing = self.keys[:, :, len(self.kept) :]
+            state = [(x.data_ptr(), x._version, x.dtype) for x in kernel.parameters()]
+            before, features = self.kept.get(kernel, (None, None))
+            if features is None or before != state:
+                features = KeyFeatures(w1, w2, p=kernel.p)
+                self.kept[kernel] = (state, features)
+            missing = self.keys[:, :, len(features) :]
             if missing.size(2) > 0:
-                self.kept.append(missing)
-            return self.kept
+                features.append(missing)
+            return features
 
         def update(self, *states: Any, **options: Any) -> tuple[Tensor, Tensor]:
             keys, values = super().update(*states, **options)
@@ -115,38 +125,42 @@ def _layer_class() -> type[Any]:
             return keys, values
 
         def reset(self) -> None:
+            self.kept.clear()
             super().reset()
-            self.kept = None
 
         def crop(self, tokens_to_remove: int) -> None:
             super().crop(tokens_to_remove)
-            if self.kept is not None:
-                self.kept.crop(min(len(self.kept), self.get_seq_length()))
+            for _, features in self.kept.values():
+                features.crop(min(len(features), self.get_seq_length()))
             self._mark()
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
+            kept, self.kept = self.kept, WeakKeyDictionary()
             super().reorder_cache(beam_idx)
-            self._select(beam_idx)
+            for _, features in kept.values():
+                features.select(beam_idx)
+            self.kept = kept
+            self._mark()
 
         def batch_select_indices(self, indices: Tensor) -> None:
+            self.kept.clear()
             super().batch_select_indices(indices)
-            self._select(indices)
+            self._mark()
 
         def batch_repeat_interleave(self, repeats: int) -> None:
-            before = 0 if self.keys is None or self.keys.dim() < 4 else self.keys.size(0)
+            self.kept.clear()
             super().batch_repeat_interleave(repeats)
-            self._select(torch.arange(before).repeat_interleave(repeats))
-
-        def _select(self, indices: Tensor) -> None:
-            if self.kept is not None:
-                self.kept.select(indices)
             self._mark()
 
         def _mark(self) -> None:
-            if self.keys is not None:
+            if self.keys is not None and not torch.compiler.is_compiling():
                 _LAYERS[self.keys] = weakref.ref(self)
 
         def __reduce__(self) -> Any:
-            return _empty_layer, (), vars(self)
+            return _empty_layer, (), {name: x for name, x in vars(self).items() if name != "kept"}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            self._mark()
 
     return FeatureLayer

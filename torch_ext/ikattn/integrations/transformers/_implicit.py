@@ -384,7 +384,7 @@ def _implicit_attention(
         "dropout_seed": draw_dropout_seed(query.device) if dropout > 0.0 else None,
         "enable_gqa": key.size(1) != query.size(1),
     }
-    output = _from_kept_features(kernel, query, key, value, arguments, options)
+    output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
     if output is None:
         output = implicit_kernel_attention(query, key, value, w1, w2, **arguments)
     output = output.transpose(1, 2).contiguous()
@@ -398,6 +398,8 @@ def _from_kept_features(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor | None:
@@ -415,8 +417,8 @@ def _from_kept_features(
     if arguments["dropout_p"] > 0.0 or options.get("output_attentions"):
         return None
     visible = {name: arguments[name] for name in ("attn_mask", "is_causal") if name in arguments}
-    w1, w2 = kernel(query, key, None)
-    return layer.features_of(w1, w2, kernel.p).attend(query, value, **visible)  # type: ignore[no-any-return]
+    features = layer.features_of(kernel, w1, w2)
+    return features.attend(query, value, **visible)  # type: ignore[no-any-return]
 
 
 def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:
