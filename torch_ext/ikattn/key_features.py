@@ -7,7 +7,8 @@ head size, d_v that of values, M frequencies; K is the heads of the frequencies,
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -317,26 +318,29 @@ class _Kept(NamedTuple):
         return _Kept(features, magnitudes, self.reference.clone(), logits)
 
     def write(self, used: int, features: Tensor, magnitudes: Tensor) -> None:
-        """Adds tokens after those used. A logit is small against float32 only near the largest."""
+        """Adds tokens after those used."""
         end = used + features.size(2)
         self.features[:, :, used:end] = features
         self.magnitudes[:, :, used:end] = magnitudes
-        largest = magnitudes.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        largest = torch.cat([self.reference, largest], -1).amax(-1, keepdim=True)
-        rises = bool((largest > self.reference).any())
-        first = 0 if rises else used
-        base = largest.masked_fill(largest == -math.inf, 0.0)
-        logits = self.magnitudes[:, :, first:end] - base
+        if not bool((magnitudes > self.reference).any()):
+            self.logits[:, :, used:end] = magnitudes - self.reference
+            return
+        known = self.magnitudes[:, :, :end]
+        finite = known.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+        largest = torch.maximum(self.reference, finite.amax(-1, keepdim=True))
+        logits = known - largest.masked_fill(largest == -math.inf, 0.0)
         self.reference.copy_(largest)  # nothing that could fail from here on
-        self.logits[:, :, first:end].copy_(logits)
+        self.logits[:, :, :end].copy_(logits)
 
     def select(self, indices: Tensor) -> _Kept:
         """The buffers of some batch items."""
         return _Kept(*(x.index_select(0, indices.to(x.device)) for x in self))
 
 
-def _as_they_are(like: Tensor) -> torch.autocast:
+def _as_they_are(like: Tensor) -> AbstractContextManager[Any]:
     """No autocast: features of a lower precision would change weights by as much."""
+    if not torch.is_autocast_enabled(like.device.type):
+        return nullcontext()
     return torch.autocast(like.device.type, enabled=False)
 
 
