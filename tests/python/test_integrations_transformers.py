@@ -222,14 +222,19 @@ def test_the_position_bias_of_t5_is_trained() -> None:
 # --- Decoding
 
 
-@generators
-def test_a_cache_changes_no_number(family: str) -> None:
+def decoding(family: str) -> tuple[Any, dict[str, Tensor], str, Tensor]:
+    """A model, what it is given in every step, the name of its tokens, and tokens."""
     model, inputs = convert(build(family, head=GENERATORS[family])), inputs_of(family)
     target = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     inputs.pop("decoder_attention_mask", None)
     if target == "input_ids":
         inputs.pop("attention_mask")
-    tokens = torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
+    return model, inputs, target, torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
+
+
+@generators
+def test_a_cache_changes_no_number(family: str) -> None:
+    model, inputs, target, tokens = decoding(family)
     with torch.no_grad():
         full = model(**inputs | {target: tokens}).logits
         cache, steps = None, []
@@ -288,12 +293,7 @@ def step_by_step(model: Any, inputs: dict[str, Tensor], tokens: Tensor, target: 
 
 @generators
 def test_a_feature_cache_changes_no_number(family: str, calls: list[tuple[str, int]]) -> None:
-    model, inputs = convert(build(family, head=GENERATORS[family])), inputs_of(family)
-    target = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    inputs.pop("decoder_attention_mask", None)
-    if target == "input_ids":
-        inputs.pop("attention_mask")
-    tokens = torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
+    model, inputs, target, tokens = decoding(family)
     with torch.no_grad():
         full = model(**inputs | {target: tokens}).logits
         calls.clear()

@@ -65,6 +65,16 @@ def formula_average(hold_normalizer: bool = False, **arguments: Tensor) -> Tenso
     return formula.weights(hold_normalizer, **arguments).mean(1)
 
 
+def assert_weights_accurate(sample: Sample, dtype: torch.dtype, average: bool) -> None:
+    """The rule for gradients, of the weights per head or averaged."""
+    arguments = of_weights(sample.arguments(dtype))
+    operators = (weights, reference_weights)
+    if average:
+        operators = tuple(functools.partial(f, average_heads=True) for f in operators)
+    by_formula = formula_average if average else formula_weights
+    assert_call_accurate(*operators, arguments, by_formula)
+
+
 # --- Weights --------------------------------------------------------------------------------------
 
 
@@ -104,12 +114,7 @@ def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.d
 def test_gradients_of_the_weights_are_as_accurate_as_the_references(
     sample: Sample, dtype: torch.dtype, average: bool
 ) -> None:
-    arguments = of_weights(sample.arguments(dtype))
-    operators = (weights, reference_weights)
-    if average:
-        operators = tuple(functools.partial(f, average_heads=True) for f in operators)
-    by_formula = formula_average if average else formula_weights
-    assert_call_accurate(*operators, arguments, by_formula)
+    assert_weights_accurate(sample, dtype, average)
 
 
 # So many pairs that the backward goes through 125 queries at a time.
@@ -128,12 +133,7 @@ MANY_PAIRS = (
 def test_gradients_of_many_weights_are_as_accurate_as_the_references(
     sample: Sample, dtype: torch.dtype, average: bool
 ) -> None:
-    arguments = of_weights(sample.arguments(dtype))
-    operators = (weights, reference_weights)
-    if average:
-        operators = tuple(functools.partial(f, average_heads=True) for f in operators)
-    by_formula = formula_average if average else formula_weights
-    assert_call_accurate(*operators, arguments, by_formula)
+    assert_weights_accurate(sample, dtype, average)
 
 
 @pytest.mark.parametrize("sample", FEW, ids=name_of)
