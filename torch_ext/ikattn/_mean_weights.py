@@ -28,7 +28,8 @@ def goes_by_parts(query: Tensor, key: Tensor) -> bool:
     tensors hold nothing anyway.
     """
     if torch.compiler.is_compiling():  # first: compilers cannot trace the others
-        special = torch.compiler.is_exporting()
+        # not is_exporting(): torch 2.11 takes that for true under torch.compile, too
+        special = torch.compiler._is_exporting_flag
     else:
         special = (
             query.is_meta
