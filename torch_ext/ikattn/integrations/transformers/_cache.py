@@ -31,8 +31,8 @@ def feature_cache(model: nn.Module) -> Any:
     It is transformers' ``DynamicCache`` (for encoder-decoders an ``EncoderDecoderCache`` of two)
     that also keeps the features of keys, so that a new token costs about what it costs softmax
     attention. With any other cache the attention function makes all features anew for every token:
-    the same numbers to rounding, five to ten times as slow. A token takes 2 M float32 numbers per
-    query head more, and room for as many again. Layers with a sliding window are left as they are.
+    the same numbers to rounding, after many tokens in five to ten times the time. A token takes 2 M
+    float32 numbers per query head more, and room for as many again. Layers with a sliding window are left as they are.
     A copied or saved cache, and one that was repeated or selected from, makes its features anew
     once. ``torch.compile`` takes the attention function's other way.
 
