@@ -32,9 +32,9 @@ def feature_cache(model: nn.Module) -> Any:
     that also keeps the features of keys, so that a new token costs about what it costs softmax
     attention. With any other cache the attention function makes all features anew for every token:
     the same numbers to rounding, after many tokens in five to ten times the time. A token takes 2 M
-    float32 numbers per query head more, and room for as many again. Layers with a sliding window are left as they are.
-    A copied or saved cache, and one that was repeated or selected from, makes its features anew
-    once. ``torch.compile`` takes the attention function's other way.
+    float32 numbers per query head more, and room for as many again. Layers with a sliding window
+    are left as they are. A copied or saved cache, and one that was repeated or selected from, makes
+    its features anew once. ``torch.compile`` takes the attention function's other way.
 
     Args:
         model: A model after ``use_implicit_attention`` or from ``from_pretrained``.
