@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 # What a name of ATEN_CPU_CAPABILITY makes of the kernels, and what the processor must have.
 INSTRUCTION_SETS = {
@@ -27,3 +32,22 @@ def processor_flags() -> set[str]:
     text = information.read_text() if information.exists() else ""
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
     return {*flags, *(["amd"] if "AuthenticAMD" in text else [])}
+
+
+def run_tests_with(capability: str, *arguments: str, **environment: str) -> None:
+    """pytest in a process of its own with that ATEN_CPU_CAPABILITY; skips without the processor."""
+    if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
+        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
+    inherited = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    told = {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        env=inherited | told | environment,
+        cwd=Path(__file__).parent,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert " passed" in run.stdout
+    assert "failed" not in run.stdout

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,7 @@ from agreement import (
     assert_output_accurate,
     in_float64,
 )
-from processors import INSTRUCTION_SETS, processor_flags
+from processors import INSTRUCTION_SETS, run_tests_with
 from samples import DTYPES, SAMPLES, Sample, converted, name_of
 
 reference = ikattn.reference.implicit_kernel_attention
@@ -267,20 +263,8 @@ def test_large_logits_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("capability", INSTRUCTION_SETS)
 def test_every_instruction_set_is_right(capability: str) -> None:
-    if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
-        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
     some = "accurate or composition or hidden or not_a_number"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", some],
-        capture_output=True,
-        text=True,
-        env={n: x for n, x in os.environ.items() if not n.startswith("PYTEST_")}
-        | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert " passed" in run.stdout
+    run_tests_with(capability, __file__, "-k", some)
 
 
 # --- Transformations ------------------------------------------------------------------------------
@@ -448,6 +432,22 @@ def test_a_failure_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> Non
         features.append(key)  # no room
     monkeypatch.undo()
     assert_identical([features.attend(query, value)], [before])
+
+
+def test_a_first_append_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, key = ikattn.KeyFeatures(0.1 * torch.randn(2, 8, 4)), torch.randn(3, 2, 5, 8)
+
+    def failing(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Tensor, "new_empty", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        features.append(key)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no key was appended yet"):
+        features.attend(key, key)
+    features.append(key[:1])  # of another batch
+    assert len(features) == 5
 
 
 def test_a_refused_append_changes_nothing() -> None:

@@ -22,7 +22,7 @@ from agreement import (
     gradients,
     in_float64,
 )
-from processors import INSTRUCTION_SETS, processor_flags
+from processors import INSTRUCTION_SETS, run_tests_with
 from programs import run_checked
 from samples import DTYPES, Arguments, Sample, converted, name_of
 
@@ -361,19 +361,6 @@ def test_info_tells_the_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", INSTRUCTION_SETS)
-def test_every_call_that_can_go_without_pairs_is_right(capability: str, tmp_path: Path) -> None:
-    if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
-        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
-    environment = {n: x for n, x in os.environ.items() if not n.startswith("PYTEST_")}
-    environment |= {"ATEN_CPU_CAPABILITY": capability, "IKATTN_LINEAR_TIME": "always"}
+def test_every_call_that_can_go_without_pairs_is_right(capability: str) -> None:
     files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients", "nan")]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        capture_output=True,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert " passed" in run.stdout
-    assert "failed" not in run.stdout
+    run_tests_with(capability, *files, IKATTN_LINEAR_TIME="always")

@@ -97,3 +97,28 @@ def inputs_of(family: str) -> dict[str, Tensor]:
         mask = (target != 0).long()
         return text | {"decoder_input_ids": target, "decoder_attention_mask": mask}
     return text
+
+
+# --- With implicit-kernel attention
+
+IMPLICIT_TOLERANCE = 1e-11  # all of it in float64
+FREQUENCIES = 5
+GENERATORS = {
+    "gpt2": "LMHeadModel",
+    "llama": "ForCausalLM",
+    "mistral": "ForCausalLM",
+    "t5": "ForConditionalGeneration",
+    "bart": "ForConditionalGeneration",
+}
+
+
+def convert(model: Any, **options: Any) -> Any:
+    """The model with kernels in it, of frequencies so large that they are far from flat."""
+    from ikattn.integrations.transformers import use_implicit_attention
+
+    use_implicit_attention(model, **{"num_frequencies": FREQUENCIES, "seed": 1, **options})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".spectral." in name:
+                parameter.mul_(0.5)
+    return model

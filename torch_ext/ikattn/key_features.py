@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .magnitude import log_magnitude
 from .ops import attention_from_features, spectral_features
 
 __all__ = ["KeyFeatures"]
@@ -125,6 +126,7 @@ class KeyFeatures:
 
         Raises:
             RuntimeError: A gradient would be lost, or memory is not enough; nothing has changed.
+            TypeError: key is not floating point.
             ValueError: The shape of key is not that of the keys before, or does not fit w1.
         """
         self._check_key(key)
@@ -134,10 +136,9 @@ class KeyFeatures:
             wide = key if key.dtype == torch.float64 else key.float()
             spread = wide if heads == groups else wide.repeat_interleave(heads // groups, 1)
             features = spectral_features(spread, *self._frequencies_for(heads, spread))
-            magnitudes = self._log_magnitudes_of(key.double())
-            if self._kept is None:
-                self._kept = _Kept.of(features[:, :, :0], magnitudes[:, :, :0])
-            kept = self._kept.with_room(self._length, self._length + key.size(2))
+            magnitudes = log_magnitude(key.double(), self.p, self.magnitude_scale)
+            kept = self._kept or _Kept.of(features[:, :, :0], magnitudes[:, :, :0])
+            kept = kept.with_room(self._length, self._length + key.size(2))
             kept.write(self._length, features, magnitudes)
         self._kept = kept
         self._length += key.size(2)
@@ -225,8 +226,8 @@ class KeyFeatures:
         return self._kept
 
     def _refuse_gradients(self, method: str, *tensors: Tensor) -> None:
-        wanting = (x for x in (*tensors, self.w1, self.w2) if x is not None and x.requires_grad)
-        if torch.is_grad_enabled() and any(True for _ in wanting):
+        inputs = (*tensors, self.w1, self.w2)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
             raise RuntimeError(
                 f"KeyFeatures.{method}: no gradient would reach what requires one; call it under "
                 "torch.no_grad(), or call ikattn.implicit_kernel_attention"
@@ -264,15 +265,6 @@ class KeyFeatures:
                 f"KeyFeatures.attend: query must have the heads of w1, {own}, or a multiple of "
                 f"those of the keys, {groups}, got {heads}"
             )
-
-    def _log_magnitudes_of(self, key: Tensor) -> Tensor:
-        if self.p is None:
-            return key.new_zeros(key.shape[:-1])
-        scale = self.magnitude_scale
-        if scale is None:
-            scale = 1 / (2 * math.sqrt(key.size(-1)))
-        norm: Tensor = torch.linalg.vector_norm(key, self.p, dim=-1)
-        return norm.square() * scale
 
     def _frequencies_for(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """w1 and w2 for so many heads, of the type and on the device of a tensor; made once."""

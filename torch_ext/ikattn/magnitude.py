@@ -1,4 +1,4 @@
-"""The magnitude of keys with an order of the norm that is learned."""
+"""The magnitude of keys, with a given and with a learned order of the norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+
+
+def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> Tensor:
+    """g = scale ``|k|_p^2``; 0 for p = None.
+
+    Args:
+        key: [.., d].
+        p: Order of the norm, or None.
+        scale: None: 1 / (2 sqrt d).
+
+    Returns:
+        [..], of key's type.
+    """
+    if p is None:
+        return key.new_zeros(key.shape[:-1])
+    norm: Tensor = torch.linalg.vector_norm(key, p, dim=-1)
+    return norm.square() * (1 / (2 * math.sqrt(key.size(-1))) if scale is None else scale)
 
 
 class LearnedOrder(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from .magnitude import log_magnitude
 
 __all__ = [
     "attention_from_features",
@@ -328,7 +329,8 @@ def attention_from_features(
 
     For few queries and many keys, as in decoding: on the CPU features and values are read once, as
     they lie. :class:`ikattn.KeyFeatures` keeps the arguments for it. Elsewhere, and where a
-    gradient is wanted, it is a composition of torch's functions that holds ``[B, H, L, S]``.
+    gradient is wanted, it is a composition of torch's functions that holds ``[B, H, L, S]``; there
+    NaN in a value that some row sees reaches every row of its head.
 
     Args:
         query_features: ``[B, H, L, F]`` of :func:`spectral_features`, F = 2 M; float32 or float64.
@@ -459,12 +461,8 @@ def decompose(
         )
     default_scale = 1 / (2 * math.sqrt(query.shape[-1]))
     if kernel == "dot":
-        p, magnitude_scale = 2.0, default_scale
-    scale = default_scale if magnitude_scale is None else magnitude_scale
-    if p is None:
-        magnitude = key.new_ones(key.shape[:-1])
-    else:
-        magnitude = torch.exp(scale * torch.linalg.vector_norm(key, p, dim=-1).square())
+        p, magnitude_scale = 2.0, None
+    magnitude = log_magnitude(key, p, magnitude_scale).exp()
     if w1 is not None:
         phi_q, phi_k = (spectral_features(x, w1, w2) for x in (query, key))
         similarity = (phi_q @ phi_k.mT / (4 * w1.shape[-1])).square() + eps
