@@ -103,6 +103,11 @@ inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
   }
 }
 
+// Of a causal call: keys after the last query count for nothing.
+inline void leave_out_unseen_keys(AttentionParams& params) {
+  if (params.is_causal) params.S = std::min(params.S, params.L);
+}
+
 // [B, H, L, d_v] laid out as [B, L, H, d_v], which is how the projection after it reads it.
 inline at::Tensor empty_output(const at::Tensor& query, const AttentionSizes& sizes) {
   const int64_t head = std::max<int64_t>(sizes.d_v, 1), token = sizes.H * head;
@@ -202,6 +207,7 @@ struct AttentionOperators {
     AttentionParams params;
     Kept kept;
     set_common(params, sizes, query, key, w1, w2, options, kept);
+    leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.output = array_of(output);
     params.log_normalizer = array_of(log_normalizer);
@@ -231,6 +237,7 @@ struct AttentionOperators {
     AttentionBackwardParams params;
     Kept kept;
     set_common(params, sizes, query, key, w1, w2, options, kept);
+    leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.output = array_of(output);
     params.log_normalizer = array_of(log_normalizer);
@@ -257,6 +264,11 @@ struct AttentionOperators {
     if (wanted[6]) {
       grad_mask = mask_gradient(*options.attn_mask, sizes, type);
       params.grad_mask = array_of(grad_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
+    }
+    if (params.S < sizes.S) {
+      for (const at::Tensor& gradient : {grad_key, grad_value, grad_bias}) {
+        if (gradient.defined()) gradient.narrow(2, params.S, sizes.S - params.S).zero_();
+      }
     }
     Device::backward(params, query, 2.5 * pair_work(sizes));
 
