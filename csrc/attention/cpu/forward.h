@@ -4,7 +4,8 @@
 //   pack frequencies -> key logits g -> key panels, per unit (-> their moments) -> query blocks
 //
 // Every row is summed over its keys in one order, ascending where all are pairs, so that the result
-// does not depend on threads or tiling.
+// does not depend on threads or tiling. Each 1024 keys are summed by themselves: what they leave is
+// added up in order, by one thread or, where queries are few, by several.
 #pragma once
 
 #include "attention/cpu/linear_forward.h"
@@ -12,8 +13,10 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kForwardRows = 192;  // query rows of a block: 2.7 ns per pair, 64 rows: 2.9
+constexpr int64_t kForwardRows = 192;  // query rows of a block
 static_assert(kForwardRows <= kProductRows);
+constexpr int64_t kPartBlocks = 16;    // 64-key blocks of a part, which is summed by itself
+constexpr int64_t kFewQueries = 1024;  // whose parts are held at once: no more than their keys
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
 // threads.
@@ -28,6 +31,9 @@ struct ForwardUnit {
   PreparedKeys<T> keys;
   LinearKeys<T> linear;
   EarlierChunks<T> earlier;  // causal, without pairs
+  // Where threads share the keys of a block of queries:
+  RowSums<T>* parts = nullptr;  // [blocks][parts]
+  uint8_t* poisoned = nullptr;  // [blocks][parts][rows]
 
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
             bool is_linear = false) {
@@ -35,6 +41,16 @@ struct ForwardUnit {
     if (!is_linear) return;
     linear.take(workspace, params, layout, false);
     if (params.is_causal) earlier.take(workspace, params, layout);
+  }
+  void take_parts(Workspace& workspace, const AttentionLayout<T>& layout, int64_t count,
+                  int64_t rows) {
+    parts = workspace.take<RowSums<T>>(count);
+    poisoned = workspace.take<uint8_t>(count * rows);
+    for (int64_t part = 0; part < count; ++part) {
+      RowSums<T> own;
+      own.take(workspace, layout, rows);
+      if (workspace.has_memory()) parts[part] = own;
+    }
   }
 };
 
@@ -49,9 +65,8 @@ struct ForwardScratch {
   int32_t* narrow_tile = nullptr;  // [rows][64]   w, two to a lane
   T* bias = nullptr;               // [rows][64]
   T* keep = nullptr;               // [rows][64]
-  T* out = nullptr;                // [value panels][rows][64]
-  uint8_t* poisoned = nullptr;
-  RowState<T> state;
+  uint8_t* poisoned = nullptr;     // [rows]
+  RowSums<T> sums, earlier;        // of the part at hand, and of those before
   LinearScratch<T> linear;
 
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
@@ -68,9 +83,9 @@ struct ForwardScratch {
     if (layout.bfloat16_products) narrow_tile = workspace.take<int32_t>(rows * kPanel);
     bias = workspace.take<T>(rows * kPanel);
     keep = workspace.take<T>(rows * kPanel);
-    out = workspace.take<T>(layout.value_panels() * rows * kPanel);
     poisoned = workspace.take<uint8_t>(rows);
-    state.take(workspace, rows, layout.bfloat16_products);
+    sums.take(workspace, layout, rows);
+    if (layout.key_blocks > kPartBlocks) earlier.take(workspace, layout, rows);
   }
 };
 
@@ -87,7 +102,7 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
       // Rounded once: what is dropped later counts in the sum as what is kept does.
       join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
       add_row_sums(band.rows, count, scratch.narrow_tile,
-                   scratch.state.from(band.row).rounded_sums);
+                   scratch.sums.state.from(band.row).rounded_sums);
       if (params.dropout_threshold) {
         drop();
         join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
@@ -96,7 +111,7 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
         panel_gemm<BFloat16x2, Left::kRows>(
             band.rows, min_of(kPanel, layout.d_v - first), ceil_div(count, 2), scratch.narrow_tile,
             keys.narrow_values + (first * layout.padded_keys + at.j0 * kPanel) / 2,
-            scratch.out + first * at.rows + first_row, true);
+            scratch.sums.out + first * at.rows + first_row, true);
       }
       return;
     }
@@ -105,7 +120,7 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
     panel_gemm<T, Left::kRows>(band.rows, min_of(kPanel, layout.d_v - first), count, w,
                                keys.values + first * layout.padded_keys + at.j0 * kPanel,
-                               scratch.out + first * at.rows + first_row, true);
+                               scratch.sums.out + first * at.rows + first_row, true);
   }
 }
 
@@ -113,16 +128,16 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
 template <typename T>
 void finish_rows(const AttentionParams& params, const KeyForm& form, const QueryBlock& block,
                  const ForwardScratch<T>& scratch) {
-  T* out = scratch.out;
+  T* out = scratch.sums.out;
   const T kept = params.dropout_threshold ? kept_factor<T>(params) : T(1);
   for (int64_t r = 0; r < block.rows; ++r) {
-    T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>)), divisor = sum;
-    if (const T* rounded = scratch.state.rounded_sums) {
+    T sum = sum_of_lanes<T>(load(scratch.sums.state.sums + r * kLanes<T>)), divisor = sum;
+    if (const T* rounded = scratch.sums.state.rounded_sums) {
       divisor = sum_of_lanes<T>(load(rounded + r * kLanes<T>)) / kept;
     }
     if (scratch.poisoned[r] && sum != 0) sum = divisor = not_a_number<T>();
     const double row_reference =
-        form.reference + (form.folded ? 0.0 : static_cast<double>(scratch.state.maxima[r]));
+        form.reference + (form.folded ? 0.0 : static_cast<double>(scratch.sums.state.maxima[r]));
     const double log_normalizer =
         sum == 0 ? -infinity<double>() : logarithm(static_cast<double>(sum)) + row_reference;
     const T factor = divisor == 0 ? T(0) : 1 / divisor;
@@ -150,7 +165,16 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
                ForwardScratch<T>& scratch) {
   const int64_t rows = block.rows;
   [[maybe_unused]] const AmxTiles tiles;
+  bool has_earlier = false;
   for (int64_t key_block = begin; key_block < end; ++key_block) {
+    if (key_block > begin && key_block % kPartBlocks == 0) {
+      if (has_earlier) add_earlier(layout, rows, scratch.earlier, scratch.sums);
+      has_earlier = true;
+      const RowSums<T> part = scratch.sums;
+      scratch.sums = scratch.earlier;
+      scratch.earlier = part;
+      scratch.sums.reset(layout, rows);
+    }
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
     const TilePosition at{block.b, block.h, block.i0, rows, j0};
@@ -159,15 +183,16 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
     if (params.dropout_threshold) {
       // Of rounded weights the sum is what is multiplied, when it is complete.
-      fill_keep(params, at, scratch.state.rounded_sums ? T(1) : kept_factor<T>(params),
+      fill_keep(params, at, scratch.sums.state.rounded_sums ? T(1) : kept_factor<T>(params),
                 scratch.keep);
     }
     for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
-      band_weights(params, layout, keys, at, band, queries, bias, scratch.tile, scratch.state,
-                   params.d_v, scratch.out);
+      band_weights(params, layout, keys, at, band, queries, bias, scratch.tile, scratch.sums.state,
+                   params.d_v, scratch.sums.out);
       accumulate_values(params, layout, keys, at, band, scratch);
     });
   }
+  if (has_earlier) add_earlier(layout, rows, scratch.earlier, scratch.sums);
 }
 
 // What moments hold for a block of queries, added to what is there of the other keys. Each row
@@ -184,21 +209,21 @@ void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T
   const T of_keys = unit.linear.squares[chunk_of(params, block.i0)];
   bool any_by_pairs = false;
   for (int64_t r = 0; r < rows; ++r) {
-    own.sums[r] += sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
+    own.sums[r] += sum_of_lanes<T>(load(scratch.sums.state.sums + r * kLanes<T>));
     const T square = square_of(layout.feature, queries.phi, queries.rows, r);
     own.by_pairs[r] = !keeps_digits(layout.products(), own.sums[r], square, of_keys);
     any_by_pairs |= own.by_pairs[r] != 0;
   }
-  add_panels(rows, layout.d_v, scratch.out, own.out, rows, true);
+  add_panels(rows, layout.d_v, scratch.sums.out, own.out, rows, true);
   if (any_by_pairs) add_pairs(params, layout, block, queries, unit.keys, 0, held_blocks, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     if (own.by_pairs[r]) continue;
     Vec<T> sum{};
     sum[0] = own.sums[r];
-    store<T>(scratch.state.sums + r * kLanes<T>, sum);
+    store<T>(scratch.sums.state.sums + r * kLanes<T>, sum);
     for (int64_t first = 0; first < value_columns; first += kPanel) {
       const int64_t at = first * rows + r * kPanel;
-      copy_row(own.out + at, scratch.out + at);
+      copy_row(own.out + at, scratch.sums.out + at);
     }
   }
 }
@@ -220,8 +245,7 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
                     scratch.poisoned);
     narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
   }
-  scratch.state.reset(rows);
-  __builtin_memset(scratch.out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
+  scratch.sums.reset(layout, rows);
 
   int64_t held_blocks = 0;  // of keys, whose moments there are
   if (unit.linear.is_taken) {
@@ -233,6 +257,20 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
     add_moments_or_pairs(params, layout, block, head, queries, held_blocks, unit, scratch);
   }
   finish_rows(params, unit.keys.form, block, scratch);
+}
+
+// What one part of the keys leaves of a block of queries, in `scratch`.
+template <typename T>
+void forward_part(const AttentionParams& params, const AttentionLayout<T>& layout,
+                  const QueryBlock& block, int64_t part, const T* packed,
+                  const PreparedKeys<T>& keys, ForwardScratch<T> scratch) {
+  const int64_t rows = block.rows, begin = part * kPartBlocks;
+  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
+                  scratch.poisoned);
+  narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
+  scratch.sums.reset(layout, rows);
+  add_pairs(params, layout, block, {scratch.phi, scratch.narrow_phi, scratch.steps, rows}, keys,
+            begin, min_of(begin + kPartBlocks, visible_key_blocks(params, layout, block)), scratch);
 }
 
 template <typename T>
@@ -248,11 +286,15 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
   const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
 
   const bool whole = Schedule::has_whole_units(executor, layout.units);
+  const bool shares_keys = !whole && !is_linear && params.L <= kFewQueries &&
+                           layout.units * blocks_per_unit < 2 * executor.threads;
+  const int64_t parts = shares_keys ? max_of(1, ceil_div(layout.key_blocks, kPartBlocks)) : 1;
   PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
   memory.allocate(
       executor, params, layout, 0, Schedule::slots(executor, layout.units, whole),
       [&](ForwardUnit<T>& unit, Workspace& workspace) {
         unit.take(workspace, params, layout, is_linear);
+        if (parts > 1) unit.take_parts(workspace, layout, blocks_per_unit * parts, rows);
       },
       [&](ForwardScratch<T>& own, Workspace& workspace) {
         own.take(workspace, params, layout, rows, is_linear);
@@ -263,18 +305,42 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
   const LinearForwardStages linear{
       params, layout, memory, is_linear,
       PanelGroups::of_call(params, layout.products(), executor.threads, whole)};
-  const Stage queries{
-      blocks_per_unit, [&](const Place& at, int64_t index, int thread) {
-        const Unit unit = unit_at(params, layout, at.unit);
-        const int64_t head = index / blocks_per_head, i0 = index % blocks_per_head * rows;
-        const QueryBlock block{unit.b, unit.first_query_head + head, i0,
-                               min_of(rows, params.L - i0)};
-        forward_block(params, layout, block, head, memory.frequencies.of(unit, layout.feature),
-                      memory.slots[at.slot], memory.scratch[thread]);
+  const auto block_at = [&](const Unit& unit, int64_t index) {
+    const int64_t head = index / blocks_per_head, i0 = index % blocks_per_head * rows;
+    return QueryBlock{unit.b, unit.first_query_head + head, i0, min_of(rows, params.L - i0)};
+  };
+  const auto scratch_of_part = [&](const Place& at, int64_t part, int thread) {
+    ForwardScratch<T> scratch = memory.scratch[thread];
+    scratch.sums = memory.slots[at.slot].parts[part];
+    scratch.poisoned = memory.slots[at.slot].poisoned + part * rows;
+    return scratch;
+  };
+  const Stage queries{blocks_per_unit * parts, [&](const Place& at, int64_t index, int thread) {
+                        const Unit unit = unit_at(params, layout, at.unit);
+                        const QueryBlock block = block_at(unit, index / parts);
+                        const T* packed = memory.frequencies.of(unit, layout.feature);
+                        if (parts > 1) {
+                          forward_part(params, layout, block, index % parts, packed,
+                                       memory.slots[at.slot].keys,
+                                       scratch_of_part(at, index, thread));
+                        } else {
+                          forward_block(params, layout, block, index / blocks_per_head, packed,
+                                        memory.slots[at.slot], memory.scratch[thread]);
+                        }
+                      }};
+  const Stage sums_of_parts{
+      parts > 1 ? blocks_per_unit : 0, [&](const Place& at, int64_t index, int thread) {
+        const QueryBlock block = block_at(unit_at(params, layout, at.unit), index);
+        const ForwardUnit<T>& unit = memory.slots[at.slot];
+        const int64_t first = index * parts, last = first + parts - 1;
+        for (int64_t part = first; part < last; ++part) {
+          add_earlier(layout, block.rows, unit.parts[part], unit.parts[part + 1]);
+        }
+        finish_rows(params, unit.keys.form, block, scratch_of_part(at, last, thread));
       }};
   run_stages(executor, Schedule{0, layout.units, whole}, keys.logits(), keys.form(), keys.blocks(),
              linear.description(), linear.moments(), linear.chunk_queries(),
-             linear.earlier_chunks(), queries);
+             linear.earlier_chunks(), queries, sums_of_parts);
 }
 
 }  // namespace

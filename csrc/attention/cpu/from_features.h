@@ -110,19 +110,22 @@ void add_values(const T* logits, const T* weights, int64_t count, const Rows<T>&
   int64_t c = 0;
   for (; c + kTogether <= values.width; c += kTogether) {
     Vec<T> sums[4];
-    for (int v = 0; v < 4; ++v) sums[v] = load(out + c + v * kLanes<T>);
+    for (int v = 0; v < 4; ++v) sums[v] = Vec<T>{};
     for (int64_t j = 0; j < count; ++j) {
       if (is_hidden(j)) continue;
       for (int v = 0; v < 4; ++v) sums[v] += load(values[j] + c + v * kLanes<T>) * weights[j];
     }
-    for (int v = 0; v < 4; ++v) store<T>(out + c + v * kLanes<T>, sums[v]);
+    for (int v = 0; v < 4; ++v) {
+      T* total = out + c + v * kLanes<T>;
+      store<T>(total, load(total) + sums[v]);
+    }
   }
   for (; c < values.width; c += kLanes<T>) {
-    Vec<T> sum = load(out + c);
+    Vec<T> sum{};
     for (int64_t j = 0; j < count; ++j) {
       if (!is_hidden(j)) sum += load(values[j] + c) * weights[j];
     }
-    store<T>(out + c, sum);
+    store<T>(out + c, load(out + c) + sum);
   }
 }
 

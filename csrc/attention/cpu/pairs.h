@@ -32,7 +32,7 @@ struct PairTile {
 template <typename T, bool kFolded, bool kMasked, bool kDropout>
 void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, T* dp, T* grad_logit) {
   for (int64_t c = 0; c < tile.columns; c += kLanes<T>) {
-    Vec<T> column_sum = load(grad_logit + c);
+    Vec<T> column_sum{};
     for (int64_t r = tile.first_row(c); r < tile.rows; ++r) {
       const int64_t at = r * kPanel + c;
       const Vec<T> score = load(s + at);
@@ -64,7 +64,7 @@ void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, T* dp, T* grad_logi
       store<T>(w_out + at, w);
       store<T>(s + at, slope * x);
     }
-    store<T>(grad_logit + c, column_sum);
+    store<T>(grad_logit + c, load(grad_logit + c) + column_sum);
   }
 }
 

@@ -83,12 +83,57 @@ struct RowState {
   }
 };
 
+// What some keys leave of a block of queries: sums over them, relative to the maxima of the rows.
+template <typename T>
+struct RowSums {
+  T* out = nullptr;  // [value panels][rows][64]   sum of w v
+  RowState<T> state;
+
+  void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
+    out = workspace.take<T>(layout.value_panels() * rows * kPanel);
+    state.take(workspace, rows, layout.bfloat16_products);
+  }
+  void reset(const AttentionLayout<T>& layout, int64_t rows) {
+    __builtin_memset(out, 0, layout.value_panels() * rows * kPanel * sizeof(T));
+    state.reset(rows);
+  }
+};
+
+// sums grows by what earlier keys have left. Never inlined: the compiler might round differently
+// from call to call.
+template <typename T>
+[[gnu::noinline]] void add_earlier(const AttentionLayout<T>& layout, int64_t rows,
+                                   const RowSums<T>& earlier, const RowSums<T>& sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T before = earlier.state.maxima[r], own = sums.state.maxima[r];
+    const T largest = own > before ? own : before;
+    // Without a maximum, folded or before any finite key, sums are relative to none.
+    const auto factor_of = [&](T maximum) {
+      return maximum == -infinity<T>() ? T(1) : exponential(maximum - largest);
+    };
+    const T of_earlier = factor_of(before), of_own = factor_of(own);
+    const auto add = [&](const T* from, T* to) {
+      store<T>(to, load(from) * of_earlier + load(to) * of_own);
+    };
+    const int64_t lane = r * kLanes<T>;
+    add(earlier.state.sums + lane, sums.state.sums + lane);
+    if (sums.state.rounded_sums) {
+      add(earlier.state.rounded_sums + lane, sums.state.rounded_sums + lane);
+    }
+    for (int64_t panel = 0; panel < layout.value_panels(); ++panel) {
+      const int64_t at = (panel * rows + r) * kPanel;
+      for (int64_t c = at; c < at + kPanel; c += kLanes<T>) add(earlier.out + c, sums.out + c);
+    }
+    sums.state.maxima[r] = largest;
+  }
+}
+
 // s becomes w, hidden pairs become 0, row sums grow. Folded form: w = s^2 + eps e_j.
 //   s [rows][64], columns a multiple of the vector length, terms = eps e_j, bias [rows][64] or null
 template <typename T, bool kMasked>
 void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias, T* s, T* sums) {
   for (int64_t r = 0; r < rows; ++r) {
-    Vec<T> sum = load(sums + r * kLanes<T>);
+    Vec<T> sum{};
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
       const Vec<T> score = load(s + r * kPanel + c);
       Vec<T> w = score * score + load(terms + c);
@@ -98,7 +143,7 @@ void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias
       sum += w;
       store<T>(s + r * kPanel + c, w);
     }
-    store<T>(sums + r * kLanes<T>, sum);
+    store<T>(sums + r * kLanes<T>, load(sums + r * kLanes<T>) + sum);
   }
 }
 
@@ -122,18 +167,19 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
     const T tile_max = max_of_lanes<T>(largest);
     const T after = tile_max > before ? tile_max : before;
     const T reference = after == -infinity<T>() ? T(0) : after;
-    Vec<T> sum = load(state.sums + r * kLanes<T>);
+    T* sums = state.sums + r * kLanes<T>;
     state.rescale[r] = 1;
     if (after > before) {
       state.maxima[r] = after;
       state.rescale[r] = before == -infinity<T>() ? T(0) : exponential(before - after);
       // A NaN sum stems from a poisoned key met before any finite one: it must stay.
-      sum = before == -infinity<T>() ? sum : sum * state.rescale[r];
+      if (before != -infinity<T>()) store<T>(sums, load(sums) * state.rescale[r]);
       if (T* rounded = state.rounded_sums ? state.rounded_sums + r * kLanes<T> : nullptr) {
         store<T>(rounded, load(rounded) * state.rescale[r]);
       }
       rose = true;
     }
+    Vec<T> sum{};
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
       const Vec<T> score = load(s + r * kPanel + c);
       Vec<T> z = load(logits + c);
@@ -145,7 +191,7 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
       sum += w;
       store<T>(s + r * kPanel + c, z == -infinity<T>() ? Vec<T>{} : w);
     }
-    store<T>(state.sums + r * kLanes<T>, sum);
+    store<T>(sums, load(sums) + sum);
   }
   return rose;
 }

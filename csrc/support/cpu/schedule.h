@@ -128,6 +128,7 @@ class Workspace {
     return result;
   }
   int64_t bytes() const { return used_; }
+  bool has_memory() const { return base_ != nullptr; }  // false: only added up
 
  private:
   char* base_;
