@@ -35,6 +35,10 @@ LARGE = (
     Sample("mask shared by columns", B=2, H=3, L=200, S=260, mask="1HL1", mask_kind="float"),
     Sample("mask of one number", B=2, H=3, L=200, S=260, mask="1", mask_kind="float"),
     Sample("large dropout", B=2, H=2, L=200, S=300, dropout_p=0.3),
+    # so few queries that threads share their keys
+    Sample("few queries", B=1, H=1, L=48, S=3000),
+    Sample("few queries, float mask", B=1, H=1, L=60, S=2200, mask="LS", mask_kind="float"),
+    Sample("few causal queries, dropout", B=1, H=1, L=90, S=2100, is_causal=True, dropout_p=0.1),
 )
 
 

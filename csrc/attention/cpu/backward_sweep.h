@@ -58,6 +58,7 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
   const int64_t first_block = sweep * kBackwardKeyBlocks;
   for (int64_t block = 0; block < min_of(kBackwardKeyBlocks, layout.key_blocks - first_block);
        ++block) {
+    if (state.keys.is_hidden[first_block + block]) continue;
     const int64_t j0 = (first_block + block) * kPanel;
     const int64_t rows = round_up(min_of(kPanel, params.S - j0), kLanes<T>);
     const T* phi = state.keys.features + j0 * kPanel;
@@ -108,6 +109,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
     int* progress = state.progress + head * plan.query_blocks + index;
     bool in_turn = false;
     for (int64_t key_block = first_block; key_block < last_block; ++key_block) {
+      if (state.keys.is_hidden[key_block]) continue;
       const int64_t j0 = key_block * kPanel;
       const TilePosition at{block.b, block.h, block.i0, block.rows, j0};
       const Visibility visibility = fill_bias(params, at, scratch.bias);

@@ -70,7 +70,14 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
   const AttentionLayout<T>& layout = plan.layout;
   for (int64_t j0 = begin; j0 < end; j0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - j0);
-    const Array& key = params.key;
+    const Array &key = params.key, &out = params.grad_key;
+    const int64_t at = unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2];
+    if (state.keys.is_hidden[j0 / kPanel]) {
+      if (!out) continue;
+      for (int64_t r = 0; r < rows; ++r) fill_row(scratch.grad_x, rows, r, params.d, T(0));
+      store_panels(out, at, out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
+      continue;
+    }
     load_clean_tokens(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
                       rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
     features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
@@ -79,7 +86,6 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
                          state.keys.tangents.from(j0), T(2),
                          state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys,
                          params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
-    const Array& out = params.grad_key;
     if (!out) continue;
     T* rows_on_side = scratch.keys.tokens;  // two rows of d
     for (int64_t r = 0; r < rows; ++r) {
@@ -87,8 +93,7 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
                              scratch.grad_x, rows_on_side,
                              rows_on_side + round_up(params.d, kPanel));
     }
-    store_panels(out, unit.b * out.stride[0] + unit.head * out.stride[1] + j0 * out.stride[2],
-                 out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
+    store_panels(out, at, out.stride[2], out.stride[3], rows, params.d, scratch.grad_x, rows);
   }
 }
 

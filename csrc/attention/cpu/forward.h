@@ -175,6 +175,7 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
       scratch.earlier = part;
       scratch.sums.reset(layout, rows);
     }
+    if (keys.is_hidden[key_block]) continue;
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
     const TilePosition at{block.b, block.h, block.i0, rows, j0};

@@ -92,6 +92,8 @@ struct PreparedKeys {
   T* logits = nullptr;          // [padded_keys]       g_j - reference
   T* weight_terms = nullptr;    // [padded_keys]       folded: eps e_j
   T* feature_scales = nullptr;  // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
+  uint8_t* is_hidden =
+      nullptr;  // [key_blocks]        of all its keys: the block counts for nothing
   // Forward:
   KeyFeatures<T> by_column;          // of all blocks
   T* values = nullptr;               // [value panels][padded_keys][64]; or
@@ -100,11 +102,19 @@ struct PreparedKeys {
   T* features = nullptr;  // [feature panels][padded_keys][64]
   Tangents<T> tangents;   // [feature panels][padded_keys][32]
 
+  // Whether all blocks of the keys [first, first + count) are hidden.
+  bool are_hidden(int64_t first, int64_t count) const {
+    for (int64_t block = first / kPanel; block * kPanel < first + count; ++block) {
+      if (!is_hidden[block]) return false;
+    }
+    return true;
+  }
   void take(Workspace& workspace, const AttentionLayout<T>& layout, bool backward) {
     const int64_t keys = layout.padded_keys;
     logits = workspace.take<T>(keys);
     weight_terms = workspace.take<T>(keys);
     feature_scales = workspace.take<T>(keys);
+    is_hidden = workspace.take<uint8_t>(layout.key_blocks);
     if (backward) {
       features = workspace.take<T>(layout.feature_panels() * keys * kPanel);
       tangents = {workspace.take<T>(Tangents<T>::size(layout.feature, keys)), keys};

@@ -66,20 +66,14 @@ void store_values(const AttentionLayout<T>& layout, int64_t j0, int64_t rows, co
   }
 }
 
-// Fills block `block` of `keys` from the unit's logits g [S].
+// Features phi [feature panels][phi_rows][64] of the block at key j0, times the root of e_j, and
+// values in the scratch; rows of zeros for keys that are not finite, which are marked in `keys`.
 template <typename T>
-void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
-                  int64_t block, const double* logits, const T* packed,
-                  const KeyScratch<T>& scratch, const PreparedKeys<T>& keys) {
-  const int64_t j0 = block * kPanel;
+void load_block(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
+                int64_t j0, int64_t rows, const T* packed, const KeyScratch<T>& scratch,
+                const PreparedKeys<T>& keys, T* phi, int64_t phi_rows) {
   const int64_t count = min_of(kPanel, params.S - j0);
-  const int64_t rows = round_up(count, kLanes<T>);  // what the tiles of this block read
   const FeatureLayout<T>& feature = layout.feature;
-  const bool backward = keys.features != nullptr;
-  T* phi = backward ? keys.features + j0 * kPanel : scratch.features;
-  const int64_t phi_rows = backward ? layout.padded_keys : kPanel;
-  prepare_weight_terms(params, logits, keys, j0, count);
-
   const Array& key = params.key;
   load_panels(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
               key.stride[2], key.stride[3], count, params.d, scratch.tokens, kPanel);
@@ -104,6 +98,33 @@ void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layou
     keys.tangents.clear(feature, j);
     if (params.value) fill_row(scratch.values, kPanel, r, params.d_v, T(0));
     if (!hidden) keys.logits[j] = keys.weight_terms[j] = not_a_number<T>();
+  }
+}
+
+// Fills block `block` of `keys` from the unit's logits g [S].
+template <typename T>
+void prepare_keys(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
+                  int64_t block, const double* logits, const T* packed,
+                  const KeyScratch<T>& scratch, const PreparedKeys<T>& keys) {
+  const int64_t j0 = block * kPanel;
+  const int64_t count = min_of(kPanel, params.S - j0);
+  const int64_t rows = round_up(count, kLanes<T>);  // what the tiles of this block read
+  const bool backward = keys.features != nullptr;
+  T* phi = backward ? keys.features + j0 * kPanel : scratch.features;
+  const int64_t phi_rows = backward ? layout.padded_keys : kPanel;
+  prepare_weight_terms(params, logits, keys, j0, count);
+
+  bool is_hidden = true;
+  for (int64_t j = j0; j < j0 + count; ++j) is_hidden &= keys.logits[j] == -infinity<T>();
+  keys.is_hidden[block] = is_hidden;
+  if (is_hidden) {
+    for (int64_t r = 0; r < rows; ++r) {
+      fill_row(phi, phi_rows, r, layout.feature_panels() * kPanel, T(0));
+      fill_row(scratch.values, kPanel, r, params.d_v, T(0));
+      if (backward) keys.tangents.clear(layout.feature, j0 + r);
+    }
+  } else {
+    load_block(params, layout, unit, j0, rows, packed, scratch, keys, phi, phi_rows);
   }
   if (backward) return;
   keys.by_column.fill(layout, block, rows, phi, phi_rows, scratch.lanes);

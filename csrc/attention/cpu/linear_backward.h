@@ -208,13 +208,16 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panel
   sum_moments(
       products, panels, plan.params.S, plan.params.d_v,
       [&](int64_t first, int64_t count) {
+        if (state.keys.are_hidden(first, count)) return false;
         load_linear_keys(plan, unit, first, count, state.linear.keys.center(0), state, scratch);
+        return true;
       },
       scratch.products, state.linear.keys.moments);
   sum_moments(
       products, panels, plan.layout.heads_per_unit * plan.params.L, plan.params.d_v,
       [&](int64_t first, int64_t count) {
         load_linear_queries(plan, first, count, state, scratch);
+        return true;
       },
       scratch.products, state.linear.queries);
   state.linear.queries.transpose(panels);
@@ -315,6 +318,7 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
     const bool has_later = chunk + 1 < chunks;
     if (has_later && first < S) of_queries.transpose(panels);
     for (int64_t j0 = first; has_later && j0 < min_of(S, first + kCausalChunk); j0 += kPanel) {
+      if (state.keys.is_hidden[j0 / kPanel]) continue;
       const T* values = centered_values(plan, unit, j0, keys.center(chunk + 1), state, scratch);
       key_product_gradients(plan, j0, values, panels, of_queries, state, scratch);
       const int64_t rows = min_of(kPanel, S - j0);
@@ -401,6 +405,7 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
   const int64_t end = min_of(plan.params.S, first_key + kSweepKeys);
   const T* center = center_of_keys(plan, linear.keys, chunk_of(plan.params, first_key));
   for (int64_t j0 = first_key; j0 < end; j0 += kPanel) {
+    if (state.keys.is_hidden[j0 / kPanel]) continue;
     const int64_t rows = min_of(kPanel, end - j0);
     T* grad_value = scratch.sweep.grad_value + (j0 - first_key) * kPanel;
     const T* values = centered_values(plan, unit, j0, center, state, scratch);

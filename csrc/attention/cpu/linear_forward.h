@@ -215,8 +215,10 @@ struct LinearForwardStages {
                    sum_moments(
                        layout.products(), groups.of(group), params.S, layout.d_v,
                        [&](int64_t first, int64_t count) {
+                         if (unit.keys.are_hidden(first, count)) return false;
                          load_keys(layout, unit.keys, unit.linear.center(0), first, count, own.keys,
                                    own.linear.products);
+                         return true;
                        },
                        own.linear.products, unit.linear.moments);
                  }};

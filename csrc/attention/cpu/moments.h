@@ -124,15 +124,15 @@ void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int6
 }
 
 // Moments of some panels over `tokens` tokens. load_tokens(first, count) fills x, values and
-// factors of the scratch for up to kMomentTokens tokens. Each sum is made by one thread, in the
-// order of tokens.
+// factors of the scratch for up to kMomentTokens tokens, or tells that none counts. Each sum is
+// made by one thread, in the order of tokens.
 template <typename T, typename Load>
 void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t tokens, int64_t d_v,
                  const Load& load_tokens, const ProductScratch<T>& scratch, const Moments<T>& out) {
   out.clear(panels);
   for (int64_t first = 0; first < tokens; first += kMomentTokens) {
     const int64_t count = min_of(kMomentTokens, tokens - first);
-    load_tokens(first, count);
+    if (!load_tokens(first, count)) continue;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       add_moments(layout, panel, count, d_v, scratch, out);
     }
