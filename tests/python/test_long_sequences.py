@@ -41,6 +41,17 @@ def test_long_sums_are_as_accurate_as_the_references(sample: Sample) -> None:
     assert_call_accurate(attention, reference, arguments)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_few_heavy_keys_do_not_cost_the_others_digits(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(1, 4, 900, size, generator=generator) for _ in range(2))
+    value = torch.randn(1, 4, 900, 16, generator=generator)
+    w1, w2 = (0.06 * torch.randn(4, size, 16, generator=generator) for _ in range(2))
+    call = {"query": query, "key": 2 * key, "value": value, "w1": w1, "w2": w2}
+    assert_output_accurate(attention(**call), reference(**call), in_float64(reference, call))
+
+
 def hide(arguments: Arguments, begin: int, end: int) -> Arguments:
     """Keys [begin, end) hidden, and NaN."""
     bias = torch.zeros(arguments["key"].shape[2], dtype=torch.float32)

@@ -145,13 +145,11 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
         load_values(params, layout, unit, j0, scratch.keys.values);
         return scratch.keys.values;
       },
-      [&](int64_t j0) {
-        double sum = 0;
+      [&](int64_t j0, KeySquares& sums) {
         for (int64_t j = j0; j < min_of(params.S, j0 + kPanel); ++j) {
-          sum += static_cast<double>(
-              square_of(layout.feature, state.keys.features, layout.padded_keys, j));
+          sums.add(static_cast<double>(
+              square_of(layout.feature, state.keys.features, layout.padded_keys, j)));
         }
-        return sum;
       },
       linear.keys);
   if (!linear.keys.is_taken) return;

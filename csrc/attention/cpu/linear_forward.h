@@ -76,24 +76,24 @@ void load_keys(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, co
   for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
 }
 
-// sum |phi_j|^2 of the block of keys at j0.
+// Adds |phi_j|^2 of the block of keys at j0.
 template <typename T>
-double square_of_block(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t j0,
-                       int64_t S) {
-  const int64_t columns = round_up(min_of(kPanel, S - j0), kLanes<T>);
-  double sum = 0;
-  for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
-    const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
-    const T* phi = keys.by_column.phi + block * kPanel * kPanel;
+void add_squares_of_block(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, int64_t j0,
+                          int64_t S, KeySquares& sums) {
+  const int64_t count = min_of(kPanel, S - j0);
+  for (int64_t first = 0; first < count; first += kLanes<T>) {
     Vec<T> squares{};
-    for (int64_t row = 0; row < layout.feature.columns(panel); ++row) {
-      for (int64_t c = row * kPanel; c < row * kPanel + columns; c += kLanes<T>) {
-        squares += load(phi + c) * load(phi + c);
+    for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+      const int64_t block = j0 / kPanel * layout.feature_panels() + panel;
+      const T* phi = keys.by_column.phi + block * kPanel * kPanel + first;
+      for (int64_t row = 0; row < layout.feature.columns(panel); ++row) {
+        squares += load(phi + row * kPanel) * load(phi + row * kPanel);
       }
     }
-    sum += static_cast<double>(sum_of_lanes<T>(squares));
+    for (int64_t c = 0; c < min_of(kLanes<T>, count - first); ++c) {
+      sums.add(static_cast<double>(squares[c]));
+    }
   }
-  return sum;
 }
 
 // Features of a block of queries, where the pairs and the chunks read them.
@@ -199,7 +199,9 @@ struct LinearForwardStages {
                    describe_keys(
                        params, layout, unit.keys, layout.padded_keys,
                        [&](int64_t j0) { return unit.keys.values + j0 * kPanel; },
-                       [&](int64_t j0) { return square_of_block(layout, unit.keys, j0, params.S); },
+                       [&](int64_t j0, KeySquares& sums) {
+                         add_squares_of_block(layout, unit.keys, j0, params.S, sums);
+                       },
                        unit.linear);
                    if (!is_causal()) return;
                    __builtin_memset(unit.earlier.groups, 0,

@@ -8,6 +8,8 @@
 // whose scores are all far below that would lose its weights: the mean square of the score between
 // directions taken at random is 1/F of it, and queries whose sum of weights is below a quarter of
 // that mean are computed by pairs (docs/performance.md, "Linear time", has what they would err).
+// Where few keys hold the sum their errors do not cancel, and that quarter grows by 8 / n, for
+// n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
 //
 // Values count relative to their mean over e_j, which goes into the output as it is: the term of
 // eps vanishes, and differences of values, as gradients are made of, keep their digits. In a causal
@@ -44,7 +46,7 @@ struct LinearKeys {
   // Of the keys that moments hold for a chunk:
   T* centers = nullptr;     // [chunks][center_size]   sum e_j v_j / sum e_j
   T* magnitudes = nullptr;  // [chunks]   sum e_j
-  T* squares = nullptr;     // [chunks]   sum |phi_j|^2
+  T* squares = nullptr;     // [chunks]   sum |phi_j|^2, times 1 + 32 / n
   int64_t center_size = 0;
   Moments<T> moments;  // where there is one chunk
 
@@ -83,24 +85,36 @@ double add_weighted_values(const AttentionLayout<T>& layout, const T* feature_sc
   return magnitude;
 }
 
+// Sums over keys of |phi_j|^2 and |phi_j|^4.
+struct KeySquares {
+  double squares = 0, fourths = 0;
+
+  void add(double square) {
+    squares += square;
+    fourths += square * square;
+  }
+  double weighted() const { return squares == 0 ? 0 : squares + 32 * fourths / squares; }
+};
+
 // Whether a unit goes without pairs, and what its chunks know of the keys that moments hold for
 // them. For a block of keys at j0, values(j0) loads theirs, [value panels][value_rows][64],
-// and square(j0) is the sum of |phi_j|^2.
-template <typename T, typename Values, typename Square>
+// and add_squares(j0, sums) adds their |phi_j|^2.
+template <typename T, typename Values, typename Squares>
 void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layout,
                    const PreparedKeys<T>& keys, int64_t value_rows, const Values& values,
-                   const Square& square, LinearKeys<T>& out) {
-  double magnitude = 0, squares = 0;
+                   const Squares& add_squares, LinearKeys<T>& out) {
+  double magnitude = 0;
+  KeySquares squares;
   for (int64_t c = 0; c < layout.d_v; ++c) out.sums[c] = 0;
   for (int64_t chunk = 0, j0 = 0; chunk < chunk_count(params); ++chunk) {
     for (; j0 < keys_before(params, chunk); j0 += kPanel) {
       const int64_t count = min_of(kPanel, params.S - j0);
       magnitude += add_weighted_values(layout, keys.feature_scales + j0, count, values(j0),
                                        value_rows, out.sums);
-      squares += square(j0);
+      add_squares(j0, squares);
     }
     out.magnitudes[chunk] = static_cast<T>(magnitude);
-    out.squares[chunk] = static_cast<T>(squares);
+    out.squares[chunk] = static_cast<T>(squares.weighted());
     for (int64_t c = 0; c < out.center_size; ++c) {
       const bool has_mean = c < layout.d_v && magnitude > 0;
       out.center(chunk)[c] = has_mean ? static_cast<T>(out.sums[c] / magnitude) : T(0);
@@ -160,7 +174,7 @@ T square_of(const FeatureLayout<T>& layout, const T* phi, int64_t phi_rows, int6
 }
 
 // Whether products keep the digits of the weights of a query: their sum is not far below its mean
-// over directions. |phi_q|^2 = query, sum |phi_j|^2 = keys.
+// over directions. |phi_q|^2 = query, LinearKeys::squares = keys.
 template <typename T>
 bool keeps_digits(const ProductLayout& layout, T sum_of_weights, T query, T keys) {
   constexpr T kShareOfMean = 0.25;
