@@ -219,13 +219,21 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
     any = true;
   }
   if (!any) return;
+  // Keys that nothing comes in for: what they hold may be NaN.
+  at::Tensor unseen = at::ones({B, S}, keys.value.options().dtype(at::kBool));
+  for (const at::Tensor& matrix : matrices) {
+    if (matrix.defined()) unseen.logical_and_((matrix == 0).flatten(2).all(-1));
+  }
+  if (grad_value_norms.defined()) unseen.logical_and_((grad_value_norms == 0).all(1));
+  Keys seen = keys;
+  seen.value = keys.value.masked_fill(unseen.unsqueeze(1).unsqueeze(-1), 0);
   const int64_t step = tokens_at_a_time(sizes);
   for (int64_t j0 = 0; j0 < S; j0 += step) {
     const int64_t tokens = std::min(step, S - j0), count = B * tokens;
     at::Tensor vectors = at::empty({count, H, D}, keys.value.options());
     for (int64_t h = 0; h < H; ++h) {
       at::Tensor target = vectors.select(1, h);
-      transform(keys, sizes, h, j0, tokens, target);
+      transform(seen, sizes, h, j0, tokens, target);
     }
     // Forward through the norms, then back, adding each variant's part.
     std::array<at::Tensor, 3> variants = {vectors};
@@ -273,7 +281,7 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
       if (wanted[kProjection]) {
         totals.inputs[kProjection]
             .narrow(1, h * d_v, d_v)
-            .addmm_(of_head.t(), tokens_of(keys, sizes, h, j0, tokens));
+            .addmm_(of_head.t(), tokens_of(seen, sizes, h, j0, tokens));
       }
     }
   }
@@ -305,6 +313,10 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
   const ExactArithmetic exact;
   const ContributionSizes sizes = check_contributions(given);
   ContributionCall call = given;
+  for (at::Tensor* input : differentiable_inputs(call)) {
+    // torch resolves no tensor that is in a list
+    if (input->defined()) *input = input->resolve_neg();
+  }
   Block& block = call.block;
   bool needs_own = false;
   for (int map = 0; map < kMaps; ++map) {
@@ -312,7 +324,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     needs_own = needs_own || (block.maps[map] && map >= kWithResidual);
   }
   const at::Tensor grad_value_norms =
-      block.maps[kValueNorms] ? grad_maps[kValueNorms] : at::Tensor();
+      block.maps[kValueNorms] ? grad_maps[kValueNorms].resolve_neg() : at::Tensor();
   block.maps[kValueNorms] = false;  // of the keys only factors are needed
   const at::ScalarType type = arithmetic_type(call);
   const Keys keys = prepare_keys<Device>(call, sizes, at::kDouble);
@@ -338,7 +350,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     MapTensors grads;
     for (int map = kSummed; map < kMaps; ++map) {
       if (!block.maps[map]) continue;
-      grads[map] = grad_maps[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows);
+      grads[map] = grad_maps[map].resolve_neg().narrow(map == kMixingRatios ? 2 : 1, i0, rows);
     }
     const WeightsGraph graph = weights_graph(round, type, wanted);
     const at::Tensor weights = graph.weights.detach();

@@ -133,19 +133,34 @@ at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask) 
   const int64_t d = source.query.size(3), G = source.key.size(1), S = source.key.size(2);
   const double scale = source.scale.value_or(1.0 / std::sqrt(static_cast<double>(d)));
   const at::Tensor grouped = (source.query.to(type) * scale).reshape({B, G, H / G * rows, d});
-  at::Tensor logits =
-      at::matmul(grouped, source.key.to(type).transpose(2, 3)).view({B, H, rows, S});
+  std::vector<at::Tensor> terms;  // that broadcast to [B, H, rows, S]
   if (is_present(source.options.key_bias)) {
     at::Tensor bias = source.options.key_bias->to(type);
     if (bias.dim() >= 2 && bias.size(-2) != 1) {
       bias = at::repeat_interleave(bias, H / bias.size(-2), -2);
     }
-    logits = logits + bias.unsqueeze(-2);
+    terms.push_back(bias.unsqueeze(-2));
   }
-  if (!mask.defined()) return at::softmax(logits, -1);
-  logits = mask.scalar_type() == at::kBool
-               ? at::where(mask, logits, at::scalar_tensor(-INFINITY, logits.options()))
-               : logits + mask.to(type);
+  if (mask.defined()) {
+    const at::Tensor lowest = at::scalar_tensor(-INFINITY, grouped.options());
+    terms.push_back(mask.scalar_type() == at::kBool ? zero_where(mask, lowest) : mask.to(type));
+  }
+  at::Tensor key = source.key.to(type);
+  at::Tensor hidden;
+  for (const at::Tensor& term : terms) {
+    const at::Tensor by_term = term == -INFINITY;
+    hidden = hidden.defined() ? hidden.logical_or(by_term) : by_term;
+  }
+  if (hidden.defined()) {
+    // What a key holds that no row sees does not count, NaN neither.
+    const at::Tensor unseen =
+        hidden.expand({B, H, rows, S}).reshape({B, G, H / G * rows, S}).all(2);
+    key = zero_where(unseen.unsqueeze(-1), key);
+  }
+  at::Tensor logits = at::matmul(grouped, key.transpose(2, 3)).view({B, H, rows, S});
+  if (!hidden.defined()) return at::softmax(logits, -1);
+  for (const at::Tensor& term : terms) logits = logits + term;
+  logits = at::where(hidden, at::scalar_tensor(-INFINITY, logits.options()), logits);
   // A row that sees nothing is zero, not NaN, in value and in gradient.
   const at::Tensor blind = (logits == -INFINITY).all(-1, true);
   return zero_where(blind, at::softmax(zero_where(blind, logits), -1));

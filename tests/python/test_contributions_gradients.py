@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import assert_close, error
+from agreement import assert_close, assert_identical, error
 from contribution_samples import (
     BLOCK,
     PADDED,
@@ -215,6 +215,34 @@ def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
     assert weights.grad is not None
     assert weights.grad.isfinite().all()
     assert (maps.summed.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["summed", "per_head"])
+def test_what_a_key_without_weight_holds_never_shows(name: str) -> None:
+    weights, value = torch.rand(2, 3, 5, 6), torch.randn(2, 3, 6, 4)
+    weights[..., 2] = 0
+    results = []
+    for rubbish in (1.0, torch.nan):
+        value[:, :, 2] = rubbish
+        call = [x.clone().requires_grad_() for x in (weights, value, torch.ones(12, 12))]
+        found = getattr(ikattn.contributions(*call, maps=[name]), name)
+        results.append([found, *torch.autograd.grad(found.sum(), call)])
+    others = [0, 1, 3, 4, 5]
+    for result in results:  # what the weight would bring is not there where the key is NaN
+        assert all(x.isfinite().all() for x in result)
+        result[1] = result[1][..., others]
+    assert_identical(*results)
+
+
+def test_negated_views_have_the_gradients_of_their_numbers() -> None:
+    weights, value, projection = torch.rand(1, 2, 5, 5), torch.randn(1, 2, 5, 4), torch.randn(8, 8)
+    found = []
+    ones = torch.ones(1, 5, 5)
+    for x, incoming in ((weights, -ones), (torch._neg_view(-weights), torch._neg_view(ones))):
+        call = [x.detach().requires_grad_(), value, projection]
+        summed = ikattn.contributions(*call, maps=["summed"]).summed
+        found.append(torch.autograd.grad(summed, call[0], incoming)[0])
+    assert_identical(found[:1], found[1:])
 
 
 def test_batched_gradients_are_those_one_by_one() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import assert_close
+from agreement import assert_close, assert_identical
 from contribution_samples import (
     BLOCK,
     Sample,
@@ -117,6 +117,28 @@ def test_streamed_maps_are_differentiable(kernel: str) -> None:
         return tuple(named(maps).values())
 
     assert torch.autograd.gradcheck(function, tuple(leaves))
+
+
+@pytest.mark.parametrize("hide", ["key_bias", "attn_mask", "float attn_mask"])
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_what_hidden_keys_hold_never_shows(kernel: str, hide: str) -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    projection, w = torch.randn(32, 32), 0.1 * torch.randn(2, 4, 8, 5)
+    visible = torch.tensor([True, True, False, True, False, True])
+    bias = torch.zeros(6).masked_fill(~visible, -torch.inf)
+    mask = visible if hide == "attn_mask" else bias
+    options = {"key_bias" if hide == "key_bias" else "attn_mask": mask}
+    options |= {"w1": w[0], "w2": w[1]} if kernel == "implicit" else {}
+    results = []
+    for rubbish in (0.0, torch.nan):
+        call = [x.clone() for x in (q, k, v, projection)]
+        for x in call[1:3]:
+            x[:, :, ~visible] = rubbish
+        call = [x.requires_grad_() for x in call]
+        summed = ikattn.streamed_contributions(*call, maps=["summed"], **options).summed
+        results.append([summed, *torch.autograd.grad(summed.sum(), call)])
+    assert all(x.isfinite().all() for x in results[0])
+    assert_identical(*results)
 
 
 def test_streaming_many_rounds_gives_what_one_gives() -> None:

@@ -191,7 +191,9 @@ def contributions(
             weights = weights.masked_fill(query_padding[:, None, :, None], 0)
         if key_padding is not None:
             weights = weights.masked_fill(key_padding[:, None, None, :], 0)
-        found.per_head = weights * norms
+        # NaN behind a weight of 0 must not show.
+        does_not_count = (weights == 0) & ~norms.isfinite()
+        found.per_head = weights * norms.masked_fill(does_not_count, 0)
     return found
 
 
