@@ -235,7 +235,7 @@ def test_the_function_drops_what_upstream_drops(training):
     assert_same(*results)
 
 
-X, Y = torch.zeros(L, N, E), torch.zeros(S, N, E)
+X, Y, W = torch.zeros(L, N, E), torch.zeros(S, N, E), torch.zeros(H, E // H, 2)
 # name: arguments that replace those of a good call
 BAD_FUNCTION_CALLS = {
     "embed_dim": {"embed_dim_to_check": E + 1},
@@ -274,6 +274,21 @@ BAD_FUNCTION_CALLS = {
     "size of static_k": {"static_k": torch.zeros(N * H, S, E)},
     "batch of static_v": {"static_v": torch.zeros(N, S, E // H)},
     "size of static_v": {"static_v": torch.zeros(N * H, S, E)},
+    "static_k longer than value": {
+        "static_k": torch.zeros(N * H, S + 1, E // H),
+        "need_weights": False,
+    },
+    "static_v longer than key": {
+        "static_v": torch.zeros(N * H, S + 1, E // H),
+        "need_weights": False,
+    },
+    "static_k longer than static_v": {
+        "static_k": torch.zeros(N * H, S + 1, E // H),
+        "static_v": torch.zeros(N * H, S - 1, E // H),
+        "add_zero_attn": True,
+        "key_padding_mask": torch.zeros(N, S + 1),
+        "need_weights": False,
+    },
     "2-D mask": {"attn_mask": torch.zeros(S, L)},
     "3-D mask": {"attn_mask": torch.zeros(H, L, S)},
     "int mask": {"attn_mask": torch.zeros(L, S, dtype=torch.int)},
@@ -297,18 +312,20 @@ def good_call():
     return arguments | {"out_proj_weight": torch.zeros(E, E), "out_proj_bias": torch.zeros(E)}
 
 
+@each_kernel
 @pytest.mark.parametrize("name", BAD_FUNCTION_CALLS)
-def test_the_function_raises_what_upstream_raises(name):
+def test_the_function_raises_what_upstream_raises(name, kernel):
     arguments = good_call() | BAD_FUNCTION_CALLS[name]
+    options = {"kernel": kernel, "w1": W if kernel == "implicit" else None}
     raised = []
-    for function in (multi_head_attention_forward, F.multi_head_attention_forward):
+    for function in (
+        functools.partial(multi_head_attention_forward, **options),
+        F.multi_head_attention_forward,
+    ):
         with pytest.raises((AssertionError, RuntimeError)) as caught:
             function(**arguments)
         raised.append((caught.type, str(caught.value)))
     assert raised[0] == raised[1]
-
-
-W = torch.zeros(H, E // H, 2)
 
 
 @pytest.mark.parametrize(

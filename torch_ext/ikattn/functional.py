@@ -330,6 +330,10 @@ def with_extra_keys(
         key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
         masks = masks.with_visible_keys(1)
     masks.check_padding(key)
+    if value.shape != key.shape:  # static ones; for scaled_dot_product_attention an unchecked read
+        raise RuntimeError(
+            f"shape '{list(key.shape)}' is invalid for input of size {value.numel()}"
+        )
     return key, value, masks
 
 
