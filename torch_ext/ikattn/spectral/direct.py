@@ -110,7 +110,12 @@ class Direct(nn.Module):
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 of shape [H, d, M]; they do not depend on the input."""
-        return self.frequencies()
+        w1, w2 = self.frequencies()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _are_duals_active():
+            return w1, w2
+        # Views of parameters require grad even here, without a gradient function, which hooks on
+        # modules (torch's ModuleTracker) take for an error.
+        return w1.detach(), None if w2 is None else w2.detach()
 
     def extra_repr(self) -> str:
         return (
@@ -159,6 +164,11 @@ class Stationary(Direct):
             device=device,
             dtype=dtype,
         )
+
+
+def _are_duals_active() -> bool:
+    """Whether there is forward-mode differentiation, which detach() would end."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 @torch.no_grad()
