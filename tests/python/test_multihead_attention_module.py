@@ -240,9 +240,10 @@ def test_torch_compile_takes_the_module_in_one_graph(kernel, training):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (5, 7, 9):
         x = batch(N, length, E).requires_grad_()
-        padding, mask = ignore(N, length), causal(length) < 0
-        for wanted in ({"need_weights": False}, {}):
-            arguments = {"key_padding_mask": padding, "attn_mask": mask, **wanted}
+        padding, mask = ignore(N, length), causal(length)
+        # masks of different types would warn, which would break the graph
+        for wanted in ({"need_weights": False}, {}, {"attn_mask": mask}):
+            arguments = {"key_padding_mask": padding, "attn_mask": mask < 0, **wanted}
             output, _ = compiled(x, x, x, **arguments)
             if training:
                 output.sum().backward()

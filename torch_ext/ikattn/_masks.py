@@ -76,6 +76,7 @@ def check_types(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> No
         key_padding_mask is not None
         and attn_mask is not None
         and key_padding_mask.dtype != attn_mask.dtype
+        and not torch.compiler.is_compiling()  # a warning would break the graph
     ):
         warnings.warn(
             "Support for mismatched key_padding_mask and attn_mask is deprecated. "
