@@ -264,7 +264,7 @@ def attend(
     hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
     masks = Masks(masks.padding, None if hint else masks.attention, hint)
     q, k, v = projection(query, key, value, batch_first)
-    masks = masks.four_axes(q, k)
+    masks = masks.four_axes(q, k).for_logits_of(q)
     k, v, masks = with_extra_keys(k, v, masks, extra)
     compute = _implicit if kernel.name == "implicit" else _softmax
     output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
