@@ -335,6 +335,7 @@ def test_the_function_raises_what_upstream_raises(name, kernel):
     [
         ({"kernel": "softmax"}, r"kernel must be one of \('dot', 'rbf', 'implicit'\), got"),
         ({"kernel": "rbf", "p": 0.5}, "p must be a real number >= 1.*got 0.5"),
+        ({"kernel": "rbf", "p": "learned"}, "p must be a real number >= 1.*got 'learned'"),
         ({"kernel": "implicit"}, "expected w1.*got kernel='implicit' with w1 missing, w2 missing"),
         ({"kernel": "rbf", "w1": W}, "got kernel='rbf' with w1 given, w2 missing"),
         ({"kernel": "dot", "w2": W}, "got kernel='dot' with w1 missing, w2 given"),

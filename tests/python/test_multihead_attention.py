@@ -345,7 +345,13 @@ def test_masks_may_be_float32_or_of_the_querys_type(name, kernel, wanted):
         ({"p": 0.5}, "p must be a real number >= 1.*got 0.5"),
         ({"p": math.nan}, "p must be a real number"),
         ({"p": math.inf}, "p must be a real number"),
-        ({"num_frequencies": 0}, "num_frequencies must be at least 1, got 0"),
+        ({"p": "two"}, "p must be a real number >= 1.*got 'two'"),
+        ({"num_frequencies": 0}, "num_frequencies must be an integer >= 1, got 0"),
+        ({"num_frequencies": 2.5}, "num_frequencies must be an integer >= 1, got 2.5"),
+        (
+            {"num_frequencies": "8", "spectral": "ikan"},
+            "num_frequencies must be an integer >= 1, got '8'",
+        ),
         ({"spectral": "fourier"}, "spectral must be one of 'direct'.*Module, got 'fourier'"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -280,8 +281,8 @@ def check_kernel(kernel: str, p: float | None) -> None:
     """Raises ValueError for a kernel, or an order of the norm, that does not exist."""
     if kernel not in get_args(Kernel):
         raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
-    if p is not None and not 1 <= p < float("inf"):
-        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p}")
+    if p is not None and not (isinstance(p, Real) and 1 <= p < float("inf")):
+        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p!r}")
 
 
 def _given_frequencies(kernel: str, w1: Tensor | None, w2: Tensor | None) -> Frequencies | None:

@@ -23,6 +23,7 @@ from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.magnitude import LearnedOrder
 from ikattn.spectral import make_spectral
+from ikattn.spectral.direct import checked_count
 from ikattn.spectral.interface import call_source
 
 __all__ = ["MultiheadAttention"]
@@ -163,7 +164,7 @@ class MultiheadAttention(StockMultiheadAttention):
                 spectral,
                 num_heads=self.num_heads,
                 head_dim=self.head_dim,
-                num_frequencies=num_frequencies,
+                num_frequencies=checked_count(num_frequencies),
                 stationary=stationary,
                 seed=seed,
                 device=weight.device,
@@ -226,7 +227,7 @@ class MultiheadAttention(StockMultiheadAttention):
             RuntimeError: ``is_causal`` with frequencies that depend on whole sequences.
             TypeError, ValueError: The source of frequencies returned what it must not.
         """
-        arguments = (
+        arguments: tuple[Any, ...] = (
             query,
             key,
             value,
@@ -238,7 +239,7 @@ class MultiheadAttention(StockMultiheadAttention):
         )
         tracer = next((x.tracer for x in arguments if isinstance(x, fx.Proxy)), None)
         if isinstance(tracer, fx.Tracer) and tracer.root is not self:
-            return self._as_leaf(tracer, *arguments)
+            return self._as_leaf(tracer, *arguments)  # type: ignore[no-any-return]
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(*arguments)
         if is_causal and getattr(self.spectral, "pools", False):

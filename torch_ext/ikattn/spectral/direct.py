@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +19,17 @@ def unit_angle_scale(head_dim: int) -> float:
     head size. docs/spectral.md compares it with others.
     """
     return 1 / (2 * math.pi * math.sqrt(head_dim))
+
+
+def checked_count(num_frequencies: int) -> int:
+    """Returns M as an int, whatever integer it was given as.
+
+    Raises:
+        ValueError: It is none, or less than 1.
+    """
+    if not isinstance(num_frequencies, Integral) or num_frequencies < 1:
+        raise ValueError(f"num_frequencies must be an integer >= 1, got {num_frequencies!r}")
+    return int(num_frequencies)
 
 
 class Direct(nn.Module):
@@ -70,16 +82,14 @@ class Direct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}")
         if initial not in get_args(Initial):
             raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.num_frequencies = num_frequencies
+        self.num_frequencies = checked_count(num_frequencies)
         self.initial = initial
         self.seed = seed
-        size = num_heads * head_dim * num_frequencies
+        size = num_heads * head_dim * self.num_frequencies
         self.w1 = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if stationary:
             self.register_parameter("w2", None)
