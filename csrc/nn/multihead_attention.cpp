@@ -212,7 +212,12 @@ Tensor rbf_key_bias(const Tensor& key, std::optional<double> p) {
   if (p == 2.0) return {};
   const auto wide = key.to(compute_type(key.scalar_type()));
   auto bias = -wide.square().sum(-1);
-  if (p.has_value()) bias = bias + at::linalg_vector_norm(wide, *p, at::IntArrayRef{-1}).square();
+  if (p.has_value()) {
+    const auto zero = (wide == 0).all(-1);  // whose second derivative by the norm would be NaN
+    const auto others = wide.masked_fill(zero.unsqueeze(-1), 1);
+    const auto norm = at::linalg_vector_norm(others, *p, at::IntArrayRef{-1});
+    bias = bias + norm.square().masked_fill(zero, 0);
+  }
   return (bias / (2 * std::sqrt(key.size(-1)))).to(key.scalar_type()).unsqueeze(-2);
 }
 

@@ -18,7 +18,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -68,20 +71,38 @@ class Lines {
   std::string unread_;
 };
 
-std::vector<float> parse_numbers(std::string_view line) {
+// A number as float; what is too small for one is nearly 0.
+std::optional<float> parse_number(const std::string& text) {
+  char* end = nullptr;
+  errno = 0;
+  const float number = std::strtof(text.c_str(), &end);
+  const bool is_whole = end + std::strspn(end, " ") == text.c_str() + text.size();
+  if (end == text.c_str() || !is_whole) return std::nullopt;
+  if (errno == ERANGE && std::isinf(number)) return std::nullopt;
+  return number;
+}
+
+std::vector<float> parse_numbers(std::string line) {
   std::vector<float> numbers;
-  if (line.ends_with('\r')) line.remove_suffix(1);
-  for (const char *at = line.data(), *const end = at + line.size();; ++at) {
-    while (at != end && *at == ' ') ++at;
-    float number = 0;
-    const auto [rest, failure] = std::from_chars(at, end, number);
-    TORCH_CHECK(failure == std::errc{} && (rest == end || *rest == ','), "number ",
-                numbers.size() + 1, " must be a number followed by a comma or the end, got '",
-                std::string(at, std::find(at, end, ',')), "'");
-    numbers.push_back(number);
-    at = rest;
-    if (at == end) return numbers;
+  if (line.ends_with('\r')) line.pop_back();
+  for (size_t begin = 0, end = 0; end != line.npos; begin = end + 1) {
+    end = line.find(',', begin);
+    const auto text = line.substr(begin, end - begin);
+    const auto number = parse_number(text);
+    TORCH_CHECK(number.has_value(), "number ", numbers.size() + 1,
+                " must be a number followed by a comma or the end, got '", text, "'");
+    numbers.push_back(*number);
   }
+  return numbers;
+}
+
+int64_t parse_largest_batch(std::string_view text) {
+  int64_t number = 0;
+  const auto end = text.data() + text.size();
+  const auto [rest, failure] = std::from_chars(text.data(), end, number);
+  TORCH_CHECK(failure == std::errc{} && rest == end && number > 0,
+              "the largest batch must be a positive number, got '", text, "'");
+  return number;
 }
 
 // A line of input as a tensor [L, F].
@@ -187,8 +208,7 @@ int main(int count, char** arguments) {
     return 2;
   }
   try {
-    const int64_t largest_batch = count == 3 ? std::stoll(arguments[2]) : 64;
-    TORCH_CHECK(largest_batch > 0, "the largest batch must be positive, got ", largest_batch);
+    const int64_t largest_batch = count == 3 ? parse_largest_batch(arguments[2]) : 64;
     Server(arguments[1], static_cast<size_t>(largest_batch)).serve(STDIN_FILENO);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "serve: %s\n", reason_of(error).c_str());

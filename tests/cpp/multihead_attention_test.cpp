@@ -286,6 +286,21 @@ TEST(MultiheadAttention, GradientsReachEveryParameter) {
   }
 }
 
+TEST(MultiheadAttention, SecondDerivativesAtAZeroKeyAreFinite) {
+  Tokens x;
+  x.key[0].zero_();
+  x.key.requires_grad_();
+  for (const auto kernel : kKernels) {
+    auto module = make(small(kernel).p(3.0));
+    const auto output = std::get<0>(module(x.query, x.key, x.value));
+    const auto first =
+        torch::autograd::grad({output.square().sum()}, {x.key}, {}, {}, /*create_graph=*/true)[0];
+    const auto second = torch::autograd::grad({first.square().sum()}, {x.key})[0];
+    EXPECT_TRUE(second.isfinite().all().item<bool>());
+    EXPECT_GT(second.abs().max().item<double>(), 0);
+  }
+}
+
 TEST(MultiheadAttention, ClonesHoldWeightsOfTheirOwn) {
   const Tokens x;
   for (const auto kernel : kKernels) {

@@ -81,6 +81,30 @@ def test_only_frequencies_change(encoder: nn.TransformerEncoder) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_gradients_stay_as_they_were(encoder: nn.TransformerEncoder) -> None:
+    model = ikattn.convert(encoder, num_frequencies=8, seed=0, p="learned")
+    model(data()).square().sum().backward()
+    before = {name: w.grad for name, w in model.named_parameters()}
+    kept = {name: grad.clone() for name, grad in before.items()}
+    ikattn.calibrate(model, [data()], steps=3)
+    for name, w in model.named_parameters():
+        assert w.grad is before[name]
+        assert torch.equal(w.grad, kept[name])
+
+
+def test_inference_mode_changes_nothing(encoder: nn.TransformerEncoder) -> None:
+    twin = copy.deepcopy(encoder)
+    x, padding = data(10), torch.arange(L) >= torch.full((10, 1), L - 2)
+    batch = {"src": x, "src_key_padding_mask": padding, "mask": torch.zeros(L, L) > 0}
+    options = {"num_frequencies": 8, "seed": 0}
+    ikattn.convert(encoder, calibration=[batch], **options)
+    with torch.inference_mode():
+        inference = {name: x.clone() for name, x in batch.items()}
+        ikattn.convert(twin, calibration=[inference], **options)
+    for found, expected in zip(twin.parameters(), encoder.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_padding_has_no_part_in_the_fit(encoder: nn.TransformerEncoder) -> None:
     module = ikattn.convert(encoder.layers[0].self_attn.double(), num_frequencies=8, seed=0)
     twin = copy.deepcopy(module)
@@ -148,6 +172,9 @@ def test_errors_say_what_was_expected_and_got(encoder: nn.TransformerEncoder) ->
         ikattn.calibrate(model, [data()], steps=0)
     with pytest.raises(ValueError, match="attention was not called in 1 batches"):
         ikattn.calibrate(Unused(), [data()])
+    model.layers[1].self_attn.spectral.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"got frozen ones in layers\.1\.self_attn"):
+        ikattn.calibrate(model, [data()])
 
 
 def test_a_model_that_fails_is_left_as_it_was(encoder: nn.TransformerEncoder) -> None:

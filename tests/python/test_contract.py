@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
 
 import ikattn
 from attention_cases import (
@@ -235,7 +237,7 @@ def test_the_function_drops_what_upstream_drops(training):
     assert_same(*results)
 
 
-X, Y = torch.zeros(L, N, E), torch.zeros(S, N, E)
+X, Y, W = torch.zeros(L, N, E), torch.zeros(S, N, E), torch.zeros(H, E // H, 2)
 # name: arguments that replace those of a good call
 BAD_FUNCTION_CALLS = {
     "embed_dim": {"embed_dim_to_check": E + 1},
@@ -274,6 +276,21 @@ BAD_FUNCTION_CALLS = {
     "size of static_k": {"static_k": torch.zeros(N * H, S, E)},
     "batch of static_v": {"static_v": torch.zeros(N, S, E // H)},
     "size of static_v": {"static_v": torch.zeros(N * H, S, E)},
+    "static_k longer than value": {
+        "static_k": torch.zeros(N * H, S + 1, E // H),
+        "need_weights": False,
+    },
+    "static_v longer than key": {
+        "static_v": torch.zeros(N * H, S + 1, E // H),
+        "need_weights": False,
+    },
+    "static_k longer than static_v": {
+        "static_k": torch.zeros(N * H, S + 1, E // H),
+        "static_v": torch.zeros(N * H, S - 1, E // H),
+        "add_zero_attn": True,
+        "key_padding_mask": torch.zeros(N, S + 1),
+        "need_weights": False,
+    },
     "2-D mask": {"attn_mask": torch.zeros(S, L)},
     "3-D mask": {"attn_mask": torch.zeros(H, L, S)},
     "int mask": {"attn_mask": torch.zeros(L, S, dtype=torch.int)},
@@ -297,18 +314,20 @@ def good_call():
     return arguments | {"out_proj_weight": torch.zeros(E, E), "out_proj_bias": torch.zeros(E)}
 
 
+@each_kernel
 @pytest.mark.parametrize("name", BAD_FUNCTION_CALLS)
-def test_the_function_raises_what_upstream_raises(name):
+def test_the_function_raises_what_upstream_raises(name, kernel):
     arguments = good_call() | BAD_FUNCTION_CALLS[name]
+    options = {"kernel": kernel, "w1": W if kernel == "implicit" else None}
     raised = []
-    for function in (multi_head_attention_forward, F.multi_head_attention_forward):
+    for function in (
+        functools.partial(multi_head_attention_forward, **options),
+        F.multi_head_attention_forward,
+    ):
         with pytest.raises((AssertionError, RuntimeError)) as caught:
             function(**arguments)
         raised.append((caught.type, str(caught.value)))
     assert raised[0] == raised[1]
-
-
-W = torch.zeros(H, E // H, 2)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +335,7 @@ W = torch.zeros(H, E // H, 2)
     [
         ({"kernel": "softmax"}, r"kernel must be one of \('dot', 'rbf', 'implicit'\), got"),
         ({"kernel": "rbf", "p": 0.5}, "p must be a real number >= 1.*got 0.5"),
+        ({"kernel": "rbf", "p": "learned"}, "p must be a real number >= 1.*got 'learned'"),
         ({"kernel": "implicit"}, "expected w1.*got kernel='implicit' with w1 missing, w2 missing"),
         ({"kernel": "rbf", "w1": W}, "got kernel='rbf' with w1 given, w2 missing"),
         ({"kernel": "dot", "w2": W}, "got kernel='dot' with w1 missing, w2 given"),
@@ -416,12 +436,72 @@ def test_torch_fx_takes_the_module_for_a_leaf(kernel):
     assert torch.equal(pickle.loads(pickle.dumps(traced))(x, mask), traced(x, mask))
 
 
-def test_torch_fx_makes_the_nodes_it_makes_for_upstream():
+class LearnedQueries(nn.Module):
+    """Attention whose query is the module's own."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+        self.query = nn.Parameter(batch(L, 1, E))
+
+    def forward(self, x):
+        return self.attention(self.query, x, x, need_weights=False)[0]
+
+
+@each_kernel
+@pytest.mark.parametrize("model", [Block, LearnedQueries])
+def test_torch_fx_makes_the_nodes_it_makes_for_upstream(kernel, model):
     nodes = [
-        [(node.op, node.target, str(node.args)) for node in fx.symbolic_trace(block).graph.nodes]
-        for block in (Block(make("implicit")), Block(make("stock")))
+        [(node.op, node.target) for node in fx.symbolic_trace(model(make(name))).graph.nodes]
+        for name in (kernel, "stock")
     ]
-    assert [node[:2] for node in nodes[0]] == [node[:2] for node in nodes[1]]
+    assert nodes[0] == nodes[1]
+
+
+@each_kernel
+def test_torch_fx_cannot_trace_the_module_itself_as_upstreams(kernel):
+    raised = []
+    for name in (kernel, "stock"):
+        with pytest.raises(fx.proxy.TraceError) as caught:
+            fx.symbolic_trace(make(name))
+        raised.append(str(caught.value))
+    assert raised[0] == raised[1]
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "symbolic"])
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@each_kernel
+def test_make_fx_traces_the_operators(kernel, pre_dispatch, tracing_mode):
+    module, x = make(kernel), batch(L, N, E)
+
+    def call(x, parameters):
+        return torch.func.functional_call(module, parameters, (x, x, x))[0]
+
+    parameters = dict(module.named_parameters())
+    trace = make_fx(call, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)
+    traced = trace(x, parameters)
+    torch.testing.assert_close(traced(2 * x, parameters), call(2 * x, parameters))
+
+
+@pytest.mark.parametrize("spectral", ["direct", "stationary", "ikan", "mikan"])
+def test_module_trackers_take_the_module_without_grad(spectral):
+    module, x = make("implicit", spectral=spectral, num_frequencies=4).eval(), batch(L, N, E)
+    expected = module(x, x, x)[0]
+    with torch.no_grad(), FlopCounterMode(display=False):
+        torch.testing.assert_close(module(x, x, x)[0], expected)
+
+
+def test_tangents_of_frequencies_pass_without_grad():
+    module, x = make("implicit"), batch(L, N, E)
+
+    def call(w1):
+        return torch.func.functional_call(module, {"spectral.w1": w1}, (x, x, x))[0]
+
+    w1 = module.spectral.w1.detach()
+    _, expected = torch.func.jvp(call, (w1,), (torch.ones_like(w1),))
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(call, (w1,), (torch.ones_like(w1),))
+    assert torch.equal(tangent, expected)
 
 
 @pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])

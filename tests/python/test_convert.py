@@ -308,6 +308,51 @@ def test_bad_options_change_nothing(options):
     assert kernels_of(model) == ["stock"] * 3
 
 
+class Fails(Exception):
+    pass
+
+
+def fails_at_the_second():
+    answers = iter([ikattn.spectral.Direct(H, E // H, 3, dtype=torch.float64)])
+
+    def source(module):
+        for answer in answers:
+            return answer
+        raise Fails
+
+    return {"spectral": source}
+
+
+def fails_in_calibration():
+    return {"calibration": (_ for _ in [torch.zeros(1, 2, E + 1)])}
+
+
+@pytest.mark.parametrize("options", [fails_at_the_second, fails_in_calibration])
+@pytest.mark.parametrize("kernel", ["stock", "rbf"])
+def test_what_fails_half_way_changes_nothing(kernel, options):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
+    if kernel != "stock":
+        ikattn.convert(model, kernel)
+    handle = model.layers[0].self_attn.register_forward_pre_hook(print)
+    before = everything_in(model)
+    with pytest.raises((Fails, AssertionError, RuntimeError)):
+        ikattn.convert(model, **options())
+    assert everything_in(model) == before
+    handle.remove()
+    assert print not in model.layers[0].self_attn._forward_pre_hooks.values()
+    ikattn.convert(model)
+    assert kernels_of(model) == ["implicit"] * 2
+
+
+def test_frequencies_made_in_inference_mode_can_be_trained():
+    module = make("stock")
+    with torch.inference_mode():
+        ikattn.convert(module)
+    x = torch.randn(L, N, E).double()
+    module(x, x, x)[0].sum().backward()
+    assert module.spectral.w1.grad.any()
+
+
 def test_encoders_stop_nesting_unless_the_kernel_is_dot():
     def encoder():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 1)

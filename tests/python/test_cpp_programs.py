@@ -154,11 +154,22 @@ def test_a_bad_line_is_answered_in_its_place_and_spoils_no_other(
     programs: Path, exported: tuple[Regressor, Path]
 ) -> None:
     model, package = exported
-    replies = serve(programs, package, ["1,2,3", "1,2", "1,two,3", "", "3,2,1\r"])
-    for reply, x in ((replies[0], [1.0, 2.0, 3.0]), (replies[4], [3.0, 2.0, 1.0])):
+    lines = ["1,2,3", "1,2", "1,two,3", "", " 3, 2 ,1 \r", "1e-50,-1e-400,1", "1,2,1e50"]
+    replies = serve(programs, package, lines)
+    answers = {0: [1.0, 2.0, 3.0], 4: [3.0, 2.0, 1.0], 5: [0.0, 0.0, 1.0]}
+    for reply, x in ((replies[line], x) for line, x in answers.items()):
         expected = model(torch.tensor([[x]]))[0]
         torch.testing.assert_close(numbers(reply), expected, rtol=1e-4, atol=1e-5)
     assert replies[1] == "error: a line must have a multiple of F = 3 numbers, got 2"
     assert replies[2].startswith("error: number 2 must be a number")
     assert replies[3].startswith("error: number 1 must be a number")
-    assert len(replies) == 5
+    assert replies[6].endswith("got '1e50'")
+    assert len(replies) == 7
+
+
+@pytest.mark.parametrize("batch", ["x", "3x", "0", "-1", ""])
+def test_the_largest_batch_is_a_positive_number(programs: Path, batch: str) -> None:
+    finished = run(programs / "serve", "model.pt2", batch, cwd=programs)
+    assert finished.returncode == 1
+    message = f"serve: the largest batch must be a positive number, got '{batch}'"
+    assert finished.stderr.startswith(message)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import formula
 import ikattn
@@ -393,6 +395,26 @@ def test_a_stock_checkpoint_is_told_apart(tmp_path: Path) -> None:
         from_pretrained(transformers.AutoModel, tmp_path)
 
 
+def test_another_attention_implementation_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    convert(build("bert")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"got 'sdpa'; model\.set_attn_implementation"):
+        from_pretrained(transformers.AutoModel, tmp_path, attn_implementation="sdpa")
+    from_pretrained(transformers.AutoModel, tmp_path, attn_implementation="ikattn_implicit")
+
+
+def test_options_of_numpy_are_saved(tmp_path: Path) -> None:
+    options = {"p": np.float32(3.0), "num_frequencies": np.int64(5), "stationary": np.bool_(True)}
+    use_implicit_attention(build("bert"), **options).save_pretrained(tmp_path)
+    (kernel, _) = kernels(from_pretrained(transformers.AutoModel, tmp_path)).values()
+    assert (kernel.p, kernel.num_frequencies, kernel.stationary) == (3.0, 5, True)
+
+
+def test_module_trackers_take_models_without_grad() -> None:
+    model = convert(build("bert"))
+    with torch.no_grad(), FlopCounterMode(display=False):
+        model(**inputs_of("bert"))
+
+
 def test_layers_that_a_checkpoint_lacks_get_new_frequencies(tmp_path: Path) -> None:
     convert(build("bert", num_hidden_layers=1)).save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path, num_hidden_layers=2)
@@ -444,7 +466,7 @@ def test_unknown_sizes_are_an_error_that_names_the_way_out() -> None:
     assert len(kernels(model)) == 2
 
 
-@pytest.mark.parametrize("options", [{"p": 0.5}, {"num_frequencies": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"p": 0.5}, {"p": "two"}, {"num_frequencies": 2.5}], ids=str)
 def test_bad_options_change_nothing(options: dict[str, Any]) -> None:
     model = build("bert")
     with pytest.raises(ValueError, match="must be"):

@@ -121,7 +121,7 @@ def test_autocast_computes_in_bfloat16(kernel):
     expected, expected_weights = module(x, x, x, **masks)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, weights = module(x, x, x, **masks)
-    assert output.dtype == torch.bfloat16
+    assert output.dtype == weights.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.03)
     torch.testing.assert_close(weights.float(), expected_weights, rtol=0, atol=0.03)
 
@@ -321,6 +321,23 @@ def test_masks_of_different_types_warn_as_upstream(kernel):
     assert [str(w.message) for w in actual] == [str(w.message) for w in expected]
 
 
+@each_weights
+@each_kernel
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+def test_masks_may_be_float32_or_of_the_querys_type(name, kernel, wanted):
+    x, mask = batch(L, L, E), causal(L)
+    module = make(kernel)
+    expected = module(x, x, x, **{name: mask}, **wanted)
+    for got, want in zip(module(x, x, x, **{name: mask.float()}, **wanted), expected, strict=True):
+        assert want is None or (got.dtype == want.dtype and torch.equal(got, want))
+    for other in (torch.float16, torch.bfloat16):
+        with pytest.raises(RuntimeError, match=f"bool or float or to match.*{other} and"):
+            module(x, x, x, **{name: mask.to(other)}, **wanted)
+        with torch.autocast("cpu", torch.bfloat16):
+            module.float()(x.float(), x.float(), x.float(), **{name: mask.to(other)}, **wanted)
+        module.double()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -328,7 +345,13 @@ def test_masks_of_different_types_warn_as_upstream(kernel):
         ({"p": 0.5}, "p must be a real number >= 1.*got 0.5"),
         ({"p": math.nan}, "p must be a real number"),
         ({"p": math.inf}, "p must be a real number"),
-        ({"num_frequencies": 0}, "num_frequencies must be at least 1, got 0"),
+        ({"p": "two"}, "p must be a real number >= 1.*got 'two'"),
+        ({"num_frequencies": 0}, "num_frequencies must be an integer >= 1, got 0"),
+        ({"num_frequencies": 2.5}, "num_frequencies must be an integer >= 1, got 2.5"),
+        (
+            {"num_frequencies": "8", "spectral": "ikan"},
+            "num_frequencies must be an integer >= 1, got '8'",
+        ),
         ({"spectral": "fourier"}, "spectral must be one of 'direct'.*Module, got 'fourier'"),
     ],
 )

@@ -114,6 +114,25 @@ def test_frequencies_of_another_size_are_an_error():
         make("implicit").load_state_dict(make("implicit", num_frequencies=8).state_dict())
 
 
+def test_frequencies_of_another_number_of_heads_are_an_error(tmp_path):
+    module, other = (ikattn.MultiheadAttention(E, heads) for heads in (H, H // 2))
+    before = other.spectral.w1.clone()
+    torch.save(nn.Sequential(module).state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    message = rf"spectral\.w1.*\[H, d, M\] = \[{H}, {E // H}, 64\].*\[{H // 2}, {2 * E // H}, 64\]"
+    with pytest.raises(RuntimeError, match=message):
+        nn.Sequential(other).load_state_dict(state)
+    assert torch.equal(other.spectral.w1, before)
+    nn.Sequential(other).load_state_dict(dict(state))  # without metadata: nothing to compare
+    assert torch.equal(other.spectral.w1, module.spectral.w1)
+    twin = ikattn.MultiheadAttention(E, H)
+    nn.Sequential(twin).load_state_dict(state)
+    assert torch.equal(twin.spectral.w1, module.spectral.w1)
+    for w in ("w1", "w2"):
+        del state[f"0.spectral.{w}"]
+    nn.Sequential(ikattn.MultiheadAttention(E, H, num_frequencies=8)).load_state_dict(state)
+
+
 def test_our_checkpoint_loads_into_stock():
     state = make("implicit").state_dict()
     stock = nn.MultiheadAttention(E, H, dtype=torch.float64)
@@ -240,9 +259,10 @@ def test_torch_compile_takes_the_module_in_one_graph(kernel, training):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (5, 7, 9):
         x = batch(N, length, E).requires_grad_()
-        padding, mask = ignore(N, length), causal(length) < 0
-        for wanted in ({"need_weights": False}, {}):
-            arguments = {"key_padding_mask": padding, "attn_mask": mask, **wanted}
+        padding, mask = ignore(N, length), causal(length)
+        # masks of different types would warn, which would break the graph
+        for wanted in ({"need_weights": False}, {}, {"attn_mask": mask}):
+            arguments = {"key_padding_mask": padding, "attn_mask": mask < 0, **wanted}
             output, _ = compiled(x, x, x, **arguments)
             if training:
                 output.sum().backward()

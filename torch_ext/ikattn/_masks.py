@@ -42,6 +42,17 @@ class Masks(NamedTuple):
         leading = (batch, heads) if axes == 3 else (1, 1)
         return self._replace(attention=self.attention.view(*leading, *tail))
 
+    def for_logits_of(self, queries: Tensor) -> Masks:
+        """Gives 16-bit masks the type of the queries under autocast.
+
+        Raises:
+            RuntimeError: A float mask is neither of the queries' type nor float32.
+        """
+        return self._replace(
+            padding=_for_logits_of(queries, self.padding),
+            attention=_for_logits_of(queries, self.attention),
+        )
+
     def with_visible_keys(self, count: int) -> Masks:
         """Adds keys at the end, which every query sees."""
         if count == 0:
@@ -76,12 +87,24 @@ def check_types(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> No
         key_padding_mask is not None
         and attn_mask is not None
         and key_padding_mask.dtype != attn_mask.dtype
+        and not torch.compiler.is_compiling()  # a warning would break the graph
     ):
         warnings.warn(
             "Support for mismatched key_padding_mask and attn_mask is deprecated. "
             "Use same type for both instead.",
             stacklevel=2,
         )
+
+
+def _for_logits_of(queries: Tensor, mask: Tensor | None) -> Tensor | None:
+    if mask is None or mask.dtype in (torch.bool, torch.float32, queries.dtype):
+        return mask
+    if mask.dtype != torch.float64 and torch.is_autocast_enabled(queries.device.type):
+        return mask.to(queries.dtype)
+    raise RuntimeError(
+        "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+        f"attn_mask.dtype: {mask.dtype} and query.dtype: {queries.dtype} instead."
+    )
 
 
 def hidden(mask: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ def empty_rows(bias: Tensor) -> Tensor:
 def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     """Returns softmax(q.k / sqrt(d) + bias), [.., L, S], with zeros for a query that sees no key.
 
+    They are of the type of q.k, whatever that of the bias.
+
     Args:
         query: [.., L, d].
         key: [.., S, d].
@@ -37,4 +39,4 @@ def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
         return softmax(logits, dim=-1)
     empty = empty_rows(bias)
     weights = softmax(logits + bias.masked_fill(empty, 0.0), dim=-1)
-    return weights.masked_fill(empty, 0.0)
+    return weights.masked_fill(empty, 0.0).to(logits.dtype)

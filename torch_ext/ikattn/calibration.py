@@ -46,6 +46,7 @@ class CalibratedModule(NamedTuple):
         return f"{name}: error of the weights {self.before.mean():.3f} -> {self.after.mean():.3f}"
 
 
+@torch.inference_mode(False)
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
@@ -60,7 +61,8 @@ def calibrate(
     Only frequencies change. The fit minimises, for each head, the squared difference of the
     normalised weights over the squared softmax weights, with Adam; it begins at the frequencies
     that are there and keeps the best of those it visits, by one sequence in five that are not
-    fitted to. At most four million weights of a module are used.
+    fitted to. At most four million weights of a module are used. A scale of a head's kernel is not
+    fitted: normalisation cancels it, but for the 1e-5 that is added to the kernel's square.
 
     Args:
         model: With modules of kernel "implicit"; called in eval mode, without grad, while they
@@ -74,7 +76,8 @@ def calibrate(
         For each module how near it was and is.
 
     Raises:
-        ValueError: There is no implicit kernel, no batch, steps < 1, or a module was not called.
+        ValueError: There is no implicit kernel, no batch, steps < 1, or a module was not called or
+            has no frequencies that require grad.
 
     Example:
         >>> import torch, ikattn
@@ -93,6 +96,12 @@ def calibrate(
     ]
     if not chosen:
         raise ValueError("calibrate: expected a model with implicit kernels, got one without")
+    for found in chosen:
+        if not _fitted(found.module):
+            raise ValueError(
+                f"calibrate: expected frequencies that require grad, got frozen ones in {found}; "
+                "select leaves modules out"
+            )
     calls = _softmax_calls(model, chosen, batches)
     return [_fit(found, calls[found.module], steps, learning_rate) for found in chosen]
 
@@ -109,7 +118,7 @@ def _softmax_calls(
         if left[module] <= 0:
             return
         call = torch_call(module, args, kwargs, None, None, None)
-        call = _some_queries(call)
+        call = _of_no_inference_mode(_some_queries(call))
         left[module] -= call.weights.numel()
         calls[module].append(call)
 
@@ -164,35 +173,64 @@ def _some_queries(call: AttentionCall) -> AttentionCall:
     return call
 
 
+def _of_no_inference_mode(call: AttentionCall) -> AttentionCall:
+    """Copies the tensors that autograd refuses to save."""
+    for name, x in vars(call).items():
+        if isinstance(x, Tensor) and x.is_inference():
+            setattr(call, name, x.clone())
+    return call
+
+
+def _fitted(module: nn.Module) -> list[nn.Parameter]:
+    assert isinstance(module, MultiheadAttention)
+    assert module.spectral is not None
+    return [w for w in module.spectral.parameters() if w.requires_grad]
+
+
 def _fit(
     found: AttentionModule, calls: list[AttentionCall], steps: int, learning_rate: float
 ) -> CalibratedModule:
-    module = found.module
+    module, parameters = found.module, _fitted(found.module)
     assert isinstance(module, MultiheadAttention)
-    assert module.spectral is not None
-    parameters = [w for w in module.spectral.parameters() if w.requires_grad]
-    with torch.enable_grad(), torch.autocast(calls[0].query.device.type, enabled=False):
-        optimiser = torch.optim.Adam(parameters, learning_rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-        before = best = _errors(module, calls)
-        state = [w.detach().clone() for w in parameters]
-        for _ in range(steps):
-            fitted, held_out = _errors(module, calls)
-            if held_out.mean() < best[1].mean():
-                best = fitted, held_out
-                state = [w.detach().clone() for w in parameters]
-            optimiser.zero_grad()
-            fitted.sum().backward()
-            optimiser.step()
-            schedule.step()
-        last = _errors(module, calls)
-    if not last[1].mean() < best[1].mean():
-        last = best
-        with torch.no_grad():
-            for parameter, kept in zip(parameters, state, strict=True):
-                parameter.copy_(kept)
-    optimiser.zero_grad()
-    return CalibratedModule(found.names, before[1].detach().sqrt(), last[1].detach().sqrt())
+    gradients = [w.grad for w in parameters]
+    try:
+        with torch.enable_grad(), torch.autocast(calls[0].query.device.type, enabled=False):
+            before, after = _descend(module, parameters, calls, steps, learning_rate)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return CalibratedModule(found.names, before.detach().sqrt(), after.detach().sqrt())
+
+
+def _descend(
+    module: MultiheadAttention,
+    parameters: list[nn.Parameter],
+    calls: list[AttentionCall],
+    steps: int,
+    learning_rate: float,
+) -> tuple[Tensor, Tensor]:
+    """Fits the parameters and returns the errors of what is held out, [H], before and after."""
+    optimiser = torch.optim.Adam(parameters, learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    before = best = _errors(module, calls)[1]
+    state = [w.detach().clone() for w in parameters]
+    for _ in range(steps):
+        fitted, held_out = _errors(module, calls)
+        if held_out.mean() < best.mean():
+            best = held_out
+            state = [w.detach().clone() for w in parameters]
+        gradients = torch.autograd.grad(fitted.sum(), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimiser.step()
+        schedule.step()
+    last = _errors(module, calls)[1]
+    if last.mean() < best.mean():
+        return before, last
+    with torch.no_grad():
+        for parameter, kept in zip(parameters, state, strict=True):
+            parameter.copy_(kept)
+    return before, best
 
 
 def _errors(module: MultiheadAttention, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:

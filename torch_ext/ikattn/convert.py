@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from ikattn._selection import AttentionModule, Selection, select_modules
-from ikattn.calibration import calibrate
+from ikattn.calibration import CalibratedModule, calibrate
 from ikattn.functional import Kernel, check_kernel
 from ikattn.multihead_attention import MultiheadAttention
 
@@ -21,6 +23,7 @@ _NESTED_BEFORE = "_use_nested_tensor_before_ikattn"
 _logger = logging.getLogger("ikattn")
 
 
+@torch.inference_mode(False)  # frequencies are there to be trained
 def convert(
     model: Model,
     kernel: Kernel = "implicit",
@@ -65,7 +68,7 @@ def convert(
 
     Raises:
         ValueError: There is nothing to convert, an option is wrong, or there is calibration data
-            for a kernel other than "implicit".
+            for a kernel other than "implicit". Whatever is raised, nothing has changed then.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -92,10 +95,15 @@ def convert(
     if not convertible:
         raise ValueError(f"nothing that can be converted: {_describe(refused)}")
     to_change = [found for found in convertible if found.kernel != kernel]
-    for found in to_change:
-        _change(found.module, kernel, options)
-        options["seed"] = None if seed is None else options["seed"] + 1
-    _settle_nesting(model)
+    report: list[CalibratedModule] = []
+    with _all_or_nothing(model, [found.module for found in to_change]):
+        for found in to_change:
+            _change(found.module, kernel, options)
+            options["seed"] = None if seed is None else options["seed"] + 1
+        _settle_nesting(model)
+        if calibration is not None and to_change:
+            names = [found.names[0] for found in to_change]
+            report = calibrate(model, calibration, select=lambda name, _: name in names)
     if to_change:
         _logger.info("kernel=%r now: %s", kernel, ", ".join(map(str, to_change)))
     if len(to_change) < len(convertible):
@@ -103,10 +111,8 @@ def convert(
         _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
     if refused:
         _logger.warning("not converted: %s", _describe(refused))
-    if calibration is not None and to_change:
-        names = [found.names[0] for found in to_change]
-        for calibrated in calibrate(model, calibration, select=lambda name, _: name in names):
-            _logger.info("calibrated %s", calibrated)
+    for calibrated in report:
+        _logger.info("calibrated %s", calibrated)
     return model
 
 
@@ -157,13 +163,29 @@ def _change(module: Any, kernel: Kernel, options: dict[str, Any]) -> None:
         spectral = spectral(module)
     else:
         spectral = copy.deepcopy(spectral)
-    before = module.__class__
     module.__class__ = MultiheadAttention
+    module.set_kernel(kernel, **{**options, "spectral": spectral})
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+    """Makes the modules what they were if something fails."""
+    before = [(x, x.__class__, [dict(part) for part in _held_by(x)]) for x in modules]
     try:
-        module.set_kernel(kernel, **{**options, "spectral": spectral})
-    except Exception:
-        module.__class__ = before
+        yield
+    except BaseException:
+        for module, kind, held in before:
+            module.__class__ = kind
+            for now, then in zip(_held_by(module), held, strict=True):
+                now.clear()  # the same dictionary: handles of hooks know it
+                now.update(then)
+        _settle_nesting(model)
         raise
+
+
+def _held_by(module: nn.Module) -> list[dict[Any, Any]]:
+    """What a change of kernel changes."""
+    return [vars(module), module._modules, module._forward_pre_hooks]
 
 
 def _settle_nesting(model: nn.Module) -> None:

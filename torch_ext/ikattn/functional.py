@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -264,7 +265,7 @@ def attend(
     hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
     masks = Masks(masks.padding, None if hint else masks.attention, hint)
     q, k, v = projection(query, key, value, batch_first)
-    masks = masks.four_axes(q, k)
+    masks = masks.four_axes(q, k).for_logits_of(q)
     k, v, masks = with_extra_keys(k, v, masks, extra)
     compute = _implicit if kernel.name == "implicit" else _softmax
     output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
@@ -280,8 +281,8 @@ def check_kernel(kernel: str, p: float | None) -> None:
     """Raises ValueError for a kernel, or an order of the norm, that does not exist."""
     if kernel not in get_args(Kernel):
         raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
-    if p is not None and not 1 <= p < float("inf"):
-        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p}")
+    if p is not None and not (isinstance(p, Real) and 1 <= p < float("inf")):
+        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p!r}")
 
 
 def _given_frequencies(kernel: str, w1: Tensor | None, w2: Tensor | None) -> Frequencies | None:
@@ -330,6 +331,10 @@ def with_extra_keys(
         key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
         masks = masks.with_visible_keys(1)
     masks.check_padding(key)
+    if value.shape != key.shape:  # static ones; for scaled_dot_product_attention an unchecked read
+        raise RuntimeError(
+            f"shape '{list(key.shape)}' is invalid for input of size {value.numel()}"
+        )
     return key, value, masks
 
 

@@ -23,6 +23,7 @@ from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.magnitude import LearnedOrder
 from ikattn.spectral import make_spectral
+from ikattn.spectral.direct import checked_count
 from ikattn.spectral.interface import call_source
 
 __all__ = ["MultiheadAttention"]
@@ -163,7 +164,7 @@ class MultiheadAttention(StockMultiheadAttention):
                 spectral,
                 num_heads=self.num_heads,
                 head_dim=self.head_dim,
-                num_frequencies=num_frequencies,
+                num_frequencies=checked_count(num_frequencies),
                 stationary=stationary,
                 seed=seed,
                 device=weight.device,
@@ -226,28 +227,21 @@ class MultiheadAttention(StockMultiheadAttention):
             RuntimeError: ``is_causal`` with frequencies that depend on whole sequences.
             TypeError, ValueError: The source of frequencies returned what it must not.
         """
-        if isinstance(query, fx.Proxy):
-            return self._as_leaf(
-                query,
-                key,
-                value,
-                key_padding_mask=key_padding_mask,
-                need_weights=need_weights,
-                attn_mask=attn_mask,
-                average_attn_weights=average_attn_weights,
-                is_causal=is_causal,
-            )
+        arguments: tuple[Any, ...] = (
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
+        tracer = next((x.tracer for x in arguments if isinstance(x, fx.Proxy)), None)
+        if isinstance(tracer, fx.Tracer) and tracer.root is not self:
+            return self._as_leaf(tracer, *arguments)  # type: ignore[no-any-return]
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            return self._forward_nested(*arguments)
         if is_causal and getattr(self.spectral, "pools", False):
             raise RuntimeError(
                 f"{type(self.spectral).__name__} averages over whole sequences and would let "
@@ -296,14 +290,12 @@ class MultiheadAttention(StockMultiheadAttention):
         """The keys and values that are appended in a call with this query."""
         return ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn)
 
-    def _as_leaf(self, query: fx.Proxy, *args: Any, **kwargs: Any) -> Any:
+    def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:
         """Makes torch.fx record the call as one node, as it does for the modules of torch.
 
         Raises:
             RuntimeError: There are hooks. They have been traced, or will be, and would run twice.
         """
-        tracer = query.tracer
-        assert isinstance(tracer, fx.Tracer)
         name = tracer.path_of_module(self)
         hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]
         if any(hook is not _forward_must_run for hook in hooks):
@@ -312,7 +304,7 @@ class MultiheadAttention(StockMultiheadAttention):
                 "every call; expected none, or a Tracer whose is_leaf_module returns True for "
                 f"ikattn.MultiheadAttention, got {len(hooks)} hooks"
             )
-        return tracer.create_proxy("call_module", name, (query, *args), kwargs)
+        return tracer.create_proxy("call_module", name, arguments, {})
 
     def _forward_nested(
         self,

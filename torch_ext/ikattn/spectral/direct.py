@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,17 @@ def unit_angle_scale(head_dim: int) -> float:
     head size. docs/spectral.md compares it with others.
     """
     return 1 / (2 * math.pi * math.sqrt(head_dim))
+
+
+def checked_count(num_frequencies: int) -> int:
+    """Returns M as an int, whatever integer it was given as.
+
+    Raises:
+        ValueError: It is none, or less than 1.
+    """
+    if not isinstance(num_frequencies, Integral) or num_frequencies < 1:
+        raise ValueError(f"num_frequencies must be an integer >= 1, got {num_frequencies!r}")
+    return int(num_frequencies)
 
 
 class Direct(nn.Module):
@@ -70,16 +82,14 @@ class Direct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}")
         if initial not in get_args(Initial):
             raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.num_frequencies = num_frequencies
+        self.num_frequencies = checked_count(num_frequencies)
         self.initial = initial
         self.seed = seed
-        size = num_heads * head_dim * num_frequencies
+        size = num_heads * head_dim * self.num_frequencies
         self.w1 = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if stationary:
             self.register_parameter("w2", None)
@@ -101,16 +111,61 @@ class Direct(nn.Module):
         for parameter in self.parameters():
             fill_uniform(parameter, bound, generator)
 
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """H, d and M."""
+        return self.num_heads, self.head_dim, self.num_frequencies
+
     def frequencies(self) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 (None if stationary) as views of shape [H, d, M]."""
-        shape = (self.num_heads, self.head_dim, self.num_frequencies)
-        return self.w1.view(shape), None if self.w2 is None else self.w2.view(shape)
+        return self.w1.view(self._shape), None if self.w2 is None else self.w2.view(self._shape)
 
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 of shape [H, d, M]; they do not depend on the input."""
-        return self.frequencies()
+        w1, w2 = self.frequencies()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _are_duals_active():
+            return w1, w2
+        # Views of parameters require grad even here, without a gradient function, which hooks on
+        # modules (torch's ModuleTracker) take for an error.
+        return w1.detach(), None if w2 is None else w2.detach()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Notes [H, d, M] in the metadata: flat frequencies look the same for any H."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata["shape"] = list(self._shape)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # other tools' checkpoints have no metadata; where w1 was taken out, it tells nothing
+        shape, w1 = local_metadata.get("shape", self._shape), state_dict.get(f"{prefix}w1")
+        if w1 is not None and w1.numel() == math.prod(shape) and tuple(shape) != self._shape:
+            error_msgs.append(
+                f"size mismatch for {prefix}w1: copying frequencies of shape [H, d, M] = "
+                f"{list(shape)}, H the number of heads, from checkpoint, the shape in current "
+                f"model is {list(self._shape)}."
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -159,6 +214,11 @@ class Stationary(Direct):
             device=device,
             dtype=dtype,
         )
+
+
+def _are_duals_active() -> bool:
+    """Whether there is forward-mode differentiation, which detach() would end."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Drawn = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
@@ -83,10 +85,15 @@ def _check_shapes(source: object, w1: object, w2: object, query: Tensor) -> None
 
 
 def _can_be_read(w: Tensor) -> bool:
-    """Whether its numbers are at hand: on another device one would have to wait for them."""
+    """Whether its numbers are at hand: on another device one would have to wait for them.
+
+    A tracer, such as make_fx, refuses to show them.
+    """
     return (
         w.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+        and _len_torch_dispatch_stack_pre_dispatch() == 0
         and type(w) in (Tensor, nn.Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(w)
     )

@@ -20,6 +20,7 @@ from ...analysis._resolvers import calls_interface
 from ...functional import check_kernel
 from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
 from ...spectral import Direct
+from ...spectral.direct import checked_count
 from ._cache import layer_of
 from ._interface import (
     Given,
@@ -152,7 +153,12 @@ def use_implicit_attention(
             "use_implicit_attention: model must be a transformers PreTrainedModel, got "
             f"{type(model).__name__}; for nn.MultiheadAttention there is ikattn.convert"
         )
-    options = {"p": p, "num_frequencies": num_frequencies, "stationary": stationary}
+    check_kernel("implicit", p)
+    options = {  # in types that JSON knows, whatever they came in
+        "p": None if p is None else float(p),
+        "num_frequencies": checked_count(num_frequencies),
+        "stationary": bool(stationary),
+    }
     before = settings_of(model.config)
     if before != options and any(isinstance(m, ImplicitKernel) for m in model.modules()):
         raise ValueError(
@@ -186,7 +192,8 @@ def from_pretrained(
         ``output_loading_info=True`` a tuple of the model and what was loaded.
 
     Raises:
-        ValueError: The checkpoint was saved without implicit attention.
+        ValueError: The checkpoint was saved without implicit attention, or another
+            ``attn_implementation`` is asked for.
         ImportError: transformers is missing.
 
     Example:
@@ -204,6 +211,12 @@ def from_pretrained(
         True
     """
     transformers = import_transformers()
+    asked = kwargs.pop("attn_implementation", None)
+    if asked not in (None, IMPLICIT):
+        raise ValueError(
+            f'from_pretrained: attn_implementation must be "{IMPLICIT}", which is the default, got '
+            f"{asked!r}; model.set_attn_implementation changes it once the model is loaded"
+        )
     config = kwargs.get("config")
     if config is None:
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -271,7 +284,6 @@ def _attach(
     model: nn.Module, options: dict[str, Any], seed: int | None, sizes: Sizes | None
 ) -> None:
     """Gives every module that calls the interface a kernel; checks all before it changes any."""
-    check_kernel("implicit", options["p"])
     found = {name: module for name, module in model.named_modules() if calls_interface(module)}
     if not found:
         raise ValueError(_describe_no_attention(model))
