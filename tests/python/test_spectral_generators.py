@@ -312,6 +312,73 @@ def test_output_does_not_depend_on_how_much_a_sequence_is_padded(training):
         torch.testing.assert_close(output[:L], expected)
 
 
+PADDING = torch.arange(L) >= torch.tensor([[L], [3], [1]])
+COPIES = {
+    "clones": lambda x: (x, x.clone(), x.clone()),
+    "the same sum thrice": lambda x: (x + 1, x + 1, x + 1),
+    "detached, as by checkpointing": lambda x: (x.detach(), x.detach(), x.detach()),
+    "keys of other padding": lambda x: (x, x.masked_fill(PADDING[..., None], 9.0), x),
+}
+MASKS = {
+    "bool": PADDING,
+    "-inf": torch.zeros(N, L).masked_fill(PADDING, -math.inf),
+    "the lowest float32": torch.zeros(N, L).masked_fill(PADDING, torch.finfo(torch.float32).min),
+    "-1e9": torch.zeros(N, L).masked_fill(PADDING, -1e9),
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("value", [9.0, math.nan])
+def test_padding_is_left_out_of_queries_that_are_copies_of_the_keys(
+    value, copies, mask, batch_first
+):
+    source = perturbed(Mikan(H, E // H, M, dtype=torch.float64), 0.2)
+    module = make("implicit", spectral=source, batch_first=batch_first).eval()
+    seen = []
+    module.spectral.register_forward_hook(lambda _, args, output: seen.append(output[0]))
+    x = batch(N, L, E)
+    for padding_value in (0.0, value):
+        x = x.masked_fill(PADDING[..., None], padding_value)
+        arguments = [y if batch_first else y.transpose(0, 1) for y in copies(x)]
+        module(*arguments, key_padding_mask=mask)
+    assert torch.equal(seen[0], seen[1])
+    # but other queries are all averaged, in the samples where they differ
+    if batch_first:
+        other = copies(x.nan_to_num())[0] + torch.tensor([[[0.0]], [[1.0]], [[0.0]]])
+        module(other, *arguments[1:], key_padding_mask=mask)
+        assert [torch.equal(a, b) for a, b in zip(seen[2], seen[0], strict=True)] == [
+            True,
+            False,
+            True,
+        ]
+
+
+def test_copies_are_found_under_compile_and_export():
+    module = make("implicit", spectral="mikan", num_frequencies=M, batch_first=True).eval()
+    perturbed(module.spectral, 0.2)
+    x = batch(N, L, E)
+    arguments = (x, x.clone(), x.clone(), PADDING)
+    expected = module(x, x, x, PADDING)[0]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(module, arguments).module()
+    for run in (compiled, exported):
+        torch.testing.assert_close(run(*arguments)[0], expected)
+
+
+def test_nested_queries_are_averaged_as_far_as_they_go():
+    module = make("implicit", spectral=Mikan(H, E // H, M, dtype=torch.float64), batch_first=True)
+    perturbed(module.spectral, 0.2)
+    module.eval()
+    queries, keys = ([batch(length, E) for length in lengths] for lengths in ((3, 6), (4, 2)))
+    with torch.no_grad():
+        q, k = map(torch.nested.nested_tensor, (queries, keys))
+        output, _ = module(q, k, k, need_weights=False)
+        for query, key, got in zip(queries, keys, output.unbind(), strict=True):
+            torch.testing.assert_close(got, module(query, key, key)[0])
+
+
 def test_nested_input_is_pooled_as_far_as_it_goes():
     module = make("implicit", spectral=Mikan(H, E // H, M, dtype=torch.float64), batch_first=True)
     module.eval()

@@ -237,6 +237,12 @@ class MultiheadAttention(StockMultiheadAttention):
                 average_attn_weights=average_attn_weights,
                 is_causal=is_causal,
             )
+        if is_causal and getattr(self.spectral, "pools", False):
+            raise RuntimeError(
+                f"{type(self.spectral).__name__} averages over whole sequences and would let "
+                "causal attention see the future; expected a source of frequencies that does not, "
+                "such as spectral='direct' or 'ikan'"
+            )
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(
                 query,
@@ -248,27 +254,10 @@ class MultiheadAttention(StockMultiheadAttention):
                 average_attn_weights,
                 is_causal,
             )
-        if is_causal and getattr(self.spectral, "pools", False):
-            raise RuntimeError(
-                f"{type(self.spectral).__name__} averages over whole sequences and would let "
-                "causal attention see the future; expected a source of frequencies that does not, "
-                "such as spectral='direct' or 'ikan'"
-            )
         check_types(key_padding_mask, attn_mask)
         check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
-        return attend(
-            query,
-            key,
-            value,
-            self._projection(),
-            self._extra_keys(query),
-            KernelOptions(self.kernel, self.p, self._frequencies, self.magnitude),
-            Masks(key_padding_mask, attn_mask, is_causal),
-            Wanted(need_weights, average_attn_weights),
-            dropout_p=self.dropout if self.training else 0.0,
-            out_proj=self.out_proj,
-            batch_first=self.batch_first,
-        )
+        masks = Masks(key_padding_mask, attn_mask, is_causal)
+        return self._attend(query, key, value, masks, Wanted(need_weights, average_attn_weights))
 
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
@@ -288,6 +277,33 @@ class MultiheadAttention(StockMultiheadAttention):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Masks,
+        wanted: Wanted,
+        query_padding: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends as ``forward``; ``query_padding`` [N, L] says which queries not to average."""
+        pools = getattr(self.spectral, "pools", False)
+        return attend(
+            query,
+            key,
+            value,
+            self._projection(),
+            self._extra_keys(query),
+            KernelOptions(
+                self.kernel, self.p, self._frequencies, self.magnitude, pools, query_padding
+            ),
+            masks,
+            wanted,
+            dropout_p=self.dropout if self.training else 0.0,
+            out_proj=self.out_proj,
+            batch_first=self.batch_first,
+        )
 
     def _projection(self) -> Projection:
         return partial(project, InProjection.of(self))
@@ -341,8 +357,12 @@ class MultiheadAttention(StockMultiheadAttention):
         if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-            return self.forward(q, k, v, ends, need_weights, None, average_attn_weights, is_causal)
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor, of_queries: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
+            masks = Masks(of_keys, None, is_causal)
+            wanted = Wanted(need_weights, average_attn_weights)
+            return self._attend(q, k, v, masks, wanted, of_queries)
 
         return attend_padded(attend, query, key, value)
 
