@@ -525,6 +525,21 @@ def test_stationary_is_direct_with_one_set_of_frequencies():
     assert one.state_dict().keys() == other.state_dict().keys()
 
 
+def test_a_function_makes_the_source_with_options_of_its_own():
+    def source(attention):
+        return Stationary(attention.num_heads, attention.head_dim, M, initial="unit angle", seed=1)
+
+    module = ikattn.MultiheadAttention(E, H, spectral=source)
+    expected = Direct(H, E // H, M, stationary=True, initial="unit angle", seed=1)
+    assert torch.equal(module.spectral.w1, expected.w1)
+    assert ikattn.MultiheadAttention(E, H, spectral=lambda _: "ikan").spectral.regularizes
+
+
+def test_stationary_is_no_option_of_a_module():
+    with pytest.raises(ValueError, match="stationary=True is for 'direct', .* got it with a Ikan"):
+        ikattn.MultiheadAttention(E, H, spectral=Ikan(H, E // H, M), stationary=True)
+
+
 @pytest.mark.parametrize("name", ["ikan", "mikan"])
 def test_the_whole_transformer_keeps_the_scale_of_frequencies(name):
     """nn.Transformer draws every parameter with more than one axis again."""

@@ -22,7 +22,7 @@ from ikattn._nested import attend_padded
 from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.magnitude import LearnedOrder
-from ikattn.spectral import make_spectral
+from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.interface import call_source
 
 __all__ = ["MultiheadAttention"]
@@ -61,8 +61,10 @@ class MultiheadAttention(StockMultiheadAttention):
         num_frequencies: M, per head; this and the options below are for "implicit".
         spectral: Where frequencies come from. "direct": they are parameters; "stationary": so, one
             set per head; "ikan": from a network of noise; "mikan": so, of noise inferred from
-            queries and keys. Or a module with the interface described in ``ikattn.spectral``.
-        stationary: One set of frequencies per head in place of two.
+            queries and keys. Or a module with the interface described in ``ikattn.spectral``, or a
+            function that is called with this module, whose ``num_heads`` and ``head_dim`` it may
+            ask for, and returns one.
+        stationary: One set of frequencies per head in place of two; for named sources.
         seed: If given, the initial frequencies are a function of it alone, and torch's default
             generator is left as nn.MultiheadAttention would leave it.
 
@@ -104,7 +106,7 @@ class MultiheadAttention(StockMultiheadAttention):
         kernel: Kernel = "implicit",
         p: float | Literal["learned"] | None = 2.0,
         num_frequencies: int = 64,
-        spectral: str | nn.Module = "direct",
+        spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -136,7 +138,7 @@ class MultiheadAttention(StockMultiheadAttention):
         *,
         p: float | Literal["learned"] | None = 2.0,
         num_frequencies: int = 64,
-        spectral: str | nn.Module = "direct",
+        spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -159,6 +161,8 @@ class MultiheadAttention(StockMultiheadAttention):
         check_kernel(kernel, p)
         source = None
         if kernel == "implicit":
+            if callable(spectral) and not isinstance(spectral, nn.Module):
+                spectral = spectral(self)
             source = make_spectral(
                 spectral,
                 num_heads=self.num_heads,

@@ -125,10 +125,10 @@ class Stationary(Direct):
     The parameter is ``w1`` alone, [H * d * M]; ``Direct(..., stationary=True)`` is the same.
 
     Args:
-        num_heads, head_dim, num_frequencies, seed, device, dtype: As for ``Direct``.
+        num_heads, head_dim, num_frequencies, initial, seed, device, dtype: As for ``Direct``.
 
     Raises:
-        ValueError: num_frequencies is less than 1.
+        ValueError: As ``Direct``.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -146,6 +146,7 @@ class Stationary(Direct):
         head_dim: int,
         num_frequencies: int,
         *,
+        initial: Initial = "paper",
         seed: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -155,6 +156,7 @@ class Stationary(Direct):
             head_dim,
             num_frequencies,
             stationary=True,
+            initial=initial,
             seed=seed,
             device=device,
             dtype=dtype,
