@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ikattn
 from attention_cases import E, H, L, N, batch, causal, ignore, make
@@ -536,7 +537,7 @@ def test_a_function_makes_the_source_with_options_of_its_own():
 
 
 def test_stationary_is_no_option_of_a_module():
-    with pytest.raises(ValueError, match="stationary=True is for 'direct', .* got it with a Ikan"):
+    with pytest.raises(ValueError, match=r"stationary=True is for 'direct', .* got it with a Ikan"):
         ikattn.MultiheadAttention(E, H, spectral=Ikan(H, E // H, M), stationary=True)
 
 
@@ -669,6 +670,69 @@ def test_regularisers_of_all_layers_are_gathered():
         assert layer.self_attn.spectral.posterior.weights.grad.abs().max() > 0
 
 
+def two_layers(**options):
+    layer = nn.TransformerEncoderLayer(E, H, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2)
+    return ikattn.convert(encoder, spectral="mikan", num_frequencies=M, seed=0, **options)
+
+
+def test_a_regulariser_is_taken_once_for_each_pass():
+    encoder, x = two_layers().eval(), batch(N, L, E, dtype=torch.float32)
+    encoder(x)
+    first = ikattn.regularization_loss(encoder)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn .* once for every forward pass"):
+        ikattn.regularization_loss(encoder)
+    encoder(x)
+    torch.testing.assert_close(ikattn.regularization_loss(encoder), first)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_are_left_out_add_nothing(checkpointed):
+    encoder, x = two_layers(), batch(N, L, E, dtype=torch.float32)
+    with torch.no_grad():
+        encoder.eval()(x)  # whose regularisers nobody takes
+    encoder.train()
+    for layers in ([1], [0, 1], [0]):
+        output = x
+        for index in layers:
+            call = encoder.layers[index]
+            output = checkpoint(call, output, use_reentrant=False) if checkpointed else call(output)
+        expected = sum(encoder.layers[i].self_attn.regularization.item() for i in layers)
+        loss = ikattn.regularization_loss(encoder)
+        assert loss.item() == pytest.approx(expected)
+        (output.square().mean() + loss).backward()
+    assert encoder.layers[1].self_attn.regularization is None
+
+
+def test_reentrant_checkpoints_which_would_not_train_the_generator_are_an_error():
+    encoder, x = two_layers(), batch(N, L, E, dtype=torch.float32).requires_grad_()
+    checkpoint(encoder, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn has no .*use_reentrant=False"):
+        ikattn.regularization_loss(encoder)
+    checkpoint(encoder, x, use_reentrant=True)
+    with torch.no_grad():
+        assert ikattn.regularization_loss(encoder) > 0
+    with torch.no_grad():
+        encoder.eval()(x)
+    assert ikattn.regularization_loss(encoder) > 0  # nothing would be trained
+    for layer in encoder.train().layers:
+        layer.self_attn.spectral.requires_grad_(False)
+    checkpoint(encoder, x, use_reentrant=True)
+    assert ikattn.regularization_loss(encoder) > 0
+
+
+def test_padding_is_left_out_when_a_checkpoint_computes_again():
+    encoder = two_layers()
+    perturbed(encoder, 0.1)
+    grads = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=True)):
+        x = batch(N, L, E, dtype=torch.float32).requires_grad_()
+        torch.manual_seed(0)
+        run(lambda x: encoder(x, src_key_padding_mask=PADDING), x)[~PADDING].sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
 def test_models_without_generators_have_no_regulariser():
     for kernel in ("dot", "implicit"):
         module = ikattn.MultiheadAttention(E, H, kernel=kernel)
@@ -693,6 +757,22 @@ def test_users_module_may_have_a_regulariser():
     module(x, x, x)
     expected = module.spectral.w1.square().sum()
     torch.testing.assert_close(ikattn.regularization_loss(module), expected)
+
+
+class WithParameter(WithRegularizer):
+    def forward(self, query, key, key_padding_mask):
+        return *self.frequencies(), self.term
+
+
+def test_a_parameter_may_be_the_regulariser():
+    source = WithParameter(H, E // H, M, dtype=torch.float64)
+    source.term = nn.Parameter(torch.tensor(3.0))
+    module, x = make("implicit", spectral=source), batch(L, N, E)
+    for _ in range(2):
+        module(x, x, x)
+        ikattn.regularization_loss(module).backward()
+    assert source.term.grad == 2
+    assert [name for name, _ in module.named_parameters()].count("regularization") == 0
 
 
 # Errors

@@ -87,7 +87,8 @@ class MultiheadAttention(StockMultiheadAttention):
     p: float | None  # None where it is learned
     magnitude: LearnedOrder | None
     spectral: nn.Module | None
-    regularization: Tensor | None = None  # of the last call, for ikattn.regularization_loss
+    regularization: Tensor | None = None  # of the last call, until regularization_loss takes it
+    _regularized_in = (False, False)  # whether that call was in training mode, and with grad
 
     def __init__(
         self,
@@ -189,6 +190,7 @@ class MultiheadAttention(StockMultiheadAttention):
         self._keep_off_fused_path()
         for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
             delattr(self, name)
+        vars(self).pop("_regularized_in", None)
         self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
 
     def reset_parameters(self) -> None:
@@ -382,8 +384,12 @@ class MultiheadAttention(StockMultiheadAttention):
         w1, w2, regularization = call_source(
             self.spectral, query, key, key_padding_mask, query_padding_mask
         )
-        if not torch.compiler.is_exporting():  # an exported program has no attributes to assign to
-            self.regularization = regularization
+        # an exported program has no attributes to assign to; what a checkpoint computes again in
+        # the backward pass has been taken already
+        if not torch.compiler.is_exporting() and not _is_in_backward():
+            self._regularized_in = (self.training, torch.is_grad_enabled())
+            # a view, as a parameter would be registered
+            self.regularization = None if regularization is None else regularization.view(())
         return w1, w2
 
     def __getstate__(self) -> dict[str, Any]:
@@ -423,6 +429,10 @@ class MultiheadAttention(StockMultiheadAttention):
         raise RuntimeError(
             "TorchScript cannot compile ikattn.MultiheadAttention; use torch.export.export instead"
         )
+
+
+def _is_in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
