@@ -597,6 +597,39 @@ def test_meta_device_materialises(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["ikan", "mikan"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_loads_into_a_module_made_on_meta(name, assign):
+    options = {"spectral": name, "num_frequencies": M}
+    source = ikattn.MultiheadAttention(E, H, **options).eval()
+    module = ikattn.MultiheadAttention(E, H, **options, device="meta").eval()
+    if not assign:
+        module.to_empty(device="cpu")
+    module.load_state_dict(source.state_dict(), assign=assign)
+    x = batch(L, N, E, dtype=torch.float32)
+    assert torch.equal(module(x, x, x)[0], source(x, x, x)[0])
+    assert torch.equal(module.double().spectral.points, source.double().spectral.points)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["ikan", "mikan"])
+def test_meta_device_runs(name, training):
+    module = ikattn.MultiheadAttention(E, H, spectral=name, num_frequencies=M, device="meta")
+    x = torch.empty(L, N, E, device="meta")
+    assert module.train(training)(x, x, x)[0].shape == x.shape
+
+
+def test_half_precision_averages_long_sequences():
+    module = ikattn.MultiheadAttention(E, H, spectral="mikan", num_frequencies=M)
+    with torch.no_grad():
+        module.in_proj_bias.fill_(20.0)  # of which 6000 make more than 65504
+    x = batch(6000, 1, E, dtype=torch.float16)
+    padding = torch.arange(6000)[None] >= 5000
+    for mask in (None, padding):
+        output = module.half().eval()(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+        assert output.isfinite().all()
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["ikan", "mikan"])
 def test_torch_compile_takes_generators_in_one_graph(name, training):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,6 @@ class Generator(nn.Module):
     regularizes = True
 
     points: Tensor
-    halves: Tensor
     network2: OddNetwork | None
 
     def __init__(
@@ -84,12 +84,8 @@ class Generator(nn.Module):
         self.network1 = networks[0]
         self.network2 = None if stationary else networks[1]
         self.gain = nn.Parameter(torch.empty(num_heads * head_dim, device=device, dtype=dtype))
-        shape = (num_heads, head_dim, num_frequencies)
-        points, halves = (
-            torch.empty(sizes, device=device, dtype=dtype) for sizes in (shape, (num_frequencies,))
-        )
-        self.register_buffer("points", points, persistent=False)
-        self.register_buffer("halves", halves, persistent=False)
+        self.register_buffer("points", None, persistent=False)
+        self._fill_points()
 
     @property
     def stationary(self) -> bool:
@@ -97,22 +93,32 @@ class Generator(nn.Module):
         return self.network2 is None
 
     def _reset_networks(self, generator: torch.Generator | None, published: bool = False) -> None:
-        """Draws the networks anew and fills what is not random."""
+        """Draws the networks anew."""
         for network in (self.network1, self.network2):
             if network is not None:
                 network.reset_parameters(generator, published=published)
         with torch.no_grad():
             self.gain.fill_(1.0 if published else unit_angle_scale(self.head_dim))
-            self.halves.fill_(1.0)
-            self.halves[self.num_frequencies // 2 :].fill_(-1.0)
-            if not self.points.is_meta:
-                self.points.copy_(_fixed_points(*self.points.shape))
+
+    def _fill_points(self) -> None:
+        """Makes the points for the device and type of the parameters."""
+        shape = (self.num_heads, self.head_dim, self.num_frequencies)
+        points = torch.empty(shape) if self.gain.is_meta else _fixed_points(*shape)
+        self.points = points.to(device=self.gain.device, dtype=self.gain.dtype)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What moves modules, ``to_empty`` among it, after which no checkpoint holds the points."""
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._fill_points()
+        return self
 
     def _seeded(self) -> torch.Generator | None:
         return None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
     def noise(self, *batch: int) -> Tensor:
         """Standard normal noise [*batch, H, d, M], in eval mode the fixed points [H, d, M]."""
+        if self.points.device != self.gain.device:  # parameters were assigned by load_state_dict
+            self._fill_points()
         if self.training or self.evaluation == "random":
             shape = (*batch, *self.points.shape)
             return torch.randn(shape, dtype=self.points.dtype, device=self.points.device)
@@ -122,7 +128,14 @@ class Generator(nn.Module):
 
     def about_halves(self, location: Tensor) -> Tensor:
         """Turns locations [..., H, d] into those of every z, [..., H, d, M]: +, then -."""
-        return location.unsqueeze(-1) * self.halves
+        is_first = torch.arange(self.num_frequencies, device=location.device)
+        is_first = is_first < self.num_frequencies // 2
+        return location.unsqueeze(-1) * torch.where(is_first, 1.0, -1.0).to(location.dtype)
+
+    def without_autocast(self) -> AbstractContextManager[None]:
+        """In which the networks keep their own type; the meta device has no autocast."""
+        device = self.gain.device.type
+        return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
     def to_frequencies(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps z [..., H, d, M] to w1 and w2 (None if stationary) of that shape."""
@@ -143,4 +156,5 @@ def _fixed_points(heads: int, size: int, count: int) -> Tensor:
     Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
     """
     generator = torch.Generator().manual_seed(_POINTS_SEED)
-    return torch.randn((heads, size, count), generator=generator, dtype=torch.float64)
+    shape = (heads, size, count)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -175,7 +175,7 @@ class Mikan(Generator):
         Raises:
             ValueError: faithful="code" with more than one sample, or with padding.
         """
-        with torch.autocast(self.gain.device.type, enabled=False):
+        with self.without_autocast():
             if self.faithful:
                 return self._published(query, key, key_padding_mask)
             location, log_scale, factor = self.infer(
@@ -210,9 +210,10 @@ class Mikan(Generator):
 
 def _average(x: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mean of tokens [B, H, N, d] over N without padding [B, N]: [B, H, d], 0 of no tokens."""
+    wide = torch.promote_types(dtype, torch.float32)  # in float16 a sum overflows
     if padding is None:
-        return x.sum(2, dtype=dtype) / max(x.size(2), 1)
+        return (x.sum(2, dtype=wide) / max(x.size(2), 1)).to(dtype)
     # selected away, not multiplied by 0, which would let NaN through
     kept = x.masked_fill(padding[:, None, :, None], 0.0)
     count = padding.logical_not().sum(1).clamp_min(1)
-    return kept.sum(2, dtype=dtype) / count[:, None, None]
+    return (kept.sum(2, dtype=wide) / count[:, None, None]).to(dtype)
