@@ -281,6 +281,42 @@ def test_densities_of_frequencies_are_symmetric(kind):
         assert (low + high).abs() < 0.05 * w.std()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_copula_density_in_every_type(dtype):
+    correlation, scores = random_correlation(H).to(dtype), torch.randn(20, H).to(dtype)
+    got = gaussian_copula_log_density(scores, correlation)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got, gaussian_copula_log_density(scores.double(), correlation.double()).to(dtype)
+    )
+
+
+def test_a_factor_keeps_what_a_nearly_singular_correlation_matrix_loses():
+    factor = correlation_factor(torch.tensor([[0.0, 0.0], [1e4, 0.0]]))
+    noise = torch.randn(5, 2, dtype=torch.float64)
+    scores = noise @ factor.double().mT
+    with pytest.raises(ValueError, match=r"positive definite.*pass factor"):
+        gaussian_copula_log_density(scores, factor @ factor.mT)
+    squares = (scores.square() - noise.square()).sum(-1)
+    expected = squares / 2 - factor.diagonal().double().log().sum()
+    torch.testing.assert_close(gaussian_copula_log_density(scores, factor=factor), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expected one of correlation and factor, got none"),
+        ({"correlation": torch.eye(2), "factor": torch.eye(2)}, "got both"),
+        ({"factor": 2 * torch.eye(2)}, "factor must be lower triangular"),
+        ({"factor": torch.eye(2).flip(0)}, "factor must be lower triangular"),
+        ({"factor": torch.ones(2)}, r"factor must have shape \[\.\.\., H, H\], got \[2\]"),
+    ],
+)
+def test_factors_of_correlation_matrices_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gaussian_copula_log_density(torch.zeros(2), **arguments)
+
+
 # Padding
 
 
@@ -832,6 +868,13 @@ class Wrong(nn.Module):
         (lambda w: (w[1:], None), ValueError, r"got \[2, 4, 3, 7\]"),
         (lambda w: (w[0, 0], None), ValueError, r"got \[3, 7\]"),
         (lambda w: (w, w[0]), ValueError, r"w2 must be shaped as w1, .* got \[4, 3, 7\]"),
+        (lambda w: (w.long(), None), TypeError, r"w1 must be floating point, got torch\.int64"),
+        (lambda w: (w, w + 0j), TypeError, r"w2 must be floating point, got torch\.complex128"),
+        (
+            lambda w: (w, w, w.sum() * math.nan),
+            ValueError,
+            "regularization must be finite, got nan",
+        ),
         (lambda w: (w, w, w), TypeError, "scalar tensor or None as regularization"),
     ],
 )
@@ -867,6 +910,16 @@ def test_the_heads_and_the_layer_of_frequencies_that_are_not_finite_are_named():
         module(x, x, x)
 
 
+@each_generator
+def test_generators_for_other_heads_are_named(kind):
+    attention = nn.MultiheadAttention(E, H)
+    layer = ikattn.convert(nn.ModuleDict({"a": attention}), spectral=kind(2, E // 2, M))
+    x = batch(L, N, E, dtype=torch.float32)
+    expected = rf"{kind.__name__} 'spectral' is for H, d = 2, 6, got queries of H, d = 4, 3"
+    with pytest.raises(ValueError, match=expected):
+        layer["a"](x, x, x)
+
+
 def test_causal_attention_is_refused_where_the_future_would_be_seen():
     module = make("implicit", spectral="mikan", num_frequencies=M)
     x = batch(L, N, E)
@@ -881,6 +934,10 @@ def test_causal_attention_is_refused_where_the_future_would_be_seen():
     [
         (Ikan, {"num_frequencies": 7}, "even and at least 2.*got 7"),
         (Mikan, {"num_frequencies": 0}, "even and at least 2.*got 0"),
+        (Direct, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (Ikan, {"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        (Ikan, {"kl_weight": -1.0}, r"kl_weight must be a number >= 0, got -1\.0"),
+        (Mikan, {"copula_weight": math.nan}, "copula_weight must be a number >= 0, got nan"),
         (Ikan, {"evaluation": "median"}, r"evaluation must be one of .*, got 'median'"),
         (Ikan, {"prior_scale": 0.0}, r"prior_scale must be positive, got 0\.0"),
         (Mikan, {"pool": "query"}, "pool must be 'both' or 'key', got 'query'"),

@@ -42,7 +42,7 @@ class Direct(nn.Module):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: num_frequencies is less than 1, or initial is unknown.
+        ValueError: A size is less than 1, or initial is unknown.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147); the initial distribution is that of the authors' code.
@@ -70,8 +70,7 @@ class Direct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}")
+        check_sizes(num_heads, head_dim, num_frequencies)
         if initial not in get_args(Initial):
             raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
         self.num_heads = num_heads
@@ -161,6 +160,14 @@ class Stationary(Direct):
             device=device,
             dtype=dtype,
         )
+
+
+def check_sizes(num_heads: int, head_dim: int, num_frequencies: int) -> None:
+    """Raises ValueError for a size that is less than 1."""
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_frequencies": num_frequencies}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ikattn.spectral.direct import unit_angle_scale
+from ikattn.spectral.direct import check_sizes, unit_angle_scale
 from ikattn.spectral.networks import OddNetwork
 
 Evaluation = Literal["points", "mean", "random"]
@@ -67,10 +67,12 @@ class Generator(nn.Module):
                 f"num_frequencies must be even and at least 2, one half each for +z and -z, got "
                 f"{num_frequencies}"
             )
+        check_sizes(num_heads, head_dim, num_frequencies)
         if evaluation not in EVALUATIONS:
             raise ValueError(f"evaluation must be one of {EVALUATIONS}, got {evaluation!r}")
         if not 0 < prior_scale < math.inf:
             raise ValueError(f"prior_scale must be positive, got {prior_scale}")
+        check_weight("kl_weight", kl_weight)
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.num_frequencies = num_frequencies
@@ -148,6 +150,12 @@ class Generator(nn.Module):
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
             f"num_frequencies={self.num_frequencies}, evaluation={self.evaluation!r}"
         )
+
+
+def check_weight(name: str, weight: float) -> None:
+    """Raises ValueError for a weight of the regulariser that is negative or not finite."""
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"{name} must be a number >= 0, got {weight}")
 
 
 def _fixed_points(heads: int, size: int, count: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ikattn.spectral.copula import correlation_factor, gaussian_kl, mutual_information
-from ikattn.spectral.generator import Evaluation, Generator
+from ikattn.spectral.generator import Evaluation, Generator, check_weight
 from ikattn.spectral.networks import PosteriorNetwork
 from ikattn.spectral.published import published_noise
 
@@ -99,6 +99,7 @@ class Mikan(Generator):
             raise ValueError(f"faithful must be None or 'code', got {faithful!r}")
         if faithful and (pool != "both" or stationary):
             raise ValueError("faithful='code' needs pool='both' and stationary=False")
+        check_weight("copula_weight", copula_weight)
         if prior_scale is None:
             prior_scale = 0.1 if faithful else 1.0
         super().__init__(
