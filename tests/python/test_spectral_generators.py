@@ -627,8 +627,7 @@ def test_meta_device_materialises(name):
     )
     module.to_empty(device="cpu").reset_parameters()
     same = ikattn.MultiheadAttention(E, H, spectral=name, num_frequencies=M, seed=3)
-    for a, b in zip(module.spectral.buffers(), same.spectral.buffers(), strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(module.spectral.points, same.spectral.points)
     for a, b in zip(module.spectral.parameters(), same.spectral.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -656,9 +655,9 @@ def test_meta_device_runs(name, training):
 
 
 def test_half_precision_averages_long_sequences():
-    module = ikattn.MultiheadAttention(E, H, spectral="mikan", num_frequencies=M)
+    module = ikattn.MultiheadAttention(E, H, spectral="mikan", num_frequencies=M, seed=0)
     with torch.no_grad():
-        module.in_proj_bias.fill_(20.0)  # of which 6000 make more than 65504
+        module.in_proj_bias.fill_(14.0)  # of which 5000 make more than 65504
     x = batch(6000, 1, E, dtype=torch.float16)
     padding = torch.arange(6000)[None] >= 5000
     for mask in (None, padding):

@@ -23,7 +23,7 @@ from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.magnitude import LearnedOrder
 from ikattn.spectral import Spectral, make_spectral
-from ikattn.spectral.interface import call_source
+from ikattn.spectral.regularized import Regularized
 
 __all__ = ["MultiheadAttention"]
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger("ikattn")
 _stock_forward = StockMultiheadAttention.forward
 
 
-class MultiheadAttention(StockMultiheadAttention):
+class MultiheadAttention(Regularized, StockMultiheadAttention):
     """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
 
     Constructor, ``forward``, parameter names, initial values and random stream are those of
@@ -86,9 +86,6 @@ class MultiheadAttention(StockMultiheadAttention):
     kernel: Kernel
     p: float | None  # None where it is learned
     magnitude: LearnedOrder | None
-    spectral: nn.Module | None
-    regularization: Tensor | None = None  # of the last call, until regularization_loss takes it
-    _regularized_in = (False, False)  # whether that call was in training mode, and with grad
 
     def __init__(
         self,
@@ -372,30 +369,6 @@ class MultiheadAttention(StockMultiheadAttention):
 
         return attend_padded(attend, query, key, value)
 
-    def _frequencies(
-        self,
-        query: Tensor,
-        key: Tensor,
-        key_padding_mask: Tensor | None,
-        query_padding_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Asks the spectral source, and keeps its regulariser."""
-        assert self.spectral is not None
-        w1, w2, regularization = call_source(
-            self.spectral, query, key, key_padding_mask, query_padding_mask
-        )
-        # an exported program has no attributes to assign to; what a checkpoint computes again in
-        # the backward pass has been taken already
-        if not torch.compiler.is_exporting() and not _is_in_backward():
-            self._regularized_in = (self.training, torch.is_grad_enabled())
-            # a view, as a parameter would be registered
-            self.regularization = None if regularization is None else regularization.view(())
-        return w1, w2
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves the last call's regulariser out of copies, which have no part in its graph."""
-        return {**self.__dict__, "regularization": None}
-
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
         for name in ("spectral", "magnitude"):  # absent while upstream's constructor runs
@@ -429,10 +402,6 @@ class MultiheadAttention(StockMultiheadAttention):
         raise RuntimeError(
             "TorchScript cannot compile ikattn.MultiheadAttention; use torch.export.export instead"
         )
-
-
-def _is_in_backward() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:

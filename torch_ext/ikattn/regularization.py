@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ikattn.multihead_attention import MultiheadAttention
+from ikattn.spectral.regularized import Regularized
 
 
 def regularization_loss(model: nn.Module) -> Tensor:
@@ -16,7 +16,7 @@ def regularization_loss(model: nn.Module) -> Tensor:
     one pass counts once, with that of its last use; one that is left out of a pass adds nothing.
 
     Args:
-        model: Any module; its ``ikattn.MultiheadAttention`` modules have been called.
+        model: Any module that has been called.
 
     Returns:
         A scalar, in nats times the generators' weights; 0 where no generator has a regulariser. It
@@ -42,7 +42,7 @@ def regularization_loss(model: nn.Module) -> Tensor:
     terms: list[Tensor] = []
     missing: str | None = None
     for name, module in model.named_modules():
-        if not isinstance(module, MultiheadAttention):
+        if not isinstance(module, Regularized):
             continue
         term, module.regularization = module.regularization, None
         in_training, with_grad = module._regularized_in
@@ -64,7 +64,7 @@ def regularization_loss(model: nn.Module) -> Tensor:
     return torch.zeros((), device=None if first is None else first.device)
 
 
-def _check_nothing_is_lost(name: str, module: MultiheadAttention) -> None:
+def _check_nothing_is_lost(name: str, module: Regularized) -> None:
     """Raises RuntimeError where a loss would train the generator of a call without a graph."""
     assert module.spectral is not None
     learns = any(parameter.requires_grad for parameter in module.spectral.parameters())

@@ -44,6 +44,7 @@ class Generator(nn.Module):
 
     regularizes = True
 
+    # No buffer: loaders that make models on meta fill those that are in no checkpoint with anything
     points: Tensor
     network2: OddNetwork | None
 
@@ -86,7 +87,6 @@ class Generator(nn.Module):
         self.network1 = networks[0]
         self.network2 = None if stationary else networks[1]
         self.gain = nn.Parameter(torch.empty(num_heads * head_dim, device=device, dtype=dtype))
-        self.register_buffer("points", None, persistent=False)
         self._fill_points()
 
     @property
@@ -109,7 +109,7 @@ class Generator(nn.Module):
         self.points = points.to(device=self.gain.device, dtype=self.gain.dtype)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """What moves modules, ``to_empty`` among it, after which no checkpoint holds the points."""
+        """Moves the module, and the points with it."""
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._fill_points()
         return self
