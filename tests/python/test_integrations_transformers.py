@@ -499,6 +499,13 @@ def test_mikan_is_refused_where_attention_is_causal(family: str) -> None:
     assert not kernels(model)
 
 
+def test_a_source_in_place_of_a_kernel_is_an_error() -> None:
+    model = convert(build("bert"))
+    model.encoder.layer[0].attention.self.spectral = ikattn.spectral.Mikan(2, 8, 8)
+    with pytest.raises(RuntimeError, match=r"spectral is a Mikan, .* call use_implicit_attention"):
+        call(model, inputs_of("bert"))
+
+
 def test_capped_logits_are_refused_by_name() -> None:
     config = transformers.Gemma2Config(**GROUPED, head_dim=4)
     model = use_implicit_attention(transformers.Gemma2Model(config))

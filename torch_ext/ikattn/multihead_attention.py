@@ -240,12 +240,7 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
                 average_attn_weights=average_attn_weights,
                 is_causal=is_causal,
             )
-        if is_causal and getattr(self.spectral, "pools", False):
-            raise RuntimeError(
-                f"{type(self.spectral).__name__} averages over whole sequences and would let "
-                "causal attention see the future; expected a source of frequencies that does not, "
-                "such as spectral='direct' or 'ikan'"
-            )
+        self._check_causality(is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(
                 query,

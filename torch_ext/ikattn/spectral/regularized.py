@@ -17,6 +17,15 @@ class Regularized(nn.Module):
     regularization: Tensor | None = None  # of the last call, until regularization_loss takes it
     _regularized_in = (False, False)  # whether that call was in training mode, and with grad
 
+    def _check_causality(self, is_causal: bool) -> None:
+        """Raises RuntimeError where the source would see the future."""
+        if is_causal and getattr(self.spectral, "pools", False):
+            raise RuntimeError(
+                f"{type(self.spectral).__name__} averages over whole sequences and would let "
+                "causal attention see the future; expected a source of frequencies that does not, "
+                "such as spectral='direct' or 'ikan'"
+            )
+
     def _frequencies(
         self,
         query: Tensor,

@@ -311,7 +311,7 @@ def kernel_of(module: nn.Module) -> Any:
     """The kernel of an attention module, or what has been put in its place.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: There is none, or a source of frequencies alone.
     """
     kernel = getattr(module, "spectral", None)
     if kernel is None:
@@ -319,6 +319,11 @@ def kernel_of(module: nn.Module) -> Any:
             f'{type(module).__name__} has the attention implementation "{IMPLICIT}" but no '
             "frequencies: call ikattn.integrations.transformers.use_implicit_attention(model), or "
             "load the model with from_pretrained of that module"
+        )
+    if not hasattr(kernel, "p"):
+        raise RuntimeError(
+            f"{type(module).__name__}.spectral is a {type(kernel).__name__}, which has no order p: "
+            "call use_implicit_attention(model, spectral=...), which takes names of sources"
         )
     return kernel
 
@@ -504,8 +509,7 @@ def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:
 
 def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tensor | None:
     """Which keys no query sees, bool [B, S], for kernels that depend on their input."""
-    source = kernel.spectral if isinstance(kernel, GeneratedKernel) else None
-    if not isinstance(source, Mikan):
+    if not isinstance(getattr(kernel, "spectral", None), Mikan):  # PEFT may have wrapped the kernel
         return None
     if visibility.get("is_causal"):
         raise RuntimeError(
