@@ -291,6 +291,23 @@ def test_a_function_makes_the_source_of_each_module() -> None:
     assert model[1](x, x, x)[0].shape == x.shape
 
 
+def test_decoders_get_cross_attention_that_does_not_look_at_the_queries() -> None:
+    options = {"spectral": "mikan", "num_frequencies": 8, "stationary": True, "seed": 3}
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, batch_first=True), 1)
+    layer = ikattn.convert(decoder, **options).eval().layers[0]
+    assert (layer.self_attn.spectral.pool, layer.multihead_attn.spectral.pool) == ("both", "key")
+    assert layer.multihead_attn.spectral.stationary
+    memory, target = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        for parameter in layer.multihead_attn.spectral.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        expected = decoder(target, memory, tgt_key_padding_mask=padding)
+        target[padding] = 9.0
+        got = decoder(target, memory, tgt_key_padding_mask=padding)
+    torch.testing.assert_close(got[~padding], expected[~padding])
+
+
 def test_what_a_function_returns_is_checked_and_the_module_stays() -> None:
     module = nn.MultiheadAttention(16, 4)
     with pytest.raises((TypeError, ValueError), match="spectral"):

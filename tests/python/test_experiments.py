@@ -20,6 +20,7 @@ from programs import import_program, run_python
 for library in ("tqdm", "matplotlib", "sacrebleu", "tokenizers"):
     pytest.importorskip(library, reason="the experiments: pip install 'ikattn[experiments]'")
 
+REGRESSION = Path(__file__).resolve().parents[3] / "shared/data/regression"
 ATTENTIONS = ["softmax", "rbf", "direct", "ikan", "mikan"]
 
 
@@ -127,6 +128,17 @@ def test_regression_runs_every_attention_and_order(
     assert len(runs) == 2 * (1 + 4 * 3)
     assert all(0 < float(run["best_rmse"]) <= float(run["last_rmse"]) for run in runs)
     assert "selected on the test set" in result.stdout
+
+
+@pytest.mark.skipif(not REGRESSION.is_dir(), reason=f"{REGRESSION} is absent")
+def test_regression_runs_quickly_on_the_real_data(source_tree: Path, tmp_path: Path) -> None:
+    options = ["--data", REGRESSION, "--quick", "--csv", "a.csv", "--plot", "a.png"]
+    result = run(source_tree, "regression.py", *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    runs = rows_of(tmp_path / "a.csv")
+    names = {(row["data_set"], row["attention"], row["epochs"]) for row in runs}
+    assert names == {(data, kind, "5") for data in ("airline", "co2") for kind in ATTENTIONS}
+    assert all(0 < float(row["best_rmse"]) <= float(row["last_rmse"]) < 1 for row in runs)
 
 
 def test_regression_names_the_file_that_is_missing_and_its_origin(
@@ -427,6 +439,7 @@ def everything(source_tree: Path, tmp_path: Path) -> ModuleType:
 def test_everything_is_called_with_options_that_there_are(
     source_tree: Path, tmp_path: Path, everything: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Options are parsed alone; each program's own --quick runs in a test of its own."""
     (tmp_path / "out").mkdir()
     names = [planned.name for planned in everything.PLAN]
     assert len(set(names)) == len(names)

@@ -136,3 +136,13 @@ def test_a_vision_transformer_of_timm_trains_with_it(options: dict[str, Any]) ->
     assert not torch.allclose(model(images), stock(images))
     model(images).square().sum().backward()
     assert all(block.attn.spectral.w1.grad.any() for block in model.blocks)
+
+
+def test_a_layer_may_have_another_source() -> None:
+    layer = Cubic(C, num_heads=H)
+    layer.spectral = ikattn.spectral.Mikan(H, C // H, 8)
+    x = torch.randn(B, N, C)
+    (layer(x).square().sum() + ikattn.regularization_loss(layer)).backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    with pytest.raises(RuntimeError, match="Mikan averages over whole sequences"):
+        layer(x, is_causal=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -466,12 +467,67 @@ def test_unknown_sizes_are_an_error_that_names_the_way_out() -> None:
     assert len(kernels(model)) == 2
 
 
-@pytest.mark.parametrize("options", [{"p": 0.5}, {"p": "two"}, {"num_frequencies": 2.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"p": 0.5}, {"p": "two"}, {"num_frequencies": 0}, {"num_frequencies": 2.5}, {"spectral": "x"}],
+    ids=str,
+)
 def test_bad_options_change_nothing(options: dict[str, Any]) -> None:
     model = build("bert")
     with pytest.raises(ValueError, match="must be"):
         use_implicit_attention(model, **options)
     assert not kernels(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "spectral"),
+    [("bert", "mikan"), ("gpt2", "ikan"), ("llama", "ikan"), ("bert", "stationary")],
+)
+def test_generators_are_trained_saved_and_recorded(
+    family: str, spectral: str, tmp_path: Path
+) -> None:
+    model = use_implicit_attention(build(family), spectral=spectral, num_frequencies=8, seed=0)
+    inputs = inputs_of(family)
+    call(model.train(), inputs)["last_hidden_state"].sum().backward(retain_graph=True)
+    if spectral != "stationary":
+        ikattn.regularization_loss(model).backward()
+    own = {name: w for name, w in model.named_parameters() if ".spectral." in name}
+    assert own
+    assert all(w.grad is not None and w.grad.isfinite().all() for w in own.values())
+    expected = call(copy.deepcopy(model).eval(), inputs)["last_hidden_state"]
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(type(model), tmp_path).eval()
+    torch.testing.assert_close(call(loaded, inputs)["last_hidden_state"], expected)
+    with torch.no_grad(), ikattn.record(loaded, maps=("per_head",)) as recording:
+        call(loaded, inputs)
+    assert recording.names
+
+
+def test_mikan_does_not_look_at_padding() -> None:
+    model = use_implicit_attention(build("bert"), spectral="mikan", num_frequencies=8).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".spectral." in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        tokens = torch.tensor([[5, 3, 2, 7, 6]])
+        mask = torch.tensor([[1, 1, 1, 0, 0]])
+        padded = model(tokens, attention_mask=mask).last_hidden_state[:, :3]
+        torch.testing.assert_close(padded, model(tokens[:, :3]).last_hidden_state)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_mikan_is_refused_where_attention_is_causal(family: str) -> None:
+    model = build(family)
+    with pytest.raises(ValueError, match=r"which is causal, see the future; expected 'ikan'"):
+        use_implicit_attention(model, spectral="mikan")
+    assert not kernels(model)
+
+
+def test_a_source_in_place_of_a_kernel_is_an_error() -> None:
+    model = convert(build("bert"))
+    model.encoder.layer[0].attention.self.spectral = ikattn.spectral.Mikan(2, 8, 8)
+    with pytest.raises(RuntimeError, match=r"spectral is a Mikan, .* call use_implicit_attention"):
+        call(model, inputs_of("bert"))
 
 
 def test_capped_logits_are_refused_by_name() -> None:

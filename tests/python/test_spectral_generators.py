@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ikattn
 from attention_cases import E, H, L, N, batch, causal, ignore, make
@@ -280,6 +281,42 @@ def test_densities_of_frequencies_are_symmetric(kind):
         assert (low + high).abs() < 0.05 * w.std()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_copula_density_in_every_type(dtype):
+    correlation, scores = random_correlation(H).to(dtype), torch.randn(20, H).to(dtype)
+    got = gaussian_copula_log_density(scores, correlation)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got, gaussian_copula_log_density(scores.double(), correlation.double()).to(dtype)
+    )
+
+
+def test_a_factor_keeps_what_a_nearly_singular_correlation_matrix_loses():
+    factor = correlation_factor(torch.tensor([[0.0, 0.0], [1e4, 0.0]]))
+    noise = torch.randn(5, 2, dtype=torch.float64)
+    scores = noise @ factor.double().mT
+    with pytest.raises(ValueError, match=r"positive definite.*pass factor"):
+        gaussian_copula_log_density(scores, factor @ factor.mT)
+    squares = (scores.square() - noise.square()).sum(-1)
+    expected = squares / 2 - factor.diagonal().double().log().sum()
+    torch.testing.assert_close(gaussian_copula_log_density(scores, factor=factor), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expected one of correlation and factor, got none"),
+        ({"correlation": torch.eye(2), "factor": torch.eye(2)}, "got both"),
+        ({"factor": 2 * torch.eye(2)}, "factor must be lower triangular"),
+        ({"factor": torch.eye(2).flip(0)}, "factor must be lower triangular"),
+        ({"factor": torch.ones(2)}, r"factor must have shape \[\.\.\., H, H\], got \[2\]"),
+    ],
+)
+def test_factors_of_correlation_matrices_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gaussian_copula_log_density(torch.zeros(2), **arguments)
+
+
 # Padding
 
 
@@ -310,6 +347,73 @@ def test_output_does_not_depend_on_how_much_a_sequence_is_padded(training):
         torch.manual_seed(0)
         output = module(longer, longer, longer, key_padding_mask=mask)[0]
         torch.testing.assert_close(output[:L], expected)
+
+
+PADDING = torch.arange(L) >= torch.tensor([[L], [3], [1]])
+COPIES = {
+    "clones": lambda x: (x, x.clone(), x.clone()),
+    "the same sum thrice": lambda x: (x + 1, x + 1, x + 1),
+    "detached, as by checkpointing": lambda x: (x.detach(), x.detach(), x.detach()),
+    "keys of other padding": lambda x: (x, x.masked_fill(PADDING[..., None], 9.0), x),
+}
+MASKS = {
+    "bool": PADDING,
+    "-inf": torch.zeros(N, L).masked_fill(PADDING, -math.inf),
+    "the lowest float32": torch.zeros(N, L).masked_fill(PADDING, torch.finfo(torch.float32).min),
+    "-1e9": torch.zeros(N, L).masked_fill(PADDING, -1e9),
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("value", [9.0, math.nan])
+def test_padding_is_left_out_of_queries_that_are_copies_of_the_keys(
+    value, copies, mask, batch_first
+):
+    source = perturbed(Mikan(H, E // H, M, dtype=torch.float64), 0.2)
+    module = make("implicit", spectral=source, batch_first=batch_first).eval()
+    seen = []
+    module.spectral.register_forward_hook(lambda _, args, output: seen.append(output[0]))
+    x = batch(N, L, E)
+    for padding_value in (0.0, value):
+        x = x.masked_fill(PADDING[..., None], padding_value)
+        arguments = [y if batch_first else y.transpose(0, 1) for y in copies(x)]
+        module(*arguments, key_padding_mask=mask)
+    assert torch.equal(seen[0], seen[1])
+    # but other queries are all averaged, in the samples where they differ
+    if batch_first:
+        other = copies(x.nan_to_num())[0] + torch.tensor([[[0.0]], [[1.0]], [[0.0]]])
+        module(other, *arguments[1:], key_padding_mask=mask)
+        assert [torch.equal(a, b) for a, b in zip(seen[2], seen[0], strict=True)] == [
+            True,
+            False,
+            True,
+        ]
+
+
+def test_copies_are_found_under_compile_and_export():
+    module = make("implicit", spectral="mikan", num_frequencies=M, batch_first=True).eval()
+    perturbed(module.spectral, 0.2)
+    x = batch(N, L, E)
+    arguments = (x, x.clone(), x.clone(), PADDING)
+    expected = module(x, x, x, PADDING)[0]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(module, arguments).module()
+    for run in (compiled, exported):
+        torch.testing.assert_close(run(*arguments)[0], expected)
+
+
+def test_nested_queries_are_averaged_as_far_as_they_go():
+    module = make("implicit", spectral=Mikan(H, E // H, M, dtype=torch.float64), batch_first=True)
+    perturbed(module.spectral, 0.2)
+    module.eval()
+    queries, keys = ([batch(length, E) for length in lengths] for lengths in ((3, 6), (4, 2)))
+    with torch.no_grad():
+        q, k = map(torch.nested.nested_tensor, (queries, keys))
+        output, _ = module(q, k, k, need_weights=False)
+        for query, key, got in zip(queries, keys, output.unbind(), strict=True):
+            torch.testing.assert_close(got, module(query, key, key)[0])
 
 
 def test_nested_input_is_pooled_as_far_as_it_goes():
@@ -458,6 +562,21 @@ def test_stationary_is_direct_with_one_set_of_frequencies():
     assert one.state_dict().keys() == other.state_dict().keys()
 
 
+def test_a_function_makes_the_source_with_options_of_its_own():
+    def source(attention):
+        return Stationary(attention.num_heads, attention.head_dim, M, initial="unit angle", seed=1)
+
+    module = ikattn.MultiheadAttention(E, H, spectral=source)
+    expected = Direct(H, E // H, M, stationary=True, initial="unit angle", seed=1)
+    assert torch.equal(module.spectral.w1, expected.w1)
+    assert ikattn.MultiheadAttention(E, H, spectral=lambda _: "ikan").spectral.regularizes
+
+
+def test_stationary_is_no_option_of_a_module():
+    with pytest.raises(ValueError, match=r"stationary=True is for 'direct', .* got it with a Ikan"):
+        ikattn.MultiheadAttention(E, H, spectral=Ikan(H, E // H, M), stationary=True)
+
+
 @pytest.mark.parametrize("name", ["ikan", "mikan"])
 def test_the_whole_transformer_keeps_the_scale_of_frequencies(name):
     """nn.Transformer draws every parameter with more than one axis again."""
@@ -508,10 +627,42 @@ def test_meta_device_materialises(name):
     )
     module.to_empty(device="cpu").reset_parameters()
     same = ikattn.MultiheadAttention(E, H, spectral=name, num_frequencies=M, seed=3)
-    for a, b in zip(module.spectral.buffers(), same.spectral.buffers(), strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(module.spectral.points, same.spectral.points)
     for a, b in zip(module.spectral.parameters(), same.spectral.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["ikan", "mikan"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_loads_into_a_module_made_on_meta(name, assign):
+    options = {"spectral": name, "num_frequencies": M}
+    source = ikattn.MultiheadAttention(E, H, **options).eval()
+    module = ikattn.MultiheadAttention(E, H, **options, device="meta").eval()
+    if not assign:
+        module.to_empty(device="cpu")
+    module.load_state_dict(source.state_dict(), assign=assign)
+    x = batch(L, N, E, dtype=torch.float32)
+    assert torch.equal(module(x, x, x)[0], source(x, x, x)[0])
+    assert torch.equal(module.double().spectral.points, source.double().spectral.points)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["ikan", "mikan"])
+def test_meta_device_runs(name, training):
+    module = ikattn.MultiheadAttention(E, H, spectral=name, num_frequencies=M, device="meta")
+    x = torch.empty(L, N, E, device="meta")
+    assert module.train(training)(x, x, x)[0].shape == x.shape
+
+
+def test_half_precision_averages_long_sequences():
+    module = ikattn.MultiheadAttention(E, H, spectral="mikan", num_frequencies=M, seed=0)
+    with torch.no_grad():
+        module.in_proj_bias.fill_(14.0)  # of which 5000 make more than 65504
+    x = batch(6000, 1, E, dtype=torch.float16)
+    padding = torch.arange(6000)[None] >= 5000
+    for mask in (None, padding):
+        output = module.half().eval()(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+        assert output.isfinite().all()
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -587,6 +738,69 @@ def test_regularisers_of_all_layers_are_gathered():
         assert layer.self_attn.spectral.posterior.weights.grad.abs().max() > 0
 
 
+def two_layers(**options):
+    layer = nn.TransformerEncoderLayer(E, H, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2)
+    return ikattn.convert(encoder, spectral="mikan", num_frequencies=M, seed=0, **options)
+
+
+def test_a_regulariser_is_taken_once_for_each_pass():
+    encoder, x = two_layers().eval(), batch(N, L, E, dtype=torch.float32)
+    encoder(x)
+    first = ikattn.regularization_loss(encoder)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn .* once for every forward pass"):
+        ikattn.regularization_loss(encoder)
+    encoder(x)
+    torch.testing.assert_close(ikattn.regularization_loss(encoder), first)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_are_left_out_add_nothing(checkpointed):
+    encoder, x = two_layers(), batch(N, L, E, dtype=torch.float32)
+    with torch.no_grad():
+        encoder.eval()(x)  # whose regularisers nobody takes
+    encoder.train()
+    for layers in ([1], [0, 1], [0]):
+        output = x
+        for index in layers:
+            call = encoder.layers[index]
+            output = checkpoint(call, output, use_reentrant=False) if checkpointed else call(output)
+        expected = sum(encoder.layers[i].self_attn.regularization.item() for i in layers)
+        loss = ikattn.regularization_loss(encoder)
+        assert loss.item() == pytest.approx(expected)
+        (output.square().mean() + loss).backward()
+    assert encoder.layers[1].self_attn.regularization is None
+
+
+def test_reentrant_checkpoints_which_would_not_train_the_generator_are_an_error():
+    encoder, x = two_layers(), batch(N, L, E, dtype=torch.float32).requires_grad_()
+    checkpoint(encoder, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn has no .*use_reentrant=False"):
+        ikattn.regularization_loss(encoder)
+    checkpoint(encoder, x, use_reentrant=True)
+    with torch.no_grad():
+        assert ikattn.regularization_loss(encoder) > 0
+    with torch.no_grad():
+        encoder.eval()(x)
+    assert ikattn.regularization_loss(encoder) > 0  # nothing would be trained
+    for layer in encoder.train().layers:
+        layer.self_attn.spectral.requires_grad_(False)
+    checkpoint(encoder, x, use_reentrant=True)
+    assert ikattn.regularization_loss(encoder) > 0
+
+
+def test_padding_is_left_out_when_a_checkpoint_computes_again():
+    encoder = two_layers()
+    perturbed(encoder, 0.1)
+    grads = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=True)):
+        x = batch(N, L, E, dtype=torch.float32).requires_grad_()
+        torch.manual_seed(0)
+        run(lambda x: encoder(x, src_key_padding_mask=PADDING), x)[~PADDING].sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
 def test_models_without_generators_have_no_regulariser():
     for kernel in ("dot", "implicit"):
         module = ikattn.MultiheadAttention(E, H, kernel=kernel)
@@ -613,6 +827,22 @@ def test_users_module_may_have_a_regulariser():
     torch.testing.assert_close(ikattn.regularization_loss(module), expected)
 
 
+class WithParameter(WithRegularizer):
+    def forward(self, query, key, key_padding_mask):
+        return *self.frequencies(), self.term
+
+
+def test_a_parameter_may_be_the_regulariser():
+    source = WithParameter(H, E // H, M, dtype=torch.float64)
+    source.term = nn.Parameter(torch.tensor(3.0))
+    module, x = make("implicit", spectral=source), batch(L, N, E)
+    for _ in range(2):
+        module(x, x, x)
+        ikattn.regularization_loss(module).backward()
+    assert source.term.grad == 2
+    assert [name for name, _ in module.named_parameters()].count("regularization") == 0
+
+
 # Errors
 
 
@@ -637,6 +867,13 @@ class Wrong(nn.Module):
         (lambda w: (w[1:], None), ValueError, r"got \[2, 4, 3, 7\]"),
         (lambda w: (w[0, 0], None), ValueError, r"got \[3, 7\]"),
         (lambda w: (w, w[0]), ValueError, r"w2 must be shaped as w1, .* got \[4, 3, 7\]"),
+        (lambda w: (w.long(), None), TypeError, r"w1 must be floating point, got torch\.int64"),
+        (lambda w: (w, w + 0j), TypeError, r"w2 must be floating point, got torch\.complex128"),
+        (
+            lambda w: (w, w, w.sum() * math.nan),
+            ValueError,
+            "regularization must be finite, got nan",
+        ),
         (lambda w: (w, w, w), TypeError, "scalar tensor or None as regularization"),
     ],
 )
@@ -672,6 +909,16 @@ def test_the_heads_and_the_layer_of_frequencies_that_are_not_finite_are_named():
         module(x, x, x)
 
 
+@each_generator
+def test_generators_for_other_heads_are_named(kind):
+    attention = nn.MultiheadAttention(E, H)
+    layer = ikattn.convert(nn.ModuleDict({"a": attention}), spectral=kind(2, E // 2, M))
+    x = batch(L, N, E, dtype=torch.float32)
+    expected = rf"{kind.__name__} 'spectral' is for H, d = 2, 6, got queries of H, d = 4, 3"
+    with pytest.raises(ValueError, match=expected):
+        layer["a"](x, x, x)
+
+
 def test_causal_attention_is_refused_where_the_future_would_be_seen():
     module = make("implicit", spectral="mikan", num_frequencies=M)
     x = batch(L, N, E)
@@ -686,6 +933,10 @@ def test_causal_attention_is_refused_where_the_future_would_be_seen():
     [
         (Ikan, {"num_frequencies": 7}, "even and at least 2.*got 7"),
         (Mikan, {"num_frequencies": 0}, "even and at least 2.*got 0"),
+        (Direct, {"num_heads": 0}, "num_heads must be an integer >= 1, got 0"),
+        (Ikan, {"head_dim": 0}, "head_dim must be an integer >= 1, got 0"),
+        (Ikan, {"kl_weight": -1.0}, r"kl_weight must be a number >= 0, got -1\.0"),
+        (Mikan, {"copula_weight": math.nan}, "copula_weight must be a number >= 0, got nan"),
         (Ikan, {"evaluation": "median"}, r"evaluation must be one of .*, got 'median'"),
         (Ikan, {"prior_scale": 0.0}, r"prior_scale must be positive, got 0\.0"),
         (Mikan, {"pool": "query"}, "pool must be 'both' or 'key', got 'query'"),

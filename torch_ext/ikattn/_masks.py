@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+# Added to a logit it leaves a weight of 0, whatever the type; common masks hold -1e4 and below.
+_NEVER = -1000.0
+
 
 class Masks(NamedTuple):
     """What hides which key from which query, each part bool or float as the caller gave it."""
@@ -110,6 +113,40 @@ def _for_logits_of(queries: Tensor, mask: Tensor | None) -> Tensor | None:
 def hidden(mask: Tensor) -> Tensor:
     """Returns a bool mask, True where ``mask`` hides."""
     return mask if mask.dtype == torch.bool else mask == -math.inf
+
+
+def padded(mask: Tensor) -> Tensor:
+    """Returns a bool mask, True where ``mask`` hides or, being finite, all but hides."""
+    return mask if mask.dtype == torch.bool else mask <= _NEVER
+
+
+def padding_of_queries(
+    query: Tensor, key: Tensor, padding: Tensor | None, batch_first: bool
+) -> Tensor | None:
+    """Returns which queries are padding, where that can be told from what a call is given.
+
+    In self-attention they are the keys that are padding. As callers, checkpointing and mixed
+    precision hand over copies, it is self-attention wherever the tokens that are not padding have
+    the same values, sample by sample.
+
+    Args:
+        query: [N, L, E] if ``batch_first``, else [L, N, E].
+        key: [N, S, kdim] or [S, N, kdim].
+        padding: Of the keys, [N, S], bool or float, or None.
+        batch_first: The order of axes.
+
+    Returns:
+        Bool, [N, L], or None.
+    """
+    if padding is None or key is query:
+        return None if padding is None else padded(padding)
+    batch_and_length = query.shape[:2] if batch_first else query.shape[1::-1]
+    if query.shape != key.shape or padding.shape != batch_and_length:
+        return None
+    away, differs = padded(padding), (query != key).any(-1)
+    if not batch_first:
+        differs = differs.T
+    return away & ~(differs & ~away).any(1, keepdim=True)
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

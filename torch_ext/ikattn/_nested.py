@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def attend_padded(
@@ -16,7 +16,8 @@ def attend_padded(
     """Pads nested inputs, attends, and nests the output again.
 
     Args:
-        attend: Called with padded query, key, value, and a key padding mask [N, S], True = ignore.
+        attend: Called with padded query, key, value, and what is padding, True = is: of keys
+            [N, S], and of queries [N, L].
         query: Nested [N, *, E], of the strided layout, as the others.
         key: Nested [N, *, kdim].
         value: Nested [N, *, vdim].
@@ -36,7 +37,8 @@ def attend_padded(
     # by identity: self-attention stays one tensor, which is projected at once
     padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}
     q, k, v = (padded[id(x)] for x in inputs)
-    output, weights = attend(q, k, v, _beyond_ends(key, k.size(1)))
+    of_keys, of_queries = _beyond_ends(key, k.size(1)), _beyond_ends(query, q.size(1))
+    output, weights = attend(q, k, v, of_keys, of_queries)
     rows = [row[: x.size(0)] for row, x in zip(output, query.unbind(), strict=True)]
     return torch.nested.as_nested_tensor(rows), weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from ikattn._selection import AttentionModule, Selection, select_modules
 from ikattn.calibration import CalibratedModule, calibrate
 from ikattn.functional import Kernel, check_kernel
 from ikattn.multihead_attention import MultiheadAttention
+from ikattn.spectral import Mikan, Spectral
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,7 +32,7 @@ def convert(
     select: Selection | None = None,
     p: float | Literal["learned"] | None = 2.0,
     num_frequencies: int = 64,
-    spectral: str | nn.Module | Callable[[nn.MultiheadAttention], nn.Module] = "direct",
+    spectral: Spectral = "direct",
     stationary: bool = False,
     seed: int | None = None,
     calibration: Iterable[Any] | None = None,
@@ -57,8 +58,8 @@ def convert(
             several names is selected by any of them.
         p, num_frequencies, stationary: As for ``MultiheadAttention``.
         spectral: As for ``MultiheadAttention``. Of a module, each attention module gets a copy,
-            with the same first values; a function is called with each attention module and
-            returns the source for it.
+            with the same first values. Of "mikan" the cross-attention of nn.TransformerDecoderLayer
+            gets ``pool="key"``: it is not told which queries are padding, or still to come.
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
         calibration: Batches of input, to start the implicit kernel near the softmax attention that
             it replaces: as ``ikattn.calibrate`` does with its own defaults. For trained models.
@@ -95,10 +96,12 @@ def convert(
     if not convertible:
         raise ValueError(f"nothing that can be converted: {_describe(refused)}")
     to_change = [found for found in convertible if found.kernel != kernel]
+    of_keys = _cross_attention(model) if spectral == "mikan" else set()
     report: list[CalibratedModule] = []
     with _all_or_nothing(model, [found.module for found in to_change]):
         for found in to_change:
-            _change(found.module, kernel, options)
+            alone = found.module in of_keys
+            _change(found.module, kernel, _keys_alone(options) if alone else options)
             options["seed"] = None if seed is None else options["seed"] + 1
         _settle_nesting(model)
         if calibration is not None and to_change:
@@ -159,9 +162,7 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
 def _change(module: Any, kernel: Kernel, options: dict[str, Any]) -> None:
     """Changes the module's class, as torch.nn.utils.parametrize does: all that it holds stays."""
     spectral = options["spectral"]
-    if callable(spectral) and not isinstance(spectral, nn.Module):
-        spectral = spectral(module)
-    else:
+    if isinstance(spectral, nn.Module):
         spectral = copy.deepcopy(spectral)
     module.__class__ = MultiheadAttention
     module.set_kernel(kernel, **{**options, "spectral": spectral})
@@ -186,6 +187,31 @@ def _all_or_nothing(model: nn.Module, modules: list[nn.Module]) -> Iterator[None
 def _held_by(module: nn.Module) -> list[dict[Any, Any]]:
     """What a change of kernel changes."""
     return [vars(module), module._modules, module._forward_pre_hooks]
+
+
+def _cross_attention(model: nn.Module) -> set[nn.Module]:
+    """The cross-attention of torch's decoder layers."""
+    layers = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
+    return {layer.multihead_attn for layer in layers}
+
+
+def _keys_alone(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options for a MIKAN that averages keys alone."""
+
+    def source(attention: nn.MultiheadAttention) -> Mikan:
+        weight = attention.out_proj.weight
+        return Mikan(
+            attention.num_heads,
+            attention.head_dim,
+            options["num_frequencies"],
+            pool="key",
+            stationary=options["stationary"],
+            seed=options["seed"],
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+    return {**options, "spectral": source, "stationary": False}
 
 
 def _settle_nesting(model: nn.Module) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ikattn._masks import Masks, as_bias, as_visible, check_types, hidden
+from ikattn._masks import (
+    Masks,
+    as_bias,
+    as_visible,
+    check_types,
+    hidden,
+    padded,
+    padding_of_queries,
+)
 from ikattn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn._softmax import rbf_key_bias, select_away, softmax_attention
 from ikattn.magnitude import LearnedOrder
@@ -42,7 +50,8 @@ class KernelOptions(NamedTuple):
     p: float | None
     frequencies: Frequencies | None  # of "implicit" alone
     magnitude: LearnedOrder | None = None  # in place of p
-    query_padding: Tensor | None = None  # [N, L], of self-attention, where it is that of the keys
+    pools: bool = False  # whether frequencies depend on averages over queries
+    query_padding: Tensor | None = None  # bool [N, L], for these averages
 
 
 class ExtraKeys(NamedTuple):
@@ -260,8 +269,9 @@ def attend(
         if masks.padding is not None:
             masks = masks._replace(padding=masks.padding.unsqueeze(0))
 
-    if key is query:
-        kernel = kernel._replace(query_padding=masks.padding)
+    if kernel.pools and kernel.query_padding is None:
+        of_queries = padding_of_queries(query, key, masks.padding, batch_first)
+        kernel = kernel._replace(query_padding=of_queries)
     hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
     masks = Masks(masks.padding, None if hint else masks.attention, hint)
     q, k, v = projection(query, key, value, batch_first)
@@ -391,13 +401,11 @@ def _implicit(
 ) -> tuple[Tensor, Tensor | None]:
     assert kernel.frequencies is not None
     padding, attention = masks.padding, masks.attention
-    of_keys, of_queries = (
-        None if x is None else hidden(x) for x in (padding, kernel.query_padding)
-    )
-    w1, w2 = kernel.frequencies(query, key, of_keys, of_queries)
+    of_keys = None if padding is None else padded(padding)
+    w1, w2 = kernel.frequencies(query, key, of_keys, kernel.query_padding)
     key_bias = None if padding is None else as_bias(padding, mask_dtype)[:, None]
     if kernel.magnitude is not None:
-        magnitude = kernel.magnitude(key, of_keys)
+        magnitude = kernel.magnitude(key, None if padding is None else hidden(padding))
         key_bias = magnitude if key_bias is None else magnitude + key_bias
     options: dict[str, Any] = {
         "p": kernel.p,

@@ -22,9 +22,9 @@ from ikattn._nested import attend_padded
 from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.magnitude import LearnedOrder
-from ikattn.spectral import make_spectral
-from ikattn.spectral.direct import checked_count
-from ikattn.spectral.interface import call_source
+from ikattn.spectral import Spectral, make_spectral
+from ikattn.spectral.direct import checked_size
+from ikattn.spectral.regularized import Regularized
 
 __all__ = ["MultiheadAttention"]
 
@@ -32,7 +32,7 @@ _logger = logging.getLogger("ikattn")
 _stock_forward = StockMultiheadAttention.forward
 
 
-class MultiheadAttention(StockMultiheadAttention):
+class MultiheadAttention(Regularized, StockMultiheadAttention):
     """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
 
     Constructor, ``forward``, parameter names, initial values and random stream are those of
@@ -62,8 +62,10 @@ class MultiheadAttention(StockMultiheadAttention):
         num_frequencies: M, per head; this and the options below are for "implicit".
         spectral: Where frequencies come from. "direct": they are parameters; "stationary": so, one
             set per head; "ikan": from a network of noise; "mikan": so, of noise inferred from
-            queries and keys. Or a module with the interface described in ``ikattn.spectral``.
-        stationary: One set of frequencies per head in place of two.
+            queries and keys. Or a module with the interface described in ``ikattn.spectral``, or a
+            function that is called with this module, whose ``num_heads`` and ``head_dim`` it may
+            ask for, and returns one.
+        stationary: One set of frequencies per head in place of two; for named sources.
         seed: If given, the initial frequencies are a function of it alone, and torch's default
             generator is left as nn.MultiheadAttention would leave it.
 
@@ -85,8 +87,6 @@ class MultiheadAttention(StockMultiheadAttention):
     kernel: Kernel
     p: float | None  # None where it is learned
     magnitude: LearnedOrder | None
-    spectral: nn.Module | None
-    regularization: Tensor | None = None  # of the last call, for ikattn.regularization_loss
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class MultiheadAttention(StockMultiheadAttention):
         kernel: Kernel = "implicit",
         p: float | Literal["learned"] | None = 2.0,
         num_frequencies: int = 64,
-        spectral: str | nn.Module = "direct",
+        spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -137,7 +137,7 @@ class MultiheadAttention(StockMultiheadAttention):
         *,
         p: float | Literal["learned"] | None = 2.0,
         num_frequencies: int = 64,
-        spectral: str | nn.Module = "direct",
+        spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -160,11 +160,13 @@ class MultiheadAttention(StockMultiheadAttention):
         check_kernel(kernel, p)
         source = None
         if kernel == "implicit":
+            if callable(spectral) and not isinstance(spectral, nn.Module):
+                spectral = spectral(self)
             source = make_spectral(
                 spectral,
                 num_heads=self.num_heads,
                 head_dim=self.head_dim,
-                num_frequencies=checked_count(num_frequencies),
+                num_frequencies=checked_size("num_frequencies", num_frequencies),
                 stationary=stationary,
                 seed=seed,
                 device=weight.device,
@@ -186,6 +188,7 @@ class MultiheadAttention(StockMultiheadAttention):
         self._keep_off_fused_path()
         for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
             delattr(self, name)
+        vars(self).pop("_regularized_in", None)
         self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
 
     def reset_parameters(self) -> None:
@@ -240,29 +243,13 @@ class MultiheadAttention(StockMultiheadAttention):
         tracer = next((x.tracer for x in arguments if isinstance(x, fx.Proxy)), None)
         if isinstance(tracer, fx.Tracer) and tracer.root is not self:
             return self._as_leaf(tracer, *arguments)  # type: ignore[no-any-return]
+        self._check_causality(is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(*arguments)
-        if is_causal and getattr(self.spectral, "pools", False):
-            raise RuntimeError(
-                f"{type(self.spectral).__name__} averages over whole sequences and would let "
-                "causal attention see the future; expected a source of frequencies that does not, "
-                "such as spectral='direct' or 'ikan'"
-            )
         check_types(key_padding_mask, attn_mask)
         check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
-        return attend(
-            query,
-            key,
-            value,
-            self._projection(),
-            self._extra_keys(query),
-            KernelOptions(self.kernel, self.p, self._frequencies, self.magnitude),
-            Masks(key_padding_mask, attn_mask, is_causal),
-            Wanted(need_weights, average_attn_weights),
-            dropout_p=self.dropout if self.training else 0.0,
-            out_proj=self.out_proj,
-            batch_first=self.batch_first,
-        )
+        masks = Masks(key_padding_mask, attn_mask, is_causal)
+        return self._attend(query, key, value, masks, Wanted(need_weights, average_attn_weights))
 
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
@@ -282,6 +269,33 @@ class MultiheadAttention(StockMultiheadAttention):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Masks,
+        wanted: Wanted,
+        query_padding: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends as ``forward``; ``query_padding`` [N, L] says which queries not to average."""
+        pools = getattr(self.spectral, "pools", False)
+        return attend(
+            query,
+            key,
+            value,
+            self._projection(),
+            self._extra_keys(query),
+            KernelOptions(
+                self.kernel, self.p, self._frequencies, self.magnitude, pools, query_padding
+            ),
+            masks,
+            wanted,
+            dropout_p=self.dropout if self.training else 0.0,
+            out_proj=self.out_proj,
+            batch_first=self.batch_first,
+        )
 
     def _projection(self) -> Projection:
         return partial(project, InProjection.of(self))
@@ -333,30 +347,14 @@ class MultiheadAttention(StockMultiheadAttention):
         if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-            return self.forward(q, k, v, ends, need_weights, None, average_attn_weights, is_causal)
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor, of_queries: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
+            masks = Masks(of_keys, None, is_causal)
+            wanted = Wanted(need_weights, average_attn_weights)
+            return self._attend(q, k, v, masks, wanted, of_queries)
 
         return attend_padded(attend, query, key, value)
-
-    def _frequencies(
-        self,
-        query: Tensor,
-        key: Tensor,
-        key_padding_mask: Tensor | None,
-        query_padding_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Asks the spectral source, and keeps its regulariser."""
-        assert self.spectral is not None
-        w1, w2, regularization = call_source(
-            self.spectral, query, key, key_padding_mask, query_padding_mask
-        )
-        if not torch.compiler.is_exporting():  # an exported program has no attributes to assign to
-            self.regularization = regularization
-        return w1, w2
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves the last call's regulariser out of copies, which have no part in its graph."""
-        return {**self.__dict__, "regularization": None}
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ikattn.multihead_attention import MultiheadAttention
+from ikattn.spectral.regularized import Regularized
 
 
 def regularization_loss(model: nn.Module) -> Tensor:
     """The sum of what the generators of all attention layers ask to be added to the loss.
 
-    Every layer keeps the regulariser of its last call. A layer that is used several times in one
-    pass counts once, with that of its last use.
+    Every layer keeps the regulariser of its last call until it is taken here, once: call this
+    function once for every forward pass, in the same mode. A layer that is used several times in
+    one pass counts once, with that of its last use; one that is left out of a pass adds nothing.
 
     Args:
-        model: Any module; its ``ikattn.MultiheadAttention`` modules have been called.
+        model: Any module that has been called.
 
     Returns:
         A scalar, in nats times the generators' weights; 0 where no generator has a regulariser. It
@@ -24,7 +25,8 @@ def regularization_loss(model: nn.Module) -> Tensor:
         loss is a mean.
 
     Raises:
-        RuntimeError: A generator has not been called yet.
+        RuntimeError: No generator has been called since the last time, or one without a graph, as
+            torch.utils.checkpoint does with ``use_reentrant=True``, so that it would learn nothing.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147), whose code adds the last layer's alone.
@@ -38,18 +40,37 @@ def regularization_loss(model: nn.Module) -> Tensor:
         >>> loss.backward()
     """
     terms: list[Tensor] = []
+    missing: str | None = None
     for name, module in model.named_modules():
-        if not isinstance(module, MultiheadAttention):
+        if not isinstance(module, Regularized):
             continue
-        if module.regularization is not None:
-            terms.append(module.regularization)
+        term, module.regularization = module.regularization, None
+        in_training, with_grad = module._regularized_in
+        if term is not None and in_training == module.training:
+            if in_training and not with_grad:
+                _check_nothing_is_lost(name, module)
+            terms.append(term)
         elif getattr(module.spectral, "regularizes", False):
-            raise RuntimeError(
-                f"{name or 'the attention'} has no regulariser: call the model first, in this "
-                "process, without exporting it"
-            )
+            missing = missing or name or "the attention"
     if terms:
         device = terms[0].device
         return torch.stack([term.to(device) for term in terms]).sum()
+    if missing is not None:
+        raise RuntimeError(
+            f"{missing} has no regulariser: call the model first, in this process, without "
+            "exporting it, and take the regulariser once for every forward pass"
+        )
     first = next(model.parameters(), None)
     return torch.zeros((), device=None if first is None else first.device)
+
+
+def _check_nothing_is_lost(name: str, module: Regularized) -> None:
+    """Raises RuntimeError where a loss would train the generator of a call without a graph."""
+    assert module.spectral is not None
+    learns = any(parameter.requires_grad for parameter in module.spectral.parameters())
+    if torch.is_grad_enabled() and learns:
+        raise RuntimeError(
+            f"the regulariser of {name or 'the attention'} has no gradient, as it was called in "
+            "training mode without grad: pass use_reentrant=False to torch.utils.checkpoint; to "
+            "read the value alone, call regularization_loss under torch.no_grad()"
+        )

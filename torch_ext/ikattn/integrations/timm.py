@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from ..functional import check_kernel
 from ..ops import implicit_kernel_attention
 from ..spectral import Direct
+from ..spectral.regularized import Regularized
 
 __all__ = ["ImplicitAttention"]
 
 
-class ImplicitAttention(nn.Module):
+class ImplicitAttention(Regularized):
     """Self-attention with the implicit kernel, in the place of ``timm.layers.Attention``.
 
     Constructor, ``forward`` and parameter names are timm's, so that pretrained weights load, with
     ``strict=True`` too; the frequencies ``spectral.w1`` and ``spectral.w2`` are new then. As timm
     makes the layers itself, from a class, options of the kernel are attributes of the class, which
-    a subclass may set.
+    a subclass may set. In a layer that is made ``spectral`` may be exchanged for any source of
+    ``ikattn.spectral``.
 
     Attributes:
         p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
@@ -115,12 +117,16 @@ class ImplicitAttention(nn.Module):
 
         Returns:
             [B, N, C].
+
+        Raises:
+            RuntimeError: ``is_causal`` with frequencies that depend on whole sequences.
         """
+        self._check_causality(is_causal)
         # [3, B, H, N, d]
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
         query, key = self.q_norm(query), self.k_norm(key)
-        w1, w2 = self.spectral(query, key, None)
+        w1, w2 = self._frequencies(query, key, None, None)
         output = implicit_kernel_attention(
             query,
             key,
@@ -143,6 +149,7 @@ class ImplicitAttention(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Lets pretrained weights, which have no frequencies, leave them as they are."""
+        assert self.spectral is not None
         own = f"{prefix}spectral."
         if not any(name.startswith(own) for name in state_dict):
             state_dict.update(self.spectral.state_dict(prefix=own))

@@ -28,7 +28,7 @@ from ikattn.spectral.copula import (
     gaussian_kl,
 )
 from ikattn.spectral.direct import Direct, Stationary
-from ikattn.spectral.factory import SOURCES, make_spectral
+from ikattn.spectral.factory import SOURCES, Spectral, make_spectral
 from ikattn.spectral.generator import EVALUATIONS, Generator
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
@@ -42,6 +42,7 @@ __all__ = [
     "Ikan",
     "Mikan",
     "OddNetwork",
+    "Spectral",
     "Stationary",
     "correlation_factor",
     "gaussian_copula_log_density",

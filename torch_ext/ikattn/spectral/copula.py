@@ -45,7 +45,9 @@ def mutual_information(factor: Tensor) -> Tensor:
     return -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-def gaussian_copula_log_density(scores: Tensor, correlation: Tensor) -> Tensor:
+def gaussian_copula_log_density(
+    scores: Tensor, correlation: Tensor | None = None, *, factor: Tensor | None = None
+) -> Tensor:
     r"""Log-density of a Gaussian copula at the normal scores of its uniform variables.
 
     .. math::
@@ -54,13 +56,18 @@ def gaussian_copula_log_density(scores: Tensor, correlation: Tensor) -> Tensor:
     Args:
         scores: x, [..., H].
         correlation: R, [..., H, H] with a unit diagonal.
+        factor: In its place L, [..., H, H] lower triangular with rows of length 1, R = L L^T; what
+            ``correlation_factor`` returns. Of a nearly singular R rounding may leave a matrix that
+            is not positive definite; L keeps what R loses.
 
     Returns:
-        [...], in nats. Its mean over draws of the copula is ``-log det(R) / 2``, the mutual
-        information of the variables, which is what ``Mikan`` takes as its regulariser.
+        [...], in nats, computed in float64 and rounded to the type of scores. Its mean over draws
+        of the copula is ``-log det(R) / 2``, the mutual information of the variables, which is what
+        ``Mikan`` takes as its regulariser.
 
     Raises:
-        ValueError: The diagonal is not 1, or the matrix is not positive definite.
+        ValueError: The diagonal of R is not 1, or it is not positive definite; both of correlation
+            and factor are given, or none.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147), whose code has another formula in this place.
@@ -71,11 +78,22 @@ def gaussian_copula_log_density(scores: Tensor, correlation: Tensor) -> Tensor:
         >>> gaussian_copula_log_density(torch.randn(5, 3), torch.eye(3))
         tensor([0., 0., 0., 0., 0.])
     """
-    _check_correlation(correlation)
-    factor = torch.linalg.cholesky(correlation)
-    column = scores.unsqueeze(-1)
+    if (correlation is None) == (factor is None):
+        raise ValueError(
+            "gaussian_copula_log_density: expected one of correlation and factor, got "
+            f"{'none' if factor is None else 'both'}"
+        )
+    if correlation is not None:
+        _check_correlation(correlation)
+        factor = torch.linalg.cholesky(correlation.double())
+    else:
+        assert factor is not None
+        _check_factor(factor)
+        factor = factor.double()
+    column = scores.double().unsqueeze(-1)
     whitened: Tensor = torch.linalg.solve_triangular(factor, column, upper=False)
-    return mutual_information(factor) + (column.square() - whitened.square()).sum((-2, -1)) / 2
+    squares = (column.square() - whitened.square()).sum((-2, -1))
+    return (mutual_information(factor) + squares / 2).to(scores.dtype)
 
 
 def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -> Tensor:
@@ -99,6 +117,20 @@ def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -
     return (squares - 1) / 2 - log_ratio
 
 
+def _check_factor(factor: Tensor) -> None:
+    name = "gaussian_copula_log_density: factor"
+    if factor.dim() < 2 or factor.size(-1) != factor.size(-2):
+        raise ValueError(f"{name} must have shape [..., H, H], got {list(factor.shape)}")
+    lower = factor.detach().double()
+    tolerance = 100 * torch.finfo(factor.dtype).eps
+    lengths = torch.linalg.vector_norm(lower, dim=-1)
+    is_unit = torch.allclose(lengths, torch.ones_like(lengths), rtol=0, atol=tolerance)
+    if not is_unit or lower.triu(1).any() or not (lower.diagonal(dim1=-2, dim2=-1) > 0).all():
+        raise ValueError(
+            f"{name} must be lower triangular with a positive diagonal and rows of length 1"
+        )
+
+
 def _check_correlation(correlation: Tensor) -> None:
     name = "gaussian_copula_log_density: correlation"
     if correlation.dim() < 2 or correlation.size(-1) != correlation.size(-2):
@@ -113,6 +145,7 @@ def _check_correlation(correlation: Tensor) -> None:
     farthest = diagonal.flatten()[(diagonal - 1).abs().argmax()].item() if matrix.numel() else 1.0
     if abs(farthest - 1) > tolerance:
         raise ValueError(f"{name} must have a unit diagonal, got {farthest:g} there")
+    matrix = matrix.double()
     failed = torch.linalg.cholesky_ex(matrix).info
     if failed.any():
         index = [int(i) for i in failed.nonzero()[0]]
@@ -120,4 +153,5 @@ def _check_correlation(correlation: Tensor) -> None:
         where = f"matrix {index}" if index else "it"
         raise ValueError(
             f"{name} must be positive definite; of {where} the smallest eigenvalue is {smallest:g}"
+            "; where rounding made it so, pass factor"
         )

@@ -21,15 +21,15 @@ def unit_angle_scale(head_dim: int) -> float:
     return 1 / (2 * math.pi * math.sqrt(head_dim))
 
 
-def checked_count(num_frequencies: int) -> int:
-    """Returns M as an int, whatever integer it was given as.
+def checked_size(name: str, size: int) -> int:
+    """Returns a size as an int, whatever integer it was given as.
 
     Raises:
         ValueError: It is none, or less than 1.
     """
-    if not isinstance(num_frequencies, Integral) or num_frequencies < 1:
-        raise ValueError(f"num_frequencies must be an integer >= 1, got {num_frequencies!r}")
-    return int(num_frequencies)
+    if not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+    return int(size)
 
 
 class Direct(nn.Module):
@@ -54,7 +54,7 @@ class Direct(nn.Module):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: num_frequencies is less than 1, or initial is unknown.
+        ValueError: A size is less than 1, or initial is unknown.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147); the initial distribution is that of the authors' code.
@@ -82,11 +82,12 @@ class Direct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(num_heads, head_dim, num_frequencies)
         if initial not in get_args(Initial):
             raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.num_frequencies = checked_count(num_frequencies)
+        self.num_frequencies = int(num_frequencies)
         self.initial = initial
         self.seed = seed
         size = num_heads * head_dim * self.num_frequencies
@@ -180,10 +181,10 @@ class Stationary(Direct):
     The parameter is ``w1`` alone, [H * d * M]; ``Direct(..., stationary=True)`` is the same.
 
     Args:
-        num_heads, head_dim, num_frequencies, seed, device, dtype: As for ``Direct``.
+        num_heads, head_dim, num_frequencies, initial, seed, device, dtype: As for ``Direct``.
 
     Raises:
-        ValueError: num_frequencies is less than 1.
+        ValueError: As ``Direct``.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -201,6 +202,7 @@ class Stationary(Direct):
         head_dim: int,
         num_frequencies: int,
         *,
+        initial: Initial = "paper",
         seed: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -210,6 +212,7 @@ class Stationary(Direct):
             head_dim,
             num_frequencies,
             stationary=True,
+            initial=initial,
             seed=seed,
             device=device,
             dtype=dtype,
@@ -219,6 +222,13 @@ class Stationary(Direct):
 def _are_duals_active() -> bool:
     """Whether there is forward-mode differentiation, which detach() would end."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def check_sizes(num_heads: int, head_dim: int, num_frequencies: int) -> None:
+    """Raises ValueError for a size that is no integer, or less than 1."""
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_frequencies": num_frequencies}
+    for name, size in sizes.items():
+        checked_size(name, size)
 
 
 @torch.no_grad()

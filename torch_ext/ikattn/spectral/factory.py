@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -10,6 +11,9 @@ from torch import nn
 from ikattn.spectral.direct import Direct, Stationary
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
+
+# A name, a source, or what makes one of these for an attention module
+Spectral: TypeAlias = "str | nn.Module | Callable[[nn.MultiheadAttention], str | nn.Module]"
 
 SOURCES = ("direct", "stationary", "ikan", "mikan")
 
@@ -28,9 +32,15 @@ def make_spectral(
     """Returns the spectral source of that name, or the module that was given in place of a name.
 
     Raises:
-        ValueError: The name is unknown, or an option is out of range.
+        ValueError: The name is unknown, or an option is out of range or for names alone.
     """
+    names = ", ".join(map(repr, SOURCES))
     if isinstance(spectral, nn.Module):
+        if stationary:
+            raise ValueError(
+                f"stationary=True is for {names}, got it with a {type(spectral).__name__}, which "
+                "says itself whether it returns w2"
+            )
         return spectral
     sizes = (num_heads, head_dim, num_frequencies)
     options: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype}
@@ -43,5 +53,7 @@ def make_spectral(
         return Ikan(*sizes, **options)
     if spectral == "mikan":
         return Mikan(*sizes, **options)
-    names = ", ".join(map(repr, SOURCES))
-    raise ValueError(f"spectral must be one of {names} or a torch.nn.Module, got {spectral!r}")
+    raise ValueError(
+        f"spectral must be one of {names}, a torch.nn.Module, or a function that makes one, got "
+        f"{spectral!r}"
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ikattn.spectral.direct import unit_angle_scale
+from ikattn.spectral.direct import check_sizes, unit_angle_scale
 from ikattn.spectral.networks import OddNetwork
 
 Evaluation = Literal["points", "mean", "random"]
@@ -43,8 +44,8 @@ class Generator(nn.Module):
 
     regularizes = True
 
+    # No buffer: loaders that make models on meta fill those that are in no checkpoint with anything
     points: Tensor
-    halves: Tensor
     network2: OddNetwork | None
 
     def __init__(
@@ -62,7 +63,8 @@ class Generator(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_frequencies < 2 or num_frequencies % 2:
+        check_sizes(num_heads, head_dim, num_frequencies)
+        if num_frequencies % 2:
             raise ValueError(
                 f"num_frequencies must be even and at least 2, one half each for +z and -z, got "
                 f"{num_frequencies}"
@@ -71,6 +73,7 @@ class Generator(nn.Module):
             raise ValueError(f"evaluation must be one of {EVALUATIONS}, got {evaluation!r}")
         if not 0 < prior_scale < math.inf:
             raise ValueError(f"prior_scale must be positive, got {prior_scale}")
+        check_weight("kl_weight", kl_weight)
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.num_frequencies = num_frequencies
@@ -84,12 +87,7 @@ class Generator(nn.Module):
         self.network1 = networks[0]
         self.network2 = None if stationary else networks[1]
         self.gain = nn.Parameter(torch.empty(num_heads * head_dim, device=device, dtype=dtype))
-        shape = (num_heads, head_dim, num_frequencies)
-        points, halves = (
-            torch.empty(sizes, device=device, dtype=dtype) for sizes in (shape, (num_frequencies,))
-        )
-        self.register_buffer("points", points, persistent=False)
-        self.register_buffer("halves", halves, persistent=False)
+        self._fill_points()
 
     @property
     def stationary(self) -> bool:
@@ -97,22 +95,32 @@ class Generator(nn.Module):
         return self.network2 is None
 
     def _reset_networks(self, generator: torch.Generator | None, published: bool = False) -> None:
-        """Draws the networks anew and fills what is not random."""
+        """Draws the networks anew."""
         for network in (self.network1, self.network2):
             if network is not None:
                 network.reset_parameters(generator, published=published)
         with torch.no_grad():
             self.gain.fill_(1.0 if published else unit_angle_scale(self.head_dim))
-            self.halves.fill_(1.0)
-            self.halves[self.num_frequencies // 2 :].fill_(-1.0)
-            if not self.points.is_meta:
-                self.points.copy_(_fixed_points(*self.points.shape))
+
+    def _fill_points(self) -> None:
+        """Makes the points for the device and type of the parameters."""
+        shape = (self.num_heads, self.head_dim, self.num_frequencies)
+        points = torch.empty(shape) if self.gain.is_meta else _fixed_points(*shape)
+        self.points = points.to(device=self.gain.device, dtype=self.gain.dtype)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moves the module, and the points with it."""
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._fill_points()
+        return self
 
     def _seeded(self) -> torch.Generator | None:
         return None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
     def noise(self, *batch: int) -> Tensor:
         """Standard normal noise [*batch, H, d, M], in eval mode the fixed points [H, d, M]."""
+        if self.points.device != self.gain.device:  # parameters were assigned by load_state_dict
+            self._fill_points()
         if self.training or self.evaluation == "random":
             shape = (*batch, *self.points.shape)
             return torch.randn(shape, dtype=self.points.dtype, device=self.points.device)
@@ -122,7 +130,14 @@ class Generator(nn.Module):
 
     def about_halves(self, location: Tensor) -> Tensor:
         """Turns locations [..., H, d] into those of every z, [..., H, d, M]: +, then -."""
-        return location.unsqueeze(-1) * self.halves
+        is_first = torch.arange(self.num_frequencies, device=location.device)
+        is_first = is_first < self.num_frequencies // 2
+        return location.unsqueeze(-1) * torch.where(is_first, 1.0, -1.0).to(location.dtype)
+
+    def without_autocast(self) -> AbstractContextManager[None]:
+        """In which the networks keep their own type; the meta device has no autocast."""
+        device = self.gain.device.type
+        return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
     def to_frequencies(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps z [..., H, d, M] to w1 and w2 (None if stationary) of that shape."""
@@ -137,10 +152,17 @@ class Generator(nn.Module):
         )
 
 
+def check_weight(name: str, weight: float) -> None:
+    """Raises ValueError for a weight of the regulariser that is negative or not finite."""
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"{name} must be a number >= 0, got {weight}")
+
+
 def _fixed_points(heads: int, size: int, count: int) -> Tensor:
     """Standard normal numbers [H, d, M] in float64, the same at every call.
 
     Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
     """
     generator = torch.Generator().manual_seed(_POINTS_SEED)
-    return torch.randn((heads, size, count), generator=generator, dtype=torch.float64)
+    shape = (heads, size, count)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -90,7 +90,7 @@ class Ikan(Generator):
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns w1 and w2 [H, d, M], which do not depend on the input, and the regulariser."""
-        with torch.autocast(self.gain.device.type, enabled=False):
+        with self.without_autocast():
             shape = (self.num_heads, self.head_dim)
             location, log_scale = self.location.view(shape), self.log_scale.view(shape)
             z = self.about_halves(location) + log_scale.exp().unsqueeze(-1) * self.noise()

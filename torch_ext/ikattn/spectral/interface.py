@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ikattn.spectral.generator import Generator
+
 Drawn = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
@@ -35,9 +37,12 @@ def call_source(
         w1, w2 and the regulariser; the last two may be None.
 
     Raises:
-        TypeError, ValueError: The source returned something else, frequencies of a wrong shape, or,
-            on the CPU and outside of torch.compile, some that are not finite.
+        TypeError, ValueError: The source is for heads of other sizes, or returned something else,
+            frequencies of a wrong shape, or, on the CPU and outside of torch.compile, numbers that
+            are not finite.
     """
+    if isinstance(source, Generator):
+        _check_heads(source, query)
     arguments = (query, key, key_padding_mask)
     if getattr(source, "pools", False):
         returned = source(*arguments, query_padding_mask)
@@ -62,7 +67,21 @@ def call_source(
         for name, w in (("w1", w1), ("w2", w2)):
             if w is not None:
                 _check_finite(source, name, w.detach())
+    if regularization is not None and _can_be_read(regularization):
+        value = regularization.item()
+        if not math.isfinite(value):
+            raise ValueError(f"{_name(source)}: regularization must be finite, got {value}")
     return w1, w2, regularization
+
+
+def _check_heads(source: Generator, query: Tensor) -> None:
+    """Raises ValueError for queries that the networks do not fit."""
+    _, heads, _, size = query.shape
+    if (source.num_heads, source.head_dim) != (heads, size):
+        raise ValueError(
+            f"{_name(source)} is for H, d = {source.num_heads}, {source.head_dim}, got queries of "
+            f"H, d = {heads}, {size}"
+        )
 
 
 def _check_shapes(source: object, w1: object, w2: object, query: Tensor) -> None:
@@ -71,6 +90,9 @@ def _check_shapes(source: object, w1: object, w2: object, query: Tensor) -> None
             f"{_name(source)} must return tensors w1 and w2, w2 or None, got {_describe(w1)} and "
             f"{_describe(w2)}"
         )
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w is not None and not w.is_floating_point():
+            raise TypeError(f"{_name(source)}: {name} must be floating point, got {w.dtype}")
     batch, heads, _, size = query.shape
     fits = w1.dim() in (3, 4) and w1.shape[-3:-1] == (heads, size) and w1.size(-1) > 0
     if not fits or (w1.dim() == 4 and w1.size(0) != batch):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ikattn.spectral.copula import correlation_factor, gaussian_kl, mutual_information
-from ikattn.spectral.generator import Evaluation, Generator
+from ikattn.spectral.generator import Evaluation, Generator, check_weight
 from ikattn.spectral.networks import PosteriorNetwork
 from ikattn.spectral.published import published_noise
 
@@ -99,6 +99,7 @@ class Mikan(Generator):
             raise ValueError(f"faithful must be None or 'code', got {faithful!r}")
         if faithful and (pool != "both" or stationary):
             raise ValueError("faithful='code' needs pool='both' and stationary=False")
+        check_weight("copula_weight", copula_weight)
         if prior_scale is None:
             prior_scale = 0.1 if faithful else 1.0
         super().__init__(
@@ -175,7 +176,7 @@ class Mikan(Generator):
         Raises:
             ValueError: faithful="code" with more than one sample, or with padding.
         """
-        with torch.autocast(self.gain.device.type, enabled=False):
+        with self.without_autocast():
             if self.faithful:
                 return self._published(query, key, key_padding_mask)
             location, log_scale, factor = self.infer(
@@ -210,9 +211,10 @@ class Mikan(Generator):
 
 def _average(x: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mean of tokens [B, H, N, d] over N without padding [B, N]: [B, H, d], 0 of no tokens."""
+    wide = torch.promote_types(dtype, torch.float32)  # in float16 a sum overflows
     if padding is None:
-        return x.sum(2, dtype=dtype) / max(x.size(2), 1)
+        return (x.sum(2, dtype=wide) / max(x.size(2), 1)).to(dtype)
     # selected away, not multiplied by 0, which would let NaN through
     kept = x.masked_fill(padding[:, None, :, None], 0.0)
     count = padding.logical_not().sum(1).clamp_min(1)
-    return kept.sum(2, dtype=dtype) / count[:, None, None]
+    return (kept.sum(2, dtype=wide) / count[:, None, None]).to(dtype)

@@ -1,8 +1,8 @@
 """The attention implementation "ikattn_implicit": implicit-kernel attention in any model.
 
 Every module that calls transformers' ``AttentionInterface`` gets a child ``spectral`` with the
-frequencies of its heads; the attention function reads them there. So they are the model's own
-parameters: saved, moved, trained and sharded with it.
+frequencies of its heads, or their generator; the attention function reads them there. So they are
+the model's own parameters: saved, moved, trained and sharded with it.
 
 Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size, M frequencies.
 """
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..._masks import padded
 from ...analysis._resolvers import calls_interface
 from ...functional import check_kernel
 from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
-from ...spectral import Direct
-from ...spectral.direct import checked_count
+from ...spectral import SOURCES, Direct, Ikan, Mikan
+from ...spectral.direct import checked_size
+from ...spectral.regularized import Regularized
 from ._cache import layer_of
 from ._interface import (
     Given,
@@ -88,6 +91,54 @@ class ImplicitKernel(Direct):
         return f"{super().extra_repr()}, p={self.p}"
 
 
+class GeneratedKernel(Regularized):
+    """The kernel of one attention layer whose frequencies a generator makes.
+
+    Args:
+        num_heads, head_dim, num_frequencies, stationary, seed, device, dtype: As for
+            ``ikattn.spectral.Ikan``.
+        spectral: "ikan", or "mikan", which averages keys alone here.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+
+    Raises:
+        ValueError: num_frequencies or p is out of range.
+    """
+
+    drawn: tuple[Tensor, Tensor | None] | None = None  # the frequencies of the last call
+
+    def __init__(self, *sizes: int, spectral: str, p: float | None, **options: Any) -> None:
+        check_kernel("implicit", p)
+        super().__init__()
+        is_ikan = spectral == "ikan"
+        self.spectral = Ikan(*sizes, **options) if is_ikan else Mikan(*sizes, pool="key", **options)
+        self.p = p
+
+    def reset_parameters(self) -> None:
+        """Draws the networks anew."""
+        assert isinstance(self.spectral, Ikan | Mikan)
+        self.spectral.reset_parameters()
+
+    def forward(
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """w1 and w2 for queries [B, H, T, d], keys [B, G, S, d] and padding [B, S]."""
+        groups = query.size(1) // key.size(1)
+        key = key.repeat_interleave(groups, 1) if groups > 1 else key
+        drawn = self._frequencies(query, key, key_padding_mask, None)
+        if not torch.compiler.is_compiling():
+            self.drawn = drawn
+        return drawn
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "drawn": None}
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+_KERNELS = (ImplicitKernel, GeneratedKernel)
+
+
 # --- For users
 
 
@@ -96,6 +147,7 @@ def use_implicit_attention(
     *,
     p: float | None = 2.0,
     num_frequencies: int = 64,
+    spectral: str = "direct",
     stationary: bool = False,
     seed: int | None = None,
     sizes: Sizes | None = None,
@@ -118,6 +170,10 @@ def use_implicit_attention(
         model: A ``PreTrainedModel``; an optimiser made before must be told of the new parameters.
         p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
         num_frequencies: M, of each query head.
+        spectral: Where frequencies come from: "direct", "stationary", "ikan" or "mikan", as for
+            ``ikattn.MultiheadAttention``; ``ikattn.regularization_loss(model)`` is for the loss. In
+            no call of transformers it is said which queries are padding, so "mikan" averages keys
+            alone; where attention is causal it would see the future.
         stationary: One set of frequencies per head in place of two.
         seed: If given, the i-th layer's frequencies are a function of ``seed + i`` alone.
         sizes: For modules of which this package does not know it: from the module to its number of
@@ -129,8 +185,8 @@ def use_implicit_attention(
     Raises:
         TypeError: ``model`` is no transformers model.
         ValueError: An option is wrong, the model has kernels with other options already, no module
-            calls the interface, or the number of heads of one that does is not known; nothing has
-            changed then.
+            calls the interface, the number of heads of one that does is not known, or one is causal
+            and spectral "mikan"; nothing has changed then.
         ImportError: transformers is missing.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
@@ -154,13 +210,16 @@ def use_implicit_attention(
             f"{type(model).__name__}; for nn.MultiheadAttention there is ikattn.convert"
         )
     check_kernel("implicit", p)
+    if spectral not in SOURCES:
+        raise ValueError(f"spectral must be one of {SOURCES}, got {spectral!r}")
     options = {  # in types that JSON knows, whatever they came in
         "p": None if p is None else float(p),
-        "num_frequencies": checked_count(num_frequencies),
-        "stationary": bool(stationary),
+        "num_frequencies": checked_size("num_frequencies", num_frequencies),
+        "spectral": "direct" if spectral == "stationary" else spectral,
+        "stationary": bool(stationary) or spectral == "stationary",
     }
     before = settings_of(model.config)
-    if before != options and any(isinstance(m, ImplicitKernel) for m in model.modules()):
+    if before != options and any(isinstance(m, _KERNELS) for m in model.modules()):
         raise ValueError(
             f"use_implicit_attention: the model has kernels with {before} already, got {options}"
         )
@@ -239,8 +298,9 @@ def from_pretrained(
     )
     model.__class__ = model_class
     for name in info["missing_keys"]:  # of layers that the checkpoint lacks
-        kernel = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(kernel, ImplicitKernel):
+        path = name.rpartition(".spectral.")[0]
+        kernel = model.get_submodule(f"{path}.spectral") if path else None
+        if isinstance(kernel, _KERNELS):
             kernel.reset_parameters()
     return (model, info) if wants_info else model
 
@@ -252,14 +312,15 @@ def register_implicit() -> None:
 
 def settings_of(config: Any) -> dict[str, Any] | None:
     """The options a model was given by ``use_implicit_attention``; None: it was not."""
-    return getattr(config, _SETTINGS, None)
+    settings = getattr(config, _SETTINGS, None)
+    return None if settings is None else {"spectral": "direct", **settings}
 
 
 def kernel_of(module: nn.Module) -> Any:
-    """The ``ImplicitKernel`` of an attention module, or what has been put in its place.
+    """The kernel of an attention module, or what has been put in its place.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: There is none, or a source of frequencies alone.
     """
     kernel = getattr(module, "spectral", None)
     if kernel is None:
@@ -267,6 +328,11 @@ def kernel_of(module: nn.Module) -> Any:
             f'{type(module).__name__} has the attention implementation "{IMPLICIT}" but no '
             "frequencies: call ikattn.integrations.transformers.use_implicit_attention(model), or "
             "load the model with from_pretrained of that module"
+        )
+    if not hasattr(kernel, "p"):
+        raise RuntimeError(
+            f"{type(module).__name__}.spectral is a {type(kernel).__name__}, which has no order p: "
+            "call use_implicit_attention(model, spectral=...), which takes names of sources"
         )
     return kernel
 
@@ -287,13 +353,21 @@ def _attach(
     found = {name: module for name, module in model.named_modules() if calls_interface(module)}
     if not found:
         raise ValueError(_describe_no_attention(model))
+    spectral = options["spectral"]
+    kind = ImplicitKernel if spectral == "direct" else partial(GeneratedKernel, spectral=spectral)
+    options = {name: option for name, option in options.items() if name != "spectral"}
     kernels = {}
     for number, (name, module) in enumerate(found.items()):
         if getattr(module, "spectral", None) is not None:
             continue
+        if spectral == "mikan" and getattr(module, "is_causal", True):
+            raise ValueError(
+                "use_implicit_attention: spectral='mikan' averages over whole sequences and would "
+                f"let {name}, which is causal, see the future; expected 'ikan' or 'direct'"
+            )
         heads, head_size = (sizes or _sizes_of)(module)
         like = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
-        kernels[name] = ImplicitKernel(
+        kernels[name] = kind(
             heads,
             head_size,
             seed=None if seed is None else seed + number,
@@ -387,10 +461,11 @@ def _implicit_attention(
     _refuse(module, options)
     kernel = kernel_of(module)
     query = scaled_query(query, scaling)
-    w1, w2 = kernel(query, key, None)
+    visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
+    w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
     arguments: dict[str, Any] = {
         "p": kernel.p,
-        **_visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options)),
+        **visibility,
         "dropout_p": dropout,
         # one seed for both calls: the weights returned are the weights used
         "dropout_seed": draw_dropout_seed(query.device) if dropout > 0.0 else None,
@@ -438,6 +513,22 @@ def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:
     if given.attention_mask is None and given.options.get("position_bias") is None:
         return {"is_causal": is_causal(module, given)}
     return {"attn_mask": mask_of(module, given)}
+
+
+def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tensor | None:
+    """Which keys no query sees, bool [B, S], for kernels that depend on their input."""
+    if not isinstance(getattr(kernel, "spectral", None), Mikan):  # PEFT may have wrapped the kernel
+        return None
+    if visibility.get("is_causal"):
+        raise RuntimeError(
+            f'{IMPLICIT}: a causal call with spectral="mikan", which averages over whole '
+            'sequences and would see the future; use spectral="ikan"'
+        )
+    mask = visibility.get("attn_mask")
+    if mask is None:
+        return None
+    away = ~mask if mask.dtype == torch.bool else padded(mask)
+    return away.all(1).all(1).expand(key.size(0), -1)
 
 
 def _refuse(module: nn.Module, options: dict[str, Any]) -> None:

@@ -1,0 +1,55 @@
+"""Modules that ask a spectral source and keep what it wants added to the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ikattn.spectral.interface import call_source
+
+
+class Regularized(nn.Module):
+    """A base of modules with a source, whose regularisers ``regularization_loss`` adds up."""
+
+    spectral: nn.Module | None
+    regularization: Tensor | None = None  # of the last call, until regularization_loss takes it
+    _regularized_in = (False, False)  # whether that call was in training mode, and with grad
+
+    def _check_causality(self, is_causal: bool) -> None:
+        """Raises RuntimeError where the source would see the future."""
+        if is_causal and getattr(self.spectral, "pools", False):
+            raise RuntimeError(
+                f"{type(self.spectral).__name__} averages over whole sequences and would let "
+                "causal attention see the future; expected a source of frequencies that does not, "
+                "such as spectral='direct' or 'ikan'"
+            )
+
+    def _frequencies(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None,
+        query_padding_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Asks the spectral source, and keeps its regulariser."""
+        assert self.spectral is not None
+        w1, w2, regularization = call_source(
+            self.spectral, query, key, key_padding_mask, query_padding_mask
+        )
+        # an exported program has no attributes to assign to; what a checkpoint computes again in
+        # the backward pass has been taken already
+        if not torch.compiler.is_exporting() and not _is_in_backward():
+            self._regularized_in = (self.training, torch.is_grad_enabled())
+            # a view, as a parameter would be registered
+            self.regularization = None if regularization is None else regularization.view(())
+        return w1, w2
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the last call's regulariser out of copies, which have no part in its graph."""
+        return {**self.__dict__, "regularization": None}
+
+
+def _is_in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
