@@ -932,7 +932,7 @@ def test_causal_attention_is_refused_where_the_future_would_be_seen():
     ("kind", "options", "message"),
     [
         (Ikan, {"num_frequencies": 7}, "even and at least 2.*got 7"),
-        (Mikan, {"num_frequencies": 0}, "even and at least 2.*got 0"),
+        (Mikan, {"num_frequencies": 0}, "num_frequencies must be an integer >= 1, got 0"),
         (Direct, {"num_heads": 0}, "num_heads must be an integer >= 1, got 0"),
         (Ikan, {"head_dim": 0}, "head_dim must be an integer >= 1, got 0"),
         (Ikan, {"kl_weight": -1.0}, r"kl_weight must be a number >= 0, got -1\.0"),
