@@ -326,6 +326,27 @@ TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
   simt::set_multiprocessors(1);
 }
 
+// A block of warpgroups fills a multiprocessor.
+TEST(HalfAttentionOnDevice, WarpgroupsTakeAllKeysOfEnoughRows) {
+  simt::set_warpgroups(true);
+  const auto taken = [](int multiprocessors, bool causal) {
+    simt::set_multiprocessors(multiprocessors);
+    Case c{.name = "rows", .B = 1, .H = 1, .G = 1, .L = 129, .S = 600, .d_v = 8};
+    c.frequency_heads = 1;
+    c.causal = causal;
+    c = of_type(c, ElementType::kBFloat16);
+    Call call(c);
+    const int before = simt::launches_of("warpgroup_forward");
+    device_results(call, c);
+    return simt::launches_of("warpgroup_forward") - before;
+  };
+  EXPECT_EQ(taken(2, false), 1);
+  EXPECT_EQ(taken(3, false), 0);
+  EXPECT_EQ(taken(2, true), 0);  // a head may turn out to need the general form
+  simt::set_multiprocessors(1);
+  simt::set_warpgroups(false);
+}
+
 // sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.
 TEST(HalfAttentionOnDevice, FitsTheLeastSharedMemory) {
   simt::set_shared_limit(99 * 1024);
