@@ -35,10 +35,12 @@ inline bool needs_variant(const Block& block, int variant) {
   }
 }
 
-// Tokens whose vectors f_h(x_j) take about 2 MiB, where torch makes them: read while in cache.
-inline int64_t tokens_at_a_time(const ContributionSizes& sizes) {
+// Tokens whose vectors f_h(x_j) torch makes at a time: on the CPU about 2 MiB, read while in cache;
+// on a GPU, where each product is a launch, 128 MiB.
+inline int64_t tokens_at_a_time(const ContributionSizes& sizes, const at::Device& device) {
+  const int64_t elements = int64_t{1} << (device.is_cpu() ? 19 : 25);
   const int64_t per_token = std::max<int64_t>(1, sizes.B * sizes.H * sizes.D);
-  return std::clamp<int64_t>((int64_t{1} << 19) / per_token, 16, std::max<int64_t>(16, sizes.S));
+  return std::clamp<int64_t>(elements / per_token, 16, std::max<int64_t>(16, sizes.S));
 }
 
 // What head h takes its vectors of the tokens [j0, j0 + tokens) from, [B * tokens, d_v].
@@ -223,7 +225,8 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
 
   const bool needs_own = needs_own_pairs(block);
   const bool at_once = call.source.attn_weights.defined() && !needs_own;
-  const int64_t step = at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes);
+  const int64_t step =
+      at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes, call.value.device());
   for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
     const int64_t rows = std::min(step, sizes.T - i0);
     const ContributionCall round = rows_of(call, i0, rows);

@@ -227,7 +227,7 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
   if (grad_value_norms.defined()) unseen.logical_and_((grad_value_norms == 0).all(1));
   Keys seen = keys;
   seen.value = keys.value.masked_fill(unseen.unsqueeze(1).unsqueeze(-1), 0);
-  const int64_t step = tokens_at_a_time(sizes);
+  const int64_t step = tokens_at_a_time(sizes, keys.value.device());
   for (int64_t j0 = 0; j0 < S; j0 += step) {
     const int64_t tokens = std::min(step, S - j0), count = B * tokens;
     at::Tensor vectors = at::empty({count, H, D}, keys.value.options());
@@ -343,7 +343,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     if (factors.defined()) totals.outer[variant] = at::zeros_like(factors);
   }
 
-  const int64_t step = rows_at_a_time(sizes);
+  const int64_t step = rows_at_a_time(sizes, call.value.device());
   for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
     const int64_t rows = std::min(step, sizes.T - i0);
     const ContributionCall round = rows_of(call, i0, rows);

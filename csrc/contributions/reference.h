@@ -53,6 +53,6 @@ MapTensors reference_maps(const ContributionCall& call);
 at::ScalarType arithmetic_type(const ContributionCall& call);
 
 // Queries to take at a time where their weights must be held.
-int64_t rows_at_a_time(const ContributionSizes& sizes);
+int64_t rows_at_a_time(const ContributionSizes& sizes, const at::Device& device);
 
 }  // namespace ikattn

@@ -36,6 +36,7 @@ TEST(FastPath, TakesWhatItIsMadeFor) {
   EXPECT_EQ(reason([](auto& call) { call.mask.type = ElementType::kBool; }), "");
   EXPECT_EQ(reason([](auto& call) { call.mask.type = ElementType::kFloat32; }), "");
   EXPECT_EQ(reason([](auto& call) { call.eps = 0; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.eps = 100; }), "");
   EXPECT_EQ(reason([](auto& call) { call.is_causal = true; }), "");
   EXPECT_EQ(reason([](auto& call) { call.value.type = ElementType::kFloat16; }), "");
 }
@@ -51,6 +52,11 @@ TEST(FastPath, NamesWhatIsInTheWay) {
                       call.eps = 0;
                     }),
                     "eps"));
+  EXPECT_TRUE(names(reason([](auto& call) {
+                      call.value.type = ElementType::kFloat16;
+                      call.eps = 1;
+                    }),
+                    "bfloat16"));
   EXPECT_TRUE(names(reason([](auto& call) { call.M = 65; }), "64 frequencies"));
   for (const int64_t d_v : {0, 129}) {
     EXPECT_TRUE(names(reason([=](auto& call) { call.d_v = d_v; }), "head size of value"));

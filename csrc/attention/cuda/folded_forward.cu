@@ -297,10 +297,16 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 }
 
-// As many parts as give every multiprocessor two blocks, of four tiles or more.
-int parts_for(int64_t blocks, int64_t S) {
+// As many parts as give every multiprocessor two blocks, of four tiles or more. Of warpgroups,
+// which take whole rows, a multiprocessor has one block; where the general form may be needed, it
+// decides.
+int parts_for(const AttentionParams& params, int64_t blocks) {
+  if (every_row_sees_all(params) && goes_to_warpgroups(params) &&
+      params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {
+    return 1;
+  }
   const int64_t wanted = ceil_div(int64_t{2} * multiprocessors(), blocks > 0 ? blocks : 1);
-  const int64_t possible = S / (4 * kStep), most = 32;
+  const int64_t possible = params.S / (4 * kStep), most = 32;
   const int64_t count = wanted < possible ? wanted : possible;
   return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
 }
@@ -314,7 +320,7 @@ const char* folded_forward(const AttentionParams& params, const DeviceExecutor& 
     const int64_t rows = params.B * params.H * params.L;
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
     Parts parts;
-    parts.count = parts_for(blocks, params.S);
+    parts.count = parts_for(params, blocks);
     if (parts.count > 1) {
       parts.output = executor.take<float>(parts.count * rows * V);
       parts.sums = executor.take<float>(parts.count * rows);

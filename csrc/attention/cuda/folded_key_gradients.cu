@@ -200,7 +200,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
             similarity = score * score + key_terms[c / 2];
             inverse = visible(row, column) ? normalizer[n][c % 2] * kWeightScale<T> : 0.0f;
           }
-          const float scaled = inverse == 0 ? 0 : inverse * x[n][c];
+          weight[c] = s[n][c] = 0;
+          if (inverse == 0) continue;  // not seen: whatever the key holds
+          const float scaled = inverse * x[n][c];
           weight[c] = dropped ? 0 : similarity * inverse;
           logit_sums[c / 2] += similarity * scaled;
           s[n][c] = score * key_fit[c / 2] * scaled;

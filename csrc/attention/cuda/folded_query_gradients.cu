@@ -144,13 +144,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
             if constexpr (kDrops<kPairs>) {
               product = (dropout.drops(n, c) ? 0 : product * kept) - delta[m][c / 2];
             }
-            product *= s[m][n][c] * fit[m][c / 2];
+            // A hidden key's score is 0 where it is folded, and its value may be anything.
+            const float score = s[m][n][c];
+            product = score == 0 ? 0 : product * (score * fit[m][c / 2]);
             const int row = (warp * kRowTiles + m) * 16 + g + 8 * (c / 2);
             const int column = chunk * 16 + n * 8 + 2 * t + c % 2;
             if constexpr (kPairs == Pairs::kGeneral) {
               if (product != 0) {
-                product *= visible.exponential(row, column, key_terms[n][c % 2], key_lows[n][c % 2],
-                                               normalizer[m][c / 2], low[m][c / 2]);
+                const float exponential =
+                    visible.exponential(row, column, key_terms[n][c % 2], key_lows[n][c % 2],
+                                        normalizer[m][c / 2], low[m][c / 2]);
+                product = exponential == 0 ? 0 : product * exponential;
               }
             } else if (!visible(row, column)) {
               product = 0;

@@ -309,7 +309,10 @@ struct FragmentDropout {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int row = (g & 1) + 2 * (c / 2), column = c % 2 + 2 * n;
-        const uint32_t word = bytes.word[turned ? column : row];
+        // An index that is known at run time only would take local memory.
+        const uint32_t word = turned         ? bytes.word[column]
+                              : (g & 1) != 0 ? bytes.word[2 * (c / 2) + 1]
+                                             : bytes.word[2 * (c / 2)];
         const uint32_t byte = word >> (8 * (turned ? row : column)) & 0xff;
         dropped |= static_cast<uint32_t>(byte < params.dropout_threshold) << (4 * n + c);
       }

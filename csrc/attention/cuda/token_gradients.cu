@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     });
   };
   add_up(grad_u, parts + block.offset);
-  add_up(grad_v, parts + block.offset + block.size);
+  if (source.w2.type != ElementType::kNone) add_up(grad_v, parts + block.offset + block.size);
 }
 
 // grad_w1 and grad_w2 += the parts, share after share.
@@ -249,13 +249,13 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const int64_t index = int64_t{blockIdx.x} * kTokenThreads + threadIdx.x;
   if (index >= sets * size) return;
   const int64_t which = index / size, element = index % size;
+  const bool stationary = source.w2.type == ElementType::kNone;
   T plus = 0, minus = 0;
   for (int64_t share = 0; share < shares.count; ++share) {
     const T* part = parts + (share * sets + which) * 2 * size + element;
     plus += part[0];
-    minus += part[size];
+    if (!stationary) minus += part[size];
   }
-  const bool stationary = source.w2.type == ElementType::kNone;
   if (grad_w1 != nullptr) grad_w1[index] += stationary ? plus : (plus + minus) / 2;
   if (grad_w2 != nullptr) grad_w2[index] += (plus - minus) / 2;
 }

@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
         float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
         if (kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
-        const float similarity = s[i] * s[i] + key_terms[c / 2];
+        // 0 where it is not seen, whatever the key holds.
+        const float similarity = inverse == 0 ? 0 : s[i] * s[i] + key_terms[c / 2];
         const float scaled = inverse == 0 ? 0 : inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
         logit_sums[c / 2] += similarity * scaled;
         s[i] *= key_fit[c / 2] * scaled;

@@ -17,7 +17,8 @@ __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (
 #pragma unroll
   for (int i = 0; i < kStep / 2; ++i) {
     const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, half = i % 4 / 2;
-    s[i] *= x[i] * fit[half] - fitting_delta[half];
+    // A hidden key's score is 0, and its value may be anything.
+    s[i] = s[i] == 0 ? 0 : s[i] * (x[i] * fit[half] - fitting_delta[half]);
     if (kCrosses && column - 8 * half > diagonal) s[i] = 0;
   }
 }

@@ -12,7 +12,7 @@ struct Cuda {
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
     const auto [B, H, G, T, S, d_v, D] = sizes;
-    const int64_t step = std::min(tokens_at_a_time(sizes), S);
+    const int64_t step = std::min(tokens_at_a_time(sizes, keys.value.device()), S);
     const at::Tensor buffer = at::empty({H * B * step * D}, keys.value.options());
     cuda::Call call("contributions", buffer);
     void* scratch = call.allocate(buffer.numel() * buffer.element_size());

@@ -43,6 +43,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "ikattn's kernels need compute capability 8.0"
@@ -112,6 +113,17 @@ inline bool has_warpgroups() {
   return major == 9;
 }
 
+// Lets a kernel have so much dynamic shared memory, or more: another thread may be about to launch
+// it with what it asked for.
+inline cudaError_t allow_dynamic_shared(const void* kernel, int bytes) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || attributes.maxDynamicSharedSizeBytes >= bytes) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 // Queues kernel(arguments...) on `stream`. Returns nullptr, or why it could not be queued; a fault
 // of the kernel itself shows later, as always in CUDA. An empty grid is no error. Does not
 // synchronise and may be captured in a graph.
@@ -121,8 +133,7 @@ inline const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return nullptr;
   // A kernel gets 48 KiB, static arrays included, unless it asks for more.
   if (dynamic_shared_bytes > 32 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const cudaError_t error = allow_dynamic_shared(reinterpret_cast<const void*>(kernel),
                                                    static_cast<int>(dynamic_shared_bytes));
     if (error != cudaSuccess) {
       (void)cudaGetLastError();  // or the next call that asks would be blamed

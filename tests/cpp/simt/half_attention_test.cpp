@@ -300,6 +300,24 @@ TEST(HalfAttentionOnDevice, NanStaysWhereWarpgroupsSeeIt) {
   simt::set_warpgroups(false);
 }
 
+// What padding of the queries alone meets is not seen either.
+TEST(HalfAttentionOnDevice, NanThatNoQuerySeesStaysAlone) {
+  for (const bool warpgroups : {false, true}) {
+    simt::set_warpgroups(warpgroups);
+    for (const Masking masking : {Masking::kNone, Masking::kBool, Masking::kFloat}) {
+      Case c{.name = "unseen", .B = 1, .H = 1, .G = 1, .L = 70, .S = 120, .d_v = 8};
+      c.frequency_heads = 1;
+      c.causal = c.bias = true;
+      c.masking = masking;
+      c = of_type(c, ElementType::kBFloat16);
+      Call call(c);
+      write(call.key.array, 80 * c.d, NAN);
+      compare_gradients(device_results(call, c), truth_of(call, c), c, 6 * roundoff_of(c.type));
+    }
+  }
+  simt::set_warpgroups(false);
+}
+
 // Few queries: blocks share their keys, and what each found is combined.
 TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
   simt::set_multiprocessors(3);
@@ -324,6 +342,27 @@ TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
     }
   }
   simt::set_multiprocessors(1);
+}
+
+// A block of warpgroups fills a multiprocessor.
+TEST(HalfAttentionOnDevice, WarpgroupsTakeAllKeysOfEnoughRows) {
+  simt::set_warpgroups(true);
+  const auto taken = [](int multiprocessors, bool causal) {
+    simt::set_multiprocessors(multiprocessors);
+    Case c{.name = "rows", .B = 1, .H = 1, .G = 1, .L = 129, .S = 600, .d_v = 8};
+    c.frequency_heads = 1;
+    c.causal = causal;
+    c = of_type(c, ElementType::kBFloat16);
+    Call call(c);
+    const int before = simt::launches_of("warpgroup_forward");
+    device_results(call, c);
+    return simt::launches_of("warpgroup_forward") - before;
+  };
+  EXPECT_EQ(taken(2, false), 1);
+  EXPECT_EQ(taken(3, false), 0);
+  EXPECT_EQ(taken(2, true), 0);  // a head may turn out to need the general form
+  simt::set_multiprocessors(1);
+  simt::set_warpgroups(false);
 }
 
 // sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.
@@ -385,14 +424,16 @@ TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
 
 // Padding: what a key that key_bias hides holds, nobody sees. Large numbers must not make the
 // scales coarse either.
-TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
+void expect_that_hidden_keys_may_hold_anything(Masking masking) {
   for (const ElementType type : kTypes) {
+    const float largest = type == ElementType::kFloat16 ? 6e4f : 3e38f;
     for (const auto& [causal, garbage] :
-         {std::pair{true, NAN}, {false, INFINITY}, {true, 6e4f}, {false, 6e4f}}) {
+         {std::pair{true, NAN}, {false, INFINITY}, {true, largest}, {false, largest}}) {
       Case c{.name = "hidden", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
       c.frequency_heads = 1;
       c.causal = causal;
       c.bias = true;
+      c.masking = masking;
       c = of_type(c, type);
       Call clean(c), call(c);
       for (const int64_t j : {int64_t{3}, int64_t{40}}) {
@@ -411,6 +452,15 @@ TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
       compare_gradients(got, expected, c, 0);
     }
   }
+}
+
+TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
+  for (const Masking masking : {Masking::kNone, Masking::kBool, Masking::kFloat}) {
+    expect_that_hidden_keys_may_hold_anything(masking);
+  }
+  simt::set_warpgroups(true);
+  expect_that_hidden_keys_may_hold_anything(Masking::kNone);
+  simt::set_warpgroups(false);
 }
 
 // Of float32's own numbers value and grad_output are rounded to 11 bits, as TF32 rounds them. They

@@ -1,0 +1,119 @@
+// Each form of wgmma that Hopper's kernels use, alone and on small integers, whose sums are exact:
+// tells which one is wrong where a kernel is. Exits with 1 if one is.
+//
+//   nvcc -std=c++20 -O3 -arch=sm_90a -Icsrc -Icsrc/include tests/cpp/cuda/wgmma.cu -o wgmma
+#include <cstdio>
+
+#include "attention/cuda/warpgroup_tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+enum class Form { kByColumns, kByColumnsBothShared, kByRows };
+
+// out [128][N] = a [128][K] b; b lies [N][K], by rows [K][N].
+template <typename T, Form kForm, int N, int K>
+__global__ void __launch_bounds__(kWarpgroupThreads, 1)
+    product_kernel(const T* a, const T* b, float* out) {
+#if IKATTN_WARPGROUP_CODE
+  constexpr int kRows = kForm == Form::kByRows ? K : N, kColumns = kForm == Form::kByRows ? N : K;
+  using Left = Boxes<kWarpgroupRows, K>;
+  using Right = Boxes<kRows, kColumns>;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int row0 = warp * 16 + g;
+  const uint32_t left = shared_address(dynamic_shared<unsigned char>());
+  const uint32_t right = left + Left::kBytes;
+  Left::copy(left, a, K, K, kWarpgroupRows);
+  Right::copy(right, b, kColumns, kColumns, kRows);
+  cp_async_commit();
+  const bool there[2] = {true, true};
+  uint32_t held[K / 16][4];
+  load_left<K>(held, a + row0 * K, K, there, K);
+  wait_for_tile();
+  float sums[N / 2] = {};
+  wgmma_fence();
+  if constexpr (kForm == Form::kByRows) {
+    begin_by_rows<T, K, N>(reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums), held, right);
+  } else if constexpr (kForm == Form::kByColumns) {
+    begin_by_columns<T, N, K>(sums, held, right);
+  } else {
+    const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
+    begin_by_columns<T, Left, Right>(sums, left + warpgroup * (64 * 128), right);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    out[(row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2] = sums[i];
+  }
+#else
+  (void)a;
+  (void)b;
+  (void)out;
+  __trap();
+#endif
+}
+
+template <typename T>
+T* take(int count) {
+  T* numbers = nullptr;
+  cudaMallocManaged(&numbers, count * sizeof(T));
+  return numbers;
+}
+
+template <typename T, Form kForm, int N, int K>
+bool is_right(const char* name) {
+  constexpr int kRows = kWarpgroupRows;
+  T *a = take<T>(kRows * K), *b = take<T>(N * K);
+  float* out = take<float>(kRows * N);
+  uint32_t seed = 1;
+  const auto draw = [&] {
+    seed = seed * 1664525 + 1013904223;
+    return from_float<T>(static_cast<float>(seed >> 29) - 4);
+  };
+  for (int i = 0; i < kRows * K; ++i) a[i] = draw();
+  for (int i = 0; i < N * K; ++i) b[i] = draw();
+  const T *left = a, *right = b;
+  const char* error = launch(product_kernel<T, kForm, N, K>, dim3(1), dim3(kWarpgroupThreads),
+                             (kRows + N) * K * sizeof(T), Stream{}, left, right, out);
+  if (error == nullptr) {
+    const cudaError_t status = cudaDeviceSynchronize();
+    if (status != cudaSuccess) error = cudaGetErrorString(status);
+  }
+  int wrong = 0;
+  for (int i = 0; error == nullptr && i < kRows * N; ++i) {
+    float sum = 0;
+    for (int k = 0; k < K; ++k) {
+      const T other = b[kForm == Form::kByRows ? k * N + i % N : i % N * K + k];
+      sum += to_float(a[i / N * K + k]) * to_float(other);
+    }
+    wrong += sum != out[i];
+  }
+  std::printf("%-23s N %3d, K %3d: %d of %d wrong%s%s\n", name, N, K, wrong, kRows * N,
+              error == nullptr ? "" : "; ", error == nullptr ? "" : error);
+  return error == nullptr && wrong == 0;
+}
+
+template <typename T>
+bool are_right() {
+  return is_right<T, Form::kByColumns, 128, 64>("by columns") &
+         is_right<T, Form::kByColumns, 128, 128>("by columns") &
+         is_right<T, Form::kByColumns, 64, 64>("by columns") &
+         is_right<T, Form::kByColumns, 64, 128>("by columns") &
+         is_right<T, Form::kByColumnsBothShared, 64, 64>("by columns, both shared") &
+         is_right<T, Form::kByColumnsBothShared, 64, 128>("by columns, both shared") &
+         is_right<T, Form::kByRows, 64, 64>("by rows") &
+         is_right<T, Form::kByRows, 64, 128>("by rows") &
+         is_right<T, Form::kByRows, 128, 64>("by rows") &
+         is_right<T, Form::kByRows, 128, 128>("by rows");
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
+
+int main() {
+  std::puts("float16");
+  const bool half = ikattn::cuda::are_right<ikattn::Half>();
+  std::puts("bfloat16");
+  return half & ikattn::cuda::are_right<ikattn::BFloat16>() ? 0 : 1;
+}
