@@ -2,8 +2,7 @@
 // or, with grouped heads, several.
 //
 // Two forms of the weight, chosen per unit:
-//   folded    w = s'^2 + eps e_j, e_j = exp(g_j - max g), sqrt(e_j) inside phi(k_j), s' = phi_q .
-//   phi_k':
+//   folded    w = s'^2 + eps e_j with e_j = exp(g_j - max g), whose root is a factor of phi(k_j):
 //             no exponential per pair. Right where every row sees the largest key (no mask, not
 //             causal) or the spread of g is too small for anything to underflow.
 //   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
