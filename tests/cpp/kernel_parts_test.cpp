@@ -306,6 +306,7 @@ TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
               std::copy_n(values.data() + first, kPanel, scratch.values + first * kMomentTokens);
             }
             scratch.factors[0] = T(0.5);
+            return true;
           },
           scratch, by_value);
       std::copy_n(sample.row(0), layout.template row_size<T>(), scratch.x);
