@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import ikattn
-from agreement import assert_close, assert_identical, gradients
+from agreement import assert_close, assert_identical, direction, gradient_scales, gradients
 from samples import BY_NAME, DTYPES, SAMPLES, TINY, Arguments, Sample, name_of, of_weights
 
 attention = ikattn.implicit_kernel_attention
@@ -37,12 +37,13 @@ def as_float_mask(hide: Tensor) -> Tensor:
 
 
 def assert_same_call(first: Arguments, second: Arguments) -> None:
-    """Output and the gradients in what both calls share."""
+    """Output and the gradients in what both calls share, these relative to their first term."""
     assert_close(attention(**first), attention(**second), TOLERANCE)
     shared = ["query", "key", "value", "w1", "w2"]
     of_first, of_second = gradients(attention, first, shared), gradients(attention, second, shared)
+    scales = gradient_scales(second, direction(attention(**second)))
     for name in shared:
-        assert_close(of_first[name], of_second[name], TOLERANCE, name)
+        assert_close(of_first[name], of_second[name], TOLERANCE, name, scales[name])
 
 
 @pytest.mark.parametrize("sample", [PLAIN, MASKED, GROUPED], ids=name_of)
