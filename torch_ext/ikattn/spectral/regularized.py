@@ -38,9 +38,10 @@ class Regularized(nn.Module):
         w1, w2, regularization = call_source(
             self.spectral, query, key, key_padding_mask, query_padding_mask
         )
-        # an exported program has no attributes to assign to; what a checkpoint computes again in
-        # the backward pass has been taken already
-        if not torch.compiler.is_exporting() and not _is_in_backward():
+        # an exported program has no attributes to assign to (is_exporting() of torch 2.11 is true
+        # of a compiled one, too); what a checkpoint computes again in the backward pass has been
+        # taken already
+        if not torch.compiler._is_exporting_flag and not _is_in_backward():
             self._regularized_in = (self.training, torch.is_grad_enabled())
             # a view, as a parameter would be registered
             self.regularization = None if regularization is None else regularization.view(())
