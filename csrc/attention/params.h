@@ -85,11 +85,11 @@ struct FeaturesParams {
 struct FromFeaturesParams {
   int64_t B = 0, H = 0, L = 0, S = 0, F = 0, d_v = 0;
   int64_t key_heads = 0, value_heads = 0;  // divide H
-  Array query;                             // [B, H, L, F]   phi
-  Array key;                               // [B, key_heads, S, F]   likewise
-  Array logits;                            // [B, H, L, S]   -inf: hidden
-  Array value;                             // [B, value_heads, S, d_v]
-  Array output;                            // [B, H, L, d_v]
+  Array query{};                           // [B, H, L, F]   phi
+  Array key{};                             // [B, key_heads, S, F]   likewise
+  Array logits{};                          // [B, H, L, S]   -inf: hidden
+  Array value{};                           // [B, value_heads, S, d_v]
+  Array output{};                          // [B, H, L, d_v]
   double eps = 1e-5;
 };
 

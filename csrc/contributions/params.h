@@ -33,8 +33,8 @@ struct FactorParams {
 // From what the vectors are products of.
 struct FactorsOfTokens : FactorParams {
   int64_t G = 0, d_v = 0;
-  Array value;       // [B, G, S, d_v]
-  Array projection;  // [D, H d_v]
+  Array value{};       // [B, G, S, d_v]
+  Array projection{};  // [D, H d_v]
 };
 
 // From the vectors of the tokens [j0, j0 + tokens).

@@ -109,10 +109,9 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
     int* progress = state.progress + head * plan.query_blocks + index;
     bool in_turn = false;
     for (int64_t key_block = first_block; key_block < last_block; ++key_block) {
-      if (state.keys.is_hidden[key_block]) continue;
       const int64_t j0 = key_block * kPanel;
       const TilePosition at{block.b, block.h, block.i0, block.rows, j0};
-      const Visibility visibility = fill_bias(params, at, scratch.bias);
+      const Visibility visibility = visibility_of(params, state.keys, at, scratch.bias);
       if (visibility == Visibility::kNone) continue;
       const Tile<N, T> tile{plan, state, scratch, head, key_block - first_block, at, operands};
       const int64_t columns = round_up(tile.keys(), kLanes<T>);

@@ -2,20 +2,15 @@
 // without pairs (linear_forward.h).
 //
 //   pack frequencies -> key logits g -> key panels, per unit (-> their moments) -> query blocks
-//
-// Every row is summed over its keys in one order, ascending where all are pairs, so that the result
-// does not depend on threads or tiling. Each 1024 keys are summed by themselves: what they leave is
-// added up in order, by one thread or, where queries are few, by several.
 #pragma once
 
-#include "attention/cpu/linear_forward.h"
+#include "attention/cpu/forward_block.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
 constexpr int64_t kForwardRows = 192;  // query rows of a block
 static_assert(kForwardRows <= kProductRows);
-constexpr int64_t kPartBlocks = 16;    // 64-key blocks of a part, which is summed by itself
 constexpr int64_t kFewQueries = 1024;  // whose parts are held at once: no more than their keys
 
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
@@ -26,253 +21,59 @@ inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t l
   return max_of(16, round_up(ceil_div(L, max_of(blocks, 1)), 16));
 }
 
-template <typename T>
-struct ForwardUnit {
-  PreparedKeys<T> keys;
-  LinearKeys<T> linear;
-  EarlierChunks<T> earlier;  // causal, without pairs
-  // Where threads share the keys of a block of queries:
-  RowSums<T>* parts = nullptr;  // [blocks][parts]
-  uint8_t* poisoned = nullptr;  // [blocks][parts][rows]
+// The last stages: blocks of queries, or parts of their keys and then their sums.
+template <typename T, typename Memory>
+struct ForwardStages {
+  const AttentionParams& params;
+  const AttentionLayout<T>& layout;
+  const Memory& memory;
+  int64_t rows;    // of a block of queries
+  int64_t blocks;  // of a unit
+  int64_t parts;   // that the keys of a block are shared out in
 
-  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
-            bool is_linear = false) {
-    keys.take(workspace, layout, false);
-    if (!is_linear) return;
-    linear.take(workspace, params, layout, false);
-    if (params.is_causal) earlier.take(workspace, params, layout);
+  QueryBlock block_at(const Unit& unit, int64_t index) const {
+    const int64_t of_head = ceil_div(params.L, rows), i0 = index % of_head * rows;
+    return {unit.b, unit.first_query_head + index / of_head, i0, min_of(rows, params.L - i0)};
   }
-  void take_parts(Workspace& workspace, const AttentionLayout<T>& layout, int64_t count,
-                  int64_t rows) {
-    parts = workspace.take<RowSums<T>>(count);
-    poisoned = workspace.take<uint8_t>(count * rows);
-    for (int64_t part = 0; part < count; ++part) {
-      RowSums<T> own;
-      own.take(workspace, layout, rows);
-      if (workspace.has_memory()) parts[part] = own;
-    }
+  // With what a part of the keys leaves where it is kept.
+  ForwardScratch<T> scratch_of(const Place& at, int64_t part, int thread) const {
+    ForwardScratch<T> scratch = memory.scratch[thread];
+    scratch.sums = memory.slots[at.slot].parts[part];
+    scratch.poisoned = memory.slots[at.slot].poisoned + part * rows;
+    return scratch;
+  }
+  auto queries() const {
+    return Stage{blocks * parts, [this](const Place& at, int64_t index, int thread) {
+                   const Unit unit = unit_at(params, layout, at.unit);
+                   const QueryBlock block = block_at(unit, index / parts);
+                   const T* packed = memory.frequencies.of(unit, layout.feature);
+                   const auto& state = memory.slots[at.slot];
+                   if (parts == 1) {
+                     forward_block(params, layout, block, block.h - unit.first_query_head, packed,
+                                   state, memory.scratch[thread]);
+                   } else {
+                     ForwardScratch<T> scratch = scratch_of(at, index, thread);
+                     forward_part(params, layout, block, index % parts, packed, state.keys,
+                                  scratch);
+                   }
+                 }};
+  }
+  auto sums_of_parts() const {
+    return Stage{parts == 1 ? 0 : blocks, [this](const Place& at, int64_t index, int thread) {
+                   const QueryBlock block = block_at(unit_at(params, layout, at.unit), index);
+                   const auto& state = memory.slots[at.slot];
+                   const int64_t last = (index + 1) * parts - 1;
+                   for (int64_t part = index * parts; part < last; ++part) {
+                     add_earlier(layout, block.rows, state.parts[part], state.parts[part + 1]);
+                   }
+                   finish_rows(params, state.keys.form, block, scratch_of(at, last, thread));
+                 }};
   }
 };
 
-template <typename T>
-struct ForwardScratch {
-  KeyScratch<T> keys;
-  T* tokens = nullptr;             // [token panels][rows][64]
-  T* phi = nullptr;                // [feature panels][rows][64]
-  int32_t* narrow_phi = nullptr;   // [score panels][rows][64]
-  float* steps = nullptr;          // [rows]
-  T* tile = nullptr;               // [rows][64]   s, then w
-  int32_t* narrow_tile = nullptr;  // [rows][64]   w, two to a lane
-  T* bias = nullptr;               // [rows][64]
-  T* keep = nullptr;               // [rows][64]
-  uint8_t* poisoned = nullptr;     // [rows]
-  RowSums<T> sums, earlier;        // of the part at hand, and of those before
-  LinearScratch<T> linear;
-
-  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
-            int64_t rows, bool is_linear) {
-    if (is_linear) linear.take(workspace, params, layout, rows);
-    keys.take(workspace, layout);
-    tokens = workspace.take<T>(layout.feature.token_panels() * rows * kPanel);
-    phi = workspace.take<T>(layout.feature_panels() * rows * kPanel);
-    if (layout.narrow_scores) {
-      narrow_phi = workspace.take<int32_t>(layout.scores().panels() * rows * kPanel);
-      steps = workspace.take<float>(rows);
-    }
-    tile = workspace.take<T>(rows * kPanel);
-    if (layout.bfloat16_products) narrow_tile = workspace.take<int32_t>(rows * kPanel);
-    bias = workspace.take<T>(rows * kPanel);
-    keep = workspace.take<T>(rows * kPanel);
-    poisoned = workspace.take<uint8_t>(rows);
-    sums.take(workspace, layout, rows);
-    if (layout.key_blocks > kPartBlocks) earlier.take(workspace, layout, rows);
-  }
-};
-
-// out += w v of one band of a tile, w where `scratch.keep` does not drop it.
-template <typename T>
-void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& layout,
-                       const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
-                       const ForwardScratch<T>& scratch) {
-  const int64_t count = min_of(params.S - at.j0, band.columns), first_row = band.row * kPanel;
-  T* w = scratch.tile + first_row;
-  const auto drop = [&] { multiply_tile(band.rows, band.columns, scratch.keep + first_row, w); };
-  if constexpr (kTakes16Bits<T>) {
-    if (layout.bfloat16_products) {
-      // Rounded once: what is dropped later counts in the sum as what is kept does.
-      join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
-      add_row_sums(band.rows, count, scratch.narrow_tile,
-                   scratch.sums.state.from(band.row).rounded_sums);
-      if (params.dropout_threshold) {
-        drop();
-        join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
-      }
-      for (int64_t first = 0; first < layout.d_v; first += kPanel) {
-        panel_gemm<BFloat16x2, Left::kRows>(
-            band.rows, min_of(kPanel, layout.d_v - first), ceil_div(count, 2), scratch.narrow_tile,
-            keys.narrow_values + (first * layout.padded_keys + at.j0 * kPanel) / 2,
-            scratch.sums.out + first * at.rows + first_row, true);
-      }
-      return;
-    }
-  }
-  if (params.dropout_threshold) drop();
-  for (int64_t first = 0; first < layout.d_v; first += kPanel) {
-    panel_gemm<T, Left::kRows>(band.rows, min_of(kPanel, layout.d_v - first), count, w,
-                               keys.values + first * layout.padded_keys + at.j0 * kPanel,
-                               scratch.sums.out + first * at.rows + first_row, true);
-  }
-}
-
-// out / Z and log Z to memory. Rows that see no key are zero; poisoned rows that see one are NaN.
-template <typename T>
-void finish_rows(const AttentionParams& params, const KeyForm& form, const QueryBlock& block,
-                 const ForwardScratch<T>& scratch) {
-  T* out = scratch.sums.out;
-  const T kept = params.dropout_threshold ? kept_factor<T>(params) : T(1);
-  for (int64_t r = 0; r < block.rows; ++r) {
-    T sum = sum_of_lanes<T>(load(scratch.sums.state.sums + r * kLanes<T>)), divisor = sum;
-    if (const T* rounded = scratch.sums.state.rounded_sums) {
-      divisor = sum_of_lanes<T>(load(rounded + r * kLanes<T>)) / kept;
-    }
-    if (scratch.poisoned[r] && sum != 0) sum = divisor = not_a_number<T>();
-    const double row_reference =
-        form.reference + (form.folded ? 0.0 : static_cast<double>(scratch.sums.state.maxima[r]));
-    const double log_normalizer =
-        sum == 0 ? -infinity<double>() : logarithm(static_cast<double>(sum)) + row_reference;
-    const T factor = divisor == 0 ? T(0) : 1 / divisor;
-    for (int64_t first = 0; first < params.d_v; first += kPanel) {
-      T* row = out + first * block.rows + r * kPanel;
-      for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
-    }
-    store_element(params.log_normalizer,
-                  block.b * params.log_normalizer.stride[0] +
-                      block.h * params.log_normalizer.stride[1] +
-                      (block.i0 + r) * params.log_normalizer.stride[2],
-                  log_normalizer);
-  }
-  const Array& output = params.output;
-  store_panels(
-      output, block.b * output.stride[0] + block.h * output.stride[1] + block.i0 * output.stride[2],
-      output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
-}
-
-// out and row sums of a block of queries grow by blocks [begin, end) of keys, pair by pair.
-template <typename T>
-void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
-               const QueryBlock& block, const QueryFeatures<T>& queries,
-               const PreparedKeys<T>& keys, int64_t begin, int64_t end,
-               ForwardScratch<T>& scratch) {
-  const int64_t rows = block.rows;
-  [[maybe_unused]] const AmxTiles tiles;
-  bool has_earlier = false;
-  for (int64_t key_block = begin; key_block < end; ++key_block) {
-    if (key_block > begin && key_block % kPartBlocks == 0) {
-      if (has_earlier) add_earlier(layout, rows, scratch.earlier, scratch.sums);
-      has_earlier = true;
-      const RowSums<T> part = scratch.sums;
-      scratch.sums = scratch.earlier;
-      scratch.earlier = part;
-      scratch.sums.reset(layout, rows);
-    }
-    if (keys.is_hidden[key_block]) continue;
-    const int64_t j0 = key_block * kPanel;
-    const int64_t count = min_of(kPanel, params.S - j0);
-    const TilePosition at{block.b, block.h, block.i0, rows, j0};
-    const Visibility visibility = fill_bias(params, at, scratch.bias);
-    if (visibility == Visibility::kNone) continue;
-    const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
-    if (params.dropout_threshold) {
-      // Of rounded weights the sum is what is multiplied, when it is complete.
-      fill_keep(params, at, scratch.sums.state.rounded_sums ? T(1) : kept_factor<T>(params),
-                scratch.keep);
-    }
-    for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
-      band_weights(params, layout, keys, at, band, queries, bias, scratch.tile, scratch.sums.state,
-                   params.d_v, scratch.sums.out);
-      accumulate_values(params, layout, keys, at, band, scratch);
-    });
-  }
-  if (has_earlier) add_earlier(layout, rows, scratch.earlier, scratch.sums);
-}
-
-// What moments hold for a block of queries, added to what is there of the other keys. Each row
-// decides for itself whether to take it, whatever it shares a block with.
-template <typename T>
-void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
-                          const QueryBlock& block, int64_t head, const QueryFeatures<T>& queries,
-                          int64_t held_blocks, const ForwardUnit<T>& unit,
-                          ForwardScratch<T>& scratch) {
-  const int64_t rows = block.rows, value_columns = layout.value_panels() * kPanel;
-  const LinearScratch<T>& own = scratch.linear;
-  sum_by_moments(params, layout, block, head, unit.linear, unit.earlier, queries,
-                 static_cast<T>(params.eps), own);
-  const T of_keys = unit.linear.squares[chunk_of(params, block.i0)];
-  bool any_by_pairs = false;
-  for (int64_t r = 0; r < rows; ++r) {
-    own.sums[r] += sum_of_lanes<T>(load(scratch.sums.state.sums + r * kLanes<T>));
-    const T square = square_of(layout.feature, queries.phi, queries.rows, r);
-    own.by_pairs[r] = !keeps_digits(layout.products(), own.sums[r], square, of_keys);
-    any_by_pairs |= own.by_pairs[r] != 0;
-  }
-  add_panels(rows, layout.d_v, scratch.sums.out, own.out, rows, true);
-  if (any_by_pairs) add_pairs(params, layout, block, queries, unit.keys, 0, held_blocks, scratch);
-  for (int64_t r = 0; r < rows; ++r) {
-    if (own.by_pairs[r]) continue;
-    Vec<T> sum{};
-    sum[0] = own.sums[r];
-    store<T>(scratch.sums.state.sums + r * kLanes<T>, sum);
-    for (int64_t first = 0; first < value_columns; first += kPanel) {
-      const int64_t at = first * rows + r * kPanel;
-      copy_row(own.out + at, scratch.sums.out + at);
-    }
-  }
-}
-
-// head: of the unit.
-template <typename T>
-void forward_block(const AttentionParams& params, const AttentionLayout<T>& layout,
-                   const QueryBlock& block, int64_t head, const T* packed,
-                   const ForwardUnit<T>& unit, ForwardScratch<T>& scratch) {
-  const int64_t rows = block.rows;
-  QueryFeatures<T> queries{scratch.phi, scratch.narrow_phi, scratch.steps, rows};
-  if (unit.linear.is_taken && params.is_causal) {
-    const EarlierChunks<T>& from = unit.earlier;
-    const int64_t at = head * layout.feature_panels() * params.L + block.i0;
-    queries = {from.phi + at * kPanel, nullptr, nullptr, params.L};
-    __builtin_memcpy(scratch.poisoned, from.poisoned + head * params.L + block.i0, rows);
-  } else {
-    prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
-                    scratch.poisoned);
-    narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
-  }
-  scratch.sums.reset(layout, rows);
-
-  int64_t held_blocks = 0;  // of keys, whose moments there are
-  if (unit.linear.is_taken) {
-    held_blocks = ceil_div(keys_before(params, chunk_of(params, block.i0)), kPanel);
-  }
-  add_pairs(params, layout, block, queries, unit.keys, held_blocks,
-            visible_key_blocks(params, layout, block), scratch);
-  if (held_blocks > 0) {
-    add_moments_or_pairs(params, layout, block, head, queries, held_blocks, unit, scratch);
-  }
-  finish_rows(params, unit.keys.form, block, scratch);
-}
-
-// What one part of the keys leaves of a block of queries, in `scratch`.
-template <typename T>
-void forward_part(const AttentionParams& params, const AttentionLayout<T>& layout,
-                  const QueryBlock& block, int64_t part, const T* packed,
-                  const PreparedKeys<T>& keys, ForwardScratch<T> scratch) {
-  const int64_t rows = block.rows, begin = part * kPartBlocks;
-  prepare_queries(params, layout, block, packed, scratch.tokens, scratch.phi, rows,
-                  scratch.poisoned);
-  narrow_query_features(layout, rows, scratch.phi, rows, scratch.steps, scratch.narrow_phi);
-  scratch.sums.reset(layout, rows);
-  add_pairs(params, layout, block, {scratch.phi, scratch.narrow_phi, scratch.steps, rows}, keys,
-            begin, min_of(begin + kPartBlocks, visible_key_blocks(params, layout, block)), scratch);
-}
+template <typename T, typename Memory>
+ForwardStages(const AttentionParams&, const AttentionLayout<T>&, const Memory&, int64_t, int64_t,
+              int64_t) -> ForwardStages<T, Memory>;
 
 template <typename T>
 void attention_forward(const AttentionParams& params, const Executor& executor) {
@@ -283,19 +84,17 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
                            ? kCausalRows
                            : query_block_rows(params.L, params.B * params.H, executor.threads,
                                               params.is_causal ? kCausalRows : kForwardRows);
-  const int64_t blocks_per_head = ceil_div(params.L, rows);
-  const int64_t blocks_per_unit = blocks_per_head * layout.heads_per_unit;
-
+  const int64_t blocks = ceil_div(params.L, rows) * layout.heads_per_unit;
   const bool whole = Schedule::has_whole_units(executor, layout.units);
   const bool shares_keys = !whole && !is_linear && params.L <= kFewQueries &&
-                           layout.units * blocks_per_unit < 2 * executor.threads;
+                           layout.units * blocks < 2 * executor.threads;
   const int64_t parts = shares_keys ? max_of(1, ceil_div(layout.key_blocks, kPartBlocks)) : 1;
   PassMemory<T, ForwardUnit<T>, ForwardScratch<T>> memory;
   memory.allocate(
       executor, params, layout, 0, Schedule::slots(executor, layout.units, whole),
       [&](ForwardUnit<T>& unit, Workspace& workspace) {
         unit.take(workspace, params, layout, is_linear);
-        if (parts > 1) unit.take_parts(workspace, layout, blocks_per_unit * parts, rows);
+        if (parts > 1) unit.take_parts(workspace, layout, blocks * parts, rows);
       },
       [&](ForwardScratch<T>& own, Workspace& workspace) {
         own.take(workspace, params, layout, rows, is_linear);
@@ -306,42 +105,10 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
   const LinearForwardStages linear{
       params, layout, memory, is_linear,
       PanelGroups::of_call(params, layout.products(), executor.threads, whole)};
-  const auto block_at = [&](const Unit& unit, int64_t index) {
-    const int64_t head = index / blocks_per_head, i0 = index % blocks_per_head * rows;
-    return QueryBlock{unit.b, unit.first_query_head + head, i0, min_of(rows, params.L - i0)};
-  };
-  const auto scratch_of_part = [&](const Place& at, int64_t part, int thread) {
-    ForwardScratch<T> scratch = memory.scratch[thread];
-    scratch.sums = memory.slots[at.slot].parts[part];
-    scratch.poisoned = memory.slots[at.slot].poisoned + part * rows;
-    return scratch;
-  };
-  const Stage queries{blocks_per_unit * parts, [&](const Place& at, int64_t index, int thread) {
-                        const Unit unit = unit_at(params, layout, at.unit);
-                        const QueryBlock block = block_at(unit, index / parts);
-                        const T* packed = memory.frequencies.of(unit, layout.feature);
-                        if (parts > 1) {
-                          forward_part(params, layout, block, index % parts, packed,
-                                       memory.slots[at.slot].keys,
-                                       scratch_of_part(at, index, thread));
-                        } else {
-                          forward_block(params, layout, block, index / blocks_per_head, packed,
-                                        memory.slots[at.slot], memory.scratch[thread]);
-                        }
-                      }};
-  const Stage sums_of_parts{
-      parts > 1 ? blocks_per_unit : 0, [&](const Place& at, int64_t index, int thread) {
-        const QueryBlock block = block_at(unit_at(params, layout, at.unit), index);
-        const ForwardUnit<T>& unit = memory.slots[at.slot];
-        const int64_t first = index * parts, last = first + parts - 1;
-        for (int64_t part = first; part < last; ++part) {
-          add_earlier(layout, block.rows, unit.parts[part], unit.parts[part + 1]);
-        }
-        finish_rows(params, unit.keys.form, block, scratch_of_part(at, last, thread));
-      }};
+  const ForwardStages forward{params, layout, memory, rows, blocks, parts};
   run_stages(executor, Schedule{0, layout.units, whole}, keys.logits(), keys.form(), keys.blocks(),
              linear.description(), linear.moments(), linear.chunk_queries(),
-             linear.earlier_chunks(), queries, sums_of_parts);
+             linear.earlier_chunks(), forward.queries(), forward.sums_of_parts());
 }
 
 }  // namespace

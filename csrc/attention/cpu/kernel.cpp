@@ -6,14 +6,10 @@
 #include "attention/cpu/from_features.h"
 #include "attention/cpu/weights.h"
 
-#define IKATTN_STRING(x) #x
-#define IKATTN_NAME(x) IKATTN_STRING(x)
-
 namespace ikattn::IKATTN_ISA {
 
 extern const AttentionKernels attention_kernels;
 const AttentionKernels attention_kernels = {
-    IKATTN_NAME(IKATTN_ISA),
     {attention_forward<float>, attention_forward<double>},
     {attention_backward<float>, attention_backward<double>},
     {attention_weights<float>, attention_weights<double>},

@@ -7,7 +7,6 @@
 namespace ikattn {
 
 struct AttentionKernels {
-  const char* instruction_set;
   // Index 0: compute in float32; 1: in float64.
   void (*forward[2])(const AttentionParams&, const Executor&);
   void (*backward[2])(const AttentionBackwardParams&, const Executor&);

@@ -13,6 +13,14 @@ struct QueryBlock {
   int64_t b, h, i0, rows;
 };
 
+// What a tile sees of its keys; fills bias [rows][64] as fill_bias does.
+template <typename T>
+Visibility visibility_of(const AttentionParams& params, const PreparedKeys<T>& keys,
+                         const TilePosition& at, T* bias) {
+  if (keys.is_hidden[at.j0 / kPanel]) return Visibility::kNone;
+  return fill_bias(params, at, bias);
+}
+
 // Keys a block of queries can see, as a count of 64-key blocks.
 template <typename T>
 inline int64_t visible_key_blocks(const AttentionParams& params, const AttentionLayout<T>& layout,

@@ -51,7 +51,7 @@ void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
     const TilePosition at{block.b, block.h, block.i0, rows, j0};
-    const Visibility visibility = fill_bias(params, at, scratch.bias);
+    const Visibility visibility = visibility_of(params, keys, at, scratch.bias);
     if (visibility == Visibility::kNone) continue;
     T* tile = scratch.tiles + key_block * tile_size;
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
