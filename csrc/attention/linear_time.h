@@ -27,11 +27,16 @@ struct LinearTimeCost {
     const double d_v = params.d_v < 16 ? 16.0 : static_cast<double>(params.d_v);
     const double L = static_cast<double>(params.L), S = static_cast<double>(params.S);
     const double seen = params.is_causal && L < S ? L : S;  // keys
+    // Query heads that share a key head share its sums.
+    const int64_t heads = params.key_heads > 0 ? params.H / params.key_heads : 1;
+    const double queries = static_cast<double>(heads) * L;
     const double pair = backward ? 3 * F + 2 * d_v : F + d_v;
     const double product = backward ? 2.5 * d_v + kBackward : d_v + kForward;
-    by_pairs = pair * (params.is_causal ? L * seen - seen * seen / 2 : L * S);
-    by_products = (L + seen) * entries * product;
-    if (params.is_causal) by_products += pair * seen * kCausalChunk / 2;
+    by_pairs = pair * (params.is_causal ? queries * (seen - seen * seen / L / 2) : queries * S);
+    by_products = (queries + seen) * entries * product;
+    if (params.is_causal) {
+      by_products += pair * static_cast<double>(heads) * seen * kCausalChunk / 2;
+    }
   }
 };
 

@@ -110,6 +110,17 @@ TEST(LinearTime, IsTakenFromALengthOn) {
   }
 }
 
+TEST(LinearTime, IsTakenEarlierWhereHeadsShareKeys) {
+  for (const bool is_causal : {false, true}) {
+    AttentionParams params = call_of(is_causal ? 1400 : 600, is_causal ? 1400 : 600, 16, 64);
+    params.is_causal = is_causal;
+    params.H = params.key_heads = 8;
+    EXPECT_FALSE(takes_linear_time(params, false));
+    params.key_heads = 1;
+    EXPECT_TRUE(takes_linear_time(params, false));
+  }
+}
+
 TEST(LinearTime, IsTakenBySomewhatLongerCausalCalls) {
   const auto taken = [](int64_t L, int64_t S, int64_t M, int64_t d_v, bool backward) {
     AttentionParams params = call_of(L, S, M, d_v);
