@@ -134,9 +134,9 @@ ContributionSizes check_contributions(const ContributionCall& call) {
     const at::Tensor w1 = source.w1.defined()
                               ? source.w1
                               : at::zeros({}, query.options()).expand({sizes.H, query.size(3), 1});
-    check_attention(function, query, key, at::Tensor(), w1, or_none(source.w2), source.options);
     TORCH_CHECK(source.w1.defined() || !source.w2.defined(), function,
                 ": w1 must be given with w2");
+    check_attention(function, query, key, at::Tensor(), w1, or_none(source.w2), source.options);
     TORCH_CHECK(key.size(0) == sizes.B && key.size(1) == sizes.G && key.size(2) == sizes.S,
                 function, ": value must have shape [B, G, S, d_v] = [", key.size(0), ", ",
                 key.size(1), ", ", key.size(2), ", d_v], got ", value.sizes());

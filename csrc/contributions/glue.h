@@ -5,6 +5,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 #include "contributions/arguments.h"
 #include "contributions/operators.h"
 #include "contributions/params.h"
@@ -17,6 +19,7 @@ namespace {
 // What the maps need of the keys, once for all queries. Everything in the arithmetic type.
 struct Keys {
   at::Tensor value;                   // [B, G, S, d_v], zero where padding
+  Summands summands;                  // of the values, for own pairs
   at::Tensor projection;              // [D, H d_v]
   std::array<at::Tensor, 2> weights;  // [D], of the norms
   // [B, blocks, triangle(H), 64]; variants as in FactorParams, undefined where no map needs them
@@ -64,6 +67,11 @@ inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
   keys.value = call.value.to(type);
   if (block.key_padding.defined()) {
     keys.value = keys.value.masked_fill(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);
+  }
+  if (needs_own_pairs(block)) {
+    // On the CPU a look costs less than to provide for what is seldom there.
+    const bool sound = keys.value.is_cpu() && std::isfinite(keys.value.sum().item<double>());
+    keys.summands = sound ? Summands{keys.value, {}} : summands_of(keys.value);
   }
   keys.projection = call.out_proj_weight.to(type);
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
@@ -142,11 +150,9 @@ inline at::Tensor by_value_head(const at::Tensor& heads, int64_t G) {
 }
 
 inline at::Tensor own_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
-  const int64_t G = keys.value.size(1), H = weights.size(1), rows = weights.size(2);
   const at::Tensor own = weights.diagonal(block.diagonal, 2, 3).to(keys.value.scalar_type());
-  const at::Tensor value =
-      at::repeat_interleave(keys.value.narrow(2, block.diagonal, rows), H / G, 1);
-  return project(own.unsqueeze(-1) * value, keys.projection);
+  const Summands values = part_of(keys.summands, block.diagonal, weights.size(2), weights.size(1));
+  return project(weighed(own, values), keys.projection);
 }
 
 inline at::Tensor other_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
@@ -156,7 +162,7 @@ inline at::Tensor other_vectors(const at::Tensor& weights, const Keys& keys, con
   if (block.key_padding.defined()) {
     others.masked_fill_(block.key_padding.unsqueeze(1).unsqueeze(1), 0);
   }
-  const at::Tensor heads = at::matmul(by_value_head(others, G), keys.value);
+  const at::Tensor heads = sum_of_weighed(by_value_head(others, G), keys.summands);
   return project(heads.view({weights.size(0), H, rows, keys.value.size(3)}), keys.projection);
 }
 

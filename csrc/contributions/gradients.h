@@ -205,6 +205,20 @@ inline at::Tensor unpacked(const at::Tensor& outer, int64_t H, int64_t S) {
   return matrices.reshape({outer.size(0), outer.size(1) * kFactorBlock, H, H}).narrow(1, 0, S);
 }
 
+// Keys that something comes in for, the others zero: what they hold may be NaN.
+inline Keys seen_keys(const Keys& keys, const std::array<at::Tensor, 3>& matrices,
+                      const at::Tensor& grad_value_norms) {
+  const int64_t B = keys.value.size(0), S = keys.value.size(2);
+  at::Tensor unseen = at::ones({B, S}, keys.value.options().dtype(at::kBool));
+  for (const at::Tensor& matrix : matrices) {
+    if (matrix.defined()) unseen.logical_and_((matrix == 0).flatten(2).all(-1));
+  }
+  if (grad_value_norms.defined()) unseen.logical_and_((grad_value_norms == 0).all(1));
+  Keys result = keys;
+  result.value = keys.value.masked_fill(unseen.unsqueeze(1).unsqueeze(-1), 0);
+  return result;
+}
+
 // From the outer products, and the gradient of value norms, to value, projection and norm weights:
 // the gradient of f_h(x_j) is sum_k outer_hk f_k(x_j).
 inline void add_key_gradients(const Keys& keys, const Block& block, const ContributionSizes& sizes,
@@ -219,14 +233,7 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
     any = true;
   }
   if (!any) return;
-  // Keys that nothing comes in for: what they hold may be NaN.
-  at::Tensor unseen = at::ones({B, S}, keys.value.options().dtype(at::kBool));
-  for (const at::Tensor& matrix : matrices) {
-    if (matrix.defined()) unseen.logical_and_((matrix == 0).flatten(2).all(-1));
-  }
-  if (grad_value_norms.defined()) unseen.logical_and_((grad_value_norms == 0).all(1));
-  Keys seen = keys;
-  seen.value = keys.value.masked_fill(unseen.unsqueeze(1).unsqueeze(-1), 0);
+  const Keys seen = seen_keys(keys, matrices, grad_value_norms);
   const int64_t step = tokens_at_a_time(sizes, keys.value.device());
   for (int64_t j0 = 0; j0 < S; j0 += step) {
     const int64_t tokens = std::min(step, S - j0), count = B * tokens;
@@ -313,10 +320,6 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
   const ExactArithmetic exact;
   const ContributionSizes sizes = check_contributions(given);
   ContributionCall call = given;
-  for (at::Tensor* input : differentiable_inputs(call)) {
-    // torch resolves no tensor that is in a list
-    if (input->defined()) *input = input->resolve_neg();
-  }
   Block& block = call.block;
   bool needs_own = false;
   for (int map = 0; map < kMaps; ++map) {
@@ -324,7 +327,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     needs_own = needs_own || (block.maps[map] && map >= kWithResidual);
   }
   const at::Tensor grad_value_norms =
-      block.maps[kValueNorms] ? grad_maps[kValueNorms].resolve_neg() : at::Tensor();
+      block.maps[kValueNorms] ? grad_maps[kValueNorms] : at::Tensor();
   block.maps[kValueNorms] = false;  // of the keys only factors are needed
   const at::ScalarType type = arithmetic_type(call);
   const Keys keys = prepare_keys<Device>(call, sizes, at::kDouble);
@@ -350,7 +353,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     MapTensors grads;
     for (int map = kSummed; map < kMaps; ++map) {
       if (!block.maps[map]) continue;
-      grads[map] = grad_maps[map].resolve_neg().narrow(map == kMixingRatios ? 2 : 1, i0, rows);
+      grads[map] = grad_maps[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows);
     }
     const WeightsGraph graph = weights_graph(round, type, wanted);
     const at::Tensor weights = graph.weights.detach();

@@ -69,7 +69,8 @@ std::vector<at::Tensor> maps_backward(const c10::List<std::optional<at::Tensor>>
   ContributionCall call;
   const auto targets = differentiable_inputs(call);
   const auto element = [](const c10::List<std::optional<at::Tensor>>& list, size_t index) {
-    return or_undefined(list.get(index));
+    const at::Tensor tensor = or_undefined(list.get(index));
+    return tensor.defined() ? tensor.resolve_neg() : tensor;  // torch resolves none in a list
   };
   for (size_t i = 0; i < kContributionInputs; ++i) *targets[i] = element(inputs, i);
   AttentionOptions& options = call.source.options;

@@ -127,36 +127,43 @@ at::Tensor mask_of(const WeightsSource& source) {
   return at::where(seen, mask, at::scalar_tensor(-INFINITY, mask.options()));
 }
 
+// What is added to the logits, each broadcast to [B, H, rows, S]; -inf hides.
+std::vector<at::Tensor> logit_terms(const WeightsSource& source, const at::Tensor& mask,
+                                    at::ScalarType type) {
+  std::vector<at::Tensor> terms;
+  if (is_present(source.options.key_bias)) {
+    at::Tensor bias = source.options.key_bias->to(type);
+    if (bias.dim() >= 2 && bias.size(-2) != 1) {
+      bias = at::repeat_interleave(bias, source.query.size(1) / bias.size(-2), -2);
+    }
+    terms.push_back(bias.unsqueeze(-2));
+  }
+  if (mask.defined() && mask.scalar_type() == at::kBool) {
+    const auto lowest = at::scalar_tensor(-INFINITY, source.query.options().dtype(type));
+    terms.push_back(zero_where(mask, lowest));
+  } else if (mask.defined()) {
+    terms.push_back(mask.to(type));
+  }
+  return terms;
+}
+
 at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask) {
   const at::ScalarType type = compute_type(source.query.scalar_type());
   const int64_t B = source.query.size(0), H = source.query.size(1), rows = source.query.size(2);
   const int64_t d = source.query.size(3), G = source.key.size(1), S = source.key.size(2);
   const double scale = source.scale.value_or(1.0 / std::sqrt(static_cast<double>(d)));
-  const at::Tensor grouped = (source.query.to(type) * scale).reshape({B, G, H / G * rows, d});
-  std::vector<at::Tensor> terms;  // that broadcast to [B, H, rows, S]
-  if (is_present(source.options.key_bias)) {
-    at::Tensor bias = source.options.key_bias->to(type);
-    if (bias.dim() >= 2 && bias.size(-2) != 1) {
-      bias = at::repeat_interleave(bias, H / bias.size(-2), -2);
-    }
-    terms.push_back(bias.unsqueeze(-2));
-  }
-  if (mask.defined()) {
-    const at::Tensor lowest = at::scalar_tensor(-INFINITY, grouped.options());
-    terms.push_back(mask.scalar_type() == at::kBool ? zero_where(mask, lowest) : mask.to(type));
-  }
-  at::Tensor key = source.key.to(type);
-  at::Tensor hidden;
+  const std::vector<at::Tensor> terms = logit_terms(source, mask, type);
+  at::Tensor key = source.key.to(type), hidden;
   for (const at::Tensor& term : terms) {
     const at::Tensor by_term = term == -INFINITY;
     hidden = hidden.defined() ? hidden.logical_or(by_term) : by_term;
   }
-  if (hidden.defined()) {
+  if (hidden.defined() && rows > 0) {
     // What a key holds that no row sees does not count, NaN neither.
-    const at::Tensor unseen =
-        hidden.expand({B, H, rows, S}).reshape({B, G, H / G * rows, S}).all(2);
-    key = zero_where(unseen.unsqueeze(-1), key);
+    const at::Tensor by_head = (hidden.dim() >= 2 ? hidden.all(-2) : hidden).expand({B, H, S});
+    key = zero_where(by_head.unflatten(1, {G, H / G}).all(2).unsqueeze(-1), key);
   }
+  const at::Tensor grouped = (source.query.to(type) * scale).reshape({B, G, H / G * rows, d});
   at::Tensor logits = at::matmul(grouped, key.transpose(2, 3)).view({B, H, rows, S});
   if (!hidden.defined()) return at::softmax(logits, -1);
   for (const at::Tensor& term : terms) logits = logits + term;
@@ -176,6 +183,33 @@ at::Tensor weights_of(const WeightsSource& source) {
   options.is_causal = false;
   options.attn_mask = or_none(mask);
   return implicit_kernel_weights(source.query, source.key, source.w1, or_none(source.w2), options);
+}
+
+Summands summands_of(const at::Tensor& value) {
+  const at::Tensor broken = value.isfinite().logical_not();
+  return {zero_where(broken, value), broken.any(-1, true).to(value.scalar_type())};
+}
+
+Summands part_of(const Summands& summands, int64_t first, int64_t count, int64_t heads) {
+  const auto part = [&](const at::Tensor& all) {
+    if (!all.defined()) return all;
+    return at::repeat_interleave(all.narrow(2, first, count), heads / all.size(1), 1);
+  };
+  return {part(summands.value), part(summands.broken)};
+}
+
+at::Tensor weighed(const at::Tensor& weights, const Summands& summands) {
+  const at::Tensor result = weights.unsqueeze(-1) * summands.value;
+  if (!summands.broken.defined()) return result;
+  const at::Tensor counts = (weights != 0).unsqueeze(-1).logical_and(summands.broken != 0);
+  return at::where(counts, at::scalar_tensor(NAN, result.options()), result);
+}
+
+at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands) {
+  const at::Tensor sum = at::matmul(weights, summands.value);
+  if (!summands.broken.defined()) return sum;
+  const at::Tensor counts = at::matmul((weights != 0).to(sum.scalar_type()), summands.broken) != 0;
+  return at::where(counts, at::scalar_tensor(NAN, sum.options()), sum);
 }
 
 ReferenceKeys reference_keys(const ContributionCall& call) {
@@ -205,13 +239,13 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
                                const ReferenceKeys& keys, const Block& block) {
   const int64_t H = own_weights.size(1), rows = own_weights.size(2);
   const at::Tensor padding = own_padding(block, rows);
-  const at::Tensor value = at::repeat_interleave(keys.value, H / keys.value.size(1), 1);
+  const Summands summands = part_of(summands_of(keys.value), 0, keys.value.size(2), H);
   at::Tensor weights = wide(own_weights), own, others;
   if (padding.defined()) weights = zero_where(padding.unsqueeze(1), weights);
-  own = project(weights.unsqueeze(-1) * value.narrow(2, block.diagonal, rows), keys.projection);
+  own = project(weighed(weights, part_of(summands, block.diagonal, rows, H)), keys.projection);
   if (block.maps[kMixingRatios]) {
     others = zero_where(own_pairs(given_others, block), hide(wide(given_others), block));
-    others = project(at::matmul(others, value), keys.projection);
+    others = project(sum_of_weighed(others, summands), keys.projection);
   }
   const std::array<at::Tensor, 3> scales = pair_scales(block, at::kDouble);
   MapTensors maps;

@@ -31,6 +31,21 @@ at::Tensor weights_of(const WeightsSource& source);
 // [B, rows] true on the rows whose own pair counts for nothing; undefined: none.
 at::Tensor own_padding(const Block& block, int64_t rows);
 
+// Values to be weighed: what a key without weight holds does not count, NaN neither; what weighs a
+// broken one is NaN.
+struct Summands {
+  at::Tensor value;   // [.., S, d_v], zero where it is no number
+  at::Tensor broken;  // [.., S, 1], 1 where the key's vector holds such a one; undefined: nowhere
+};
+
+Summands summands_of(const at::Tensor& value);
+// Those of the keys [first, first + count), [B, G, count, *], to every head that shares them.
+Summands part_of(const Summands& summands, int64_t first, int64_t count, int64_t heads);
+// weights [B, H, S] -> [B, H, S, d_v]
+at::Tensor weighed(const at::Tensor& weights, const Summands& summands);
+// weights [.., rows, S] -> [.., rows, d_v]
+at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands);
+
 // [B, H, rows, d_v] -> [B, rows, D]
 at::Tensor project(const at::Tensor& heads, const at::Tensor& projection);
 

@@ -129,14 +129,17 @@ def test_what_hidden_keys_hold_never_shows(kernel: str, hide: str) -> None:
     mask = visible if hide == "attn_mask" else bias
     options = {"key_bias" if hide == "key_bias" else "attn_mask": mask}
     options |= {"w1": w[0], "w2": w[1]} if kernel == "implicit" else {}
+    residual = torch.randn(2, 6, 32)
+    maps = ["summed", "with_residual", "mixing_ratio"]
     results = []
     for rubbish in (0.0, torch.nan):
         call = [x.clone() for x in (q, k, v, projection)]
         for x in call[1:3]:
             x[:, :, ~visible] = rubbish
         call = [x.requires_grad_() for x in call]
-        summed = ikattn.streamed_contributions(*call, maps=["summed"], **options).summed
-        results.append([summed, *torch.autograd.grad(summed.sum(), call)])
+        found = named(ikattn.streamed_contributions(*call, residual=residual, maps=maps, **options))
+        total = sum(map_.sum() for map_ in found.values())
+        results.append([*found.values(), *torch.autograd.grad(total, call)])
     assert all(x.isfinite().all() for x in results[0])
     assert_identical(*results)
 
@@ -255,7 +258,7 @@ def test_no_tensor_has_both_pairs_and_dimensions() -> None:
         (
             {"w2": torch.rand(4, 5, 3)},
             RuntimeError,
-            r"w1 must be given with w2|w2 must have the shape of w1",
+            r"w1 must be given with w2",
         ),
         ({"p": 0.5}, ValueError, r"p must be a finite number >= 1 or None, got 0.5"),
         ({"attn_mask": torch.ones(7, 6).bool()}, RuntimeError, r"attn_mask must broadcast"),
