@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return call
 
-    implicit = sys.modules["ikattn.integrations.transformers._implicit"]
+    implicit = sys.modules["ikattn.integrations.transformers._attention"]
     operator = noted("operator", implicit.implicit_kernel_attention)
     monkeypatch.setattr(implicit, "implicit_kernel_attention", operator)
     attend = noted("kept", ikattn.KeyFeatures.attend)
@@ -211,7 +211,7 @@ def test_layers_that_share_keys_have_their_own_features(calls: list[tuple[str, i
     modules[1].spectral.w1.data.mul_(-0.7)
     key, value = cache.update(*torch.randn(2, 1, 2, 9, 4), 0)
     query = torch.randn(1, 4, 1, 4)
-    implicit = sys.modules["ikattn.integrations.transformers._implicit"]
+    implicit = sys.modules["ikattn.integrations.transformers._attention"]
     with torch.no_grad():
         for module in (*modules, *modules):
             module.spectral.w1.mul_(1.5)
@@ -269,7 +269,7 @@ def test_batch_items_are_selected_as_from_any_cache(indices: Any) -> None:
 def test_what_a_feature_cache_is_not_for_takes_the_operator(calls: list[tuple[str, int]]) -> None:
     model = convert(build("gpt2", head="LMHeadModel"))
     attention = model.transformer.h[0].attn
-    implicit = sys.modules["ikattn.integrations.transformers._implicit"]
+    implicit = sys.modules["ikattn.integrations.transformers._attention"]
     cache = feature_cache(model)
     key, value = cache.update(*torch.randn(2, 1, 4, 9, 4), 0)
     query = torch.randn(1, 4, 3, 4)

@@ -7,7 +7,8 @@ would be. transformers is imported when they are called.
 """
 
 from ._cache import feature_cache
-from ._implicit import ImplicitKernel, from_pretrained, use_implicit_attention
+from ._implicit import from_pretrained, use_implicit_attention
+from ._kernels import ImplicitKernel
 from ._recording import register
 
 __all__ = [

@@ -26,7 +26,7 @@ from ...analysis._attention_call import (
     without_autocast,
 )
 from ...analysis._resolvers import AttentionParts, find_attention, resolve
-from ._implicit import IMPLICIT, kernel_of, register_implicit, scaled_query
+from ._attention import register_implicit, scaled_query
 from ._interface import (
     Given,
     attention_function,
@@ -34,6 +34,7 @@ from ._interface import (
     mask_of,
     register_attention,
 )
+from ._kernels import IMPLICIT, kernel_of
 
 __all__ = ["interface_call", "listening", "register"]
 

@@ -1,0 +1,147 @@
+"""The attention function "ikattn_implicit" that transformers calls.
+
+Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._masks import padded
+from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
+from ...spectral import Mikan
+from ._cache import layer_of
+from ._interface import Given, is_causal, mask_of, register_attention
+from ._kernels import IMPLICIT, ImplicitKernel, kernel_of
+
+__all__ = ["register_implicit", "scaled_query"]
+
+_FEW_QUERIES = 8  # that take features from a cache
+
+
+def register_implicit() -> None:
+    """Registers "ikattn_implicit" with transformers."""
+    register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
+
+
+def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
+    """The query [B, H, T, d] whose dot product with a key is to be divided by sqrt(d)."""
+    factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
+    return query if abs(factor - 1.0) < 1e-6 else query * factor
+
+
+def _implicit_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Implicit-kernel attention as transformers calls its attention functions.
+
+    Args:
+        module: The attention module, with its kernel.
+        query: [B, H, T, d].
+        key, value: [B, G, S, d] and [B, G, S, d_v].
+        attention_mask: Broadcastable to [B, H, T, S]; bool, True = may attend, or floating point.
+        dropout: Probability on the weights; 0 outside training.
+        scaling: Of query . key; see ``use_implicit_attention``.
+        options: position_bias, added to the logits; is_causal; output_attentions.
+
+    Returns:
+        The output [B, T, H, d_v], and the weights [B, H, T, S] with output_attentions, else None.
+    """
+    _refuse(module, options)
+    kernel = kernel_of(module)
+    query = scaled_query(query, scaling)
+    visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
+    w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
+    arguments: dict[str, Any] = {
+        "p": kernel.p,
+        **visibility,
+        "dropout_p": dropout,
+        # one seed for both calls: the weights returned are the weights used
+        "dropout_seed": draw_dropout_seed(query.device) if dropout > 0.0 else None,
+        "enable_gqa": key.size(1) != query.size(1),
+    }
+    output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
+    if output is None:
+        output = implicit_kernel_attention(query, key, value, w1, w2, **arguments)
+    output = output.transpose(1, 2).contiguous()
+    if not options.get("output_attentions"):
+        return output, None
+    return output, implicit_kernel_weights(query, key, w1, w2, **arguments)
+
+
+def _from_kept_features(
+    kernel: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor | None:
+    """The output [B, H, T, d_v] where a ``feature_cache`` has the keys; None: make their features.
+
+    Features are those of frequencies that stay as they are and depend on no input. Many queries,
+    as those of a prompt, are worth making them in the operator, which keeps no weights.
+    """
+    if torch.compiler.is_compiling() or query.size(2) > _FEW_QUERIES or torch.is_grad_enabled():
+        return None
+    layer = layer_of(key)
+    is_top_left = arguments.get("is_causal", False) and query.size(2) != key.size(2)
+    if layer is None or type(kernel) is not ImplicitKernel or is_top_left:
+        return None
+    if arguments["dropout_p"] > 0.0 or options.get("output_attentions"):
+        return None
+    visible = {name: arguments[name] for name in ("attn_mask", "is_causal") if name in arguments}
+    features = layer.features_of(kernel, w1, w2)
+    return features.attend(query, value, **visible)  # type: ignore[no-any-return]
+
+
+def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:
+    """Which key a query sees, as arguments of the operators."""
+    if given.attention_mask is None and given.options.get("position_bias") is None:
+        return {"is_causal": is_causal(module, given)}
+    return {"attn_mask": mask_of(module, given)}
+
+
+def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tensor | None:
+    """Which keys no query sees, bool [B, S], for kernels that depend on their input."""
+    if not isinstance(getattr(kernel, "spectral", None), Mikan):  # PEFT may have wrapped the kernel
+        return None
+    if visibility.get("is_causal"):
+        raise RuntimeError(
+            f'{IMPLICIT}: a causal call with spectral="mikan", which averages over whole '
+            'sequences and would see the future; use spectral="ikan"'
+        )
+    mask = visibility.get("attn_mask")
+    if mask is None:
+        return None
+    away = ~mask if mask.dtype == torch.bool else padded(mask)
+    return away.all(1).all(1).expand(key.size(0), -1)
+
+
+def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
+    """Raises NotImplementedError for what changes attention and has no meaning here."""
+    reasons = {
+        "softcap": "caps logits, which the implicit kernel does not have",
+        "s_aux": "adds attention sinks to the logits, which the implicit kernel does not have",
+        "cache": "is a paged cache, which is not supported",
+    }
+    for option, reason in reasons.items():
+        if options.get(option) is not None:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} passes {option}, which {reason}; use "
+                'model.set_attn_implementation("eager")'
+            )

@@ -1,0 +1,208 @@
+"""The kernel of an attention module of transformers, and how it gets there.
+
+Sizes: H query heads, d head size, M frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...analysis._resolvers import calls_interface
+from ...functional import check_kernel
+from ...spectral import Direct, Ikan, Mikan
+from ...spectral.regularized import Regularized
+
+__all__ = [
+    "IMPLICIT",
+    "KERNELS",
+    "GeneratedKernel",
+    "ImplicitKernel",
+    "Sizes",
+    "attach_kernels",
+    "kernel_of",
+]
+
+IMPLICIT = "ikattn_implicit"  # the attention implementation
+# What the modules of transformers call H and d; a config may hold H under the first two.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+
+Sizes: TypeAlias = Callable[[nn.Module], "tuple[int, int]"]
+
+
+class ImplicitKernel(Direct):
+    """The kernel of one attention layer: frequencies for each query head, and the norm's order.
+
+    Args:
+        num_heads, head_dim, num_frequencies, stationary, seed, device, dtype: As for
+            ``ikattn.spectral.Direct``.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+
+    Raises:
+        ValueError: num_frequencies or p is out of range.
+
+    Example:
+        >>> from ikattn.integrations.transformers import ImplicitKernel
+        >>> ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, p=3.0)
+        ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, stationary=False, p=3.0)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_frequencies: int,
+        *,
+        p: float | None,
+        **options: Any,
+    ) -> None:
+        check_kernel("implicit", p)
+        super().__init__(num_heads, head_dim, num_frequencies, **options)
+        self.p = p
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, p={self.p}"
+
+
+class GeneratedKernel(Regularized):
+    """The kernel of one attention layer whose frequencies a generator makes.
+
+    Args:
+        num_heads, head_dim, num_frequencies, stationary, seed, device, dtype: As for
+            ``ikattn.spectral.Ikan``.
+        spectral: "ikan", or "mikan", which averages keys alone here.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+
+    Raises:
+        ValueError: num_frequencies or p is out of range.
+    """
+
+    drawn: tuple[Tensor, Tensor | None] | None = None  # the frequencies of the last call
+
+    def __init__(self, *sizes: int, spectral: str, p: float | None, **options: Any) -> None:
+        check_kernel("implicit", p)
+        super().__init__()
+        is_ikan = spectral == "ikan"
+        self.spectral = Ikan(*sizes, **options) if is_ikan else Mikan(*sizes, pool="key", **options)
+        self.p = p
+
+    def reset_parameters(self) -> None:
+        """Draws the networks anew."""
+        assert isinstance(self.spectral, Ikan | Mikan)
+        self.spectral.reset_parameters()
+
+    def forward(
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """w1 and w2 for queries [B, H, T, d], keys [B, G, S, d] and padding [B, S]."""
+        groups = query.size(1) // key.size(1)
+        key = key.repeat_interleave(groups, 1) if groups > 1 else key
+        drawn = self._frequencies(query, key, key_padding_mask, None)
+        if not torch.compiler.is_compiling():
+            self.drawn = drawn
+        return drawn
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "drawn": None}
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+KERNELS = (ImplicitKernel, GeneratedKernel)
+
+
+def kernel_of(module: nn.Module) -> Any:
+    """The kernel of an attention module, or what has been put in its place.
+
+    Raises:
+        RuntimeError: There is none, or a source of frequencies alone.
+    """
+    kernel = getattr(module, "spectral", None)
+    if kernel is None:
+        raise RuntimeError(
+            f'{type(module).__name__} has the attention implementation "{IMPLICIT}" but no '
+            "frequencies: call ikattn.integrations.transformers.use_implicit_attention(model), or "
+            "load the model with from_pretrained of that module"
+        )
+    if not hasattr(kernel, "p"):
+        raise RuntimeError(
+            f"{type(module).__name__}.spectral is a {type(kernel).__name__}, which has no order p: "
+            "call use_implicit_attention(model, spectral=...), which takes names of sources"
+        )
+    return kernel
+
+
+def attach_kernels(
+    model: nn.Module, options: dict[str, Any], seed: int | None, sizes: Sizes | None
+) -> None:
+    """Gives every module that calls the interface a kernel; checks all before it changes any."""
+    found = {name: module for name, module in model.named_modules() if calls_interface(module)}
+    if not found:
+        raise ValueError(_describe_no_attention(model))
+    spectral = options["spectral"]
+    kind = ImplicitKernel if spectral == "direct" else partial(GeneratedKernel, spectral=spectral)
+    options = {name: option for name, option in options.items() if name != "spectral"}
+    kernels = {}
+    for number, (name, module) in enumerate(found.items()):
+        if getattr(module, "spectral", None) is not None:
+            continue
+        if spectral == "mikan" and getattr(module, "is_causal", True):
+            raise ValueError(
+                "use_implicit_attention: spectral='mikan' averages over whole sequences and would "
+                f"let {name}, which is causal, see the future; expected 'ikan' or 'direct'"
+            )
+        heads, head_size = (sizes or _sizes_of)(module)
+        like = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
+        kernels[name] = kind(
+            heads,
+            head_size,
+            seed=None if seed is None else seed + number,
+            device=like.device,
+            dtype=like.dtype,
+            **options,
+        ).train(module.training)
+    for name, kernel in kernels.items():
+        found[name].register_module("spectral", kernel)
+
+
+def _sizes_of(module: nn.Module) -> tuple[int, int]:
+    """H and d of an attention module.
+
+    Raises:
+        ValueError: It does not say.
+    """
+
+    def first(names: tuple[str, ...], *owners: Any) -> int | None:
+        values = (getattr(owner, name, None) for owner in owners for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
+
+    heads = first(_HEADS, module, getattr(module, "config", None))
+    head_size = first(_HEAD_SIZE, module)
+    if heads is None or head_size is None:
+        numbers = {name: x for name, x in vars(module).items() if isinstance(x, int)}
+        raise ValueError(
+            f"use_implicit_attention: expected one of {', '.join(_HEADS)} and one of "
+            f"{', '.join(_HEAD_SIZE)} in {type(module).__name__}, got {numbers}; pass "
+            "sizes=lambda module: (heads, head_size)"
+        )
+    return heads, head_size
+
+
+def _describe_no_attention(model: nn.Module) -> str:
+    attention = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
+    stock = (
+        "; ikattn.convert changes nn.MultiheadAttention"
+        if "MultiheadAttention" in attention
+        else ""
+    )
+    return (
+        f"use_implicit_attention: no module of {type(model).__name__} calls transformers' "
+        "AttentionInterface, through which alone attention can be exchanged; found "
+        f"{', '.join(sorted(attention)) or 'no attention'}{stock}"
+    )
