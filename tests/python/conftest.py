@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def source_tree() -> Path:
     """The root of the repository (or of an unpacked sdist)."""
     return Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """A test whose modules and random numbers are float64, the numbers always the same."""
+    import torch
+
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

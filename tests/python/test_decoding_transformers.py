@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 generators = pytest.mark.parametrize("family", GENERATORS)
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def decoding(family: str) -> tuple[Any, dict[str, Tensor], str, Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,16 +31,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sequence first": {"batch_first": False},
 }
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    with warnings.catch_warnings():
-        # Opacus hooks modules, such as ours and embeddings, whose inputs have no gradient
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.usefixtures("in_float64"),
+    # Opacus hooks modules, such as ours and embeddings, whose inputs have no gradient
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
 
 
 class Attention(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,7 @@ N, L, E, H, M = 2, 5, 16, 4, 6
 SCALING = 2.0
 TOLERANCE = 1e-12  # all of it in float64
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 class Classifier(nn.Module):

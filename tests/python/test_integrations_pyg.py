@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,13 +54,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 each_module = pytest.mark.parametrize("name", MODULES)
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 class Explicit(ikattn.MultiheadAttention):

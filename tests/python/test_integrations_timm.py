@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 masks = pytest.mark.parametrize("mask", [None, "bool", "float"])
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def by_reference(layer: ImplicitAttention, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -24,13 +24,7 @@ from ikattn.contributions import Contributions, NormStats
 TOLERANCE = 1e-12  # all of it in float64
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(5)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def attention(kernel: str = "stock", **options: Any) -> nn.MultiheadAttention:

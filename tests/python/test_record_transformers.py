@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,7 @@ FLOAT32_SOFTMAX = 2e-7  # what the eager implementation of many families has in 
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")
 families = pytest.mark.parametrize("family", FAMILIES)
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 class Probe:
