@@ -10,8 +10,10 @@ turns in one process. B = 1, H = 8, d = 64, float32 and one thread unless the ro
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -242,7 +244,7 @@ def facts() -> list[str]:
     samples = interleaved({"mm": lambda: left @ left}, 2.0)["mm"]
     rate = 2 * 2048**3 / 1e9
     return [
-        f"# CPU: {processor()}",
+        f"# CPU: {processor()}, {os.cpu_count()} cores, {datetime.date.today()}",
         "",
         "Time of the rival over that of ikattn, best (median) of interleaved samples; above 1",
         "ikattn is faster. B = 1, H = 8, d = 64, float32, one thread unless a row says otherwise.",

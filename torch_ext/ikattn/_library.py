@@ -13,6 +13,7 @@ import torch
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "lib" / "libikattn.so"
+_BUILD_INFO = _PACKAGE / "build_info.json"  # what it was built for
 _REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
@@ -22,13 +23,13 @@ def load() -> str:
     Raises:
         ImportError: The library is missing, was built for another torch, or does not load.
     """
-    try:
-        built: dict[str, str] = json.loads((_PACKAGE / "build_info.json").read_text())
-    except FileNotFoundError:
-        raise ImportError(
-            f"ikattn's library has not been built: {_LIBRARY} is missing. "
-            "In ikattn's source tree, run: pip install --no-build-isolation ."
-        ) from None
+    for file in (_BUILD_INFO, _LIBRARY):
+        if not file.exists():
+            raise ImportError(
+                f"ikattn's library has not been built: {file} is missing. "
+                "In ikattn's source tree, run: pip install --no-build-isolation ."
+            )
+    built: dict[str, str] = json.loads(_BUILD_INFO.read_text())
     check_torch_version(built["torch"], torch.__version__)
     try:
         torch.ops.load_library(_LIBRARY)

@@ -1,7 +1,8 @@
 // Each form of wgmma that Hopper's kernels use, alone and on small integers, whose sums are exact:
 // tells which one is wrong where a kernel is. Exits with 1 if one is.
 //
-//   nvcc -std=c++20 -O3 -arch=sm_90a -Icsrc -Icsrc/include tests/cpp/cuda/wgmma.cu -o wgmma
+//   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include
+//     tests/cpp/cuda/wgmma.cu -o wgmma
 #include <cstdio>
 
 #include "attention/cuda/warpgroup_tiles.h"
