@@ -276,21 +276,6 @@ BAD_FUNCTION_CALLS = {
     "size of static_k": {"static_k": torch.zeros(N * H, S, E)},
     "batch of static_v": {"static_v": torch.zeros(N, S, E // H)},
     "size of static_v": {"static_v": torch.zeros(N * H, S, E)},
-    "static_k longer than value": {
-        "static_k": torch.zeros(N * H, S + 1, E // H),
-        "need_weights": False,
-    },
-    "static_v longer than key": {
-        "static_v": torch.zeros(N * H, S + 1, E // H),
-        "need_weights": False,
-    },
-    "static_k longer than static_v": {
-        "static_k": torch.zeros(N * H, S + 1, E // H),
-        "static_v": torch.zeros(N * H, S - 1, E // H),
-        "add_zero_attn": True,
-        "key_padding_mask": torch.zeros(N, S + 1),
-        "need_weights": False,
-    },
     "2-D mask": {"attn_mask": torch.zeros(S, L)},
     "3-D mask": {"attn_mask": torch.zeros(H, L, S)},
     "int mask": {"attn_mask": torch.zeros(L, S, dtype=torch.int)},
@@ -304,6 +289,21 @@ BAD_FUNCTION_CALLS = {
     },
     "hint without mask": {"is_causal": True},
     "batches": {"key": Y[:, 1:], "value": Y[:, 1:]},
+}
+UNLIKE_STATICS = {
+    "static_k longer than value": {"static_k": torch.zeros(N * H, S + 1, E // H)},
+    "static_v longer than key": {"static_v": torch.zeros(N * H, S + 1, E // H)},
+    "static_k longer than static_v": {
+        "static_k": torch.zeros(N * H, S + 1, E // H),
+        "static_v": torch.zeros(N * H, S - 1, E // H),
+        "add_zero_attn": True,
+        "key_padding_mask": torch.zeros(N, S + 1),
+    },
+}
+BAD_FUNCTION_CALLS |= {
+    f"{name}{', weights wanted' if wanted else ''}": statics | {"need_weights": wanted}
+    for name, statics in UNLIKE_STATICS.items()
+    for wanted in (False, True)
 }
 
 

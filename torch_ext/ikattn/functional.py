@@ -277,6 +277,7 @@ def attend(
     q, k, v = projection(query, key, value, batch_first)
     masks = masks.four_axes(q, k).for_logits_of(q)
     k, v, masks = with_extra_keys(k, v, masks, extra)
+    _check_values_fit(k, v, wanted.weights)
     compute = _implicit if kernel.name == "implicit" else _softmax
     output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
     output = out_proj(merge_heads(output, batch_first))
@@ -341,11 +342,20 @@ def with_extra_keys(
         key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
         masks = masks.with_visible_keys(1)
     masks.check_padding(key)
-    if value.shape != key.shape:  # static ones; for scaled_dot_product_attention an unchecked read
-        raise RuntimeError(
-            f"shape '{list(key.shape)}' is invalid for input of size {value.numel()}"
-        )
     return key, value, masks
+
+
+def _check_values_fit(key: Tensor, value: Tensor, need_weights: bool) -> None:
+    """Raises what upstream does where static ones differ in length; kernels would not look."""
+    if value.shape == key.shape:
+        return
+    if need_weights:
+        of_keys, of_values = ([x.size(0) * x.size(1), x.size(2)] for x in (key, value))
+        raise RuntimeError(
+            "Expected size for first two dimensions of batch2 tensor to be: "
+            f"{of_keys} but got: {of_values}."
+        )
+    raise RuntimeError(f"shape '{list(key.shape)}' is invalid for input of size {value.numel()}")
 
 
 def _like_heads(bias: Tensor, heads: Tensor) -> Tensor:
