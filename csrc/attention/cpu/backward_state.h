@@ -6,12 +6,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kBackwardRows = 64;      // query rows of a block
-constexpr int64_t kBackwardKeyBlocks = 2;  // 64-key blocks that share one sweep over the queries
-constexpr int64_t kSweepKeys = kBackwardKeyBlocks * kPanel;
-constexpr int64_t kFrequencyTokens =
-    512;  // tokens whose frequency gradients are summed in one array
-
 // Per query row: what turns a pair's dP into gradients.
 template <typename T>
 struct RowGradients {

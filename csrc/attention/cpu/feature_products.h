@@ -55,14 +55,6 @@ struct ProductLayout {
   }
 };
 
-// Zero from lane `count` on.
-template <typename T>
-inline Vec<T> first_lanes(Vec<T> value, int64_t count) {
-  Bits<T> lane;
-  for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
-  return lane < static_cast<decltype(+lane[0])>(count) ? value : Vec<T>{};
-}
-
 // x [rows][row_size] from phi [panels][phi_rows][64]: features without their padding.
 template <typename T>
 void gather_features(const FeatureLayout<T>& layout, int64_t rows, const T* phi, int64_t phi_rows,

@@ -6,9 +6,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kFeatureTokens =
-    512;  // tokens of a task; frequency gradients are summed per task
-
 // Moves rows between feature panels [panels][64][64] and the operator's layout.
 //   move(array, offset, stride, count, pointer)
 template <typename T, typename Move>
@@ -89,7 +86,7 @@ template <typename T>
 void spectral_features(const FeaturesParams& params, bool backward, const Executor& executor) {
   const FeatureLayout<T> layout{params.d, params.M, params.stationary()};
   const int64_t sets = params.frequency_batches * params.H;
-  const int64_t chunks = ceil_div(params.N, kFeatureTokens);
+  const int64_t chunks = ceil_div(params.N, kFrequencyTokens);
   const int64_t tasks = params.B * params.H * chunks;
   const bool wants_frequencies = backward && (params.grad_w1 || params.grad_w2);
   const int64_t size = layout.packed_size();
@@ -125,8 +122,8 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
   });
   parallel(executor, tasks, [&](int64_t task, int thread) {
     const int64_t b = task / chunks / params.H, h = task / chunks % params.H;
-    const int64_t begin = task % chunks * kFeatureTokens;
-    const int64_t end = min_of(params.N, begin + kFeatureTokens);
+    const int64_t begin = task % chunks * kFrequencyTokens;
+    const int64_t end = min_of(params.N, begin + kFrequencyTokens);
     const int64_t set = set_of(b, h);
     if (!backward) {
       feature_tokens(params, layout, b, h, begin, end, packed + set * size, scratch[thread]);

@@ -9,10 +9,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kForwardRows = 192;  // query rows of a block
-static_assert(kForwardRows <= kProductRows);
-constexpr int64_t kFewQueries = 1024;  // whose parts are held at once: no more than their keys
-
 // Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
 // threads.
 inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t largest) {

@@ -10,8 +10,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kPartBlocks = 16;  // 64-key blocks of a part, which is summed by itself
-
 template <typename T>
 struct ForwardUnit {
   PreparedKeys<T> keys;

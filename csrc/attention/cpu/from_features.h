@@ -9,9 +9,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kRowsTogether = 8;     // queries that read a key together
-constexpr int64_t kKeysTogether = 1024;  // a task; the same for every number of threads
-
 // Rows of an array of any type as rows of T, zero from `columns` to whole vectors: where they lie,
 // or a copy of some.
 template <typename T>

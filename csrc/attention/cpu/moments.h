@@ -51,10 +51,6 @@ struct Moments {
   }
 };
 
-constexpr int64_t kMomentTokens = 256;  // summed by themselves, then added: errors stay small
-constexpr int64_t kProductRows = 192;   // query rows that read the moments together
-constexpr int64_t kProductPanels = 16;  // of entries, whose moments stay in cache for all tokens
-
 template <typename T>
 struct ProductScratch {
   T* x = nullptr;        // [kMomentTokens][row_size]

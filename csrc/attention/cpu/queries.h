@@ -6,8 +6,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kCausalRows = 64;  // no slower, and finer to share out: later blocks take longer
-
 // A block of consecutive queries of one head.
 struct QueryBlock {
   int64_t b, h, i0, rows;

@@ -21,8 +21,6 @@ struct Band {
   bool crosses_diagonal;
 };
 
-constexpr int64_t kBandRows = 16;  // where the diagonal crosses a tile; divides i0 and j0
-
 // Calls function(band) for a whole tile or, where the diagonal crosses it, for the rows that see
 // anything: nearly half of such a tile is left out.
 template <typename Function>

@@ -9,8 +9,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kWeightRows = 48;
-
 template <typename T>
 struct WeightsScratch {
   KeyScratch<T> keys;

@@ -16,9 +16,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kPairRows = 32;
-constexpr int kRowGroup = 4;
-
 template <typename T>
 inline Vec<T> square_root(Vec<T> x) {
 #if defined(__AVX512F__)
@@ -151,11 +148,6 @@ inline void store_norms(int64_t H, const WeightBlock<T>& weights, int64_t m, con
   }
 }
 
-#if defined(__AVX512F__)
-constexpr int kRegisters = 32;
-#else
-constexpr int kRegisters = 16;
-#endif
 constexpr int kMostUnrolledHeads = 16;
 
 // Rows for which the accumulators and what else is live fit the registers.

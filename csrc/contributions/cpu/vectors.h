@@ -19,10 +19,9 @@ inline int64_t padded_size(int64_t D) { return round_up(D, kPanel); }
 // stay near the second-level cache, and every thread should have some.
 template <typename T>
 int64_t tokens_together(const FactorsOfTokens& params, int64_t threads) {
-  constexpr int64_t kBytes = 1280 << 10;
   const int64_t bytes_each =
       max_of(1, params.H * padded_size(params.D)) * static_cast<int64_t>(sizeof(T));
-  const int64_t fitting = min_of(kBytes / bytes_each, ceil_div(params.B * params.S, threads));
+  const int64_t fitting = min_of(kVectorCache / bytes_each, ceil_div(params.B * params.S, threads));
   return fitting < 32 ? 16 : fitting < 64 ? 32 : 64;
 }
 

@@ -10,9 +10,6 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-constexpr int64_t kPanel = 64;    // columns of a panel
-constexpr int64_t kTileRows = 6;  // rows of a register tile
-
 enum class Left { kRows, kColumns };  // A(r, k) = a[r * 64 + k], or a[k * 64 + r]
 
 // How numbers are multiplied and summed: of type T, or two of 16 bits to a lane (sixteen_bits.h).

@@ -9,23 +9,14 @@
 
 #include <utility>
 
+#include "support/cpu/sizes.h"
+
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
 namespace ikattn::IKATTN_ISA {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-constexpr int kStripVectors = 4;  // 6 x 4 accumulators, 4 operands, 1 broadcast: 29 of 32 registers
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-constexpr int kStripVectors = 2;  // 6 x 2 accumulators, 2 operands, 1 broadcast: 15 of 16 registers
-#else
-constexpr int kVectorBytes = 16;
-constexpr int kStripVectors = 2;
-#endif
 
 template <typename T>
 struct VectorOf;
@@ -70,6 +61,14 @@ inline void store(T* target, Vec<T> value) {
 template <typename T>
 inline Vec<T> broadcast(T value) {
   return value - Vec<T>{};
+}
+
+// Zero from lane `count` on.
+template <typename T>
+inline Vec<T> first_lanes(Vec<T> value, int64_t count) {
+  Bits<T> lane;
+  for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
+  return lane < static_cast<decltype(+lane[0])>(count) ? value : Vec<T>{};
 }
 
 // Lanes i and i ^ kDistance change places.
