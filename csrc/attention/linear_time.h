@@ -18,11 +18,12 @@ struct LinearTimeCost {
   double by_pairs, by_products;  // multiply-adds, or what takes as long
 
   // What an entry e costs beside its products with values, in multiply-adds: forming it, and in the
-  // backward the way back from its gradient to features. Measured, as all of these.
-  static constexpr double kForward = 12, kBackward = 30;
+  // backward the way back from its gradient to features; and how many entries what a token costs
+  // beside them is like. Measured, as all of these.
+  static constexpr double kForward = 12, kBackward = 30, kToken = 24;
 
   LinearTimeCost(const AttentionParams& params, bool backward) {
-    const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
+    const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1) + kToken;
     // Of a narrow row of values a vector is multiplied.
     const double d_v = params.d_v < 16 ? 16.0 : static_cast<double>(params.d_v);
     const double L = static_cast<double>(params.L), S = static_cast<double>(params.S);

@@ -101,7 +101,8 @@ TEST(LinearTime, IsTakenFromALengthOn) {
     EXPECT_TRUE(takes_linear_time(call_of(1024, 1024, 8, 8), backward));
     EXPECT_FALSE(takes_linear_time(call_of(4096, 4096, 64, 64), backward));
     EXPECT_FALSE(takes_linear_time(call_of(2048, 2048, 32, 64), backward));
-    EXPECT_FALSE(takes_linear_time(call_of(128, 128, 8, 8), backward));
+    EXPECT_FALSE(takes_linear_time(call_of(256, 256, 8, 8), backward));
+    EXPECT_FALSE(takes_linear_time(call_of(128, 128, 4, 8), backward));
     // Both sides have to be long: the shorter one counts, less than twice.
     EXPECT_FALSE(takes_linear_time(call_of(100, 1000000, 64, 64), backward));
     // Products of 16 bits make pairs faster.

@@ -3,7 +3,9 @@
 // With u = x.(w1 + w2)/2 and v = x.(w1 - w2)/2 in turns,
 //   cos t1 + cos t2 = 2 cos u cos v      sin t1 + sin t2 = 2 sin u cos v
 // A feature panel holds 32 frequencies: their cosines, then their sines. The last one may be
-// narrower; then either half is padded to whole vectors with zeros.
+// narrower; then either half is padded to whole vectors with zeros, or where few frequencies need
+// no more, to half a vector: vectors of cosines then end in sines, and those of sines in what is
+// nothing. They are loaded in pairs and stored in this order, cosines first.
 #pragma once
 
 #include "support/cpu/elements.h"
@@ -25,7 +27,10 @@ struct FeatureLayout {
     return min_of(kPanelFrequencies, M - panel * kPanelFrequencies);
   }
   // Columns of the cosines, which is where the sines begin.
-  int64_t half(int64_t panel) const { return round_up(frequencies(panel), kLanes<T>); }
+  int64_t half(int64_t panel) const {
+    const int64_t count = frequencies(panel);
+    return count <= kLanes<T> / 2 ? kLanes<T> / 2 : round_up(count, kLanes<T>);
+  }
   int64_t columns(int64_t panel) const { return 2 * half(panel); }
   int64_t width() const { return (panels() - 1) * kPanel + columns(panels() - 1); }
   int64_t packed_rows() const { return round_up(d, kLanes<T>); }

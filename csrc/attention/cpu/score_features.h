@@ -61,7 +61,11 @@ inline void narrow_features(const FeatureLayout<float>& layout, int64_t score_pa
       int32_t* lanes = out + r * kPanel + panel % 2 * kPanelFrequencies;
       const float scale = kHasAmx || steps[r] == 0 ? 0 : 1 / steps[r];
       for (int64_t c = 0; c < half; c += kLanes<float>) {
-        const Vec<float> cosines = load(row + c), sines = load(row + half + c);
+        Vec<float> cosines = load(row + c), sines = load(row + half + c);
+        if (half < kLanes<float>) {
+          cosines = first_lanes<float>(cosines, half);
+          sines = first_lanes<float>(sines, half);
+        }
         if (!kHasAmx) {
           store(lanes + c, stacked_int16(cosines, sines, scale));
         } else if (is_rest) {
