@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 Call = Callable[..., Tensor]
+DEVICE = "cuda"  # of graphs that are replayed
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +146,44 @@ def test_compiled_the_operator_stays_one_operator() -> None:
     calls = [str(node.target) for node in nodes if "ikattn" in str(node.target)]
     assert len(calls) == 2, calls  # output, weights
     assert not any("reference" in name for name in calls)
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+
+
+@on_a_gpu
+@each_mode
+@each_kernel
+@each_model
+def test_replayed_as_a_graph_it_computes_what_eager_does(
+    model_type: type[nn.Module], kernel: str, training: bool
+) -> None:
+    """reduce-overhead: the first call warms up, the second is recorded, the others replay it."""
+    model = make(model_type, kernel).train(training).to(DEVICE)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for step in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x, padding = (given.to(DEVICE) for given in inputs(5, 7))
+        x = x + step
+        found = [each.clone() for each in with_gradients(model, compiled, x, padding)]
+        expected = with_gradients(model, model, x, padding)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+@on_a_gpu
+@each_kernel
+def test_every_replay_of_a_graph_drops_other_weights(kernel: str) -> None:
+    model = make(SelfAttention, kernel, dropout=0.5).train().to(DEVICE)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    x, padding = (given.to(DEVICE) for given in inputs(5, 7))
+    outputs = []
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        outputs.append(compiled(x, padding)[~padding].detach().clone())
+    assert all(output.isfinite().all() for output in outputs)
+    assert not any(a.equal(b) for a, b in itertools.combinations(outputs, 2))
 
 
 # --- torch.export ---------------------------------------------------------------------------------
