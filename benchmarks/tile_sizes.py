@@ -30,6 +30,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = "csrc/support/cpu/sizes.h"
 ISAS = {"avx512": "default", "avx2": "avx2"}  # and what ATEN_CPU_CAPABILITY calls it
+# A chunk of causal sums is one sweep.
+WITH_IT = {"kBackwardKeyBlocks": ("csrc/attention/linear_time.h", "kCausalChunk", 64)}
 # Each size with others, and the calls that go by it.
 ALTERNATIVES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "kTileRows": ((4,), ("forward", "backward")),
@@ -38,7 +40,7 @@ ALTERNATIVES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "kCausalRows": ((32, 128), ("causal", "short causal")),
     "kWeightRows": ((16, 96), ("weights",)),
     "kBackwardRows": ((32,), ("backward",)),
-    "kBackwardKeyBlocks": ((1, 4), ("backward", "causal backward")),
+    "kBackwardKeyBlocks": ((1,), ("backward", "causal backward")),
     "kBandRows": ((32,), ("causal", "short causal", "causal backward")),
     "kPartBlocks": ((4, 64), ("forward", "few queries")),
     "kFrequencyTokens": ((1024,), ("backward",)),
@@ -139,8 +141,6 @@ class Builds:
         shutil.copytree(ROOT / "csrc", self.source / "csrc", ignore=ignored)
         shutil.copytree(ROOT / "cmake", self.source / "cmake")
         shutil.copy(ROOT / "CMakeLists.txt", self.source)
-        self.header = self.source / SIZES
-        self.text = self.header.read_text()
         torch_dir = Path(torch.utils.cmake_prefix_path) / "Torch"
         configure = ["cmake", "-S", self.source, "-B", self.build, "-G", "Ninja"]
         self.run([*configure, f"-DTorch_DIR={torch_dir}", "-DWITH_CUDA=OFF"])
@@ -161,14 +161,25 @@ class Builds:
 
     def changed(self, name: str, value: int) -> Path:
         """Only kernels of the instruction sets above are compiled, and then linked."""
-        pattern = rf"(constexpr \w+ {name} = )[^;]+;"
-        assert re.search(pattern, self.text), name
-        self.header.write_text(re.sub(pattern, rf"\g<1>{value};", self.text))
+        self.set(SIZES, name, value)
+        if name in WITH_IT:
+            header, other, factor = WITH_IT[name]
+            self.set(header, other, factor * value)
         kinds = ("attention", "contributions")
         self.run(["ninja", "-C", self.build, *(f"ikattn_{k}_{isa}" for k in kinds for isa in ISAS)])
         link = self.run(["ninja", "-C", self.build, "-t", "commands", "libikattn.so"])
         subprocess.run(link.splitlines()[-1], shell=True, cwd=self.build, check=True)
+        for header in {SIZES, *(header for header, _, _ in WITH_IT.values())}:
+            shutil.copy(ROOT / header, self.source / header)
         return Path(shutil.copy(self.library(), self.folder / "changed.so"))
+
+    def set(self, header: str, name: str, value: int) -> None:
+        file = self.source / header
+        text, count = re.subn(
+            rf"(constexpr \w+ {name} = )[^;]+;", rf"\g<1>{value};", file.read_text()
+        )
+        assert count, name
+        file.write_text(text)
 
 
 def compare(base: Path, changed: Path, cases: tuple[str, ...], isa: str) -> dict[str, float]:
@@ -206,7 +217,7 @@ def main() -> None:
         base = builds.base()
         for name in options.names or ALTERNATIVES:
             values, cases = ALTERNATIVES[name]
-            are_now = re.findall(rf"constexpr \w+ {name} = ([^;]+);", builds.text)
+            are_now = re.findall(rf"constexpr \w+ {name} = ([^;]+);", (ROOT / SIZES).read_text())
             assert are_now, name
             is_now = ", ".join(dict.fromkeys(are_now))
             for value in values:
