@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,15 @@ KERNELS = ("dot", "rbf", "implicit")
 E, H, N, L, S = 12, 4, 3, 5, 6  # the head size, 3, is no power of two
 
 Arguments = dict[str, Any]
+
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+WEIGHTS = {
+    "no weights": {"need_weights": False},
+    "mean weights": {},
+    "weights per head": {"average_attn_weights": False},
+}
+each_weights = pytest.mark.parametrize("wanted", WEIGHTS.values(), ids=WEIGHTS.keys())
 
 
 def make(kernel: str, **options: Any) -> nn.MultiheadAttention:
@@ -366,3 +376,42 @@ def _first(mask: Tensor | None) -> Tensor | None:
 def _append(x: Tensor, row: Tensor) -> Tensor:
     """[N, H, S, d] and [H, 1, d] -> [N, H, S + 1, d]."""
     return torch.cat([x, row.expand(x.size(0), -1, -1, -1)], dim=2)
+
+
+def function_of(module: Any, function: Callable[..., Any], **new: Any) -> Callable[..., Any]:
+    """``function`` with the parameters of ``module``, called like its forward."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+        separate = {}
+        if not module._qkv_same_embed_dim:
+            separate = {f"{x}_proj_weight": getattr(module, f"{x}_proj_weight") for x in "qkv"}
+            separate["use_separate_proj_weight"] = True
+        return function(
+            query,
+            key,
+            value,
+            module.embed_dim,
+            module.num_heads,
+            module.in_proj_weight,
+            module.in_proj_bias,
+            module.bias_k,
+            module.bias_v,
+            module.add_zero_attn,
+            module.dropout,
+            module.out_proj.weight,
+            module.out_proj.bias,
+            training=module.training,
+            **separate,
+            **arguments,
+            **new,
+        )
+
+    return forward
+
+
+def kernel_options(module: Any) -> Arguments:
+    """Those of ``multi_head_attention_forward`` after upstream's."""
+    if module.kernel != "implicit":
+        return {"kernel": module.kernel, "p": module.p}
+    w1, w2 = module.spectral.frequencies()
+    return {"kernel": "implicit", "p": module.p, "w1": w1, "w2": w2}

@@ -34,7 +34,7 @@ def source_tree() -> Path:
 
 
 @pytest.fixture
-def in_float64() -> Iterator[None]:
+def float64_by_default() -> Iterator[None]:
     """A test whose modules and random numbers are float64, the numbers always the same."""
     import torch
 

@@ -1,4 +1,4 @@
-"""The contract of nn.MultiheadAttention and F.multi_head_attention_forward, clause by clause.
+"""The contract of nn.MultiheadAttention, clause by clause.
 
 Values and gradients by torch's own default tolerances; texts of errors by calling both.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import pickle
 import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
@@ -23,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ikattn
 from attention_cases import (
     CASES,
-    KERNELS,
     MASKS,
     OPTIONS,
+    WEIGHTS,
     E,
     H,
     L,
@@ -38,21 +36,15 @@ from attention_cases import (
     case,
     causal,
     double_backward_case,
+    each_kernel,
+    each_weights,
     explicit,
-    leaf,
+    function_of,
+    kernel_options,
     make,
     run,
 )
 from ikattn.functional import multi_head_attention_forward
-
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
-
-WEIGHTS = {
-    "no weights": {"need_weights": False},
-    "mean weights": {},
-    "weights per head": {"average_attn_weights": False},
-}
-each_weights = pytest.mark.parametrize("wanted", WEIGHTS.values(), ids=WEIGHTS.keys())
 
 
 @each_weights
@@ -118,252 +110,6 @@ def test_empty_batches_and_queries_give_upstreams_shapes_and_gradients(kernel, m
     for name, tensor in expected.items():
         assert results[name].shape == tensor.shape
         torch.testing.assert_close(results[name], tensor)
-
-
-# The function
-
-
-def test_the_functions_signature_is_upstreams_with_keywords_after_it():
-    ours = inspect.signature(multi_head_attention_forward).parameters
-    stock = inspect.signature(F.multi_head_attention_forward).parameters
-    assert list(ours)[: len(stock)] == list(stock)
-    for name, parameter in stock.items():
-        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)
-    new = list(ours.values())[len(stock) :]
-    assert [parameter.name for parameter in new] == ["kernel", "p", "w1", "w2"]
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in new)
-
-
-def function_of(module, function, **new):
-    """``function`` with the parameters of ``module``, called like its forward."""
-
-    def forward(query, key, value, **arguments):
-        separate = {}
-        if not module._qkv_same_embed_dim:
-            separate = {f"{x}_proj_weight": getattr(module, f"{x}_proj_weight") for x in "qkv"}
-            separate["use_separate_proj_weight"] = True
-        return function(
-            query,
-            key,
-            value,
-            module.embed_dim,
-            module.num_heads,
-            module.in_proj_weight,
-            module.in_proj_bias,
-            module.bias_k,
-            module.bias_v,
-            module.add_zero_attn,
-            module.dropout,
-            module.out_proj.weight,
-            module.out_proj.bias,
-            training=module.training,
-            **separate,
-            **arguments,
-            **new,
-        )
-
-    return forward
-
-
-def kernel_options(module):
-    if module.kernel != "implicit":
-        return {"kernel": module.kernel, "p": module.p}
-    w1, w2 = module.spectral.frequencies()
-    return {"kernel": "implicit", "p": module.p, "w1": w1, "w2": w2}
-
-
-@each_weights
-@pytest.mark.parametrize("name", CASES)
-def test_the_function_equals_upstreams(name, wanted):
-    options, arguments = case(name, False)
-    module = make("stock", **options)
-    actual = run(module, arguments | wanted, function_of(module, multi_head_attention_forward))
-    expected = function_of(module, F.multi_head_attention_forward)
-    assert_same(actual, run(module, arguments | wanted, expected))
-
-
-@each_weights
-@pytest.mark.parametrize("name", CASES)
-@each_kernel
-def test_the_function_equals_the_module(name, kernel, wanted):
-    options, arguments = case(name, False)
-    module = make(kernel, **options)
-    forward = function_of(module, multi_head_attention_forward, **kernel_options(module))
-    assert_same(run(module, arguments | wanted, forward), run(module, arguments | wanted))
-
-
-STATICS = [("static_k",), ("static_v",), ("static_k", "static_v")]
-
-
-@each_weights
-@pytest.mark.parametrize("zero_attn", [False, True])
-@pytest.mark.parametrize("statics", STATICS, ids="+".join)
-@pytest.mark.parametrize("mask", MASKS)
-def test_static_keys_and_values_equal_upstreams(mask, statics, zero_attn, wanted):
-    module = make("stock", add_zero_attn=zero_attn)
-    arguments = arguments_of(mask, True, False) | wanted
-    arguments |= {name: leaf(N * H, S, E // H) for name in statics}
-    results = [
-        run(module, arguments, function_of(module, function))
-        for function in (multi_head_attention_forward, F.multi_head_attention_forward)
-    ]
-    assert_same(*results)
-
-
-@each_kernel
-def test_static_keys_and_values_take_the_place_of_projected_ones(kernel):
-    module = make(kernel)
-    arguments = arguments_of("both bool", True, False)
-    forward = function_of(module, multi_head_attention_forward, **kernel_options(module))
-    _, w_k, w_v = module.in_proj_weight.chunk(3)
-    _, b_k, b_v = module.in_proj_bias.chunk(3)
-    heads = {
-        name: (arguments[given] @ w.T + b).view(S, N * H, E // H).transpose(0, 1)
-        for name, given, w, b in (("static_k", "key", w_k, b_k), ("static_v", "value", w_v, b_v))
-    }
-    other = arguments | {name: torch.randn(S, N, E).double() for name in ("key", "value")}
-    for got, want in zip(forward(**other, **heads), forward(**arguments), strict=True):
-        torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_function_drops_what_upstream_drops(training):
-    module = make("stock", dropout=0.4).train(training)
-    arguments = arguments_of("both float", True, False)
-    results = []
-    for function in (multi_head_attention_forward, F.multi_head_attention_forward):
-        torch.manual_seed(5)
-        results.append(run(module, arguments, function_of(module, function)))
-    assert_same(*results)
-
-
-X, Y, W = torch.zeros(L, N, E), torch.zeros(S, N, E), torch.zeros(H, E // H, 2)
-# name: arguments that replace those of a good call
-BAD_FUNCTION_CALLS = {
-    "embed_dim": {"embed_dim_to_check": E + 1},
-    "heads": {"num_heads": 5},
-    "4-D query": {"query": X[None]},
-    "2-D key": {"key": Y[0]},
-    "key unlike value": {"value": Y[1:]},
-    "key unlike value, separate": {"value": Y[1:], "use_separate_proj_weight": True},
-    "no in_proj_weight": {"in_proj_weight": None},
-    "no q_proj_weight": {"use_separate_proj_weight": True},
-    "no k_proj_weight": {"use_separate_proj_weight": True, "q_proj_weight": torch.zeros(E, E)},
-    "no v_proj_weight": {
-        "use_separate_proj_weight": True,
-        "q_proj_weight": torch.zeros(E, E),
-        "k_proj_weight": torch.zeros(E, E),
-    },
-    "size of k_proj_weight": {
-        "use_separate_proj_weight": True,
-        "q_proj_weight": torch.zeros(E, E),
-        "k_proj_weight": torch.zeros(E, E - 1),
-        "v_proj_weight": torch.zeros(E, E),
-    },
-    "bias_k alone": {"bias_k": torch.zeros(1, 1, E)},
-    "bias_v alone": {"bias_v": torch.zeros(1, 1, E)},
-    "bias and static_k": {
-        "bias_k": torch.zeros(1, 1, E),
-        "bias_v": torch.zeros(1, 1, E),
-        "static_k": torch.zeros(N * H, S, E // H),
-    },
-    "bias and static_v": {
-        "bias_k": torch.zeros(1, 1, E),
-        "bias_v": torch.zeros(1, 1, E),
-        "static_v": torch.zeros(N * H, S, E // H),
-    },
-    "batch of static_k": {"static_k": torch.zeros(N, S, E // H)},
-    "size of static_k": {"static_k": torch.zeros(N * H, S, E)},
-    "batch of static_v": {"static_v": torch.zeros(N, S, E // H)},
-    "size of static_v": {"static_v": torch.zeros(N * H, S, E)},
-    "2-D mask": {"attn_mask": torch.zeros(S, L)},
-    "3-D mask": {"attn_mask": torch.zeros(H, L, S)},
-    "int mask": {"attn_mask": torch.zeros(L, S, dtype=torch.int)},
-    "int padding": {"key_padding_mask": torch.zeros(N, S, dtype=torch.int)},
-    "int padding of wrong axes": {"key_padding_mask": torch.zeros(S, dtype=torch.int)},
-    "padding": {"key_padding_mask": torch.zeros(N, L)},
-    "padding unlike static": {
-        "key_padding_mask": torch.zeros(N, S),
-        "static_k": torch.zeros(N * H, S + 1, E // H),
-        "static_v": torch.zeros(N * H, S + 1, E // H),
-    },
-    "hint without mask": {"is_causal": True},
-    "batches": {"key": Y[:, 1:], "value": Y[:, 1:]},
-}
-UNLIKE_STATICS = {
-    "static_k longer than value": {"static_k": torch.zeros(N * H, S + 1, E // H)},
-    "static_v longer than key": {"static_v": torch.zeros(N * H, S + 1, E // H)},
-    "static_k longer than static_v": {
-        "static_k": torch.zeros(N * H, S + 1, E // H),
-        "static_v": torch.zeros(N * H, S - 1, E // H),
-        "add_zero_attn": True,
-        "key_padding_mask": torch.zeros(N, S + 1),
-    },
-}
-BAD_FUNCTION_CALLS |= {
-    f"{name}{', weights wanted' if wanted else ''}": statics | {"need_weights": wanted}
-    for name, statics in UNLIKE_STATICS.items()
-    for wanted in (False, True)
-}
-
-
-def good_call():
-    arguments = {"query": X, "key": Y, "value": Y, "embed_dim_to_check": E, "num_heads": H}
-    arguments |= {"in_proj_weight": torch.zeros(3 * E, E), "in_proj_bias": torch.zeros(3 * E)}
-    arguments |= {"bias_k": None, "bias_v": None, "add_zero_attn": False, "dropout_p": 0.0}
-    return arguments | {"out_proj_weight": torch.zeros(E, E), "out_proj_bias": torch.zeros(E)}
-
-
-@each_kernel
-@pytest.mark.parametrize("name", BAD_FUNCTION_CALLS)
-def test_the_function_raises_what_upstream_raises(name, kernel):
-    arguments = good_call() | BAD_FUNCTION_CALLS[name]
-    options = {"kernel": kernel, "w1": W if kernel == "implicit" else None}
-    raised = []
-    for function in (
-        functools.partial(multi_head_attention_forward, **options),
-        F.multi_head_attention_forward,
-    ):
-        with pytest.raises((AssertionError, RuntimeError)) as caught:
-            function(**arguments)
-        raised.append((caught.type, str(caught.value)))
-    assert raised[0] == raised[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kernel": "softmax"}, r"kernel must be one of \('dot', 'rbf', 'implicit'\), got"),
-        ({"kernel": "rbf", "p": 0.5}, "p must be a real number >= 1.*got 0.5"),
-        ({"kernel": "rbf", "p": "learned"}, "p must be a real number >= 1.*got 'learned'"),
-        ({"kernel": "implicit"}, "expected w1.*got kernel='implicit' with w1 missing, w2 missing"),
-        ({"kernel": "rbf", "w1": W}, "got kernel='rbf' with w1 given, w2 missing"),
-        ({"kernel": "dot", "w2": W}, "got kernel='dot' with w1 missing, w2 given"),
-    ],
-)
-def test_the_functions_new_options_say_what_was_expected_and_got(options, message):
-    with pytest.raises(ValueError, match=message):
-        multi_head_attention_forward(**good_call(), **options)
-
-
-class Logged(torch.Tensor):
-    """Remembers which functions it was given to."""
-
-    seen: list[object]
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_the_function_can_be_overridden_by_subclasses_of_tensor():
-    Logged.seen = []
-    arguments = good_call()
-    arguments["query"] = arguments["query"].as_subclass(Logged)
-    output, _ = multi_head_attention_forward(**arguments)
-    assert Logged.seen[0] is multi_head_attention_forward
-    assert isinstance(output, Logged)
 
 
 # Warnings

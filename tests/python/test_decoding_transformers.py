@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 generators = pytest.mark.parametrize("family", GENERATORS)
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 def decoding(family: str) -> tuple[Any, dict[str, Tensor], str, Tensor]:

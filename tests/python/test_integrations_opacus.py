@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 pytestmark = [
-    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.usefixtures("float64_by_default"),
     # Opacus hooks modules, such as ours and embeddings, whose inputs have no gradient
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]

@@ -20,7 +20,7 @@ N, L, E, H, M = 2, 5, 16, 4, 6
 SCALING = 2.0
 TOLERANCE = 1e-12  # all of it in float64
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 class Classifier(nn.Module):

@@ -54,7 +54,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 each_module = pytest.mark.parametrize("name", MODULES)
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 class Explicit(ikattn.MultiheadAttention):

@@ -31,7 +31,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 masks = pytest.mark.parametrize("mask", [None, "bool", "float"])
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 def by_reference(layer: ImplicitAttention, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 def kernels(model: nn.Module) -> dict[str, ImplicitKernel]:

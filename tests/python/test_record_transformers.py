@@ -27,7 +27,7 @@ FLOAT32_SOFTMAX = 2e-7  # what the eager implementation of many families has in 
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")
 families = pytest.mark.parametrize("family", FAMILIES)
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 class Probe:
