@@ -19,17 +19,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import processor
+from timing import interleaved, processor
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = "csrc/support/cpu/sizes.h"
-ISAS = {"avx512": "default", "avx2": "avx2"}  # and what ATEN_CPU_CAPABILITY calls it
+ISAS: dict[str, dict[str, str]] = {"avx512": {}, "avx2": {"ATEN_CPU_CAPABILITY": "avx2"}}
 # A chunk of causal sums is one sweep.
 WITH_IT = {"kBackwardKeyBlocks": ("csrc/attention/linear_time.h", "kCausalChunk", 64)}
 # Each size with others, and the calls that go by it.
@@ -78,6 +77,11 @@ def backward(given: dict[str, Tensor], **options: bool) -> Callable[[], object]:
     return lambda: torch.autograd.grad(output, list(leaves.values()), gradient, retain_graph=True)
 
 
+def weights(given: dict[str, Tensor]) -> Callable[[], object]:
+    given = {name: x for name, x in given.items() if name != "value"}
+    return lambda: torch.ops.ikattn.implicit_kernel_weights(**given)
+
+
 def contributions(tokens: int, value_norms: bool) -> Callable[[], object]:
     weights = torch.rand(1, 12, tokens, tokens).softmax(-1)
     value, projection = torch.randn(1, 12, tokens, 64), 0.05 * torch.randn(768, 768)
@@ -104,9 +108,7 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
     "linear": lambda: forward(attention(4096, 16)),
     "linear backward": lambda: backward(attention(4096, 16)),
     "kept features": kept_features,
-    "weights": lambda: (lambda given: lambda: torch.ops.ikattn.implicit_kernel_weights(**given))(
-        {name: x for name, x in attention(1024, 64).items() if name != "value"}
-    ),
+    "weights": lambda: weights(attention(1024, 64)),
     "contributions": lambda: contributions(512, False),
     "value norms": lambda: contributions(512, True),
 }
@@ -115,18 +117,8 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
 def measure(library: str, cases: list[str]) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.ops.load_library(library)
-    result = {}
-    for case in cases:
-        call = CASES[case]()
-        call()
-        times = []
-        end = time.perf_counter() + 0.3
-        while time.perf_counter() < end or len(times) < 5:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        result[case] = min(times)
-    return result
+    samples = interleaved({case: CASES[case]() for case in cases}, 0.3 * len(cases))
+    return {case: min(times) for case, times in samples.items()}
 
 
 # --- Libraries
@@ -184,9 +176,7 @@ class Builds:
 
 def compare(base: Path, changed: Path, cases: tuple[str, ...], isa: str) -> dict[str, float]:
     """Time with `changed` over time with `base`."""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": ISAS[isa]}
-    if isa == "avx512":
-        del environment["ATEN_CPU_CAPABILITY"]
+    environment = os.environ | ISAS[isa]
     best: dict[Path, dict[str, float]] = {base: {}, changed: {}}
     for _ in range(3):
         for library, known in best.items():

@@ -19,7 +19,7 @@ namespace {
 // What the maps need of the keys, once for all queries. Everything in the arithmetic type.
 struct Keys {
   at::Tensor value;                   // [B, G, S, d_v], zero where padding
-  Summands summands;                  // of the values, for own pairs
+  Summands summands;                  // of the values, where own pairs are made
   at::Tensor projection;              // [D, H d_v]
   std::array<at::Tensor, 2> weights;  // [D], of the norms
   // [B, blocks, triangle(H), 64]; variants as in FactorParams, undefined where no map needs them
@@ -60,18 +60,13 @@ inline void transform(const Keys& keys, const ContributionSizes& sizes, int64_t 
              keys.projection.narrow(1, h * sizes.d_v, sizes.d_v).t());
 }
 
-// All but the factors and value norms.
+// All but the factors, value norms and summands.
 inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
   const Block& block = call.block;
   Keys keys;
   keys.value = call.value.to(type);
   if (block.key_padding.defined()) {
     keys.value = keys.value.masked_fill(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);
-  }
-  if (needs_own_pairs(block)) {
-    // On the CPU a look costs less than to provide for what is seldom there.
-    const bool sound = keys.value.is_cpu() && std::isfinite(keys.value.sum().item<double>());
-    keys.summands = sound ? Summands{keys.value, {}} : summands_of(keys.value);
   }
   keys.projection = call.out_proj_weight.to(type);
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
@@ -149,6 +144,12 @@ inline at::Tensor by_value_head(const at::Tensor& heads, int64_t G) {
   return heads.reshape({heads.size(0), G, heads.size(1) / G * heads.size(2), heads.size(3)});
 }
 
+inline Summands values_to_weigh(const Keys& keys) {
+  // On the CPU a look costs less than to provide for what is seldom there.
+  const bool sound = keys.value.is_cpu() && std::isfinite(keys.value.sum().item<double>());
+  return sound ? Summands{keys.value, {}} : summands_of(keys.value);
+}
+
 inline at::Tensor own_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
   const at::Tensor own = weights.diagonal(block.diagonal, 2, 3).to(keys.value.scalar_type());
   const Summands values = part_of(keys.summands, block.diagonal, weights.size(2), weights.size(1));
@@ -220,7 +221,9 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   const ExactArithmetic exact;
   const ContributionSizes sizes = check_contributions(call);
   const Block& block = call.block;
-  const Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call));
+  const bool needs_own = needs_own_pairs(block);
+  Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call));
+  if (needs_own) keys.summands = values_to_weigh(keys);
   const auto options = call.value.options().dtype(arithmetic_type(call));
   MapTensors maps;
   maps[kValueNorms] = keys.value_norms;
@@ -229,7 +232,6 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   }
   if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
 
-  const bool needs_own = needs_own_pairs(block);
   const bool at_once = call.source.attn_weights.defined() && !needs_own;
   const int64_t step =
       at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes, call.value.device());

@@ -3,9 +3,9 @@
 // With u = x.(w1 + w2)/2 and v = x.(w1 - w2)/2 in turns,
 //   cos t1 + cos t2 = 2 cos u cos v      sin t1 + sin t2 = 2 sin u cos v
 // A feature panel holds 32 frequencies: their cosines, then their sines. The last one may be
-// narrower; then either half is padded to whole vectors with zeros, or where few frequencies need
-// no more, to half a vector: vectors of cosines then end in sines, and those of sines in what is
-// nothing. They are loaded in pairs and stored in this order, cosines first.
+// narrower; then either half is padded with zeros to whole vectors, or to half a vector where that
+// holds it. In that case a vector stored at the cosines covers the place of the sines, and one
+// stored at the sines runs past them: they are loaded in pairs, then stored, cosines first.
 #pragma once
 
 #include "support/cpu/elements.h"

@@ -41,8 +41,9 @@ struct AttentionLayout {
   int64_t heads_per_unit = 0;
   int64_t units = 0;               // B * key_heads
   bool narrow_scores = false;      // features two to a lane, for the scores
-  bool bfloat16_products = false;  // and whatever else is multiplied over pairs in bfloat16
+  bool bfloat16_products = false;  // and what the backward multiplies over pairs in bfloat16
   bool rounds_inputs = false;      // values and dO, which are float32
+  int weight_parts = 0;  // numbers of bfloat16 that the forward takes for a weight; 0: float32
 
   explicit AttentionLayout(const AttentionParams& params)
       : feature{params.d, params.M, params.stationary()},
@@ -53,7 +54,11 @@ struct AttentionLayout {
         units(params.B * params.key_heads),
         narrow_scores(kTakes16Bits<T> && params.takes_16_bits()),
         bfloat16_products(kHasBFloat16 && narrow_scores),
-        rounds_inputs(bfloat16_products && params.allow_bfloat16) {}
+        rounds_inputs(bfloat16_products && params.allow_bfloat16),
+        weight_parts(!bfloat16_products ? 0
+                     : rounds_inputs    ? 1
+                     : kHasAmx          ? 2
+                                        : 0) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }

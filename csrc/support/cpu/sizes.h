@@ -1,7 +1,7 @@
 // Sizes of the tiles and blocks of the CPU kernels, by instruction set. What each was chosen by is
 // measured in docs/performance.md, "Sizes"; `python benchmarks/tile_sizes.py` does so again.
 //
-// Results depend on those alone that say so; none depends on threads.
+// Another size may change last bits; the number of threads never does.
 #pragma once
 
 #include <stdint.h>
@@ -36,15 +36,14 @@ constexpr int64_t kBackwardRows = 64;      // of a block of the backward
 constexpr int64_t kBackwardKeyBlocks = 2;  // 64-key blocks that share one sweep over the queries
 constexpr int64_t kSweepKeys = kBackwardKeyBlocks * kPanel;
 constexpr int64_t kBandRows = 16;      // where the diagonal crosses a tile
-constexpr int64_t kPartBlocks = 16;    // 64-key blocks summed by themselves; results depend on it
+constexpr int64_t kPartBlocks = 16;    // 64-key blocks summed by themselves
 constexpr int64_t kFewQueries = 1024;  // whose parts are held at once: no more than their keys
-constexpr int64_t kFrequencyTokens = 512;  // whose frequency gradients are summed by themselves;
-                                           // results depend on it
+constexpr int64_t kFrequencyTokens = 512;  // whose frequency gradients are summed by themselves
 static_assert(kForwardRows % 16 == 0 && kCausalRows % 16 == 0 && kBackwardRows % 16 == 0);
 
 // --- Attention without pairs (moments.h)
 
-constexpr int64_t kMomentTokens = 256;  // summed by themselves; results depend on it
+constexpr int64_t kMomentTokens = 256;  // summed by themselves
 constexpr int64_t kProductRows = 192;   // query rows that read the moments together
 constexpr int64_t kProductPanels = 16;  // of entries, whose moments stay in cache for all tokens
 static_assert(kForwardRows <= kProductRows);
@@ -52,7 +51,7 @@ static_assert(kForwardRows <= kProductRows);
 // --- Attention from kept features (from_features.h)
 
 constexpr int64_t kRowsTogether = 8;     // queries that read a key together
-constexpr int64_t kKeysTogether = 1024;  // of a task, summed by themselves; results depend on it
+constexpr int64_t kKeysTogether = 1024;  // of a task, summed by themselves
 
 // --- Contributions
 
