@@ -8,7 +8,7 @@
 
 #include "attention/arguments.h"
 #include "attention/params.h"
-#include "attention/reference.h"
+#include "attention/weights_gradients.h"
 #include "support/glue.h"
 #include "support/philox.h"
 
@@ -232,8 +232,6 @@ struct AttentionOperators {
     check_wanted(function, wanted,
                  {true, true, true, true, is_present(w2), is_present(key_bias),
                   is_present(attn_mask) && attn_mask->is_floating_point()});
-    const at::ScalarType type = compute_type(query.scalar_type());
-    const auto compute = query.options().dtype(type);
     AttentionBackwardParams params;
     Kept kept;
     set_common(params, sizes, query, key, w1, w2, options, kept);
@@ -242,7 +240,17 @@ struct AttentionOperators {
     params.output = array_of(output);
     params.log_normalizer = array_of(log_normalizer);
     params.grad_output = array_of(grad_output);
+    return run_backward(params, sizes, query, key, value, w1, options, wanted);
+  }
 
+  // The gradients of a call whose params are set but for them.
+  static AttentionGradients run_backward(AttentionBackwardParams& params,
+                                         const AttentionSizes& sizes, const at::Tensor& query,
+                                         const at::Tensor& key, const at::Tensor& value,
+                                         const at::Tensor& w1, const AttentionOptions& options,
+                                         std::array<bool, kAttentionGradients> wanted) {
+    const at::ScalarType type = compute_type(query.scalar_type());
+    const auto compute = query.options().dtype(type);
     const auto fill = [&](bool want, const at::Tensor& gradient, Array& array) {
       if (want) array = array_of(gradient);
       return gradient;
@@ -274,9 +282,9 @@ struct AttentionOperators {
 
     const auto none = [&] { return not_wanted(query); };
     if (wanted[5]) {
-      const int64_t heads = key_bias->dim() >= 2 ? key_bias->size(-2) : 1;
+      const int64_t heads = options.key_bias->dim() >= 2 ? options.key_bias->size(-2) : 1;
       if (heads != 1) grad_bias = sum_groups(grad_bias, heads);
-      grad_bias = finish_broadcast(grad_bias, *key_bias);
+      grad_bias = finish_broadcast(grad_bias, *options.key_bias);
     }
     return {wanted[0] ? grad_query : none(),
             wanted[1] ? finish_key_side(grad_key, key) : none(),
@@ -284,7 +292,7 @@ struct AttentionOperators {
             wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none(),
             wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none(),
             wanted[5] ? grad_bias : none(),
-            wanted[6] ? finish_broadcast(grad_mask, *attn_mask) : none()};
+            wanted[6] ? finish_broadcast(grad_mask, *options.attn_mask) : none()};
   }
 
   static at::Tensor weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
@@ -321,8 +329,31 @@ struct AttentionOperators {
     check_wanted(function, wanted,
                  {true, true, true, is_present(w2), is_present(key_bias),
                   is_present(attn_mask) && attn_mask->is_floating_point()});
-    return weights_gradients_by_part(grad_weights, query, key, w1, w2, options, average_heads,
-                                     wanted);
+    if constexpr (!Device::kHasWeightsBackward) {
+      return weights_gradients_by_part(grad_weights, query, key, w1, w2, options, average_heads,
+                                       wanted);
+    } else {
+      const auto compute = query.options().dtype(compute_type(query.scalar_type()));
+      const at::Tensor sums = at::empty({sizes.B, sizes.H, sizes.L, 1}, compute);
+      const at::Tensor log_normalizer =
+          at::empty({sizes.B, sizes.H, sizes.L}, compute.dtype(at::kDouble));
+      AttentionBackwardParams params;
+      Kept kept;
+      set_common(params, sizes, query, key, w1, w2, options, kept);
+      leave_out_unseen_keys(params);
+      params.grad_weights = array_of(average_heads ? grad_weights.unsqueeze(1) : grad_weights,
+                                     {sizes.B, sizes.H, sizes.L, sizes.S});
+      params.weights_share = average_heads ? 1 / static_cast<double>(sizes.H) : 1;
+      params.output = array_of(sums);
+      params.log_normalizer = array_of(log_normalizer);
+      AttentionParams forward = params;
+      forward.d_v = 1;
+      Device::forward(forward, query, pair_work(sizes));
+      const auto [a, b, c, d, e, f] = wanted;
+      const auto [of_query, of_key, of_value, of_w1, of_w2, of_bias, of_mask] = run_backward(
+          params, sizes, query, key, at::Tensor(), w1, options, {a, b, false, c, d, e, f});
+      return {of_query, of_key, of_w1, of_w2, of_bias, of_mask};
+    }
   }
 
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,

@@ -17,9 +17,9 @@ constexpr int64_t kCausalChunk = 128;  // tokens, whose pairs among themselves s
 struct LinearTimeCost {
   double by_pairs, by_products;  // multiply-adds, or what takes as long
 
-  // What an entry e costs beside its products with values, in multiply-adds: forming it, and in the
-  // backward the way back from its gradient to features; and how many entries what a token costs
-  // beside them is like. Measured, as all of these.
+  // Measured. kForward, kBackward: what an entry e costs beside its products with values, in
+  // multiply-adds: forming it, and in the backward the way back from its gradient to features.
+  // kToken: what a token costs beside its entries, in entries.
   static constexpr double kForward = 12, kBackward = 30, kToken = 24;
 
   LinearTimeCost(const AttentionParams& params, bool backward) {
@@ -44,7 +44,7 @@ struct LinearTimeCost {
 // rate_of_pairs: of the products over pairs, beside those that take their place.
 inline bool takes_linear_time(const AttentionParams& params, bool backward,
                               double rate_of_pairs = 1) {
-  const bool has_pairs = params.mask || params.dropout_threshold != 0;
+  const bool has_pairs = params.mask || params.dropout_threshold != 0 || params.grad_weights;
   const bool has_few = params.L < 8 || params.S < 8;  // whose sums are small differences
   const bool is_one_chunk = params.is_causal && params.L <= kCausalChunk;
   if (has_pairs || has_few || is_one_chunk || params.d_v == 0) return false;

@@ -27,12 +27,18 @@ struct AttentionParams {
   Array output;          // [B, H, L, d_v]
   Array log_normalizer;  // [B, H, L]
 
+  // The backward of weights, on the CPU: what comes in for them, [B, H, L, S], is this times the
+  // share of one head. The forward, with d_v = 1, takes it for values that each query has of its
+  // own; the backward, with d_v = 0, for dO V^T, and that output for O . dO.
+  Array grad_weights;
+  double weights_share = 1;
+
   double p = 2.0;  // 0: no magnitude
   double magnitude_scale = 0.0;
   double eps = 1e-5;
   bool is_causal = false;
   bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
-  bool allow_bfloat16 = false;  // on the CPU: to the 8 bits of bfloat16
+  bool allow_bfloat16 = false;  // on the CPU: numbers to the 8 bits of bfloat16, once
   LinearTime linear_time = LinearTime::kAuto;  // on the CPU
 
   uint32_t dropout_threshold = 0;                 // 0: no dropout
@@ -45,7 +51,7 @@ struct AttentionParams {
   // leave this are small, or rare.
   bool takes_16_bits() const {
     return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && M >= 8 &&
-           eps >= 5e-6;
+           eps >= 5e-6 && !grad_weights;
   }
 };
 

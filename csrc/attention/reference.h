@@ -29,12 +29,4 @@ at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, con
                              bool average_heads, const at::Tensor& keep = {},
                              int64_t first_query = 0);
 
-// Gradients of the weights through the reference, some queries of one head at a time: no [L, S] is
-// held but, under dropout, a byte per weight.
-WeightsGradients weights_gradients_by_part(const at::Tensor& grad_weights, const at::Tensor& query,
-                                           const at::Tensor& key, const at::Tensor& w1,
-                                           const std::optional<at::Tensor>& w2,
-                                           const AttentionOptions& options, bool average_heads,
-                                           std::array<bool, kWeightsGradients> wanted);
-
 }  // namespace ikattn

@@ -66,6 +66,7 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
         *gradients(ikattn.implicit_kernel_attention, arguments).values(),
         weights,
         averaged,
+        *gradients(ikattn.implicit_kernel_weights, of_weights(arguments)).values(),
         ikattn.spectral_features(**features),
         *gradients(ikattn.spectral_features, features, ["x", "w1"]).values(),
     ]

@@ -11,6 +11,8 @@ template <typename T>
 struct RowGradients {
   T* delta = nullptr;   // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
   T* factor = nullptr;  // folded: 1 / Z_i; general: 1
+  // The backward of weights: sum_j w_ij times what comes in / Z_i, for delta, which is 0.
+  T* mean = nullptr;
   // log Z_i - reference, and what rounding it to T lost: both stand in an exponent. +inf, which
   // makes every weight 0, for a row that is left out: it sees no key, or it is poisoned.
   T* log_normalizer = nullptr;
@@ -117,6 +119,7 @@ struct BackwardUnit {
     rows.log_normalizer = workspace.take<T>(heads * L);
     rows.log_normalizer_rest = workspace.take<T>(heads * L);
     rows.poisoned = workspace.take<uint8_t>(heads * L);
+    if (params.grad_weights) rows.mean = workspace.take<T>(heads * L);
     progress = workspace.take<int>(heads * query_blocks);
     partials = workspace.take<T>((whole ? 1 : chunks) * layout.feature.packed_size());
   }
@@ -309,7 +312,9 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
     const double log_normalizer = load_element<double>(
         params.log_normalizer, offset(params.log_normalizer) + r * params.log_normalizer.stride[2]);
     const double relative = log_normalizer - state.keys.form.reference;
-    T delta = sum_of_lanes<T>(products);
+    const T mean =
+        params.grad_weights ? load_element<T>(output, offset(output) + r * output.stride[2]) : T(0);
+    T delta = params.grad_weights ? mean : sum_of_lanes<T>(products);
     const bool sees_nothing = log_normalizer == -infinity<double>();
     T factor = state.keys.form.folded ? static_cast<T>(exponential(-relative)) : T(1);
     if (sees_nothing) delta = factor = 0;
@@ -327,6 +332,10 @@ void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int6
         T* row = grad_out + first * L + r * kPanel;
         for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
       }
+    }
+    if (state.rows.mean) {
+      state.rows.mean[first_row + r] = mean;
+      delta = 0;
     }
     state.rows.delta[first_row + r] = delta;
     state.rows.factor[first_row + r] = factor;

@@ -122,9 +122,9 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       if (params.d_v == 0 || params.grad_mask) {  // what no band covers has no gradient
         __builtin_memset(scratch.dp, 0, kPanel * kPanel * sizeof(T));
       }
+      if (params.dropout_threshold) fill_keep(params, at, kept_factor<T>(params), scratch.keep);
       for_each_band(params, at, columns, [&](const Band& band) { tile.score(band); });
       // 2. pair gradients
-      if (pairs.keep) fill_keep(params, at, kept_factor<T>(params), scratch.keep);
       pair_gradients(pairs, state.keys.form.folded, scratch.s, scratch.w, scratch.dp,
                      state.grad_logit + j0);
       poison_rows(pairs, scratch.s, scratch.w, scratch.dp, state.grad_logit + j0);

@@ -82,8 +82,25 @@ struct Tile {
             state.rows.log_normalizer_rest + first_row,
             state.rows.poisoned + first_row,
             bias,
-            params.dropout_threshold ? scratch.keep : nullptr,
+            params.dropout_threshold && !params.grad_weights ? scratch.keep : nullptr,
             static_cast<T>(params.eps)};
+  }
+
+  // What comes in for the weights of one band less its mean, in place of dP - delta: their
+  // difference is taken before anything is rounded.
+  void load_weight_gradients(const Band& band) const {
+    T* dp = scratch.dp + band.row * kPanel;
+    load_incoming(plan.params, state.keys, at, band.row, band.rows, band.columns, dp);
+    if (plan.params.dropout_threshold) {
+      multiply_tile(band.rows, band.columns, scratch.keep + band.row * kPanel, dp);
+    }
+    const int64_t first_row = head * plan.params.L + at.i0 + band.row;
+    for (int64_t r = 0; r < band.rows; ++r) {
+      const T factor = state.rows.factor[first_row + r], mean = state.rows.mean[first_row + r];
+      for (int64_t c = r * kPanel; c < r * kPanel + band.columns; c += kLanes<T>) {
+        store<T>(dp + c, factor == 0 ? Vec<T>{} : (load(dp + c) - mean) * factor);
+      }
+    }
   }
 
   // s = phi_q phi_k^T, dP = dO V^T of one band.
@@ -95,6 +112,7 @@ struct Tile {
         is_narrow ? state.narrow.phi + of_queries(layout().scores().panels(), 0, row, 1) : nullptr,
         is_narrow ? state.narrow.steps + head * L + row : nullptr, L};
     const int64_t panels = ceil_div(d_v, kPerLane * kPanel);
+    if (plan.params.grad_weights) load_weight_gradients(band);
     scratch.sweep.by_column.multiply(layout(), block, band.rows, queries, band.columns,
                                      scratch.s + band.row * kPanel);
     for (int64_t panel = 0; panel < panels; ++panel) {

@@ -46,9 +46,10 @@ struct ForwardScratch {
   int32_t* narrow_phi = nullptr;   // [score panels][rows][64]
   float* steps = nullptr;          // [rows]
   T* tile = nullptr;               // [rows][64]   s, then w
-  int32_t* narrow_tile = nullptr;  // [rows][64]   w, two to a lane
+  int32_t* narrow_tile = nullptr;  // [rows][64]   w or a part of it, two to a lane
   T* bias = nullptr;               // [rows][64]
   T* keep = nullptr;               // [rows][64]
+  T* grad_weights = nullptr;       // [rows][64]
   uint8_t* poisoned = nullptr;     // [rows]
   RowSums<T> sums, earlier;        // of the part at hand, and of those before
   LinearScratch<T> linear;
@@ -64,43 +65,79 @@ struct ForwardScratch {
       steps = workspace.take<float>(rows);
     }
     tile = workspace.take<T>(rows * kPanel);
-    if (layout.bfloat16_products) narrow_tile = workspace.take<int32_t>(rows * kPanel);
+    if (layout.weight_parts > 0) narrow_tile = workspace.take<int32_t>(rows * kPanel);
     bias = workspace.take<T>(rows * kPanel);
     keep = workspace.take<T>(rows * kPanel);
+    if (params.grad_weights) grad_weights = workspace.take<T>(rows * kPanel);
     poisoned = workspace.take<uint8_t>(rows);
     sums.take(workspace, layout, rows);
     if (layout.key_blocks > kPartBlocks) earlier.take(workspace, layout, rows);
   }
 };
 
-// out += w v of one band of a tile, w where `scratch.keep` does not drop it.
+// out += w v of one band of a tile, w where `scratch.keep` does not drop it, in parts of bfloat16.
+template <typename T>
+void accumulate_narrow_values(const AttentionParams& params, const AttentionLayout<T>& layout,
+                              const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
+                              const ForwardScratch<T>& scratch) {
+  const int64_t count = min_of(params.S - at.j0, band.columns), first_row = band.row * kPanel;
+  T* w = scratch.tile + first_row;
+  const auto join = [&] { join_columns(band.rows, count, w, at.rows, scratch.narrow_tile); };
+  for (int part = 0; part < layout.weight_parts; ++part) {
+    if (part > 0) subtract_bfloat16(band.rows, count, w);
+    join();
+    if (T* sums = scratch.sums.state.from(band.row).rounded_sums) {
+      add_row_sums(band.rows, count, scratch.narrow_tile, sums);
+    }
+    if (part == 0 && params.dropout_threshold) {
+      // Rounded once: what is dropped counts in the sum as what is kept does.
+      multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
+      join();
+    }
+    for (int64_t first = 0; first < layout.d_v; first += kPanel) {
+      panel_gemm<BFloat16x2, Left::kRows>(
+          band.rows, min_of(kPanel, layout.d_v - first), ceil_div(count, 2), scratch.narrow_tile,
+          keys.narrow_values + (first * layout.padded_keys + at.j0 * kPanel) / 2,
+          scratch.sums.out + first * at.rows + first_row, true);
+    }
+  }
+}
+
+// out += the rows' sums of w times what comes in for it; w as above.
+template <typename T>
+void accumulate_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
+                         const TilePosition& at, const Band& band,
+                         const ForwardScratch<T>& scratch) {
+  const int64_t first_row = band.row * kPanel;
+  T* w = scratch.tile + first_row;
+  load_incoming(params, keys, at, band.row, band.rows, band.columns, scratch.grad_weights);
+  for (int64_t r = 0; r < band.rows; ++r) {
+    Vec<T> sum{};
+    for (int64_t c = r * kPanel; c < r * kPanel + band.columns; c += kLanes<T>) {
+      const Vec<T> weight = load(w + c);
+      const Vec<T> product = weight * load(scratch.grad_weights + c);
+      sum += weight == T(0) ? Vec<T>{} : product;
+    }
+    scratch.sums.out[first_row + r * kPanel] += sum_of_lanes<T>(sum);
+  }
+}
+
+// out += w v.
 template <typename T>
 void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& layout,
                        const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
                        const ForwardScratch<T>& scratch) {
-  const int64_t count = min_of(params.S - at.j0, band.columns), first_row = band.row * kPanel;
-  T* w = scratch.tile + first_row;
-  const auto drop = [&] { multiply_tile(band.rows, band.columns, scratch.keep + first_row, w); };
   if constexpr (kTakes16Bits<T>) {
-    if (layout.bfloat16_products) {
-      // Rounded once: what is dropped later counts in the sum as what is kept does.
-      join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
-      add_row_sums(band.rows, count, scratch.narrow_tile,
-                   scratch.sums.state.from(band.row).rounded_sums);
-      if (params.dropout_threshold) {
-        drop();
-        join_columns(band.rows, count, w, at.rows, scratch.narrow_tile);
-      }
-      for (int64_t first = 0; first < layout.d_v; first += kPanel) {
-        panel_gemm<BFloat16x2, Left::kRows>(
-            band.rows, min_of(kPanel, layout.d_v - first), ceil_div(count, 2), scratch.narrow_tile,
-            keys.narrow_values + (first * layout.padded_keys + at.j0 * kPanel) / 2,
-            scratch.sums.out + first * at.rows + first_row, true);
-      }
-      return;
+    if (layout.weight_parts > 0) {
+      return accumulate_narrow_values(params, layout, keys, at, band, scratch);
     }
   }
-  if (params.dropout_threshold) drop();
+  const int64_t count = min_of(params.S - at.j0, band.columns), first_row = band.row * kPanel;
+  T* w = scratch.tile + first_row;
+  if (params.dropout_threshold) {
+    multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
+  }
+  if (params.grad_weights) return accumulate_incoming(params, keys, at, band, scratch);
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
     panel_gemm<T, Left::kRows>(band.rows, min_of(kPanel, layout.d_v - first), count, w,
                                keys.values + first * layout.padded_keys + at.j0 * kPanel,

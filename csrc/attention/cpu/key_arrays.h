@@ -122,7 +122,7 @@ struct PreparedKeys {
     }
     by_column.take(workspace, layout, layout.key_blocks);
     const int64_t value_size = layout.value_panels() * keys * kPanel;
-    if (layout.bfloat16_products) {
+    if (layout.weight_parts > 0) {
       narrow_values = workspace.take<int32_t>(value_size / 2);
     } else {
       values = workspace.take<T>(value_size);

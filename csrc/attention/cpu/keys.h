@@ -56,7 +56,7 @@ void store_values(const AttentionLayout<T>& layout, int64_t j0, int64_t rows, co
     const T* tile = values + panel * kPanel * kPanel;
     const int64_t at = (panel * layout.padded_keys + j0) * kPanel;
     if constexpr (kTakes16Bits<T>) {
-      if (layout.bfloat16_products) {
+      if (layout.weight_parts > 0) {
         stack_rows(rows, min_of(kPanel, layout.d_v - panel * kPanel), tile, nullptr,
                    keys.narrow_values + at / 2);
         continue;

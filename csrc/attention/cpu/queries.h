@@ -27,6 +27,28 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
   return min_of(layout.key_blocks, ceil_div(block.i0 + block.rows, kPanel));
 }
 
+// What comes in for the weights of `rows` rows of a tile, from row `row` of it on, into
+// incoming [rows][64], for `columns` columns, whole vectors; 0 for keys left out.
+template <typename T>
+void load_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
+                   const TilePosition& at, int64_t row, int64_t rows, int64_t columns,
+                   T* incoming) {
+  const Array& array = params.grad_weights;
+  load_panels(array,
+              at.b * array.stride[0] + at.h * array.stride[1] + (at.i0 + row) * array.stride[2] +
+                  at.j0 * array.stride[3],
+              array.stride[2], array.stride[3], rows, min_of(columns, params.S - at.j0), incoming,
+              rows);
+  const T share = static_cast<T>(params.weights_share);
+  for (int64_t c = 0; c < columns; c += kLanes<T>) {
+    const auto is_left_out = load(keys.feature_scales + at.j0 + c) == T(0);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* x = incoming + r * kPanel + c;
+      store<T>(x, is_left_out ? Vec<T>{} : load(x) * share);
+    }
+  }
+}
+
 // Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
 // becomes zero and is marked in poisoned[0 .. rows). Backward: its tangents too, from row 0 on.
 // narrow_query_features() follows where the layout says so.
@@ -97,7 +119,7 @@ struct RowSums {
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t rows) {
     out = workspace.take<T>(layout.value_panels() * rows * kPanel);
-    state.take(workspace, rows, layout.bfloat16_products);
+    state.take(workspace, rows, layout.weight_parts == 1);
   }
   void reset(const AttentionLayout<T>& layout, int64_t rows) {
     __builtin_memset(out, 0, layout.value_panels() * rows * kPanel * sizeof(T));

@@ -149,6 +149,16 @@ inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows,
   }
 }
 
+// What rounding to bfloat16 leaves of the rows [rows][64].
+inline void subtract_bfloat16(int64_t rows, int64_t columns, float* tile) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r * kPanel; c < r * kPanel + columns; c += kLanes<float>) {
+      const Vec<float> x = load(tile + c);
+      store(tile + c, x - as_bfloat16(x));
+    }
+  }
+}
+
 // Columns that follow each other in one lane: out [rows][64] of source, panels of `source_rows`
 // rows. columns <= 128.
 inline void join_columns(int64_t rows, int64_t columns, const float* source, int64_t source_rows,
