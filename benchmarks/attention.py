@@ -7,6 +7,7 @@ wide, measure again.
 
     export OMP_WAIT_POLICY=passive
     python benchmarks/attention.py             # one thread, the table of the README
+    python benchmarks/attention.py --weights   # averaged over heads, forward + backward
     python benchmarks/attention.py --memory    # peak memory in fresh processes
     python benchmarks/attention.py --module    # a training step of a small model
 """
@@ -69,6 +70,26 @@ def compare_operators(
         "softmax": lambda: forward_and_backward(softmax, leaves[:3]),
     }
     show(f"{name}, forward + backward", interleaved(both, seconds))
+
+
+def compare_weights(length: int, size: tuple[int, int, int], seconds: float) -> None:
+    """Weights averaged over heads, forward + backward, B = 1, float32."""
+    heads, d, frequencies = size
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, heads, length, d).requires_grad_() for _ in range(2)]
+    leaves += [(0.05 * torch.randn(heads, d, frequencies)).requires_grad_() for _ in range(2)]
+
+    def ours(t: list[Tensor]) -> Tensor:
+        return ikattn.implicit_kernel_weights(*t, average_heads=True)
+
+    def eager(t: list[Tensor]) -> Tensor:
+        return ikattn.reference.implicit_kernel_weights(*t, average_heads=True)
+
+    rivals = {
+        "ikattn": lambda: forward_and_backward(ours, leaves),
+        "eager": lambda: forward_and_backward(eager, leaves),
+    }
+    show(f"N = {length}, averaged weights, forward + backward", interleaved(rivals, seconds))
 
 
 def module_step(seconds: float) -> None:
@@ -137,6 +158,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0, help="per comparison")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
+    parser.add_argument("--weights", action="store_true", help="the weights in place of output")
     parser.add_argument("--module", action="store_true", help="a small model's training step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -154,6 +176,9 @@ def main() -> None:
         memory_in_fresh_processes(arguments)
     elif arguments.module:
         module_step(arguments.seconds)
+    elif arguments.weights:
+        for length in arguments.lengths:
+            compare_weights(length, size, arguments.seconds)
     else:
         for length in arguments.lengths:
             for causal in (False, True):

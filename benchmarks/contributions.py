@@ -2,6 +2,7 @@
 
 export OMP_WAIT_POLICY=passive
 python benchmarks/contributions.py --length 512  # one thread: N summed, all maps, rivals
+python benchmarks/contributions.py --pairs     # what a pair takes, from memory and from cache
 python benchmarks/contributions.py --memory    # peak memory in fresh processes
 python benchmarks/contributions.py --model     # against the forward pass of BERT-base
 """
@@ -77,6 +78,32 @@ def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
         for name, function in functions.items()
     }
     show(f"{title}, forward + backward", interleaved(rivals, seconds))
+
+
+def measure_pairs(length: int, heads: int, size: int, seconds: float) -> None:
+    """Nanoseconds of a pair of N summed: what more queries take, the keys being the same."""
+    few = 64
+    _, value, projection = inputs(length, heads, size)
+    sources = {
+        "memory": torch.rand(1, heads, length, length),
+        "cache": torch.rand(1, heads, 1, length).expand(-1, -1, length, -1),  # one row for all
+    }
+    calls: dict[str, Callable[[], object]] = {}
+    for name, weights in sources.items():
+        for rows in (few, length):
+            part = weights[:, :, :rows]
+            calls[f"{name}, {rows}"] = lambda part=part: ikattn.contributions(
+                part, value, projection, maps=["summed"]
+            )
+    calls["sum"] = sources["memory"].sum
+    best = {name: min(times) for name, times in interleaved(calls, seconds).items()}
+    pairs = (length - few) * length
+    print(f"H = {heads}, D = {size}, T = S = {length}")
+    for name in sources:
+        taken = 1e9 * (best[f"{name}, {length}"] - best[f"{name}, {few}"]) / pairs
+        print(f"  weights from {name:8s} {taken:5.2f} ns a pair, {4 * heads / taken:5.1f} GB/s")
+    read = sources["memory"].nbytes / best["sum"] / 1e9
+    print(f"  a sum over the same weights reads {read:.1f} GB/s")
 
 
 SETUP = """
@@ -157,6 +184,7 @@ def compare_model(length: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="peak memory in fresh processes")
+    parser.add_argument("--pairs", action="store_true", help="what a pair takes")
     parser.add_argument("--model", action="store_true", help="beside a forward pass of BERT-base")
     parser.add_argument("--length", type=int, default=512, help="T = S")
     parser.add_argument("--threads", type=int, default=1)
@@ -166,6 +194,8 @@ def main() -> None:
     print(f"{processor()}, torch {torch.__version__}, {options.threads} thread(s)")
     if options.memory:
         compare_memory(12, 768)
+    elif options.pairs:
+        measure_pairs(options.length, 12, 768, options.seconds)
     elif options.model:
         compare_model(options.length, options.seconds)
     else:

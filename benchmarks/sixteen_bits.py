@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from cpu_table import Row, both, forward, inputs, line
@@ -65,10 +66,11 @@ def times() -> list[str]:
     return text
 
 
-def medium() -> list[str]:
-    """float32 under torch.set_float32_matmul_precision."""
-    given = inputs(LENGTHS[-1], 64, torch.float32)
-    text = [line(f"float32, N={LENGTHS[-1]}, ms", "highest", "medium"), "|---|---|---|"]
+def medium(dtype: torch.dtype) -> list[str]:
+    """Under torch.set_float32_matmul_precision."""
+    given = inputs(LENGTHS[-1], 64, dtype)
+    name = str(dtype).removeprefix("torch.")
+    text = [line(f"{name}, N={LENGTHS[-1]}, ms", "highest", "medium"), "|---|---|---|"]
     for name, compose in (("forward", forward), ("forward + backward", both)):
         call = compose(ikattn.implicit_kernel_attention, given, False)
 
@@ -111,5 +113,6 @@ def errors() -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(f"{processor()}: {torch.ops.ikattn.sixteen_bit_instructions()}")
-    for part in (rivals, times, medium, errors):
+    parts = (rivals, times, *(partial(medium, t) for t in (torch.float32, torch.bfloat16)), errors)
+    for part in parts:
         print("\n".join(part()), end="\n\n", flush=True)

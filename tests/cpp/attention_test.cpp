@@ -238,6 +238,32 @@ TEST(Weights, TimesValueIsTheOutput) {
                weights.mean(1), 1e-12);
 }
 
+// What comes in for the output comes in for the weights as dO V^T.
+TEST(Weights, GradientsAreThoseOfTheOutput) {
+  for (const auto [L, S] : {std::pair{37, 70}, {64, 64}, {130, 200}, {5, 1100}}) {
+    for (const bool is_causal : {false, true}) {
+      for (const double dropout_p : {0.0, 0.25}) {
+        const Inputs in(L, S);
+        ikattn::AttentionOptions options;
+        options.is_causal = is_causal;
+        options.dropout_p = dropout_p;
+        options.dropout_seed = torch::tensor({7, 0}, at::kLong);
+        options.attn_mask = torch::randn({2, 1, 1, S}, at::kDouble).requires_grad_();
+        const Tensor output =
+            ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
+        const Tensor weights =
+            ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options);
+        const std::vector<Tensor> sources = {in.query, in.key, in.w1, in.w2, *options.attn_mask};
+        const Tensor incoming = torch::randn_like(output);
+        const auto expected = torch::autograd::grad({output}, sources, {incoming});
+        const auto found = torch::autograd::grad(
+            {weights}, sources, {incoming.matmul(in.value.detach().transpose(-2, -1))});
+        for (size_t i = 0; i < sources.size(); ++i) expect_close(found[i], expected[i], 1e-12);
+      }
+    }
+  }
+}
+
 TEST(Features, InnerProductsAreTheCovariance) {
   const Inputs in(9, 7);
   const Tensor phi = ikattn::spectral_features(in.query, in.w1);

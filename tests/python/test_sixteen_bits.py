@@ -148,22 +148,53 @@ def test_finite_values_beyond_bfloat16_stay_finite_and_hidden(huge: float) -> No
     assert attention(**spoilt | {"attn_mask": None}).isfinite().all()
 
 
+def many_rows(dtype: torch.dtype, S: int, seed: int) -> Arguments:
+    """A call of 2048 rows that see S keys each."""
+    torch.manual_seed(seed)
+    call: Arguments = {
+        "query": torch.randn(4, 8, 64, 64),
+        "key": torch.randn(4, 8, S, 64),
+        "value": torch.randn(4, 8, S, 64),
+        "w1": 0.3 / 8 * torch.randn(8, 64, 64),
+        "w2": 0.3 / 8 * torch.randn(8, 64, 64),
+    }
+    return {name: x.to(dtype) for name, x in call.items()}
+
+
 @pytest.mark.parametrize("eps", [1e-5, 1e-8])
 @pytest.mark.parametrize("S", [2, 4, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 def test_few_keys_and_small_scores(dtype: torch.dtype, S: int, eps: float) -> None:
     for seed in range(4):
-        torch.manual_seed(seed)
-        call: Arguments = {
-            "query": torch.randn(4, 8, 64, 64),
-            "key": torch.randn(4, 8, S, 64),
-            "value": torch.randn(4, 8, S, 64),
-            "w1": 0.3 / 8 * torch.randn(8, 64, 64),
-            "w2": 0.3 / 8 * torch.randn(8, 64, 64),
-        }
-        call = {name: x.to(dtype) for name, x in call.items()} | {"eps": eps}
+        call = many_rows(dtype, S, seed) | {"eps": eps}
         truth = in_float64(reference, call)
         assert_output_accurate(attention(**call), reference(**call), truth)
+
+
+@pytest.mark.parametrize("S", [2, 3, 10, 33, 128, 300])
+def test_outputs_in_bfloat16_err_by_their_own_rounding_alone(S: int) -> None:
+    """Weights are not rounded: the root mean square of the error is the composition's."""
+    for seed in range(2):
+        call = many_rows(torch.bfloat16, S, seed)
+        truth = in_float64(reference, call)
+        found, expected = (
+            (output.double() - truth).square().mean().sqrt().item()
+            for output in (attention(**call), reference(**call))
+        )
+        assert found < 1.05 * expected
+
+
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize("S", [1, 10, 128])
+def test_medium_lets_weights_of_bfloat16_calls_be_rounded(S: int) -> None:
+    call = many_rows(torch.bfloat16, S, 0)
+    output, truth = attention(**call), in_float64(reference, call)
+    assert_close(output, truth, ROUNDINGS, "output")
+    if S == 1:
+        assert torch.equal(output, call["value"].expand_as(output))
+    elif torch.ops.ikattn.sixteen_bit_instructions() in ("avx512_bf16", "amx"):
+        torch.set_float32_matmul_precision("highest")
+        assert not torch.equal(output, attention(**call))
 
 
 def test_small_values_behind_small_weights_are_not_lost() -> None:
