@@ -189,6 +189,7 @@ def _size_samples() -> list[Sample]:
         (65, 65, 33),
         (70, 1, 5),
         (8, 130, 5),
+        *((9, 8, M) for M in (4, 7, 8, 9, 16, 17, 40)),  # around vectors and halves of them
     )
     return [
         Sample(f"d {d}, d_v {d_v}, M {M}{name}", L=17, S=19, d=d, d_v=d_v, M=M, **options)

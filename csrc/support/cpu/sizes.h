@@ -35,9 +35,9 @@ constexpr int64_t kWeightRows = 48;        // of a block of weights
 constexpr int64_t kBackwardRows = 64;      // of a block of the backward
 constexpr int64_t kBackwardKeyBlocks = 2;  // 64-key blocks that share one sweep over the queries
 constexpr int64_t kSweepKeys = kBackwardKeyBlocks * kPanel;
-constexpr int64_t kBandRows = 16;      // where the diagonal crosses a tile
-constexpr int64_t kPartBlocks = 16;    // 64-key blocks summed by themselves
-constexpr int64_t kFewQueries = 1024;  // whose parts are held at once: no more than their keys
+constexpr int64_t kBandRows = 16;          // where the diagonal crosses a tile
+constexpr int64_t kPartBlocks = 16;        // 64-key blocks summed by themselves
+constexpr int64_t kFewQueries = 1024;      // whose parts are held at once: no more than their keys
 constexpr int64_t kFrequencyTokens = 512;  // whose frequency gradients are summed by themselves
 static_assert(kForwardRows % 16 == 0 && kCausalRows % 16 == 0 && kBackwardRows % 16 == 0);
 
