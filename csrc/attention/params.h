@@ -27,9 +27,9 @@ struct AttentionParams {
   Array output;          // [B, H, L, d_v]
   Array log_normalizer;  // [B, H, L]
 
-  // The backward of weights, on the CPU: what comes in for them, [B, H, L, S], is this times the
-  // share of one head. The forward, with d_v = 1, takes it for values that each query has of its
-  // own; the backward, with d_v = 0, for dO V^T, and that output for O . dO.
+  // The backward of weights, on the CPU: their gradient, [B, H, L, S], and how much of it each head
+  // gets. The forward, with d_v = 1, takes it for values that every query has of its own; the
+  // backward, with d_v = 0, takes it for dO V^T, and that output for O . dO.
   Array grad_weights;
   double weights_share = 1;
 
@@ -38,7 +38,7 @@ struct AttentionParams {
   double eps = 1e-5;
   bool is_causal = false;
   bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
-  bool allow_bfloat16 = false;  // on the CPU: numbers to the 8 bits of bfloat16, once
+  bool allow_bfloat16 = false;  // on the CPU: value, dO and weights, to one bfloat16
   LinearTime linear_time = LinearTime::kAuto;  // on the CPU
 
   uint32_t dropout_threshold = 0;                 // 0: no dropout
@@ -48,7 +48,7 @@ struct AttentionParams {
   bool stationary() const { return !w2; }
   // Whether products over pairs may be of 16 bits on the CPU: what they are off by is averaged over
   // some queries and frequencies, and small against eps where all scores of a row are. Calls that
-  // leave this are small, or rare.
+  // leave this are small, or rare: the backward of weights among them.
   bool takes_16_bits() const {
     return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && M >= 8 &&
            eps >= 5e-6 && !grad_weights;

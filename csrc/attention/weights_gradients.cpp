@@ -70,7 +70,9 @@ void add_part_gradients(const WeightsPart& part, const WeightsTensors& inputs,
   if (own[5].defined()) part_options.attn_mask = own[5];
   const at::Tensor weights = reference_weights(own[0], own[1], own[2], or_none(own[3]),
                                                part_options, false, keep, part.first);
-  const auto found = torch::autograd::grad({weights}, sources, {grad.to(weights.dtype())});
+  // What comes in where nothing is seen may be anything.
+  const at::Tensor counted = grad.to(weights.dtype()).masked_fill(weights == 0, 0);
+  const auto found = torch::autograd::grad({weights}, sources, {counted});
   size_t next = 0;
   for (int i = 0; i < kWeightsGradients; ++i) {
     if (wanted[i]) part.of(gradients[i], i).add_(found[next++].detach());

@@ -11,7 +11,8 @@ template <typename T>
 struct RowGradients {
   T* delta = nullptr;   // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
   T* factor = nullptr;  // folded: 1 / Z_i; general: 1
-  // The backward of weights: sum_j w_ij times what comes in / Z_i, for delta, which is 0.
+  // The backward of weights: sum_j w_ij g_ij / Z_i, to be taken from their gradient g (times keep);
+  // delta is 0.
   T* mean = nullptr;
   // log Z_i - reference, and what rounding it to T lost: both stand in an exponent. +inf, which
   // makes every weight 0, for a row that is left out: it sees no key, or it is poisoned.

@@ -86,13 +86,13 @@ struct Tile {
             static_cast<T>(params.eps)};
   }
 
-  // What comes in for the weights of one band less its mean, in place of dP - delta: their
-  // difference is taken before anything is rounded.
+  // The gradient of the weights of one band less its mean, in place of dP - delta: their difference
+  // is taken before anything is rounded.
   void load_weight_gradients(const Band& band) const {
     T* dp = scratch.dp + band.row * kPanel;
     load_incoming(plan.params, state.keys, at, band.row, band.rows, band.columns, dp);
     if (plan.params.dropout_threshold) {
-      multiply_tile(band.rows, band.columns, scratch.keep + band.row * kPanel, dp);
+      keep_tile(band.rows, band.columns, scratch.keep + band.row * kPanel, dp);
     }
     const int64_t first_row = head * plan.params.L + at.i0 + band.row;
     for (int64_t r = 0; r < band.rows; ++r) {

@@ -83,17 +83,17 @@ void accumulate_narrow_values(const AttentionParams& params, const AttentionLayo
   const int64_t count = min_of(params.S - at.j0, band.columns), first_row = band.row * kPanel;
   T* w = scratch.tile + first_row;
   const auto join = [&] { join_columns(band.rows, count, w, at.rows, scratch.narrow_tile); };
+  if (T* sums = scratch.sums.state.from(band.row).rounded_sums) {
+    // What is dropped counts as what is kept does.
+    join();
+    add_row_sums(band.rows, count, scratch.narrow_tile, sums);
+  }
+  if (params.dropout_threshold) {
+    multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
+  }
   for (int part = 0; part < layout.weight_parts; ++part) {
     if (part > 0) subtract_bfloat16(band.rows, count, w);
-    join();
-    if (T* sums = scratch.sums.state.from(band.row).rounded_sums) {
-      add_row_sums(band.rows, count, scratch.narrow_tile, sums);
-    }
-    if (part == 0 && params.dropout_threshold) {
-      // Rounded once: what is dropped counts in the sum as what is kept does.
-      multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
-      join();
-    }
+    if (layout.weight_parts > 1 || params.dropout_threshold) join();
     for (int64_t first = 0; first < layout.d_v; first += kPanel) {
       panel_gemm<BFloat16x2, Left::kRows>(
           band.rows, min_of(kPanel, layout.d_v - first), ceil_div(count, 2), scratch.narrow_tile,
@@ -103,20 +103,25 @@ void accumulate_narrow_values(const AttentionParams& params, const AttentionLayo
   }
 }
 
-// out += the rows' sums of w times what comes in for it; w as above.
+// out += the rows' sums of w times its gradient, which may be anything where w is hidden (bias: of
+// the band, as in tile_weights) or dropped.
 template <typename T>
 void accumulate_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
-                         const TilePosition& at, const Band& band,
+                         const TilePosition& at, const Band& band, const T* bias,
                          const ForwardScratch<T>& scratch) {
   const int64_t first_row = band.row * kPanel;
-  T* w = scratch.tile + first_row;
-  load_incoming(params, keys, at, band.row, band.rows, band.columns, scratch.grad_weights);
+  const T* w = scratch.tile + first_row;
+  T* incoming = scratch.grad_weights;
+  load_incoming(params, keys, at, band.row, band.rows, band.columns, incoming);
+  if (params.dropout_threshold) {
+    keep_tile(band.rows, band.columns, scratch.keep + first_row, incoming);
+  }
   for (int64_t r = 0; r < band.rows; ++r) {
     Vec<T> sum{};
     for (int64_t c = r * kPanel; c < r * kPanel + band.columns; c += kLanes<T>) {
-      const Vec<T> weight = load(w + c);
-      const Vec<T> product = weight * load(scratch.grad_weights + c);
-      sum += weight == T(0) ? Vec<T>{} : product;
+      Vec<T> product = load(w + c) * load(incoming + c);
+      if (bias) product = load(bias + c) == -infinity<T>() ? Vec<T>{} : product;
+      sum += product;
     }
     scratch.sums.out[first_row + r * kPanel] += sum_of_lanes<T>(sum);
   }
@@ -137,7 +142,6 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
   if (params.dropout_threshold) {
     multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
   }
-  if (params.grad_weights) return accumulate_incoming(params, keys, at, band, scratch);
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
     panel_gemm<T, Left::kRows>(band.rows, min_of(kPanel, layout.d_v - first), count, w,
                                keys.values + first * layout.padded_keys + at.j0 * kPanel,
@@ -210,7 +214,11 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
     for_each_band(params, at, round_up(count, kLanes<T>), [&](const Band& band) {
       band_weights(params, layout, keys, at, band, queries, bias, scratch.tile, scratch.sums.state,
                    params.d_v, scratch.sums.out);
-      accumulate_values(params, layout, keys, at, band, scratch);
+      if (params.grad_weights) {
+        accumulate_incoming(params, keys, at, band, terms_of(params, band, bias), scratch);
+      } else {
+        accumulate_values(params, layout, keys, at, band, scratch);
+      }
     });
   }
   if (has_earlier) add_earlier(layout, rows, scratch.earlier, scratch.sums);

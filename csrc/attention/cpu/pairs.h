@@ -19,7 +19,7 @@ struct PairTile {
   const T* log_normalizer_rest;
   const uint8_t* poisoned;  // per row
   const T* bias;            // [rows][64] or null
-  const T* keep;            // [rows][64] or null
+  const T* keep;            // [rows][64] or null: no dropout, or in dP already
   T eps;
 
   // The first row of a band that sees column c.

@@ -108,8 +108,11 @@ struct KeyStages {
   }
   auto form() const {
     return Stage{int64_t{1}, [this](const Place& at, int64_t, int) {
-                   memory.slots[at.slot].keys.form =
-                       choose_form<T>(params, layout.bfloat16_products, logits_of(at.slot));
+                   auto& keys = memory.slots[at.slot].keys;
+                   const bool is_backward = keys.features != nullptr;
+                   const bool is_narrow =
+                       is_backward ? layout.bfloat16_products : layout.weight_parts > 0;
+                   keys.form = choose_form<T>(params, is_narrow, logits_of(at.slot));
                  }};
   }
   auto blocks() const {

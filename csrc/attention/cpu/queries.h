@@ -27,8 +27,9 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
   return min_of(layout.key_blocks, ceil_div(block.i0 + block.rows, kPanel));
 }
 
-// What comes in for the weights of `rows` rows of a tile, from row `row` of it on, into
-// incoming [rows][64], for `columns` columns, whole vectors; 0 for keys left out.
+// The gradient of the weights of `rows` rows of a tile, from row `row` of it on, into
+// incoming [rows][64]; columns: a multiple of the vector length. 0 for keys that are hidden, and
+// for those that are not finite, whose weights are NaN already.
 template <typename T>
 void load_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
                    const TilePosition& at, int64_t row, int64_t rows, int64_t columns,
@@ -41,10 +42,11 @@ void load_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
               rows);
   const T share = static_cast<T>(params.weights_share);
   for (int64_t c = 0; c < columns; c += kLanes<T>) {
-    const auto is_left_out = load(keys.feature_scales + at.j0 + c) == T(0);
+    const Vec<T> logits = load(keys.logits + at.j0 + c);
+    const auto counts = logits > -infinity<T>();
     for (int64_t r = 0; r < rows; ++r) {
       T* x = incoming + r * kPanel + c;
-      store<T>(x, is_left_out ? Vec<T>{} : load(x) * share);
+      store<T>(x, counts ? load(x) * share : Vec<T>{});
     }
   }
 }
@@ -253,6 +255,17 @@ inline void multiply_tile(int64_t rows, int64_t columns, const T* factor, T* til
   }
 }
 
+// The same, where what is dropped may be anything.
+template <typename T>
+inline void keep_tile(int64_t rows, int64_t columns, const T* keep, T* tile) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r * kPanel; c < r * kPanel + columns; c += kLanes<T>) {
+      const Vec<T> factor = load(keep + c), kept = load(tile + c) * factor;
+      store<T>(tile + c, factor == T(0) ? Vec<T>{} : kept);
+    }
+  }
+}
+
 // panels [panels][panel_rows][64] *= factor[row]
 template <typename T>
 inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels,
@@ -263,6 +276,12 @@ inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor[r]);
     }
   }
+}
+
+// Of the terms of a tile, `bias` (null: none), those of a band; null where it has none.
+template <typename T>
+inline const T* terms_of(const AttentionParams& params, const Band& band, const T* bias) {
+  return bias && (params.mask || band.crosses_diagonal) ? bias + band.row * kPanel : nullptr;
 }
 
 // Weights of one band of the tile [at.rows][64] at key j0, from the features of all its rows; what
@@ -277,8 +296,7 @@ void band_weights(const AttentionParams& params, const AttentionLayout<T>& layou
   const RowState<T> rows = state.from(band.row);
   keys.by_column.multiply(layout, at.j0 / kPanel, band.rows, queries.from(band.row), band.columns,
                           tile + first);
-  const bool has_terms = bias && (params.mask || band.crosses_diagonal);
-  if (tile_weights(params, keys, band.rows, at.j0, band.columns, has_terms ? bias + first : nullptr,
+  if (tile_weights(params, keys, band.rows, at.j0, band.columns, terms_of(params, band, bias),
                    tile + first, rows)) {
     scale_rows(band.rows, summed, rows.rescale, panels + first, at.rows);
   }
