@@ -283,9 +283,9 @@ TEST(Weights, GradientsByPartAreThoseOfTheKernels) {
       // What nothing sees may be anything.
       if (!average_heads) incoming.index_put_({0, 0, 3, 1000}, std::nan(""));
       const auto expected = torch::autograd::grad({weights}, sources, {incoming});
-      const auto [query, key, w1, w2, bias, mask] = ikattn::weights_gradients_by_part(
-          incoming, in.query, in.key, in.w1, in.w2, options, average_heads,
-          {true, true, true, true, false, true});
+      const auto [query, key, w1, w2, bias, mask] =
+          ikattn::weights_gradients_by_part(incoming, in.query, in.key, in.w1, in.w2, options,
+                                            average_heads, {true, true, true, true, false, true});
       const std::vector<Tensor> found = {query, key, w1, w2, mask};
       for (size_t i = 0; i < found.size(); ++i) expect_close(found[i], expected[i], 1e-12);
     }
