@@ -22,9 +22,7 @@ def call(
     return {name: x.to(dtype) for name, x in (tokens | frequencies).items()} | options
 
 
-def gradients(
-    arguments: Arguments, incoming: Tensor, function: object = weights
-) -> dict[str, Tensor]:
+def gradients(arguments: Arguments, incoming: Tensor) -> dict[str, Tensor]:
     names = ("query", "key", "w1", "w2")
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     result = weights(**arguments | leaves)
