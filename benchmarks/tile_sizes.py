@@ -51,6 +51,8 @@ ALTERNATIVES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "kPairRows": ((16, 64), ("contributions",)),
     "kRowGroup": ((2,), ("contributions",)),
     "kVectorCache": ((640 << 10, 2560 << 10), ("value norms",)),
+    "kProductTileRows": ((128, 256), ("mixing ratios", "mixing ratios backward")),
+    "kProductTileColumns": ((128, 512), ("mixing ratios", "mixing ratios backward")),
 }
 
 
@@ -82,12 +84,17 @@ def weights(given: dict[str, Tensor]) -> Callable[[], object]:
     return lambda: torch.ops.ikattn.implicit_kernel_weights(**given)
 
 
-def contributions(tokens: int, value_norms: bool) -> Callable[[], object]:
+def contributions(tokens: int, number: int, *, backward: bool = False) -> Callable[[], object]:
     weights = torch.rand(1, 12, tokens, tokens).softmax(-1)
     value, projection = torch.randn(1, 12, tokens, 64), 0.05 * torch.randn(768, 768)
-    maps = [value_norms, not value_norms, *4 * [False]]
+    maps = [number == place for place in range(6)]
     maps_of = torch.ops.ikattn.contribution_maps
-    return lambda: maps_of(weights, value, projection, maps=maps)
+    if not backward:
+        return lambda: maps_of(weights, value, projection, maps=maps)
+    leaves = [x.requires_grad_() for x in (weights, value, projection)]
+    output = maps_of(*leaves, maps=maps)[number]
+    gradient = torch.ones_like(output)
+    return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
 
 
 def kept_features() -> Callable[[], object]:
@@ -109,8 +116,10 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
     "linear backward": lambda: backward(attention(4096, 16)),
     "kept features": kept_features,
     "weights": lambda: weights(attention(1024, 64)),
-    "contributions": lambda: contributions(512, False),
-    "value norms": lambda: contributions(512, True),
+    "contributions": lambda: contributions(512, 1),
+    "value norms": lambda: contributions(512, 0),
+    "mixing ratios": lambda: contributions(512, 5),
+    "mixing ratios backward": lambda: contributions(512, 5, backward=True),
 }
 
 

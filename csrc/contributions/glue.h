@@ -56,8 +56,8 @@ inline at::Tensor tokens_of(const Keys& keys, const ContributionSizes& sizes, in
 // vectors [B * tokens, D] = f_h of the tokens [j0, j0 + tokens).
 inline void transform(const Keys& keys, const ContributionSizes& sizes, int64_t h, int64_t j0,
                       int64_t tokens, at::Tensor& vectors) {
-  at::mm_out(vectors, tokens_of(keys, sizes, h, j0, tokens),
-             keys.projection.narrow(1, h * sizes.d_v, sizes.d_v).t());
+  multiply_into(vectors, tokens_of(keys, sizes, h, j0, tokens),
+                keys.projection.narrow(1, h * sizes.d_v, sizes.d_v).t(), /*accumulate=*/false);
 }
 
 // All but the factors, value norms and summands.
@@ -153,7 +153,7 @@ inline Summands values_to_weigh(const Keys& keys) {
 inline at::Tensor own_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
   const at::Tensor own = weights.diagonal(block.diagonal, 2, 3).to(keys.value.scalar_type());
   const Summands values = part_of(keys.summands, block.diagonal, weights.size(2), weights.size(1));
-  return project(weighed(own, values), keys.projection);
+  return project(weighed(own, values), keys.projection, kArithmetic);
 }
 
 inline at::Tensor other_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
@@ -163,8 +163,9 @@ inline at::Tensor other_vectors(const at::Tensor& weights, const Keys& keys, con
   if (block.key_padding.defined()) {
     others.masked_fill_(block.key_padding.unsqueeze(1).unsqueeze(1), 0);
   }
-  const at::Tensor heads = sum_of_weighed(by_value_head(others, G), keys.summands);
-  return project(heads.view({weights.size(0), H, rows, keys.value.size(3)}), keys.projection);
+  const at::Tensor heads = sum_of_weighed(by_value_head(others, G), keys.summands, kArithmetic);
+  return project(heads.view({weights.size(0), H, rows, keys.value.size(3)}), keys.projection,
+                 kArithmetic);
 }
 
 inline void apply_norm_(at::Tensor& vectors, const at::Tensor& weight, bool centered) {
@@ -238,7 +239,7 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
     const int64_t rows = std::min(step, sizes.T - i0);
     const ContributionCall round = rows_of(call, i0, rows);
-    const at::Tensor weights = weights_of(round.source);
+    const at::Tensor weights = weights_of(round.source, kArithmetic);
     MapTensors part = maps;
     for (int map = kSummed; map < kMaps; ++map) {
       if (part[map].defined()) part[map] = part[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows);

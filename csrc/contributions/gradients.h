@@ -1,8 +1,8 @@
 // The maps' gradients on any device, over a Device that has, beside what the maps take,
 //   pair_gradients(params, like, work)
 // Pairs are gone through in float64, keys in the arithmetic type of the call. All pairs but a
-// query's own go through it; the own pairs, and mixing ratios, through the reference's graph; the
-// keys' part once for all queries, by torch's products of matrices.
+// query's own go through it; the own pairs, and mixing ratios, through the reference's graph, with
+// arithmetic of our own; the keys' part once for all queries, by products of matrices.
 #pragma once
 
 #include <torch/csrc/autograd/autograd.h>
@@ -92,7 +92,8 @@ void add_scale_gradients(const at::Tensor& weights, const Keys& keys, const Bloc
     const at::Tensor& g = incoming[n + 1];
     if (g.defined()) {
       // What comes in at a pair without norm may be anything.
-      const at::Tensor part = g.mul(norms[n + 1]).masked_fill_(norms[n + 1] == 0, 0).sum(-1);
+      const at::Tensor products = g.mul(norms[n + 1]).masked_fill_(norms[n + 1] == 0, 0);
+      const at::Tensor part = summed_to(products, {g.size(0), g.size(1), 1}).squeeze(-1);
       sum = sum.defined() ? sum + part : part;
     }
     const size_t input = kNormScale + 2 * n;
@@ -130,7 +131,7 @@ inline void add_own_gradients(const at::Tensor& weights, const Keys& keys, const
     block.norm_scale[n] = leaf(block.norm_scale[n], kNormScale + 2 * n);
   }
   const at::Tensor own = all_weights ? pairs.diagonal(block.diagonal, 2, 3) : pairs;
-  const MapTensors maps = reference_own_pairs(own, pairs, sources, block);
+  const MapTensors maps = reference_own_pairs(own, pairs, sources, block, kGraphArithmetic);
   variable_list results, incoming;
   for (int map = kWithResidual; map < kMaps; ++map) {
     if (!maps[map].defined() || !grads[map].defined() || !maps[map].requires_grad()) continue;
@@ -174,7 +175,7 @@ inline WeightsGraph weights_graph(const ContributionCall& round, at::ScalarType 
     input = input.alias().requires_grad_();
     graph.leaves[n] = input;
   }
-  graph.weights = weights_of(call.source);
+  graph.weights = weights_of(call.source, kGraphArithmetic);
   return graph;
 }
 
@@ -255,13 +256,13 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
     for (int variant = last; variant >= 0; --variant) {
       if (matrices[variant].defined()) {
         const at::Tensor own = matrices[variant].narrow(1, j0, tokens).reshape({count, H, H});
-        const at::Tensor part = at::bmm(own, variants[variant]);
+        const at::Tensor part = kArithmetic.product(own, variants[variant]);
         gradient = gradient.defined() ? gradient.add_(part) : part;
       }
       if (variant == 0) break;
       const int n = variant - 1;
       if (wanted[kNormWeight + 2 * n]) {
-        totals.add(kNormWeight + 2 * n, (gradient * centered[n]).sum(at::IntArrayRef({0, 1})), 0);
+        totals.add(kNormWeight + 2 * n, summed_to(gradient * centered[n], {D}), 0);
       }
       gradient.mul_(keys.weights[n]);
       if (block.centered[n]) gradient.sub_(gradient.mean(-1, true));
@@ -279,16 +280,17 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
     for (int64_t h = 0; h < H; ++h) {
       const at::Tensor of_head = gradient.select(1, h);
       if (wanted[kValue]) {
-        const at::Tensor part = at::mm(of_head, keys.projection.narrow(1, h * d_v, d_v));
+        const at::Tensor part =
+            kArithmetic.product(of_head, keys.projection.narrow(1, h * d_v, d_v));
         totals.inputs[kValue]
             .select(1, h / (H / G))
             .narrow(1, j0, tokens)
             .add_(part.view({B, tokens, d_v}));
       }
       if (wanted[kProjection]) {
-        totals.inputs[kProjection]
-            .narrow(1, h * d_v, d_v)
-            .addmm_(of_head.t(), tokens_of(seen, sizes, h, j0, tokens));
+        at::Tensor total = totals.inputs[kProjection].narrow(1, h * d_v, d_v);
+        multiply_into(total, of_head.t(), tokens_of(seen, sizes, h, j0, tokens),
+                      /*accumulate=*/true);
       }
     }
   }

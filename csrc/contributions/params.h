@@ -64,4 +64,15 @@ struct PairGradientParams : PairParams {
   double* outer[3] = {nullptr, nullptr, nullptr};
 };
 
+// c = a b, or c += a b, of outer x inner matrices. Arrays [outer, inner, rows, columns].
+struct ProductParams {
+  struct Sizes {
+    int64_t outer = 1, inner = 1, rows = 0, columns = 0, depth = 0;
+  } sizes;
+  Array a;  // [.., rows, depth]
+  Array b;  // [.., depth, columns]
+  Array c;  // [.., rows, columns]
+  bool accumulate = false;
+};
+
 }  // namespace ikattn

@@ -12,8 +12,9 @@ at::Tensor wide(const at::Tensor& tensor) {
 }
 
 // The linear part of a norm on [..., D].
-at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, bool centered) {
-  return (centered ? x - x.mean(-1, true) : x) * weight;
+at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, bool centered,
+                      const Arithmetic& arithmetic) {
+  return (centered ? x - x.mean(-1, true) : x) * arithmetic.broadcast(weight, x.sizes());
 }
 
 // sqrt with value and gradient 0 at 0, where rounding may have left less.
@@ -58,8 +59,9 @@ at::Tensor own_padding(const Block& block, int64_t rows) {
   return padding;
 }
 
-at::Tensor project(const at::Tensor& heads, const at::Tensor& projection) {
-  return at::matmul(heads.transpose(1, 2).flatten(2), projection.t());
+at::Tensor project(const at::Tensor& heads, const at::Tensor& projection,
+                   const Arithmetic& arithmetic) {
+  return arithmetic.product(heads.transpose(1, 2).flatten(2), projection.t());
 }
 
 std::array<at::Tensor, 2> norm_scales(const Block& block, at::ScalarType type) {
@@ -147,7 +149,8 @@ std::vector<at::Tensor> logit_terms(const WeightsSource& source, const at::Tenso
   return terms;
 }
 
-at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask) {
+at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask,
+                           const Arithmetic& arithmetic) {
   const at::ScalarType type = compute_type(source.query.scalar_type());
   const int64_t B = source.query.size(0), H = source.query.size(1), rows = source.query.size(2);
   const int64_t d = source.query.size(3), G = source.key.size(1), S = source.key.size(2);
@@ -164,21 +167,21 @@ at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask) 
     key = zero_where(by_head.unflatten(1, {G, H / G}).all(2).unsqueeze(-1), key);
   }
   const at::Tensor grouped = (source.query.to(type) * scale).reshape({B, G, H / G * rows, d});
-  at::Tensor logits = at::matmul(grouped, key.transpose(2, 3)).view({B, H, rows, S});
-  if (!hidden.defined()) return at::softmax(logits, -1);
-  for (const at::Tensor& term : terms) logits = logits + term;
+  at::Tensor logits = arithmetic.product(grouped, key.transpose(2, 3)).view({B, H, rows, S});
+  if (!hidden.defined()) return arithmetic.softmax(logits);
+  for (const at::Tensor& term : terms) logits = logits + arithmetic.broadcast(term, logits.sizes());
   logits = at::where(hidden, at::scalar_tensor(-INFINITY, logits.options()), logits);
   // A row that sees nothing is zero, not NaN, in value and in gradient.
   const at::Tensor blind = (logits == -INFINITY).all(-1, true);
-  return zero_where(blind, at::softmax(zero_where(blind, logits), -1));
+  return zero_where(blind, arithmetic.softmax(zero_where(blind, logits)));
 }
 
 }  // namespace
 
-at::Tensor weights_of(const WeightsSource& source) {
+at::Tensor weights_of(const WeightsSource& source, const Arithmetic& arithmetic) {
   if (source.attn_weights.defined()) return source.attn_weights;
   const at::Tensor mask = mask_of(source);
-  if (!source.w1.defined()) return softmax_weights(source, mask);
+  if (!source.w1.defined()) return softmax_weights(source, mask, arithmetic);
   AttentionOptions options = source.options;
   options.is_causal = false;
   options.attn_mask = or_none(mask);
@@ -205,10 +208,12 @@ at::Tensor weighed(const at::Tensor& weights, const Summands& summands) {
   return at::where(counts, at::scalar_tensor(NAN, result.options()), result);
 }
 
-at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands) {
-  const at::Tensor sum = at::matmul(weights, summands.value);
+at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands,
+                          const Arithmetic& arithmetic) {
+  const at::Tensor sum = arithmetic.product(weights, summands.value);
   if (!summands.broken.defined()) return sum;
-  const at::Tensor counts = at::matmul((weights != 0).to(sum.scalar_type()), summands.broken) != 0;
+  const at::Tensor counts =
+      arithmetic.product((weights != 0).to(sum.scalar_type()), summands.broken) != 0;
   return at::where(counts, at::scalar_tensor(NAN, sum.options()), sum);
 }
 
@@ -229,23 +234,25 @@ ReferenceKeys reference_keys(const ContributionCall& call) {
   if (block.maps[kValueNorms]) keys.value_norms = vector_norms(vectors).transpose(1, 2);
   keys.grams[0] = at::matmul(vectors, vectors.transpose(2, 3));
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
-    vectors = apply_norm(vectors, wide(block.norm_weight[n]), block.centered[n]);
+    vectors = apply_norm(vectors, wide(block.norm_weight[n]), block.centered[n], kTorchArithmetic);
     keys.grams[n + 1] = at::matmul(vectors, vectors.transpose(2, 3));
   }
   return keys;
 }
 
 MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& given_others,
-                               const ReferenceKeys& keys, const Block& block) {
+                               const ReferenceKeys& keys, const Block& block,
+                               const Arithmetic& arithmetic) {
   const int64_t H = own_weights.size(1), rows = own_weights.size(2);
   const at::Tensor padding = own_padding(block, rows);
   const Summands summands = part_of(summands_of(keys.value), 0, keys.value.size(2), H);
   at::Tensor weights = wide(own_weights), own, others;
   if (padding.defined()) weights = zero_where(padding.unsqueeze(1), weights);
-  own = project(weighed(weights, part_of(summands, block.diagonal, rows, H)), keys.projection);
+  own = project(weighed(weights, part_of(summands, block.diagonal, rows, H)), keys.projection,
+                arithmetic);
   if (block.maps[kMixingRatios]) {
     others = zero_where(own_pairs(given_others, block), hide(wide(given_others), block));
-    others = project(sum_of_weighed(others, summands), keys.projection);
+    others = project(sum_of_weighed(others, summands, arithmetic), keys.projection, arithmetic);
   }
   const std::array<at::Tensor, 3> scales = pair_scales(block, at::kDouble);
   MapTensors maps;
@@ -274,8 +281,8 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
     finish(kWithResidual, 0);
     for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
       const at::Tensor weight = wide(block.norm_weight[n]);
-      own = apply_norm(own, weight, block.centered[n]);
-      if (others.defined()) others = apply_norm(others, weight, block.centered[n]);
+      own = apply_norm(own, weight, block.centered[n], arithmetic);
+      if (others.defined()) others = apply_norm(others, weight, block.centered[n], arithmetic);
       finish(n == 0 ? kWithNorm : kEncoder, n + 1);
     }
   }

@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "contributions/arguments.h"
+#include "contributions/arithmetic.h"
 
 namespace ikattn {
 
@@ -26,7 +27,7 @@ ReferenceKeys reference_keys(const ContributionCall& call);
 ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows);
 
 // The weights of a source, [B, H, T, S]: the given ones, or from query and key.
-at::Tensor weights_of(const WeightsSource& source);
+at::Tensor weights_of(const WeightsSource& source, const Arithmetic& arithmetic = kTorchArithmetic);
 
 // [B, rows] true on the rows whose own pair counts for nothing; undefined: none.
 at::Tensor own_padding(const Block& block, int64_t rows);
@@ -44,10 +45,12 @@ Summands part_of(const Summands& summands, int64_t first, int64_t count, int64_t
 // weights [B, H, S] -> [B, H, S, d_v]
 at::Tensor weighed(const at::Tensor& weights, const Summands& summands);
 // weights [.., rows, S] -> [.., rows, d_v]
-at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands);
+at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands,
+                          const Arithmetic& arithmetic);
 
 // [B, H, rows, d_v] -> [B, rows, D]
-at::Tensor project(const at::Tensor& heads, const at::Tensor& projection);
+at::Tensor project(const at::Tensor& heads, const at::Tensor& projection,
+                   const Arithmetic& arithmetic);
 
 // What each norm divides the rows by, [B, rows], 1 where a query is padding.
 std::array<at::Tensor, 2> norm_scales(const Block& block, at::ScalarType type);
@@ -59,7 +62,8 @@ std::array<at::Tensor, 3> pair_scales(const Block& block, at::ScalarType type);
 //   own_weights [B, H, rows], of each query for itself
 //   weights [B, H, rows, S], read for mixing_ratios only
 MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& weights,
-                               const ReferenceKeys& keys, const Block& block);
+                               const ReferenceKeys& keys, const Block& block,
+                               const Arithmetic& arithmetic = kTorchArithmetic);
 
 // All maps, in the arithmetic type of the call.
 MapTensors reference_maps(const ContributionCall& call);

@@ -42,3 +42,13 @@ def float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """A test that sets the number of threads, which is given back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

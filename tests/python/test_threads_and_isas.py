@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,14 +42,6 @@ LARGE = (
 )
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Gives back the number of threads that was set before."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
     """All results and gradients of all operators on one sample."""
     arguments = sample.arguments(dtype)
@@ -83,29 +75,6 @@ def test_results_are_bitwise_the_same_for_every_number_of_threads(
     for number in THREADS:
         torch.set_num_threads(number)
         assert_identical(everything(sample, dtype), expected)
-
-
-# With one thread 32, 64 and 16 tokens are taken together; with more, fewer.
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("heads", "size", "length"), [(12, 768, 130), (3, 80, 700), (4, 96, 9)])
-def test_norms_of_contributions_are_bitwise_the_same_for_every_number_of_threads(
-    heads: int, size: int, length: int
-) -> None:
-    torch.manual_seed(0)
-    weights = torch.rand(2, heads, length, length)
-    value, projection = torch.randn(2, heads, length, 72), torch.randn(size, heads * 72)
-
-    def norms() -> list[Tensor]:
-        maps = ikattn.contributions(weights, value, projection, maps=["value_norms", "summed"])
-        assert maps.value_norms is not None
-        assert maps.summed is not None
-        return [maps.value_norms, maps.summed]
-
-    torch.set_num_threads(1)
-    expected = norms()
-    for number in (*THREADS, 16):
-        torch.set_num_threads(number)
-        assert_identical(norms(), expected)
 
 
 @pytest.mark.usefixtures("threads")

@@ -4,6 +4,7 @@
 #include "contributions/cpu/factors.h"
 #include "contributions/cpu/pair_gradients.h"
 #include "contributions/cpu/pairs.h"
+#include "contributions/cpu/products.h"
 
 namespace ikattn::IKATTN_ISA {
 
@@ -12,6 +13,7 @@ const ContributionKernels contribution_kernels = {
     {token_factors<float>, token_factors<double>},
     {pair_norms<float>, pair_norms<double>},
     pair_gradients,
+    {multiply<float>, multiply<double>},
 };
 
 }  // namespace ikattn::IKATTN_ISA

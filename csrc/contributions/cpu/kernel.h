@@ -11,6 +11,7 @@ struct ContributionKernels {
   void (*factors[2])(const FactorsOfTokens&, const Executor&);
   void (*pair_norms[2])(const PairParams&, const Executor&);
   void (*pair_gradients)(const PairGradientParams&, const Executor&);
+  void (*multiply[2])(const ProductParams&, const Executor&);
 };
 
 namespace baseline {
