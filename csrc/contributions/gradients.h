@@ -36,7 +36,7 @@ inline int64_t query_axis(size_t input, const at::Tensor& tensor) {
 
 // What is added up over all queries.
 struct Totals {
-  Gradients inputs;                 // those wanted, in the arithmetic type
+  Gradients inputs;                 // those wanted, in the type of their sums
   std::array<at::Tensor, 3> outer;  // as in PairGradientParams
 
   // Adds the gradient of some queries.
@@ -332,6 +332,9 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
       block.maps[kValueNorms] ? grad_maps[kValueNorms] : at::Tensor();
   block.maps[kValueNorms] = false;  // of the keys only factors are needed
   const at::ScalarType type = arithmetic_type(call);
+  // More vectors than dimensions always depend on each other: where their sum vanishes, all digits
+  // of the outer products are needed.
+  const at::ScalarType key_type = sizes.H > sizes.D ? at::kDouble : type;
   const Keys keys = prepare_keys<Device>(call, sizes, at::kDouble);
 
   Totals totals;
@@ -340,7 +343,8 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
                                            wanted[kNormWeight] || wanted[kNormWeight + 2];
   for (size_t i = 0; i < kContributionInputs; ++i) {
     if (!wanted[i]) continue;
-    totals.inputs[i] = at::zeros(inputs[i]->sizes(), inputs[i]->options().dtype(type));
+    totals.inputs[i] =
+        at::zeros(inputs[i]->sizes(), inputs[i]->options().dtype(i < kValue ? type : key_type));
     wants_weights = wants_weights || i < kValue;
   }
   for (int variant = 0; wants_keys && variant < 3; ++variant) {
@@ -376,7 +380,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
     }
   }
   if (wants_keys) {
-    add_key_gradients(stored_keys(call, type), block, sizes, grad_value_norms, wanted, totals);
+    add_key_gradients(stored_keys(call, key_type), block, sizes, grad_value_norms, wanted, totals);
   }
   if (wanted[kValue] && block.key_padding.defined()) {
     totals.inputs[kValue].masked_fill_(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);

@@ -112,6 +112,26 @@ def test_gradients_where_heads_cancel_err_as_the_composition_does(cancellation: 
     assert_close(gradients_of_norms(summed, *call)[0], truth[0], 2e-7)
 
 
+@pytest.mark.parametrize(("heads", "size"), [(16, 3), (12, 8), (5, 4)])
+@pytest.mark.parametrize("rest", [0.0, 1e-5, 1e-2])
+def test_gradients_of_more_heads_than_dimensions_have_all_digits(
+    heads: int, size: int, rest: float
+) -> None:
+    """Weights for which the heads' vectors vanish but for a rest, which the composition loses."""
+    torch.manual_seed(heads)
+    value, projection = torch.randn(1, heads, 30, 2), torch.randn(size, heads * 2)
+    vectors = torch.einsum(
+        "bhsv,dhv->bshd", value.double(), projection.double().unflatten(1, (heads, -1))
+    )
+    basis = torch.linalg.qr(vectors).Q  # [B, S, H, D]
+    weights = torch.randn(1, 30, heads, 30, dtype=torch.float64)  # [B, S, H, T]
+    weights -= (1 - rest) * (basis @ (basis.mT @ weights))
+    call = weights.permute(0, 2, 3, 1).float(), value, projection
+    truth = gradients_of_norms(summed, *(x.double() for x in call))
+    for got, right in zip(gradients_of_norms(summed, *call), truth, strict=True):
+        assert_close(got, right, 2e-7)
+
+
 @pytest.mark.parametrize("factor", [1e30, 1e-30])
 def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: float) -> None:
     torch.manual_seed(2)
