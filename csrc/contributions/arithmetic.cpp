@@ -42,10 +42,10 @@ at::Tensor softmax(const at::Tensor& logits) { return at::softmax(logits, -1); }
 
 at::Tensor broadcast(const at::Tensor& x, at::IntArrayRef) { return x; }
 
-// --- With a graph, to any order
+// --- With a graph, of the first order
 
-at::Tensor graph_product(const at::Tensor& a, const at::Tensor& b);
-at::Tensor graph_summed_to(const at::Tensor& x, at::IntArrayRef sizes);
+// A second derivative would be lost without a word.
+void assert_first_order() { TORCH_INTERNAL_ASSERT(!at::GradMode::is_enabled()); }
 
 struct ProductFunction : torch::autograd::Function<ProductFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b) {
@@ -53,15 +53,16 @@ struct ProductFunction : torch::autograd::Function<ProductFunction> {
     return product(a, b);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    assert_first_order();
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &a = saved[0], &b = saved[1], &incoming = grads[0];
     variable_list result(2);
     if (!incoming.defined()) return result;
-    if (ctx->needs_input_grad(0)) result[0] = graph_product(incoming, b.mT());
+    if (ctx->needs_input_grad(0)) result[0] = product(incoming, b.mT());
     if (ctx->needs_input_grad(1)) {
       const bool shared = b.dim() < a.dim();
       const auto rows_of_all = [&](const at::Tensor& x) { return shared ? x.flatten(0, -2) : x; };
-      result[1] = graph_product(rows_of_all(a).mT(), rows_of_all(incoming));
+      result[1] = product(rows_of_all(a).mT(), rows_of_all(incoming));
     }
     return result;
   }
@@ -74,14 +75,14 @@ struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
     return result;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    assert_first_order();
     const at::Tensor result = ctx->get_saved_variables()[0], &incoming = grads[0];
     if (!incoming.defined()) return {at::Tensor()};
     std::vector<int64_t> rows = result.sizes().vec();
     rows.back() = 1;
-    at::Tensor product = incoming * result;
-    if (at::GradMode::is_enabled()) return {(incoming - graph_summed_to(product, rows)) * result};
-    const at::Tensor sums = summed_to(product, rows);
-    return {at::sub_out(product, incoming, sums).mul_(result)};  // large: in the same memory
+    at::Tensor products = incoming * result;
+    const at::Tensor sums = summed_to(products, rows);
+    return {at::sub_out(products, incoming, sums).mul_(result)};  // large: in the same memory
   }
 };
 
@@ -91,40 +92,21 @@ struct BroadcastFunction : torch::autograd::Function<BroadcastFunction> {
     return x.expand(sizes);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    assert_first_order();
     const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
-    return {grads[0].defined() ? graph_summed_to(grads[0], sizes) : at::Tensor(), at::Tensor()};
+    return {grads[0].defined() ? summed_to(grads[0], sizes) : at::Tensor(), at::Tensor()};
   }
 };
-
-struct SumFunction : torch::autograd::Function<SumFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, at::IntArrayRef sizes) {
-    ctx->saved_data["sizes"] = x.sizes().vec();
-    return summed_to(x, sizes);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
-    return {grads[0].defined() ? BroadcastFunction::apply(grads[0], sizes) : at::Tensor(),
-            at::Tensor()};
-  }
-};
-
-at::Tensor graph_product(const at::Tensor& a, const at::Tensor& b) {
-  return ProductFunction::apply(a, b);
-}
-at::Tensor graph_softmax(const at::Tensor& logits) { return SoftmaxFunction::apply(logits); }
-at::Tensor graph_broadcast(const at::Tensor& x, at::IntArrayRef sizes) {
-  return BroadcastFunction::apply(x, sizes);
-}
-at::Tensor graph_summed_to(const at::Tensor& x, at::IntArrayRef sizes) {
-  return SumFunction::apply(x, sizes);
-}
 
 }  // namespace
 
 const Arithmetic kTorchArithmetic = {
     [](const at::Tensor& a, const at::Tensor& b) { return at::matmul(a, b); }, softmax, broadcast};
 const Arithmetic kArithmetic = {product, softmax, broadcast};
-const Arithmetic kGraphArithmetic = {graph_product, graph_softmax, graph_broadcast};
+const Arithmetic kGraphArithmetic = {
+    [](const at::Tensor& a, const at::Tensor& b) { return ProductFunction::apply(a, b); },
+    [](const at::Tensor& logits) { return SoftmaxFunction::apply(logits); },
+    [](const at::Tensor& x, at::IntArrayRef sizes) { return BroadcastFunction::apply(x, sizes); }};
 
 void multiply_into(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
   if (c.is_cpu()) {

@@ -19,7 +19,7 @@ struct Arithmetic {
 
 extern const Arithmetic kTorchArithmetic;  // torch's own, on every kind of tensor
 extern const Arithmetic kArithmetic;       // without a graph
-extern const Arithmetic kGraphArithmetic;  // with one where gradients are on and wanted
+extern const Arithmetic kGraphArithmetic;  // with one, of the first order
 
 // c [M, N] = a b, or with `accumulate` c += a b. Without a graph.
 void multiply_into(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, bool accumulate);
