@@ -50,7 +50,7 @@ def assert_same_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+@pytest.mark.parametrize("sample", LARGE, ids=lambda sample: sample.name)
 def test_of_weights(sample: Sample, dtype: torch.dtype) -> None:
     assert_same_bits(ikattn.contributions, sample.arguments(dtype))
 
