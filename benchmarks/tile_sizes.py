@@ -118,8 +118,8 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
     "weights": lambda: weights(attention(1024, 64)),
     "contributions": lambda: contributions(512, 1),
     "value norms": lambda: contributions(512, 0),
-    "mixing ratios": lambda: contributions(512, 5),
-    "mixing ratios backward": lambda: contributions(512, 5, backward=True),
+    "mixing ratios": lambda: contributions(256, 5),
+    "mixing ratios backward": lambda: contributions(256, 5, backward=True),
 }
 
 

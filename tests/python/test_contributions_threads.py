@@ -16,7 +16,9 @@ from samples import name_of
 
 pytestmark = pytest.mark.usefixtures("threads")
 
-# All large enough to be worth a thread, products of matrices with one row of tiles and with many.
+# All but the second large enough to be worth a thread, products of matrices with one row of tiles
+# and with many. With one thread the first three take 32, 16 and 64 tokens together, with more
+# threads fewer.
 LARGE = (
     Sample("a block of BERT", B=1, H=12, G=12, T=130, S=130, d_v=64, D=768),
     Sample("few tokens", B=2, H=4, G=4, T=9, S=9, d_v=72, D=96),

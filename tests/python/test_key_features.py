@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,13 +78,6 @@ def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tens
     logits[:, 0, :1] = -torch.inf
     value = draw(batch, groups, keys, sample.d_v)
     return [x.to(dtype) for x in (query, key, logits, value)]
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 # --- Numbers --------------------------------------------------------------------------------------

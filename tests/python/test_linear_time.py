@@ -288,16 +288,13 @@ def test_a_spoilt_key_spoils_the_queries_after_it(name: str) -> None:
     torch.testing.assert_close(output[0, 1, :300], expected[0, 1, :300], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("sample", CAUSAL, ids=name_of)
 def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
-    arguments, before = sample.arguments(torch.float32), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
-            found.append([attention(**arguments), *gradients(attention, arguments).values()])
-    finally:
-        torch.set_num_threads(before)
+    arguments, found = sample.arguments(torch.float32), []
+    for number in (1, 2, 7):
+        torch.set_num_threads(number)
+        found.append([attention(**arguments), *gradients(attention, arguments).values()])
     for other in found[1:]:
         assert_identical(other, found[0])
 

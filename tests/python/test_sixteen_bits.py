@@ -75,14 +75,13 @@ def test_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
     assert_call_accurate(attention, reference, sample.arguments(torch.bfloat16))
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("sample", LARGE, ids=name_of)
 def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
-    arguments, before = sample.arguments(torch.bfloat16), torch.get_num_threads()
-    results = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
+    arguments, results = sample.arguments(torch.bfloat16), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
         results.append([attention(**arguments), *gradients(attention, arguments).values()])
-    torch.set_num_threads(before)
     assert_identical(*results)
 
 
