@@ -17,24 +17,27 @@ constexpr int64_t kCausalChunk = 128;  // tokens, whose pairs among themselves s
 struct LinearTimeCost {
   double by_pairs, by_products;  // multiply-adds, or what takes as long
 
-  // Measured. kForward, kBackward: what an entry e costs beside its products with values, in
-  // multiply-adds: forming it, and in the backward the way back from its gradient to features.
-  // kToken: what a token costs beside its entries, in entries.
-  static constexpr double kForward = 12, kBackward = 30, kToken = 24;
+  // Measured, in multiply-adds. kEntry: what an entry e costs beside its products with values:
+  // forming it, and in the backward the way back from its gradient to features. kToken: what a
+  // token costs beside its entries.
+  static constexpr double kEntry[] = {12, 30}, kToken[] = {1700, 4500};  // forward, backward
 
   LinearTimeCost(const AttentionParams& params, bool backward) {
-    const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1) + kToken;
-    // Of a narrow row of values a vector is multiplied.
+    const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
+    // Of a narrow row whole vectors are multiplied, but half ones with the weights of pairs.
+    const double features = F < 16 ? 16.0 : F;
     const double d_v = params.d_v < 16 ? 16.0 : static_cast<double>(params.d_v);
+    const double values = params.d_v <= 8 ? 8.0 : d_v;
     const double L = static_cast<double>(params.L), S = static_cast<double>(params.S);
     const double seen = params.is_causal && L < S ? L : S;  // keys
     // Query heads that share a key head share its sums.
     const int64_t heads = params.key_heads > 0 ? params.H / params.key_heads : 1;
     const double queries = static_cast<double>(heads) * L;
-    const double pair = backward ? 3 * F + 2 * d_v : F + d_v;
-    const double product = backward ? 2.5 * d_v + kBackward : d_v + kForward;
+    const double pair = backward ? 3 * features + 2 * values : features + values;
+    const double token =
+        entries * ((backward ? 2.5 * d_v : d_v) + kEntry[backward]) + kToken[backward];
     by_pairs = pair * (params.is_causal ? queries * (seen - seen * seen / L / 2) : queries * S);
-    by_products = (queries + seen) * entries * product;
+    by_products = (queries + seen) * token;
     if (params.is_causal) {
       by_products += pair * static_cast<double>(heads) * seen * kCausalChunk / 2;
     }

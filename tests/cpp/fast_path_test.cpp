@@ -131,13 +131,13 @@ TEST(LinearTime, IsTakenBySomewhatLongerCausalCalls) {
   for (const bool backward : {false, true}) {
     EXPECT_TRUE(taken(16384, 16384, 64, 64, backward));
     EXPECT_TRUE(taken(8192, 8192, 32, 64, backward));
-    EXPECT_TRUE(taken(1024, 1024, 8, 8, backward));
+    EXPECT_TRUE(taken(1536, 1536, 8, 8, backward));
     EXPECT_FALSE(taken(8192, 8192, 64, 64, backward));
     EXPECT_FALSE(taken(4096, 4096, 32, 64, backward));
     EXPECT_FALSE(taken(512, 512, 8, 8, backward));
     // Keys that no query sees cost nothing.
     EXPECT_FALSE(taken(512, 65536, 8, 8, backward));
-    EXPECT_TRUE(taken(1024, 65536, 8, 8, backward));
+    EXPECT_TRUE(taken(1536, 65536, 8, 8, backward));
   }
 }
 

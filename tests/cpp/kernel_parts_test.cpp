@@ -127,6 +127,31 @@ TYPED_TEST(Precision, PanelProductsAreRightAtEveryEdge) {
   }
 }
 
+TEST(RowPairs, HalfVectorsAreMultipliedTwoRowsAtATime) {
+  for (const int64_t rows : {1, 5, 6, 7, 13, 64}) {
+    for (const int64_t pairs : {0, 1, 3, 32}) {
+      const std::vector<float> a = random_values<float>(rows * kPanel);
+      const std::vector<float> source = random_values<float>(2 * pairs * kPanel);
+      const std::vector<float> before = random_values<float>(rows * kPanel);
+      std::vector<float> b(2 * pairs * kPanel), c = before;
+      pair_rows(2 * pairs, source.data(), b.data());
+      multiply_row_pairs(rows, pairs, a.data(), b.data(), c.data());
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t column = 0; column < kLanes<float> / 2; ++column) {
+          double expected = before[r * kPanel + column];
+          for (int64_t k = 0; k < 2 * pairs; ++k) {
+            expected += static_cast<double>(a[r * kPanel + k]) * source[k * kPanel + column];
+          }
+          ASSERT_NEAR(c[r * kPanel + column], expected, 3e-5) << rows << " x " << pairs;
+        }
+        for (int64_t column = kLanes<float> / 2; column < kPanel; ++column) {
+          ASSERT_EQ(c[r * kPanel + column], before[r * kPanel + column]) << "not its columns";
+        }
+      }
+    }
+  }
+}
+
 TYPED_TEST(Precision, MagnitudeIsTheSquaredNormForAnyOrder) {
   using T = TypeParam;
   const std::vector<T> x = random_values<T>(19);

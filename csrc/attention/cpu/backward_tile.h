@@ -143,10 +143,18 @@ struct Tile {
     const int64_t key = block * kPanel + column;
     const int64_t values = layout().value_panels(), features = layout().feature_panels();
     for (int64_t panel = 0; panel < values; ++panel) {
-      panel_gemm<N, Left::kColumns>(
-          count, min_of(kPanel, layout().d_v - panel * kPanel), depth, operands.weights + left,
-          operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane),
-          scratch.sweep.grad_value + (panel * kSweepKeys + key) * kPanel, true);
+      const int64_t width = min_of(kPanel, layout().d_v - panel * kPanel);
+      const Storage<N>*weights = operands.weights + left,
+            *grad_out = operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane);
+      if (layout().has_half_values()) {
+        panel_gemm<N, Left::kColumns>(
+            width, count, depth, grad_out, weights,
+            scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel + column, true);
+      } else {
+        panel_gemm<N, Left::kColumns>(
+            count, width, depth, weights, grad_out,
+            scratch.sweep.grad_value + (panel * kSweepKeys + key) * kPanel, true);
+      }
     }
     for (int64_t panel = 0; panel < features; ++panel) {
       panel_gemm<N, Left::kColumns>(

@@ -142,6 +142,14 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
   if (params.dropout_threshold) {
     multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
   }
+  if constexpr (std::is_same_v<T, float>) {
+    if (layout.has_half_values()) {
+      // Beside an odd last key stands one whose weight and value are zero.
+      return multiply_row_pairs(band.rows, ceil_div(count, 2), w,
+                                keys.values + at.j0 * kPanel + kLanes<T>,
+                                scratch.sums.out + first_row);
+    }
+  }
   for (int64_t first = 0; first < layout.d_v; first += kPanel) {
     panel_gemm<T, Left::kRows>(band.rows, min_of(kPanel, layout.d_v - first), count, w,
                                keys.values + first * layout.padded_keys + at.j0 * kPanel,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/cpu/unit.h"
+#include "support/cpu/row_pairs.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -95,8 +96,9 @@ struct PreparedKeys {
   uint8_t* is_hidden =
       nullptr;  // [key_blocks]        of all its keys: the block counts for nothing
   // Forward:
-  KeyFeatures<T> by_column;          // of all blocks
-  T* values = nullptr;               // [value panels][padded_keys][64]; or
+  KeyFeatures<T> by_column;  // of all blocks
+  // [value panels][padded_keys][64], and where they fill half a vector, RowPairs in the next; or
+  T* values = nullptr;
   int32_t* narrow_values = nullptr;  // [value panels][padded_keys / 2][64], keys by two in a lane
   // Backward:
   T* features = nullptr;  // [feature panels][padded_keys][64]

@@ -61,6 +61,8 @@ struct AttentionLayout {
                                         : 0) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
+  // Rows of values fill no more than half a vector.
+  bool has_half_values() const { return d_v > 0 && 2 * d_v <= kLanes<T>; }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }
   int64_t feature_panels() const { return feature.panels(); }
   ScoreLayout scores() const { return {feature.M}; }

@@ -138,6 +138,29 @@ inline void copy_row(const T* source, T* target) {
 template <typename T>
 constexpr ElementType kTypeOf = sizeof(T) == 4 ? ElementType::kFloat32 : ElementType::kFloat64;
 
+// The last of a row, fewer than 2 kCount.
+template <int64_t kCount, typename T>
+inline void copy_rest(const T* source, int64_t count, T* target) {
+  const int64_t copied = count & kCount;
+  if (copied) __builtin_memcpy(target, source, kCount * sizeof(T));
+  if constexpr (kCount > 1) copy_rest<kCount / 2>(source + copied, count, target + copied);
+}
+
+// Part of one, zero from `count` on. No loop here may become a call of memcpy or memset, which
+// costs more than the row.
+template <typename T>
+inline void copy_part_of_row(const T* source, int64_t count, T* target) {
+  constexpr int64_t kVectors = kPanel / kLanes<T>;
+  const int64_t whole = count / kLanes<T>;
+#pragma GCC unroll 16
+  for (int64_t v = 0; v < kVectors; ++v) {
+    const int64_t at = v * kLanes<T>;
+    store<T>(target + at, v < whole ? load(source + at) : Vec<T>{});
+  }
+  const int64_t at = whole * kLanes<T>;
+  copy_rest<kLanes<T> / 2>(source + at, count, target + at);
+}
+
 // A matrix [rows, columns] at array.data + offset, as panels [columns / 64][panel_rows][64], zero
 // beyond its columns up to the panel's end.
 template <typename T>
@@ -147,9 +170,15 @@ inline void load_panels(const Array& array, int64_t offset, int64_t row_stride,
   for (int64_t first = 0; first < columns; first += kPanel) {
     const int64_t width = min_of(kPanel, columns - first);
     T* panel = out + first * panel_rows;
-    if (array.type == kTypeOf<T> && column_stride == 1 && width == kPanel) {
+    if (array.type == kTypeOf<T> && column_stride == 1) {
       const T* source = static_cast<const T*>(array.data) + offset + first;
-      for (int64_t r = 0; r < rows; ++r) copy_row(source + r * row_stride, panel + r * kPanel);
+      for (int64_t r = 0; r < rows; ++r) {
+        if (width == kPanel) {
+          copy_row(source + r * row_stride, panel + r * kPanel);
+        } else {
+          copy_part_of_row(source + r * row_stride, width, panel + r * kPanel);
+        }
+      }
       continue;
     }
     for (int64_t r = 0; r < rows; ++r) {

@@ -12,14 +12,17 @@ namespace {
 
 enum class Left { kRows, kColumns };  // A(r, k) = a[r * 64 + k], or a[k * 64 + r]
 
-// How numbers are multiplied and summed: of type T, or two of 16 bits to a lane (sixteen_bits.h).
+// How numbers are multiplied and summed: of type T, in rows two to a vector (row_pairs.h), or two
+// of 16 bits to a lane (sixteen_bits.h).
 template <typename T>
 struct Numbers {
   using Storage = T;
   using Result = T;
   using Sum = Vec<T>;
   static constexpr bool kHasFactors = false;
-  static constexpr int64_t kPerLane = 1;
+  static constexpr int64_t kPerLane = 1;    // numbers
+  static constexpr int64_t kPerVector = 1;  // rows of the right operand
+  static Vec<T> left(const T* a) { return broadcast(*a); }
   static void multiply_add(Vec<T> left, Vec<T> right, Sum& sum) { sum += left * right; }
   static Vec<T> result(const Sum& sum) { return sum; }
 };
@@ -42,18 +45,20 @@ struct Factors {
 template <typename N, int kRows, int kVectors, Left kLeft>
 inline void register_tile(int64_t depth, const Storage<N>* a, const Storage<N>* b, Result<N>* c,
                           bool accumulate, const Factors<Result<N>>& factors) {
+  static_assert(kLeft == Left::kRows || Numbers<N>::kPerVector == 1);
   constexpr int64_t kRowStep = kLeft == Left::kRows ? kPanel : 1;
-  constexpr int64_t kDepthStep = kLeft == Left::kRows ? 1 : kPanel;
+  constexpr int64_t kPerVector = Numbers<N>::kPerVector;
+  constexpr int64_t kDepthStep = kLeft == Left::kRows ? kPerVector : kPanel;
   constexpr int64_t kStep = kLanes<Result<N>>;
   typename Numbers<N>::Sum sum[kRows][kVectors] = {};
 #pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
     Vec<Storage<N>> right[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * kPanel + v * kStep);
+    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * kPerVector * kPanel + v * kStep);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec<Storage<N>> left = broadcast(a[r * kRowStep + k * kDepthStep]);
+      const Vec<Storage<N>> left = Numbers<N>::left(a + r * kRowStep + k * kDepthStep);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) Numbers<N>::multiply_add(left, right[v], sum[r][v]);
     }

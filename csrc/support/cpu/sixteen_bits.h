@@ -28,6 +28,8 @@ struct TwoToALane {
   using Result = float;
   static constexpr bool kHasFactors = true;
   static constexpr int64_t kPerLane = 2;
+  static constexpr int64_t kPerVector = 1;
+  static Vec<int32_t> left(const int32_t* a) { return broadcast(*a); }
 };
 
 // Fixed point; the sum must stay within 32 bits.
