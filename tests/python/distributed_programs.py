@@ -31,6 +31,8 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 Parameters = dict[str, Tensor]
 
+GENERATED = ("ikan", "mikan")
+
 # What is sharded on its own, besides the model as a whole.
 PARTS: dict[str, Callable[[nn.Module], bool]] = {
     "layers": lambda module: isinstance(module, nn.TransformerEncoderLayer),
@@ -38,11 +40,27 @@ PARTS: dict[str, Callable[[nn.Module], bool]] = {
 }
 
 
-def make_model(seed: int = 0) -> nn.Module:
+def make_model(seed: int = 0, **options: Any) -> nn.Module:
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return ikattn.convert(encoder, num_frequencies=M, seed=seed).double()
+    options = {"num_frequencies": M, "seed": seed, **options}
+    return ikattn.convert(encoder, **options).double()
+
+
+def evaluate_generated(
+    source: str, shard: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> Parameters:
+    """What a model gives whose frequencies are generated, after a step of training."""
+    model = shard(make_model(spectral=source, num_frequencies=M + 1))
+    x = torch.randn(N, L, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.manual_seed(2)
+    model(x).square().mean().backward()
+    gradients = [_whole(w.grad) for w in model.parameters() if w.grad is not None]
+    return {
+        "output": model.eval()(x).detach(),
+        "gradients": torch.stack([g.norm() for g in gradients]),
+    }
 
 
 def train(model: nn.Module, rows: slice) -> dict[str, Parameters]:
@@ -77,10 +95,12 @@ def run(rank: int, folder: str) -> None:
         results: dict[str, Any] = {"ddp": train(DistributedDataParallel(make_model()), rows)}
         for part in PARTS:
             results[f"fsdp, {part}"] = _train_sharded(part, rows, Path(folder))
-        results["fsdp, bfloat16"] = train(
-            _sharded(make_model(), "layers", MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-            rows,
-        )
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        results["fsdp, bfloat16"] = train(_sharded(make_model(), "layers", policy), rows)
+        for source in GENERATED:
+            results[f"fsdp, bfloat16, {source}"] = evaluate_generated(
+                source, lambda model: _sharded(model, "layers", policy)
+            )
         torch.save(results, f"{folder}/rank{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -126,6 +127,15 @@ def test_convert_calibrates_what_it_converts(encoder: nn.TransformerEncoder) -> 
         torch.testing.assert_close(found, expected)
 
 
+def test_convert_says_what_it_does_not_calibrate(
+    encoder: nn.TransformerEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    ikattn.convert(encoder, num_frequencies=4, select="layers.1.*")
+    ikattn.convert(encoder, num_frequencies=4, calibration=[(data(5),)])
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "not calibrated, for kernel='implicit' before: layers.1.self_attn" in warning.message
+
+
 def test_one_sequence_of_one_token_is_no_error() -> None:
     module = ikattn.MultiheadAttention(E, H, batch_first=True)
     x = torch.randn(1, 1, E)
@@ -172,6 +182,8 @@ def test_errors_say_what_was_expected_and_got(encoder: nn.TransformerEncoder) ->
         ikattn.calibrate(model, [data()], steps=0)
     with pytest.raises(ValueError, match="attention was not called in 1 batches"):
         ikattn.calibrate(Unused(), [data()])
+    with pytest.raises(ValueError, match=r"finite attention weights, got NaN in layers\.0\."):
+        ikattn.calibrate(model, [data() * math.nan])
     model.layers[1].self_attn.spectral.requires_grad_(False)
     with pytest.raises(ValueError, match=r"got frozen ones in layers\.1\.self_attn"):
         ikattn.calibrate(model, [data()])

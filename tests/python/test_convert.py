@@ -276,6 +276,15 @@ def test_nothing_to_convert_is_an_error_that_says_what_there_is():
         ikattn.convert(SomebodysAttention(E, H))
 
 
+def test_what_is_no_model_or_no_selection_is_named():
+    for change in (ikattn.convert, ikattn.revert):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+            change(3)
+        for select in (3, [3]):
+            with pytest.raises(TypeError, match=r"select must be a predicate .*, got \[?3"):
+                change(model_of_three(), select=select)
+
+
 def test_a_function_makes_the_source_of_each_module() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(16, 4), nn.MultiheadAttention(24, 2)])
     asked: list[nn.Module] = []

@@ -13,7 +13,15 @@ from torch import nn
 
 import distributed_programs
 from agreement import assert_close
-from distributed_programs import PARTS, PROCESSES, Parameters, make_model, train
+from distributed_programs import (
+    GENERATED,
+    PARTS,
+    PROCESSES,
+    Parameters,
+    evaluate_generated,
+    make_model,
+    train,
+)
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
@@ -112,3 +120,12 @@ def test_sharded_parameters_compute_in_bfloat16(
         assert_same(found["parameters"], alone["parameters"], 0.05)
         errors = [(x - alone["parameters"][name]) for name, x in found["parameters"].items()]
         assert any(error.any() for error in errors)
+
+
+@pytest.mark.parametrize("source", GENERATED)
+def test_sharded_generators_compute_in_bfloat16(source: str, results: list[dict[str, Any]]) -> None:
+    expected = evaluate_generated(source)
+    for of_rank in results:
+        found = of_rank[f"fsdp, bfloat16, {source}"]
+        assert_close(found["output"], expected["output"], 0.05, source)
+        assert (found["gradients"] > 0).sum() == (expected["gradients"] > 0).sum()

@@ -280,6 +280,21 @@ BAD_CALLS = {
     ),
     "int padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(N, S, dtype=torch.int)}),
     "int mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, S, dtype=torch.int)}),
+    "half mask": (
+        {},
+        (X, Y, Y),
+        {"attn_mask": torch.zeros(L, S, dtype=torch.float16), "need_weights": False},
+    ),
+    "double mask and padding": (
+        {},
+        (X, Y, Y),
+        {
+            "attn_mask": torch.zeros(L, S, dtype=torch.float64),
+            "key_padding_mask": torch.zeros(N, S, dtype=torch.float64),
+            "need_weights": False,
+        },
+    ),
+    "mask that is a list": ({}, (X, Y, Y), {"attn_mask": [[0.0] * S] * L}),
     "causal hint without mask": ({}, (X, X, X), {"is_causal": True}),
     "causal hint without mask, no weights": (
         {},
@@ -295,7 +310,7 @@ def test_bad_calls_raise_what_upstream_raises(name, kernel):
     options, inputs, masks = BAD_CALLS[name]
     raised = []
     for module in (make(kernel, **options).float(), make("stock", **options).float()):
-        with pytest.raises((AssertionError, RuntimeError)) as caught:
+        with pytest.raises((AssertionError, RuntimeError, TypeError)) as caught:
             module(*inputs, **masks)
         raised.append((caught.type, str(caught.value)))
     assert raised[0] == raised[1]
@@ -321,6 +336,48 @@ def test_masks_of_different_types_warn_as_upstream(kernel):
     assert [str(w.message) for w in actual] == [str(w.message) for w in expected]
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@each_weights
+@each_kernel
+def test_a_half_mask_beside_a_wider_one_has_the_type_of_their_sum(kernel, wanted, half):
+    x, module, stock = batch(L, N, E).float(), make(kernel).float(), make("stock").float()
+    attention = causal(L).float()
+    padding = torch.arange(L) >= torch.tensor([L, 2, L - 1])[:, None]
+    as_bias = torch.zeros(N, L).masked_fill(padding, -math.inf)
+    expected = module(x, x, x, padding, attn_mask=attention, **wanted)
+    for masks in (
+        (padding, attention.to(half)),
+        (as_bias, attention.to(half)),
+        (as_bias.to(half), attention == -math.inf),
+    ):
+        found = module(x, x, x, masks[0], attn_mask=masks[1], **wanted)
+        torch.testing.assert_close(found, expected)
+        stock(x, x, x, masks[0], attn_mask=masks[1], **wanted)  # upstream takes it
+
+
+@each_weights
+@each_kernel
+def test_dropout_of_everything_leaves_the_bias(kernel, wanted):
+    x = batch(L, N, E).requires_grad_()
+    module = make(kernel, dropout=1.0)
+    output, weights = module(x, x, x, **wanted)
+    assert torch.equal(output, module.out_proj.bias.expand_as(output))
+    assert weights is None or not weights.any()
+    output.sum().backward()
+    assert not x.grad.any()
+
+
+def test_a_rate_of_dropout_that_is_none_is_an_error():
+    x = batch(L, N, E)
+    raised = []
+    for kernel in ("implicit", "stock"):
+        with pytest.raises(ValueError, match="dropout probability") as caught:
+            make(kernel, dropout=1.5)(x, x, x)
+        raised.append(str(caught.value))
+    assert raised[0] == raised[1]
+
+
 @each_weights
 @each_kernel
 @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
@@ -330,8 +387,8 @@ def test_masks_may_be_float32_or_of_the_querys_type(name, kernel, wanted):
     expected = module(x, x, x, **{name: mask}, **wanted)
     for got, want in zip(module(x, x, x, **{name: mask.float()}, **wanted), expected, strict=True):
         assert want is None or (got.dtype == want.dtype and torch.equal(got, want))
-    for other in (torch.float16, torch.bfloat16):
-        with pytest.raises(RuntimeError, match=f"bool or float or to match.*{other} and"):
+    for other, words in ((torch.float16, "c10::Half"), (torch.bfloat16, "c10::BFloat16")):
+        with pytest.raises(RuntimeError, match=f"bool or float or to match.*{words} and  query"):
             module(x, x, x, **{name: mask.to(other)}, **wanted)
         with torch.autocast("cpu", torch.bfloat16):
             module.float()(x.float(), x.float(), x.float(), **{name: mask.to(other)}, **wanted)

@@ -133,6 +133,22 @@ def test_frequencies_of_another_number_of_heads_are_an_error(tmp_path):
     nn.Sequential(ikattn.MultiheadAttention(E, H, num_frequencies=8)).load_state_dict(state)
 
 
+def test_a_checkpoint_of_another_kernel_is_an_error():
+    learned = make("implicit", p="learned").state_dict()
+    for module, names in (
+        (make("dot"), ["magnitude.raw", "spectral.w1", "spectral.w2"]),
+        (make("rbf", p="learned"), ["spectral.w1", "spectral.w2"]),
+        (make("implicit"), ["magnitude.raw"]),
+    ):
+        for model, prefix in ((module, ""), (nn.Sequential(module), "0.")):
+            state = {prefix + name: x for name, x in learned.items()}
+            with pytest.raises(RuntimeError, match="Unexpected key") as raised:
+                model.load_state_dict(state)
+            assert all(f'"{prefix}{name}"' in str(raised.value) for name in names)
+            unexpected = model.load_state_dict(state, strict=False).unexpected_keys
+            assert sorted(unexpected) == sorted(prefix + name for name in names)
+
+
 def test_our_checkpoint_loads_into_stock():
     state = make("implicit").state_dict()
     stock = nn.MultiheadAttention(E, H, dtype=torch.float64)
@@ -248,6 +264,31 @@ def test_torchscript_is_refused_with_the_way_out():
         torch.jit.script(make("implicit"))
     with pytest.raises(RuntimeError, match=r"torch\.export\.export"):
         torch.jit.script(nn.Sequential(make("implicit")))
+
+
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # of torch.jit, that it is deprecated and that shapes are fixed
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_torch_jit_trace_takes_the_module(kernel):
+    module, x, y = make(kernel).eval(), batch(L, N, E), 2 * batch(L, N, E)
+    traced = torch.jit.trace(module, (x, x, x))
+    for expected, found in zip(module(y, y, y), traced(y, y, y), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"spectral": "dirct"}, {"num_frequencies": -3}, {"seed": "a"}, {"seed": 1.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bad_options_are_found_whatever_the_kernel(kernel, options):
+    (name,) = options
+    with pytest.raises(
+        ValueError, match=f"^{name} must be .*, got {next(iter(options.values()))!r}"
+    ):
+        ikattn.MultiheadAttention(E, H, kernel=kernel, **options)
 
 
 @pytest.mark.parametrize(

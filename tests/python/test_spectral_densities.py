@@ -69,6 +69,9 @@ def test_divergence_is_torchs():
         (torch.tensor([[1.0, 2.0], [2.0, 1.0]]), r"positive definite.*smallest eigenvalue is -1"),
         (torch.tensor([[2.0, 0.0], [0.0, 1.0]]), r"unit diagonal, got 2"),
         (torch.tensor([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
+        (torch.tensor([[1.0, 0.5], [0.0, 1.0]]).bfloat16(), "symmetric"),
+        (torch.tensor([[1.05, 0.2], [0.2, 1.0]]).bfloat16(), r"unit diagonal, got 1\.04688"),
+        (torch.tensor([[1.0, 0.2], [0.2, 1.09]]).half(), r"unit diagonal, got 1\.08984"),
         (torch.tensor([[1.0, math.nan], [math.nan, 1.0]]), "finite"),
         (torch.ones(3, 2), r"\[\.\.\., H, H\], got \[3, 2\]"),
     ],
@@ -76,6 +79,11 @@ def test_divergence_is_torchs():
 def test_what_is_no_correlation_matrix_is_refused(correlation, message):
     with pytest.raises(ValueError, match=message):
         gaussian_copula_log_density(torch.zeros(2), correlation)
+
+
+def test_a_scale_of_the_prior_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="gaussian_kl: prior_scale must be positive, got 0"):
+        gaussian_kl(torch.zeros(2), torch.zeros(2), prior_scale=0)
 
 
 def test_the_matrix_that_is_not_positive_definite_is_named():
@@ -107,6 +115,10 @@ def test_copula_density_in_every_type(dtype):
     correlation, scores = random_correlation(H).to(dtype), torch.randn(20, H).to(dtype)
     got = gaussian_copula_log_density(scores, correlation)
     assert got.dtype == dtype
+    for seed in range(20):  # of lengths rounded to this type
+        torch.manual_seed(seed)
+        factor = correlation_factor(torch.randn(12, 12).to(dtype))
+        assert gaussian_copula_log_density(torch.zeros(12), factor=factor).isfinite()
     torch.testing.assert_close(
         got, gaussian_copula_log_density(scores.double(), correlation.double()).to(dtype)
     )

@@ -42,7 +42,8 @@ class Wrong(nn.Module):
             ValueError,
             "regularization must be finite, got nan",
         ),
-        (lambda w: (w, w, w), TypeError, "scalar tensor or None as regularization"),
+        (lambda w: (w, w, w), TypeError, "scalar, real tensor or None as regularization"),
+        (lambda w: (w, w, w.sum() + 0j), TypeError, "regularization, got a tensor .*complex128"),
     ],
 )
 def test_a_generator_that_returns_something_else_is_named(output, error, message, monkeypatch):
@@ -75,6 +76,26 @@ def test_the_heads_and_the_layer_of_frequencies_that_are_not_finite_are_named():
         ValueError, match=r"Mikan 'spectral': w1 .*in heads \[1\] of samples \[0, 1"
     ):
         module(x, x, x)
+
+
+def test_of_layers_that_share_a_source_the_one_that_calls_is_named():
+    model = nn.ModuleList([nn.MultiheadAttention(E, H) for _ in range(2)])
+    ikattn.convert(model, spectral=(shared := Wrong(lambda w: (w + 1.0, None))))
+    model[0].spectral = model[1].spectral = shared
+    x = batch(L, N, E, dtype=torch.float32)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x):
+            x = self.layers[0](x, x, x)[0]
+            shared.make_output = lambda w: (w * math.inf, None)
+            return self.layers[1](x, x, x)[0]
+
+    with pytest.raises(ValueError, match=r"Wrong 'layers\.1\.spectral': w1 must be finite"):
+        Both()(x)
 
 
 @each_generator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -31,11 +32,12 @@ def test_odd_network_is_its_formula_and_odd():
     assert torch.equal(network(-z), -network(z))
 
 
+@pytest.mark.parametrize("mean", [0.0, 30.0])
 @pytest.mark.parametrize("size", [8, 64, 128])
-def test_initial_frequencies_have_the_same_scale_at_every_head_size(size):
+def test_initial_frequencies_have_the_same_scale_at_every_head_size(size, mean):
     torch.manual_seed(0)
     source = Mikan(8, size, 64).train()
-    q, k = torch.randn(2, 4, 8, 10, size)
+    q, k = mean + torch.randn(2, 4, 8, 10, size)
     for w in source(q, k, None)[:2]:
         angle = 2 * math.pi * math.sqrt(size) * w.std()  # of a token of standard normal numbers
         assert 0.5 < angle < 2
@@ -202,6 +204,33 @@ def test_fixed_points_are_normal_and_the_same_in_every_type():
     assert abs(one.points.mean()) < 0.02
     assert abs(one.points.std() - 1) < 0.02
     assert torch.equal(other.points, Mikan(8, 16, 64, seed=5, dtype=torch.float64).points)
+
+
+@each_generator
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("training", [False, True])
+def test_parameters_of_another_type_may_stand_in(kind, dtype, training):
+    """As under FSDP with mixed precision: no method of the module hears of it."""
+    source = generator(kind).float().train(training)
+    expected = copy.deepcopy(source).to(dtype)
+    parameters = {name: w.to(dtype) for name, w in source.named_parameters()}
+    q = tokens().to(dtype)
+    before = source(q.float(), q.float(), None)[0] if not training else None
+    torch.manual_seed(3)
+    found = torch.func.functional_call(source, parameters, (q, q, None))
+    torch.manual_seed(3)
+    for a, b in zip(found, expected(q, q, None), strict=True):
+        assert a.dtype == dtype
+        assert torch.equal(a, b)
+    if before is not None:
+        assert torch.equal(source(q.float(), q.float(), None)[0], before)
+
+
+def test_evaluation_is_one_of_three():
+    source = generator(Ikan)
+    with pytest.raises(ValueError, match=r"evaluation must be one of .*, got 'point'"):
+        source.evaluation = "point"
+    assert source.evaluation == "points"
 
 
 @each_generator

@@ -102,6 +102,8 @@ def test_nested_tensors_need_no_padding(kernel):
     for row, wanted, hidden in zip(output.unbind(), expected, padding, strict=True):
         torch.testing.assert_close(row, wanted[~hidden])
     torch.testing.assert_close(weights[~padding], expected_weights[~padding])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Need attn_mask if specifying"):
+        module(nested, nested, nested, is_causal=True, need_weights=False)
 
 
 @learned_kernels

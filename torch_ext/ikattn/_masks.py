@@ -46,14 +46,19 @@ class Masks(NamedTuple):
         return self._replace(attention=self.attention.view(*leading, *tail))
 
     def for_logits_of(self, queries: Tensor) -> Masks:
-        """Gives 16-bit masks the type of the queries under autocast.
+        """Gives two masks their sum's type, and 16-bit ones that of the queries under autocast.
 
         Raises:
-            RuntimeError: A float mask is neither of the queries' type nor float32.
+            RuntimeError: A float mask, or the sum, is neither of the queries' type nor float32.
         """
+        padding, attention = self.padding, self.attention
+        if padding is not None and attention is not None:
+            types = [_type_of_bias(mask, queries.dtype) for mask in (padding, attention)]
+            both = torch.promote_types(*types)
+            padding, attention = _widened(padding, both), _widened(attention, both)
         return self._replace(
-            padding=_for_logits_of(queries, self.padding),
-            attention=_for_logits_of(queries, self.attention),
+            padding=_for_logits_of(queries, padding),
+            attention=_for_logits_of(queries, attention),
         )
 
     def with_visible_keys(self, count: int) -> Masks:
@@ -84,7 +89,7 @@ def check_types(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> No
         AssertionError: A mask is neither bool nor floating point.
     """
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        if mask is not None and not torch.is_floating_point(mask) and mask.dtype != torch.bool:
             raise AssertionError(f"only bool and floating types of {name} are supported")
     if (
         key_padding_mask is not None
@@ -99,6 +104,24 @@ def check_types(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> No
         )
 
 
+def check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
+    """Raises RuntimeError for a hint about a mask that is not there."""
+    if is_causal and attn_mask is None:
+        raise RuntimeError(
+            "Need attn_mask if specifying the is_causal hint. "
+            "You may use the Transformer module method "
+            "`generate_square_subsequent_mask` to create this mask."
+        )
+
+
+def _type_of_bias(mask: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if mask.dtype == torch.bool else mask.dtype
+
+
+def _widened(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask.to(dtype)
+
+
 def _for_logits_of(queries: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype in (torch.bool, torch.float32, queries.dtype):
         return mask
@@ -106,8 +129,20 @@ def _for_logits_of(queries: Tensor, mask: Tensor | None) -> Tensor | None:
         return mask.to(queries.dtype)
     raise RuntimeError(
         "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
-        f"attn_mask.dtype: {mask.dtype} and query.dtype: {queries.dtype} instead."
+        f"attn_mask.dtype: {_in_words_of_torch(mask)} and  "
+        f"query.dtype: {_in_words_of_torch(queries)} instead."
     )
+
+
+def _in_words_of_torch(x: Tensor) -> str:
+    """The type of a tensor as torch's own errors print it, from C++."""
+    names = {
+        torch.float16: "c10::Half",
+        torch.bfloat16: "c10::BFloat16",
+        torch.float32: "float",
+        torch.float64: "double",
+    }
+    return names.get(x.dtype, str(x.dtype))
 
 
 def hidden(mask: Tensor) -> Tensor:

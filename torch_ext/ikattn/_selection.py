@@ -115,8 +115,12 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
     """Returns the selected attention modules, each once, in the order of their first names.
 
     Raises:
+        TypeError: The model is none, or select is no selection.
         ValueError: There are none.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_selection(select)
     report = conversion_report(model)
     if not report:
         types = sorted({type(module).__name__ for module in model.modules()})
@@ -130,6 +134,15 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
         names = ", ".join(map(str, report))
         raise ValueError(f"select={select!r} matches none of the attention modules: {names}")
     return selected
+
+
+def _check_selection(select: object) -> None:
+    several = isinstance(select, Iterable) and all(isinstance(x, str | type) for x in select)
+    if select is not None and not callable(select) and not several:
+        raise TypeError(
+            "select must be a predicate of name and module, a pattern of names, a type, or a list "
+            f"of patterns and types, got {select!r}"
+        )
 
 
 def is_selected(

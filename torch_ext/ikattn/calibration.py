@@ -76,8 +76,8 @@ def calibrate(
         For each module how near it was and is.
 
     Raises:
-        ValueError: There is no implicit kernel, no batch, steps < 1, or a module was not called or
-            has no frequencies that require grad.
+        ValueError: There is no implicit kernel, no batch, steps < 1, a module was not called or
+            has no frequencies that require grad, or its softmax weights are not finite.
 
     Example:
         >>> import torch, ikattn
@@ -112,6 +112,7 @@ def _softmax_calls(
     """Runs the model with softmax attention and returns what each module was given."""
     calls: dict[nn.Module, list[AttentionCall]] = {found.module: [] for found in chosen}
     left = dict.fromkeys(calls, _OF_MODULE)
+    names = {found.module: found for found in chosen}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, MultiheadAttention)
@@ -119,6 +120,11 @@ def _softmax_calls(
             return
         call = torch_call(module, args, kwargs, None, None, None)
         call = _of_no_inference_mode(_some_queries(call))
+        if not call.weights.isfinite().all():
+            raise ValueError(
+                f"calibrate: expected batches with finite attention weights, got NaN in "
+                f"{names[module]}"
+            )
         left[module] -= call.weights.numel()
         calls[module].append(call)
 

@@ -44,10 +44,10 @@ def convert(
     new parameters, drawn for each module separately, of which an older optimiser must be told:
     ``optimizer.add_param_group({"params": [...]})``; their names hold ".spectral.".
 
-    A module that has the kernel already is left alone. So are, with a warning, subclasses that
-    someone else made (parametrised and sharded modules are such) and modules whose ``forward``
-    someone replaced. The logger "ikattn" says at level INFO what was done. Convert before
-    torch.compile and before wrapping for distributed training.
+    A module that has the kernel already is left alone, whatever its options. So are, with a
+    warning, subclasses that someone else made (parametrised and sharded modules are such) and
+    modules whose ``forward`` someone replaced. The logger "ikattn" says at level INFO what was
+    done. Convert before torch.compile and before wrapping for distributed training.
 
     Args:
         model: Any module; it may be an nn.MultiheadAttention itself.
@@ -68,6 +68,7 @@ def convert(
         ``model``.
 
     Raises:
+        TypeError: ``model`` is no module, or ``select`` no selection.
         ValueError: There is nothing to convert, an option is wrong, or there is calibration data
             for a kernel other than "implicit". Whatever is raised, nothing has changed then.
 
@@ -112,6 +113,11 @@ def convert(
     if len(to_change) < len(convertible):
         kept = [str(found) for found in convertible if found not in to_change]
         _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
+        if calibration is not None:
+            _logger.warning(
+                "not calibrated, for kernel='implicit' before: %s; ikattn.calibrate does it",
+                ", ".join(kept),
+            )
     if refused:
         _logger.warning("not converted: %s", _describe(refused))
     for calibrated in report:
@@ -124,7 +130,8 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
 
     What ``convert`` did is undone: the class, the forward pre-hook, the encoders' nesting of padded
     input. Weights stay as they are now, trained or not; frequencies are dropped. An optimiser that
-    was told of them keeps them, without gradients. Modules made as ``ikattn.MultiheadAttention``
+    was told of them keeps them, without gradients. Pass what ``convert`` was given: encoders around
+    a part of it are not reached. Modules made as ``ikattn.MultiheadAttention``
     are reverted too; subclasses of it are left, with a warning.
 
     Args:
@@ -135,6 +142,7 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
         ``model``.
 
     Raises:
+        TypeError: ``model`` is no module, or ``select`` no selection.
         ValueError: There is nothing to revert.
 
     Example:

@@ -22,6 +22,7 @@ from ikattn._masks import (
     Masks,
     as_bias,
     as_visible,
+    check_hint,
     check_types,
     hidden,
     padded,
@@ -253,12 +254,7 @@ def attend(
     Raises:
         AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
     """
-    if masks.is_causal and masks.attention is None:
-        raise RuntimeError(
-            "Need attn_mask if specifying the is_causal hint. "
-            "You may use the Transformer module method "
-            "`generate_square_subsequent_mask` to create this mask."
-        )
+    check_hint(masks.is_causal, masks.attention)
     is_batched, batch_axis = query.dim() == 3, 0 if batch_first else 1
     if not is_batched:
         # what was one tensor stays one, and is projected at once
@@ -417,6 +413,11 @@ def _implicit(
     if kernel.magnitude is not None:
         magnitude = kernel.magnitude(key, None if padding is None else hidden(padding))
         key_bias = magnitude if key_bias is None else magnitude + key_bias
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    drops_all = dropout_p == 1.0
+    if drops_all:
+        dropout_p = 0.0  # the operator divides by the share that is kept
     options: dict[str, Any] = {
         "p": kernel.p,
         "key_bias": key_bias,
@@ -427,7 +428,11 @@ def _implicit(
         "dropout_seed": draw_dropout_seed(query.device) if dropout_p > 0.0 else None,
     }
     output = implicit_kernel_attention(query, key, value, w1, w2, **options)
-    if not wanted.weights:
-        return output, None
-    average = wanted.average
-    return output, implicit_kernel_weights(query, key, w1, w2, **options, average_heads=average)
+    weights = None
+    if wanted.weights:
+        weights = implicit_kernel_weights(
+            query, key, w1, w2, **options, average_heads=wanted.average
+        )
+    if drops_all:
+        return 0.0 * output, None if weights is None else 0.0 * weights
+    return output, weights

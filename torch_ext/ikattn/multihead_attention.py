@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn._masks import Masks, check_types
+from ikattn._masks import Masks, check_hint, check_types
 from ikattn._nested import attend_padded
 from ikattn._projection import InProjection, Projection, check_axes, project
 from ikattn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
 from ikattn.magnitude import LearnedOrder
 from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.direct import checked_size
+from ikattn.spectral.factory import check_spectral
 from ikattn.spectral.regularized import Regularized
 
 __all__ = ["MultiheadAttention"]
@@ -158,6 +159,8 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
                     self.num_heads, device=weight.device, dtype=weight.dtype
                 ).train(self.training)
         check_kernel(kernel, p)
+        check_spectral(spectral, seed)
+        num_frequencies = checked_size("num_frequencies", num_frequencies)
         source = None
         if kernel == "implicit":
             if callable(spectral) and not isinstance(spectral, nn.Module):
@@ -166,7 +169,7 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
                 spectral,
                 num_heads=self.num_heads,
                 head_dim=self.head_dim,
-                num_frequencies=checked_size("num_frequencies", num_frequencies),
+                num_frequencies=num_frequencies,
                 stationary=stationary,
                 seed=seed,
                 device=weight.device,
@@ -332,6 +335,7 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends over nested tensors [N, *, E]; weights come padded, [N, L, S]."""
+        check_hint(is_causal, attn_mask)
         if self.kernel == "dot":
             return _stock_forward(
                 self,
@@ -375,15 +379,36 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
             self.register_forward_pre_hook(_forward_must_run)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is."""
+        """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is.
+
+        Those of another kernel are unexpected, which torch overlooks where the child is None.
+        """
         for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
             module, own = getattr(self, child), f"{prefix}{child}."
-            if module is not None and not any(name.startswith(own) for name in state_dict):
+            given = [name for name in state_dict if name.startswith(own)]
+            if module is None:
+                unexpected_keys += given if strict else []
+            elif not given:
                 _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
                 state_dict.update(module.state_dict(prefix=own))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(

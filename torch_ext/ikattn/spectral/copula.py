@@ -12,10 +12,10 @@ def correlation_factor(lower: Tensor) -> Tensor:
     """The Cholesky factor of a correlation matrix from any numbers below the diagonal.
 
     The rows of I + (what is below the diagonal) are divided by their lengths, so that L L^T has a
-    unit diagonal and is positive definite whatever the numbers.
+    unit diagonal and is positive definite whatever the numbers (L L^T up to rounding).
 
     Args:
-        lower: [..., H, H]; only what is below the diagonal is read.
+        lower: [..., H, H]; only what is below the diagonal is read. Its squares must not overflow.
 
     Returns:
         L, [..., H, H], lower triangular with a positive diagonal.
@@ -106,15 +106,26 @@ def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -
     Returns:
         Shaped like location.
 
+    Raises:
+        ValueError: prior_scale is not positive.
+
     Example:
         >>> import torch
         >>> from ikattn.spectral import gaussian_kl
         >>> gaussian_kl(torch.tensor(2.0), torch.tensor(0.0))
         tensor(2.)
     """
+    if not 0 < prior_scale < math.inf:
+        raise ValueError(f"gaussian_kl: prior_scale must be positive, got {prior_scale}")
     log_ratio = log_scale - math.log(prior_scale)
     squares = (2 * log_ratio).exp() + (location / prior_scale).square()
     return (squares - 1) / 2 - log_ratio
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far from 1 a length or a diagonal may be: sums of rounded numbers, in 16 bits one."""
+    eps = torch.finfo(dtype).eps
+    return 100 * eps if eps < 1e-5 else 2 * eps
 
 
 def _check_factor(factor: Tensor) -> None:
@@ -122,7 +133,7 @@ def _check_factor(factor: Tensor) -> None:
     if factor.dim() < 2 or factor.size(-1) != factor.size(-2):
         raise ValueError(f"{name} must have shape [..., H, H], got {list(factor.shape)}")
     lower = factor.detach().double()
-    tolerance = 100 * torch.finfo(factor.dtype).eps
+    tolerance = _tolerance(factor.dtype)
     lengths = torch.linalg.vector_norm(lower, dim=-1)
     is_unit = torch.allclose(lengths, torch.ones_like(lengths), rtol=0, atol=tolerance)
     if not is_unit or lower.triu(1).any() or not (lower.diagonal(dim1=-2, dim2=-1) > 0).all():
@@ -136,7 +147,7 @@ def _check_correlation(correlation: Tensor) -> None:
     if correlation.dim() < 2 or correlation.size(-1) != correlation.size(-2):
         raise ValueError(f"{name} must have shape [..., H, H], got {list(correlation.shape)}")
     matrix = correlation.detach()
-    tolerance = 100 * torch.finfo(matrix.dtype).eps
+    tolerance = _tolerance(matrix.dtype)
     if not matrix.isfinite().all():
         raise ValueError(f"{name} must be finite")
     if not torch.allclose(matrix, matrix.mT, rtol=0, atol=tolerance):

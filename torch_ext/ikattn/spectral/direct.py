@@ -126,7 +126,8 @@ class Direct(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 of shape [H, d, M]; they do not depend on the input."""
         w1, w2 = self.frequencies()
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _are_duals_active():
+        is_recorded = torch.compiler.is_compiling() or torch._C._is_tracing()
+        if is_recorded or torch.is_grad_enabled() or _are_duals_active():
             return w1, w2
         # Views of parameters require grad even here, without a gradient function, which hooks on
         # modules (torch's ModuleTracker) take for an error.

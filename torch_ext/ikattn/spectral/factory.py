@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -35,6 +36,7 @@ def make_spectral(
         ValueError: The name is unknown, or an option is out of range or for names alone.
     """
     names = ", ".join(map(repr, SOURCES))
+    check_spectral(spectral, seed)
     if isinstance(spectral, nn.Module):
         if stationary:
             raise ValueError(
@@ -51,9 +53,15 @@ def make_spectral(
         return Direct(*sizes, **options)
     if spectral == "ikan":
         return Ikan(*sizes, **options)
-    if spectral == "mikan":
-        return Mikan(*sizes, **options)
-    raise ValueError(
-        f"spectral must be one of {names}, a torch.nn.Module, or a function that makes one, got "
-        f"{spectral!r}"
-    )
+    return Mikan(*sizes, **options)
+
+
+def check_spectral(spectral: Spectral, seed: int | None) -> None:
+    """Raises ValueError for what is no source of frequencies, or no seed."""
+    if not callable(spectral) and spectral not in SOURCES:
+        raise ValueError(
+            f"spectral must be one of {', '.join(map(repr, SOURCES))}, a torch.nn.Module, or a "
+            f"function that makes one, got {spectral!r}"
+        )
+    if seed is not None and not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an integer or None, got {seed!r}")

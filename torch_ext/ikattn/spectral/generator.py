@@ -69,8 +69,6 @@ class Generator(nn.Module):
                 f"num_frequencies must be even and at least 2, one half each for +z and -z, got "
                 f"{num_frequencies}"
             )
-        if evaluation not in EVALUATIONS:
-            raise ValueError(f"evaluation must be one of {EVALUATIONS}, got {evaluation!r}")
         if not 0 < prior_scale < math.inf:
             raise ValueError(f"prior_scale must be positive, got {prior_scale}")
         check_weight("kl_weight", kl_weight)
@@ -94,6 +92,22 @@ class Generator(nn.Module):
         """Whether there is no second network."""
         return self.network2 is None
 
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """H, d and M."""
+        return self.num_heads, self.head_dim, self.num_frequencies
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Noise in eval mode: "points", "mean" or "random"."""
+        return self._evaluation
+
+    @evaluation.setter
+    def evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation not in EVALUATIONS:
+            raise ValueError(f"evaluation must be one of {EVALUATIONS}, got {evaluation!r}")
+        self._evaluation: Evaluation = evaluation
+
     def _reset_networks(self, generator: torch.Generator | None, published: bool = False) -> None:
         """Draws the networks anew."""
         for network in (self.network1, self.network2):
@@ -104,8 +118,7 @@ class Generator(nn.Module):
 
     def _fill_points(self) -> None:
         """Makes the points for the device and type of the parameters."""
-        shape = (self.num_heads, self.head_dim, self.num_frequencies)
-        points = torch.empty(shape) if self.gain.is_meta else _fixed_points(*shape)
+        points = torch.empty(self._shape) if self.gain.is_meta else _fixed_points(*self._shape)
         self.points = points.to(device=self.gain.device, dtype=self.gain.dtype)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,14 +132,17 @@ class Generator(nn.Module):
 
     def noise(self, *batch: int) -> Tensor:
         """Standard normal noise [*batch, H, d, M], in eval mode the fixed points [H, d, M]."""
-        if self.points.device != self.gain.device:  # parameters were assigned by load_state_dict
-            self._fill_points()
+        dtype, device = self.gain.dtype, self.gain.device
         if self.training or self.evaluation == "random":
-            shape = (*batch, *self.points.shape)
-            return torch.randn(shape, dtype=self.points.dtype, device=self.points.device)
-        if self.evaluation == "points":
-            return self.points
-        return torch.zeros_like(self.points)
+            return torch.randn((*batch, *self._shape), dtype=dtype, device=device)
+        if self.evaluation == "mean":
+            return torch.zeros(self._shape, dtype=dtype, device=device)
+        # Parameters change without _apply: by load_state_dict(assign=True), functional_call, FSDP.
+        if (self.points.dtype, self.points.device) != (dtype, device):
+            if torch.compiler.is_compiling():
+                return self.points.to(dtype=dtype, device=device)
+            self._fill_points()
+        return self.points
 
     def about_halves(self, location: Tensor) -> Tensor:
         """Turns locations [..., H, d] into those of every z, [..., H, d, M]: +, then -."""

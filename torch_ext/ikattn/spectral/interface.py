@@ -57,11 +57,13 @@ def call_source(
     regularization = returned[2] if len(returned) == 3 else None
     _check_shapes(source, w1, w2, query)
     if regularization is not None and (
-        not isinstance(regularization, Tensor) or regularization.dim() != 0
+        not isinstance(regularization, Tensor)
+        or regularization.dim() != 0
+        or not regularization.is_floating_point()
     ):
         raise TypeError(
-            f"{_name(source)} must return a scalar tensor or None as regularization, got "
-            f"{_describe(regularization)}"
+            f"{_name(source)} must return a scalar, real tensor or None as "
+            f"regularization, got {_describe(regularization)}"
         )
     if _can_be_read(w1):
         for name, w in (("w1", w1), ("w2", w2)):
@@ -143,7 +145,7 @@ def _describe(returned: object) -> str:
     if isinstance(returned, tuple):
         return f"a tuple of {len(returned)}"
     if isinstance(returned, Tensor):
-        return f"a tensor {list(returned.shape)}"
+        return f"a tensor {list(returned.shape)} of {returned.dtype}"
     return type(returned).__name__
 
 
@@ -152,12 +154,17 @@ def _name(source: object) -> str:
     kind = type(source).__name__
     if not isinstance(source, nn.Module):
         return kind
-    path = ""
+    names: list[str] = []
+    inner: nn.Module = source
     frame = inspect.currentframe()
     while frame is not None:  # outwards; the last module found is the whole model
         caller = frame.f_locals.get("self")
-        if isinstance(caller, nn.Module):
-            names = (name for name, module in caller.named_modules() if module is source)
-            path = next(names, path) or path
+        if isinstance(caller, nn.Module) and caller is not inner:
+            found = (name for name, module in caller.named_modules() if module is inner)
+            name = next(found, None)
+            if name is not None:
+                names.insert(0, name)
+                inner = caller
         frame = frame.f_back
+    path = ".".join(names)
     return f"{kind} {path!r}" if path else kind

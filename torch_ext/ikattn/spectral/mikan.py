@@ -128,7 +128,7 @@ class Mikan(Generator):
         generator, published = self._seeded(), self.faithful is not None
         self._reset_networks(generator, published)
         copula_bias = 0.0 if published else COPULA_BIAS
-        self.posterior.reset_parameters(generator, copula_bias=copula_bias)
+        self.posterior.reset_parameters(generator, copula_bias=copula_bias, published=published)
 
     def infer(
         self,

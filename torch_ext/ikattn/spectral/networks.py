@@ -108,18 +108,29 @@ class PosteriorNetwork(nn.Module):
         self.biases = nn.Parameter(torch.empty(4 * size, device=device, dtype=dtype))
 
     def reset_parameters(
-        self, generator: torch.Generator | None = None, *, copula_bias: float = 0.0
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        copula_bias: float = 0.0,
+        published: bool = False,
     ) -> None:
-        """Draws every layer's weights from U(-1/sqrt(d), 1/sqrt(d)), as the authors' code.
+        """Draws weights from U(-1/sqrt(d), 1/sqrt(d)); those of location and log scale become zero.
+
+        So the noise starts as its prior, whatever the mean of the tokens, and the kernel as wide as
+        that makes it.
 
         Args:
             generator: On the CPU; None: torch's default one.
             copula_bias: Initial bias of the layer for correlations; the others' is zero.
+            published: Leave the drawn weights everywhere, as the authors' code.
         """
-        fill_uniform(self.weights, 1 / math.sqrt(self.size), generator)
+        size = self.size
+        fill_uniform(self.weights, 1 / math.sqrt(size), generator)
         with torch.no_grad():
             self.biases.zero_()
-            self.biases[3 * self.size :].fill_(copula_bias)
+            self.biases[3 * size :].fill_(copula_bias)
+            if not published:
+                self.weights[size * self.inputs :][: 2 * size * size].zero_()
 
     def forward(self, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps [B, H, inputs] to location, log scale, copula vector in (-1, 1): each [B, H, d]."""

@@ -16,6 +16,7 @@ from ...analysis._resolvers import calls_interface
 from ...functional import check_kernel
 from ...spectral import SOURCES
 from ...spectral.direct import checked_size
+from ...spectral.factory import check_spectral
 from ._attention import register_implicit
 from ._interface import configs_of, import_transformers
 from ._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
@@ -97,6 +98,7 @@ def use_implicit_attention(
     check_kernel("implicit", p)
     if spectral not in SOURCES:
         raise ValueError(f"spectral must be one of {SOURCES}, got {spectral!r}")
+    check_spectral(spectral, seed)
     options = {  # in types that JSON knows, whatever they came in
         "p": None if p is None else float(p),
         "num_frequencies": checked_size("num_frequencies", num_frequencies),
