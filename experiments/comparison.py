@@ -6,9 +6,11 @@ import argparse
 import csv
 import math
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "mikan": {"spectral": "mikan"},
 }
 GENERATED = ("ikan", "mikan")
+
+Row = TypeVar("Row", bound=NamedTuple)
+
 PADDING = 0  # the number of the token that is none
 
 
@@ -80,9 +85,40 @@ def check_options(
     for p in options.p or []:
         if p not in ("none", "learned") and not _is_number(p):
             parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
-    for path in (getattr(options, name) for name in files):
-        if path is not None and not path.parent.is_dir():
+    for name in files:
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             parser.error(f"there is no directory {path.parent}")
+        if path.is_dir():
+            parser.error(f"{path} is a directory")
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            parser.error(f"cannot write {path}: {error}")
+        if name == "plot":
+            _check_picture(parser, path)
+
+
+def _check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        parser.error("--plot needs matplotlib: pip install 'ikattn[demo]'")
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        parser.error(f"--plot must end in one of {', '.join(sorted(kinds))}, got {path.name}")
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Calls ``main``; Ctrl-C ends it in one line."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        name = Path(sys.argv[0]).name
+        print(f"\n{name}: interrupted; runs that had ended are in --csv", file=sys.stderr)
+        sys.exit(130)
 
 
 def train_step(
@@ -121,6 +157,19 @@ def spread(values: Sequence[float], digits: int) -> str:
     """Mean and, of more than one value, standard deviation, as tables print them."""
     mean = f"{np.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {np.std(values):.{digits}f}"
+
+
+class Table(Generic[Row]):
+    """Runs as they end. Each is in the file, if there is one, before the next begins."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.runs: list[Row] = []
+
+    def add(self, *runs: Row) -> None:
+        self.runs += runs
+        if self.path is not None and runs:
+            write_csv(self.path, self.runs)
 
 
 def write_csv(path: Path, runs: Sequence[NamedTuple]) -> None:

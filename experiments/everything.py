@@ -74,9 +74,9 @@ def folder_of(data: Path, marker: str) -> Path:
 def command_of(run: Run, data: Path, out: Path) -> list[str]:
     """What to execute."""
     folder = folder_of(data, MARKERS[run.program])
-    options: list[str] = []
+    options = ["--csv", str(out / f"{run.name}.csv")]
     if "--cost" not in run.arguments:
-        options += ["--csv", str(out / f"{run.name}.csv"), "--plot", str(out / f"{run.name}.png")]
+        options += ["--plot", str(out / f"{run.name}.png")]
     if run.name == "translation":
         options += ["--models", str(out / "models")]
         aligned = folder_of(data, "alignment.talp")

@@ -13,17 +13,19 @@ parkinsons/ (each data.csv.gz, the value in the last column); without headers.
     pip install 'ikattn[demo]'
     python experiments/regression.py --data DIR --quick
     python experiments/regression.py --data DIR --csv regression.csv --plot regression.png
-    python experiments/regression.py --data DIR --datasets parkinsons --cost
+    python experiments/regression.py --data DIR --datasets parkinsons --cost [--csv cost.csv]
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +33,14 @@ import torch
 import comparison
 from comparison import (
     GENERATED,
+    Table,
     add_options,
     check_options,
     choose_orders,
     describe,
     draw_plot,
+    run_program,
     spread,
-    write_csv,
 )
 from regression_protocol import (
     ATTENTIONS,
@@ -72,14 +75,30 @@ def print_row(setting: Setting, runs: list[Run]) -> None:
     print(f"{row}{1e3 * per_epoch:.0f} ms per epoch", flush=True)
 
 
+class Cost(NamedTuple):
+    data_set: str
+    attention: str
+    p: str
+    seconds_per_epoch: float
+    mebibytes: float  # at the peak above those before the first epoch
+
+
 def measure_cost(options: argparse.Namespace) -> None:
-    """Prints seconds per epoch and peak memory of each setting, each in a process of its own."""
+    """Measures time and memory of an epoch of each setting, each in a process of its own."""
     print("seconds per epoch (training), MiB at the peak above those before the first epoch")
+    table = Table[Cost](options.csv)
     for setting in choose_settings(options):
         command = [sys.executable, __file__, "--data", str(options.data), "--cost-of", *setting]
-        command += ["--threads", str(options.threads)]
+        command += ["--threads", str(options.threads), "--seed", str(options.seed)]
         result = subprocess.run(command, capture_output=True, text=True)
-        what = result.stdout.strip() if result.returncode == 0 else "failed: out of memory?"
+        if result.returncode == 0:
+            cost = Cost(*setting, *map(float, result.stdout.split()))
+            table.add(cost)
+            what = f"{cost.seconds_per_epoch:8.2f} s {cost.mebibytes:10.0f} MiB"
+        elif result.returncode == -signal.SIGKILL:
+            what = "killed, as the system does where memory runs out"
+        else:
+            what = f"failed: {(result.stderr.strip().splitlines() or ['without a word'])[-1]}"
         print(f"{setting.data_set:<12}{describe(*setting[1:]):<22}{what}", flush=True)
 
 
@@ -95,7 +114,7 @@ def print_cost_of(options: argparse.Namespace) -> None:
     train_epoch(model, optimizer, x, y, train)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(f"{seconds:8.2f} s {peak / 1024:10.0f} MiB")
+    print(seconds, peak / 1024)
 
 
 def parse_options() -> argparse.Namespace:
@@ -120,6 +139,10 @@ def parse_options() -> argparse.Namespace:
     if options.cost and options.attention == list(comparison.ATTENTIONS):
         options.attention = ["direct", "mikan", "eager"]
     check_options(parser, options, ["repeats", "epochs", "threads"])
+    if not 0 <= options.seed < 1 << 32:
+        parser.error(f"--seed must be from 0 to 2^32 - 1, got {options.seed}")
+    if options.cost and options.plot is not None:
+        parser.error("--cost has no plot")
     if "eager" in options.attention and "learned" in (options.p or []):
         parser.error("--attention eager takes numbers and 'none' as --p")
     return options
@@ -138,16 +161,17 @@ def main() -> None:
     if options.cost:
         measure_cost(options)
         return
-    runs: list[Run] = []
+    table = Table[Run](options.csv)
     print(f"{'':34}{'test RMSE, best epoch':<24}test RMSE, last epoch")
     for setting in choose_settings(options):
         name = setting.data_set
         epochs = options.epochs or DATA_SETS[name].epochs
-        rows = fit_repeats(setting, series[name], options.repeats, epochs, options.seed)
+        rows = []
+        for row in fit_repeats(setting, series[name], options.repeats, epochs, options.seed):
+            rows.append(row)
+            table.add(row)
         print_row(setting, rows)
-        runs += rows
-        if options.csv is not None:
-            write_csv(options.csv, runs)
+    runs = table.runs
     if options.plot is not None:
         draw_plot(
             options.plot, runs, "data_set", lambda run: run.last_rmse, "test RMSE, last epoch"
@@ -161,4 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

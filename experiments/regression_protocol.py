@@ -147,8 +147,11 @@ def load(directory: Path, name: str) -> tuple[Tensor, Tensor]:
             )
         try:
             tables.append(np.loadtxt(path, delimiter=",", ndmin=2))
-        except ValueError as error:
+        except (ValueError, OSError, EOFError) as error:  # of the text, or of what it is packed in
             raise ValueError(f"{path}: {error}") from None
+        finite = np.isfinite(tables[-1]).all(1)
+        if not finite.all():
+            raise ValueError(f"{path}, row {1 + finite.argmin()}: expected finite numbers")
         columns, expected = tables[-1].shape[1], max(tables[0].shape[1], 2)
         if columns != expected:
             raise ValueError(f"{path} must have {expected} columns, the value last, got {columns}")
@@ -180,14 +183,12 @@ def train_epoch(
 
 def fit_repeats(
     setting: Setting, series: tuple[Tensor, Tensor], repeats: int, epochs: int, seed: int
-) -> list[Run]:
+) -> Iterator[Run]:
     """Trains a model for each repeat, on a split and from initial values of its own."""
-    runs = []
     splits = draw_splits(len(series[0]), seed)
     for repeat, split in zip(range(repeats), splits, strict=False):
         torch.manual_seed(seed + repeat)
-        runs.append(fit(setting, series, split, repeat, epochs))
-    return runs
+        yield fit(setting, series, split, repeat, epochs)
 
 
 def fit(

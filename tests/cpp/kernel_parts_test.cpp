@@ -61,6 +61,11 @@ TYPED_TEST(Precision, SineOfAnythingNotFiniteIsNaN) {
     sincos_turns<T>(broadcast(bad), sine, cosine);
     EXPECT_TRUE(std::isnan(sine[0]) && std::isnan(cosine[0]));
   }
+  // one whose bits are the largest integer
+  Vec<T> sine, cosine;
+  sincos_turns<T>((Vec<T>)((Bits<T>{} - 1) & ~((Bits<T>{} + 1) << (8 * sizeof(T) - 1))), sine,
+                  cosine);
+  EXPECT_TRUE(std::isnan(sine[0]) && std::isnan(cosine[0]));
 }
 
 TYPED_TEST(Precision, ExponentialIsGoodToTheLastBits) {
@@ -88,6 +93,28 @@ TYPED_TEST(Precision, TransposedPanelHasRowsForColumns) {
     for (int64_t c = 0; c < kPanel; ++c) {
       ASSERT_EQ(target[c * kPanel + r], source[r * kPanel + c]);
     }
+  }
+}
+
+TYPED_TEST(Precision, PanelsHoldRowsOfEveryWidthAndZeros) {
+  using T = TypeParam;
+  constexpr int64_t kRows = 3;
+  for (int64_t columns = 1; columns <= 2 * kPanel; ++columns) {
+    const std::vector<T> source = random_values<T>(kRows * columns);  // nothing lies behind it
+    const int64_t size = ceil_div(columns, kPanel) * kRows * kPanel;
+    std::vector<T> panels(size, T(7));
+    Array array;
+    array.data = const_cast<T*>(source.data());
+    array.type = kTypeOf<T>;
+    load_panels(array, 0, columns, 1, kRows, columns, panels.data(), kRows);
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t r = i / kPanel % kRows, c = i / (kRows * kPanel) * kPanel + i % kPanel;
+      ASSERT_EQ(panels[i], c < columns ? source[r * columns + c] : T(0)) << columns << ": " << i;
+    }
+    std::vector<T> back(kRows * columns);
+    array.data = back.data();
+    store_panels(array, 0, columns, 1, kRows, columns, panels.data(), kRows);
+    ASSERT_EQ(back, source);
   }
 }
 

@@ -169,8 +169,8 @@ def assert_call_accurate(
 
 
 def _bits(tensor: Tensor) -> bytes:
-    dense = tensor.detach().resolve_neg().contiguous()
-    return dense.flatten().view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_identical(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:

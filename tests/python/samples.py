@@ -62,6 +62,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded batch": _expanded(-4),
     "expanded heads": _expanded(-3),
     "expanded tokens": _expanded(-2),
+    "expanded columns": _expanded(-1),
     "negated": lambda x: torch._neg_view(-x),
 }
 
@@ -275,6 +276,19 @@ def _mixed_samples() -> list[Sample]:
             L=40,
             S=99,
             d_v=7,
+            dropout_p=0.3,
+            mask="BHLS",
+            mask_kind="float with -inf",
+        ),
+        # of half a vector with AVX2, and without either
+        Sample("three values", B=1, H=4, G=2, L=70, S=193, d_v=3, M=8, frequencies="G"),
+        Sample("one value, causal", B=1, L=131, S=131, d_v=1, is_causal=True),
+        Sample(
+            "one value, dropout, mask",
+            B=1,
+            L=40,
+            S=99,
+            d_v=1,
             dropout_p=0.3,
             mask="BHLS",
             mask_kind="float with -inf",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,19 @@ def test_hidden_keys_and_values_never_leak(
     arguments = hide(SHAPE.arguments(dtype))
     expected = attention(**with_rubbish(arguments, 0.0))
     assert_close(attention(**with_rubbish(arguments, rubbish)), expected, tolerance(dtype))
+
+
+@pytest.mark.parametrize("d_v", [1, 2])  # on AVX2 too, of which two share a vector
+@parametrised_over_rubbish(FLOATS)
+def test_hidden_keys_never_leak_into_their_neighbours_in_a_vector(
+    hide: object, rubbish: float, dtype: torch.dtype, d_v: int
+) -> None:
+    arguments = hide(replace(SHAPE, d_v=d_v).arguments(dtype))
+    clean, spoilt = with_rubbish(arguments, 0.0), with_rubbish(arguments, rubbish)
+    assert_close(attention(**spoilt), attention(**clean), tolerance(dtype))
+    expected, found = gradients(attention, clean), gradients(attention, spoilt)
+    for name, gradient in found.items():
+        assert_close(gradient, expected[name], tolerance(dtype), name)
 
 
 @parametrised_over_rubbish(DTYPES)

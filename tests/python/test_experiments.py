@@ -151,13 +151,65 @@ def test_regression_names_the_file_that_is_missing_and_its_origin(
     assert "Traceback" not in result.stderr
 
 
-def test_regression_rejects_an_order_below_one(
-    regression: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--p", "0.5"], "at least 1, 'none' or 'learned', got '0.5'"),
+        (["--seed", "-1"], "--seed must be from 0 to 2^32 - 1, got -1"),
+        (["--csv", "no/a.csv"], "there is no directory no"),
+        (["--csv", "."], ". is a directory"),
+        (["--csv", "/proc/a.csv"], "cannot write /proc/a.csv"),
+        (["--plot", "a.txt"], "--plot must end in one of"),
+        (["--cost", "--plot", "a.png"], "--cost has no plot"),
+    ],
+)
+def test_regression_rejects_options_before_it_computes(
+    regression: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["regression.py", "--data", ".", "--p", "0.5"])
+    monkeypatch.setattr(sys, "argv", ["regression.py", "--data", ".", *options])
     with pytest.raises(SystemExit):
         regression.parse_options()
-    assert "at least 1, 'none' or 'learned', got '0.5'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_kept_when_the_next_is_interrupted(
+    regression: ModuleType,
+    tables: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ended: list[int] = []
+
+    def train_epoch(*_: object) -> None:
+        ended.append(len(ended))
+        if len(ended) > 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("regression_protocol.train_epoch", train_epoch)
+    options = ["--data", tables, "--datasets", "airline", "--attention", "softmax"]
+    options += ["--epochs", 2, "--csv", tmp_path / "a.csv"]
+    monkeypatch.setattr(sys, "argv", ["regression.py", *map(str, options)])
+    with pytest.raises(SystemExit) as stopped:
+        regression.run_program(regression.main)
+    assert stopped.value.code == 130
+    assert "interrupted; runs that had ended are in --csv" in capsys.readouterr().err
+    assert [row["repeat"] for row in rows_of(tmp_path / "a.csv")] == ["0", "1"]
+
+
+def test_a_table_of_what_is_no_number_is_named(regression: ModuleType, tables: Path) -> None:
+    path = tables / "airline_passengers/train.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], "0.5,nan", *lines[2:]]))
+    with pytest.raises(ValueError, match=r"train\.csv, row 3: expected finite numbers"):
+        regression.load(tables, "airline")
+    (tables / "housing/data.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"data\.csv\.gz: "):
+        regression.load(tables, "housing")
 
 
 def test_tables_are_scaled(regression: ModuleType, tables: Path) -> None:
@@ -203,12 +255,15 @@ def test_the_eager_formulation_is_the_same_attention(regression: ModuleType, p: 
 def test_cost_is_measured_in_processes_of_their_own(
     source_tree: Path, tmp_path: Path, tables: Path
 ) -> None:
-    options = ["--data", tables, "--datasets", "parkinsons", "--cost"]
+    options = ["--data", tables, "--datasets", "parkinsons", "--cost", "--csv", "a.csv"]
     result = run(source_tree, "regression.py", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     rows = result.stdout.splitlines()[1:]
     assert [row.split()[1].rstrip(",") for row in rows] == ["direct", "mikan", "eager"]
     assert all(row.endswith("MiB") for row in rows), result.stdout
+    costs = rows_of(tmp_path / "a.csv")
+    assert [cost["attention"] for cost in costs] == ["direct", "mikan", "eager"]
+    assert all(float(cost["seconds_per_epoch"]) > 0 for cost in costs)
 
 
 def test_sentences_run_every_attention(source_tree: Path, tmp_path: Path, texts: Path) -> None:
@@ -229,6 +284,12 @@ def test_sentences_name_the_file_that_is_missing_and_its_origin(
     assert f"{Path('nowhere/rt-polarity.all')} is missing" in result.stderr
     assert "part of github.com/harvardnlp/sent-conv-torch" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_set_too_small_to_split_is_named(sentences: ModuleType, texts: Path) -> None:
+    (texts / "subj.all").write_text("0 a film\n1 good\n")
+    with pytest.raises(ValueError, match=r"subj\.all: expected at least 10 sentences, got 2"):
+        sentences.read(texts, "subj.all")
 
 
 def test_a_line_without_a_label_is_named(sentences: ModuleType, texts: Path) -> None:
@@ -299,6 +360,44 @@ def test_models_that_were_kept_are_measured_without_training(
     assert result.returncode == 1
     assert "mikan.2.0.pt was trained with other epochs" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_cannot_be_a_folder_of_models_is_named(
+    source_tree: Path, tmp_path: Path, captions: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/direct.2.0.pt").write_text("no model")
+    for models, message in (("file", "File exists"), ("kept", "2.0.pt is no model that was kept")):
+        options = ["--data", captions, "--quick", "--attention", "direct", "--models", models]
+        result = run(source_tree, "translation.py", *options, cwd=tmp_path)
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_run_that_diverges_leaves_the_others(
+    translation: ModuleType,
+    captions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit = translation.fit
+
+    def sometimes(corpus: object, attention: str, *others: object) -> object:
+        if attention == "rbf":
+            raise FloatingPointError("rbf: the loss is nan")
+        return fit(corpus, attention, *others)
+
+    monkeypatch.setattr(translation, "fit", sometimes)
+    options = ["--data", captions, "--quick", "--attention", "rbf", "direct"]
+    options += ["--csv", tmp_path / "a.csv"]
+    monkeypatch.setattr(sys, "argv", ["translation.py", *map(str, options)])
+    with pytest.raises(SystemExit, match="1 runs diverged"):
+        translation.main()
+    assert "left out: rbf: the loss is nan" in capsys.readouterr().out
+    assert [row["attention"] for row in rows_of(tmp_path / "a.csv")] == ["direct"]
 
 
 def test_translation_names_the_file_that_is_missing_and_its_origin(

@@ -176,6 +176,17 @@ def run_accuracy_tests(variable: str, name: str, of_types: Sequence[torch.dtype]
 
 
 @pytest.mark.parametrize("capability", INSTRUCTION_SETS)
+def test_nothing_hidden_leaks_on_any_instruction_set(capability: str) -> None:
+    if INSTRUCTION_SETS[capability][0] == torch.ops.ikattn.instruction_set():
+        pytest.skip("this process uses it already, and so do the tests of NaN")
+    options = ["-q", "-k", "hidden", "-p", "no:cacheprovider"]
+    files = str(HERE / "test_attention_nan.py")
+    run = in_process("ATEN_CPU_CAPABILITY", capability, "-m", "pytest", *options, files)
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
 def test_every_instruction_set_is_as_accurate_as_the_reference(capability: str) -> None:
     if INSTRUCTION_SETS[capability][0] == torch.ops.ikattn.instruction_set():
         pytest.skip("this process uses it already, and so do the tests of values and gradients")

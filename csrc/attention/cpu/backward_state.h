@@ -126,9 +126,6 @@ struct BackwardUnit {
   }
 };
 
-template <typename T>
-constexpr int64_t kHalfValuesSize = kBackwardKeyBlocks * kLanes<T> * kPanel;
-
 // The keys of one sweep over the queries, as the products over pairs read them.
 template <typename T>
 struct SweepKeys {
@@ -138,13 +135,14 @@ struct SweepKeys {
   int32_t* narrow_features = nullptr;  // [feature panels][key blocks * 32][64]
   T* grad_value = nullptr;             // [value panels][key blocks * 64][64]
   T* grad_value_by_column = nullptr;   // [key blocks][lanes][64]   what half values get by pairs
+  static constexpr int64_t kByColumnSize = kBackwardKeyBlocks * kLanes<T> * kPanel;
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout) {
     const int64_t blocks = min_of(kBackwardKeyBlocks, layout.key_blocks);
     const int64_t size = kSweepKeys * kPanel;
     by_column.take(workspace, layout, blocks);
     grad_value = workspace.take<T>(layout.value_panels() * size);
-    if (layout.has_half_values()) grad_value_by_column = workspace.take<T>(kHalfValuesSize<T>);
+    if (layout.has_half_values()) grad_value_by_column = workspace.take<T>(kByColumnSize);
     if (layout.bfloat16_products) {
       narrow_values = workspace.take<int32_t>(layout.narrow_value_panels() * size);
       narrow_features = workspace.take<int32_t>(layout.feature_panels() * size / 2);

@@ -163,14 +163,16 @@ void store_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
 
 // dV of values that fill half a vector, from where pairs have summed it.
 template <typename T>
-void add_by_column(const AttentionLayout<T>& layout, const BackwardScratch<T>& scratch) {
-  T* rows = scratch.keys.values;
-  for (int64_t block = 0; block < kBackwardKeyBlocks; ++block) {
+void add_by_column(const AttentionLayout<T>& layout, int64_t sweep,
+                   const BackwardScratch<T>& scratch) {
+  const int64_t blocks = min_of(kBackwardKeyBlocks, layout.key_blocks - sweep * kBackwardKeyBlocks);
+  T* by_row = scratch.keys.values;  // free once the sweep is prepared
+  for (int64_t block = 0; block < blocks; ++block) {
     transpose_panel(layout.d_v, kPanel,
-                    scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel, rows);
+                    scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel, by_row);
     for (int64_t r = 0; r < kPanel; ++r) {
       T* sum = scratch.sweep.grad_value + (block * kPanel + r) * kPanel;
-      store<T>(sum, load(sum) + load(rows + r * kPanel));
+      store<T>(sum, load(sum) + load(by_row + r * kPanel));
     }
   }
 }
@@ -184,7 +186,8 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
   [[maybe_unused]] const AmxTiles tiles;
   prepare_sweep(params, layout, unit, sweep, state, scratch);
   if (layout.has_half_values()) {
-    __builtin_memset(scratch.sweep.grad_value_by_column, 0, kHalfValuesSize<T> * sizeof(T));
+    __builtin_memset(scratch.sweep.grad_value_by_column, 0,
+                     SweepKeys<T>::kByColumnSize * sizeof(T));
   }
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     if constexpr (kTakes16Bits<T> && kHasBFloat16) {
@@ -195,7 +198,7 @@ void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
     }
     sweep_head<T>(plan, unit, head, sweep, state, scratch);
   }
-  if (layout.has_half_values()) add_by_column(layout, scratch);
+  if (layout.has_half_values()) add_by_column(layout, sweep, scratch);
 }
 
 }  // namespace

@@ -140,20 +140,20 @@ struct Tile {
     const int64_t rows = at.rows - row, depth = ceil_div(rows, kPerLane);
     const int64_t left = row / kPerLane * kPanel + column;
     if (rows <= 0) return;
-    const int64_t key = block * kPanel + column;
     const int64_t values = layout().value_panels(), features = layout().feature_panels();
-    for (int64_t panel = 0; panel < values; ++panel) {
-      const int64_t width = min_of(kPanel, layout().d_v - panel * kPanel);
-      const Storage<N>*weights = operands.weights + left,
-            *grad_out = operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane);
-      if (layout().has_half_values()) {
+    const Storage<N>* weights = operands.weights + left;
+    if (layout().has_half_values()) {  // dV^T += dO^T w: keys fill the lanes
+      panel_gemm<N, Left::kColumns>(
+          layout().d_v, count, depth,
+          operands.grad_out_by_row + of_queries(1, 0, at.i0 + row, kPerLane), weights,
+          scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel + column, true);
+    } else {
+      for (int64_t panel = 0; panel < values; ++panel) {
         panel_gemm<N, Left::kColumns>(
-            width, count, depth, grad_out, weights,
-            scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel + column, true);
-      } else {
-        panel_gemm<N, Left::kColumns>(
-            count, width, depth, weights, grad_out,
-            scratch.sweep.grad_value + (panel * kSweepKeys + key) * kPanel, true);
+            count, min_of(kPanel, layout().d_v - panel * kPanel), depth, weights,
+            operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane),
+            scratch.sweep.grad_value + (panel * kSweepKeys + block * kPanel + column) * kPanel,
+            true);
       }
     }
     for (int64_t panel = 0; panel < features; ++panel) {

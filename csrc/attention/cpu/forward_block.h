@@ -143,10 +143,9 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
     multiply_tile(band.rows, band.columns, scratch.keep + first_row, w);
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (layout.has_half_values()) {
+    if (layout.pairs_values()) {
       // Beside an odd last key stands one whose weight and value are zero.
-      return multiply_row_pairs(band.rows, ceil_div(count, 2), w,
-                                keys.values + at.j0 * kPanel + kLanes<T>,
+      return multiply_row_pairs(band.rows, ceil_div(count, 2), w, keys.row_pairs(at.j0),
                                 scratch.sums.out + first_row);
     }
   }

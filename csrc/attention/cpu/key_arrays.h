@@ -90,20 +90,20 @@ struct KeyFeatures {
 template <typename T>
 struct PreparedKeys {
   KeyForm form;
-  T* logits = nullptr;          // [padded_keys]       g_j - reference
-  T* weight_terms = nullptr;    // [padded_keys]       folded: eps e_j
-  T* feature_scales = nullptr;  // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
-  uint8_t* is_hidden =
-      nullptr;  // [key_blocks]        of all its keys: the block counts for nothing
+  T* logits = nullptr;           // [padded_keys]       g_j - reference
+  T* weight_terms = nullptr;     // [padded_keys]       folded: eps e_j
+  T* feature_scales = nullptr;   // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
+  uint8_t* is_hidden = nullptr;  // [key_blocks]       of all its keys: the block counts for nothing
   // Forward:
-  KeyFeatures<T> by_column;  // of all blocks
-  // [value panels][padded_keys][64], and where they fill half a vector, RowPairs in the next; or
-  T* values = nullptr;
+  KeyFeatures<T> by_column;          // of all blocks
+  T* values = nullptr;               // [value panels][padded_keys][64]; or
   int32_t* narrow_values = nullptr;  // [value panels][padded_keys / 2][64], keys by two in a lane
   // Backward:
   T* features = nullptr;  // [feature panels][padded_keys][64]
   Tangents<T> tangents;   // [feature panels][padded_keys][32]
 
+  // Values of the keys from j0 on, two keys to a vector, in columns that values leave free.
+  T* row_pairs(int64_t j0) const { return values + j0 * kPanel + kLanes<T>; }
   // Whether all blocks of the keys [first, first + count) are hidden.
   bool are_hidden(int64_t first, int64_t count) const {
     for (int64_t block = first / kPanel; block * kPanel < first + count; ++block) {

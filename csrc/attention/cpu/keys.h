@@ -64,7 +64,7 @@ void store_values(const AttentionLayout<T>& layout, int64_t j0, int64_t rows, co
     }
     __builtin_memcpy(keys.values + at, tile, rows * kPanel * sizeof(T));
     if constexpr (std::is_same_v<T, float>) {
-      if (layout.has_half_values()) pair_rows(rows, tile, keys.values + at + kLanes<T>);
+      if (layout.pairs_values()) pair_rows(rows, tile, keys.row_pairs(j0));
     }
   }
 }

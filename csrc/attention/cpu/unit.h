@@ -61,8 +61,12 @@ struct AttentionLayout {
                                         : 0) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
-  // Rows of values fill no more than half a vector.
+  // Rows of values fill no more than half a vector: the backward sums dV by column, and the
+  // forward, where it multiplies float32, takes them two to a vector (row_pairs.h).
   bool has_half_values() const { return d_v > 0 && 2 * d_v <= kLanes<T>; }
+  bool pairs_values() const {
+    return std::is_same_v<T, float> && weight_parts == 0 && has_half_values();
+  }
   int64_t narrow_value_panels() const { return ceil_div(d_v, 2 * kPanel); }
   int64_t feature_panels() const { return feature.panels(); }
   ScoreLayout scores() const { return {feature.M}; }

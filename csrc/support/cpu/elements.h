@@ -138,7 +138,7 @@ inline void copy_row(const T* source, T* target) {
 template <typename T>
 constexpr ElementType kTypeOf = sizeof(T) == 4 ? ElementType::kFloat32 : ElementType::kFloat64;
 
-// The last of a row, fewer than 2 kCount.
+// The count % (2 kCount) numbers from `source` on.
 template <int64_t kCount, typename T>
 inline void copy_rest(const T* source, int64_t count, T* target) {
   const int64_t copied = count & kCount;
@@ -172,10 +172,10 @@ inline void load_panels(const Array& array, int64_t offset, int64_t row_stride,
     T* panel = out + first * panel_rows;
     if (array.type == kTypeOf<T> && column_stride == 1) {
       const T* source = static_cast<const T*>(array.data) + offset + first;
-      for (int64_t r = 0; r < rows; ++r) {
-        if (width == kPanel) {
-          copy_row(source + r * row_stride, panel + r * kPanel);
-        } else {
+      if (width == kPanel) {
+        for (int64_t r = 0; r < rows; ++r) copy_row(source + r * row_stride, panel + r * kPanel);
+      } else {
+        for (int64_t r = 0; r < rows; ++r) {
           copy_part_of_row(source + r * row_stride, width, panel + r * kPanel);
         }
       }

@@ -10,18 +10,22 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-enum class Left { kRows, kColumns };  // A(r, k) = a[r * 64 + k], or a[k * 64 + r]
+// A(r, k) = a[r * 64 + k], or a[k * 64 + r]. Of numbers that lie two to a lane or to a vector, k
+// counts pairs.
+enum class Left { kRows, kColumns };
 
 // How numbers are multiplied and summed: of type T, in rows two to a vector (row_pairs.h), or two
 // of 16 bits to a lane (sixteen_bits.h).
-template <typename T>
-struct Numbers {
-  using Storage = T;
-  using Result = T;
-  using Sum = Vec<T>;
+struct OneToALane {
   static constexpr bool kHasFactors = false;
   static constexpr int64_t kPerLane = 1;    // numbers
   static constexpr int64_t kPerVector = 1;  // rows of the right operand
+};
+template <typename T>
+struct Numbers : OneToALane {
+  using Storage = T;
+  using Result = T;
+  using Sum = Vec<T>;
   static Vec<T> left(const T* a) { return broadcast(*a); }
   static void multiply_add(Vec<T> left, Vec<T> right, Sum& sum) { sum += left * right; }
   static Vec<T> result(const Sum& sum) { return sum; }
@@ -39,9 +43,10 @@ struct Factors {
 };
 
 // c[r][0 .. kVectors) (+)= factors sum_k A(r, k) b[k][0 .. kVectors), one register tile of kRows
-// rows. Each element of A is broadcast into a register once and used for every column vector:
-// loads, not multiply-adds, are what is scarce. A product is summed by itself before it is added to
-// c: of n numbers that c grows by in products of 64, the rounding errors are those of 64 + n / 64.
+// rows. Each element (or pair) of A is broadcast into a register once and used for every column
+// vector: loads, not multiply-adds, are what is scarce. A product is summed by itself before it is
+// added to c: of n numbers that c grows by in products of 64, the rounding errors are those of 64 +
+// n / 64.
 template <typename N, int kRows, int kVectors, Left kLeft>
 inline void register_tile(int64_t depth, const Storage<N>* a, const Storage<N>* b, Result<N>* c,
                           bool accumulate, const Factors<Result<N>>& factors) {

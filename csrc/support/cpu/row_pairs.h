@@ -10,11 +10,10 @@ namespace {
 
 struct RowPairs {};
 template <>
-struct Numbers<RowPairs> {
+struct Numbers<RowPairs> : OneToALane {
   using Storage = float;
   using Result = float;
   using Sum = Vec<float>;
-  static constexpr bool kHasFactors = false;
   static constexpr int64_t kPerVector = 2;
   static Vec<float> left(const float* a) {
     int64_t both;
@@ -50,7 +49,7 @@ inline void pair_rows(int64_t rows, const float* source, float* target) {
   pair_rows(rows, source, target, std::make_integer_sequence<int, kLanes<float>>());
 }
 
-// c[rows][half a vector] += a[rows][2 pairs] b.
+// c[rows][half a vector] += a[rows][2 pairs] b; the other half of each vector stays.
 inline void multiply_row_pairs(int64_t rows, int64_t pairs, const float* a, const float* b,
                                float* c) {
   strip_gemm<RowPairs, 1, Left::kRows>(rows, pairs, a, b, c, true, {});

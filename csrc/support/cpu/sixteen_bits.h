@@ -23,12 +23,11 @@ constexpr bool kHasBFloat16 = true;
 constexpr bool kHasBFloat16 = false;
 #endif
 
-struct TwoToALane {
+struct TwoToALane : OneToALane {
   using Storage = int32_t;
   using Result = float;
   static constexpr bool kHasFactors = true;
   static constexpr int64_t kPerLane = 2;
-  static constexpr int64_t kPerVector = 1;
   static Vec<int32_t> left(const int32_t* a) { return broadcast(*a); }
 };
 

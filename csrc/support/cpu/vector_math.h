@@ -106,7 +106,8 @@ inline void sincos_turns(Vec<T> turns, Vec<T>& sine, Vec<T>& cosine) {
   const Bits<T> swap = -(quarter & 1);
   const Bits<T> sign_bit = ((Bits<T>{} + 1) << (kSignShift + 1));
   const Bits<T> sine_sign = (quarter << kSignShift) & sign_bit;
-  const Bits<T> cosine_sign = ((quarter + 1) << kSignShift) & sign_bit;
+  const Bits<T> next = (Bits<T>)((Words<T>)quarter + 1);  // of a NaN any bits, also the largest
+  const Bits<T> cosine_sign = (next << kSignShift) & sign_bit;
   sine = (Vec<T>)((Bits<T>)(swap ? c : s) ^ sine_sign);
   cosine = (Vec<T>)((Bits<T>)(swap ? s : c) ^ cosine_sign);
 }
