@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from timing import interleaved, peak_memory, processor, show
@@ -55,19 +56,30 @@ def compare_tiny(seconds: float) -> None:
     x, w = torch.randn(1, 2, 4, 8), torch.randn(2, 8, 4)
     for grad in (False, True):
         x.requires_grad_(grad)
-
-        def many(call: Callable[[], object]) -> Callable[[], None]:
-            def repeated() -> None:
-                for _ in range(1000):
-                    call()
-
-            return repeated
-
         rivals = {
             "ikattn": many(lambda: ikattn.implicit_kernel_attention(x, x, x, w, w)),
             "sdpa": many(lambda: F.scaled_dot_product_attention(x, x, x)),
         }
         show(f"1000 tiny calls, grad {grad}", interleaved(rivals, seconds))
+    x = torch.randn(1, 4, 16)
+    stock = nn.MultiheadAttention(16, 2, batch_first=True)
+    modules = {
+        "ikattn": ikattn.convert(copy.deepcopy(stock)),
+        "dot": ikattn.convert(copy.deepcopy(stock), "dot"),
+        "stock": stock,
+    }
+    rivals = {
+        name: many(partial(module, x, x, x, need_weights=False)) for name, module in modules.items()
+    }
+    show("1000 tiny calls of the module", interleaved(rivals, seconds))
+
+
+def many(call: Callable[[], object]) -> Callable[[], None]:
+    def repeated() -> None:
+        for _ in range(1000):
+            call()
+
+    return repeated
 
 
 SETUP = """

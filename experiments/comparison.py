@@ -117,7 +117,10 @@ def run_program(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         name = Path(sys.argv[0]).name
-        print(f"\n{name}: interrupted; runs that had ended are in --csv", file=sys.stderr)
+        print(
+            f"\n{name}: interrupted; runs that had ended are in --csv, if there is one",
+            file=sys.stderr,
+        )
         sys.exit(130)
 
 

@@ -270,28 +270,21 @@ def _mixed_samples() -> list[Sample]:
         Sample("tiles of every size in part", B=1, L=193, S=129, d=40, d_v=70, M=64),
         Sample("values of half a vector", B=1, H=4, G=2, L=70, S=193, d=8, d_v=8, M=8),
         Sample("values of half a vector, causal", B=1, L=131, S=131, d_v=5, is_causal=True),
-        Sample(
-            "values of half a vector, dropout, mask",
-            B=1,
-            L=40,
-            S=99,
-            d_v=7,
-            dropout_p=0.3,
-            mask="BHLS",
-            mask_kind="float with -inf",
-        ),
         # of half a vector with AVX2, and without either
         Sample("three values", B=1, H=4, G=2, L=70, S=193, d_v=3, M=8, frequencies="G"),
         Sample("one value, causal", B=1, L=131, S=131, d_v=1, is_causal=True),
-        Sample(
-            "one value, dropout, mask",
-            B=1,
-            L=40,
-            S=99,
-            d_v=1,
-            dropout_p=0.3,
-            mask="BHLS",
-            mask_kind="float with -inf",
+        *(
+            Sample(
+                f"{name}, dropout, mask",
+                B=1,
+                L=40,
+                S=99,
+                d_v=d_v,
+                dropout_p=0.3,
+                mask="BHLS",
+                mask_kind="float with -inf",
+            )
+            for name, d_v in (("values of half a vector", 7), ("one value", 1))
         ),
         Sample("few queries, many keys", B=1, H=1, L=5, S=700, d_v=130, M=100),
         Sample("above a tile, stationary", L=66, S=70, stationary=True),

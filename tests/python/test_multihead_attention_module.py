@@ -266,9 +266,8 @@ def test_torchscript_is_refused_with_the_way_out():
         torch.jit.script(nn.Sequential(make("implicit")))
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # of torch.jit, that it is deprecated and that shapes are fixed
+# torch.jit says that it is deprecated, and that it fixes shapes.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_torch_jit_trace_takes_the_module(kernel):
     module, x, y = make(kernel).eval(), batch(L, N, E), 2 * batch(L, N, E)

@@ -17,6 +17,7 @@ from ikattn.spectral.mikan import Mikan
 Spectral: TypeAlias = "str | nn.Module | Callable[[nn.MultiheadAttention], str | nn.Module]"
 
 SOURCES = ("direct", "stationary", "ikan", "mikan")
+_NAMES = ", ".join(map(repr, SOURCES))
 
 
 def make_spectral(
@@ -35,12 +36,11 @@ def make_spectral(
     Raises:
         ValueError: The name is unknown, or an option is out of range or for names alone.
     """
-    names = ", ".join(map(repr, SOURCES))
     check_spectral(spectral, seed)
     if isinstance(spectral, nn.Module):
         if stationary:
             raise ValueError(
-                f"stationary=True is for {names}, got it with a {type(spectral).__name__}, which "
+                f"stationary=True is for {_NAMES}, got it with a {type(spectral).__name__}, which "
                 "says itself whether it returns w2"
             )
         return spectral
@@ -60,8 +60,8 @@ def check_spectral(spectral: Spectral, seed: int | None) -> None:
     """Raises ValueError for what is no source of frequencies, or no seed."""
     if not callable(spectral) and spectral not in SOURCES:
         raise ValueError(
-            f"spectral must be one of {', '.join(map(repr, SOURCES))}, a torch.nn.Module, or a "
-            f"function that makes one, got {spectral!r}"
+            f"spectral must be one of {_NAMES}, a torch.nn.Module, or a function that makes one, "
+            f"got {spectral!r}"
         )
     if seed is not None and not isinstance(seed, Integral):
         raise ValueError(f"seed must be an integer or None, got {seed!r}")
