@@ -51,7 +51,10 @@ def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     norm = ikattn.NormStats(torch.ones(size), torch.ones(1, length))
     rivals = {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
-        "of these, vectors and norms": lambda: ikattn.contributions(
+        "of these, vectors and factors": lambda: ikattn.contributions(
+            weights[:, :, :1], value, projection, maps=["summed"]
+        ),
+        "value norms": lambda: ikattn.contributions(
             weights, value, projection, maps=["value_norms"]
         ),
         "all maps": lambda: ikattn.contributions(

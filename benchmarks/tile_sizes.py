@@ -50,7 +50,7 @@ ALTERNATIVES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "kKeysTogether": ((256, 4096), ("kept features",)),
     "kPairRows": ((16, 64), ("contributions",)),
     "kRowGroup": ((2,), ("contributions",)),
-    "kVectorCache": ((640 << 10, 2560 << 10), ("value norms",)),
+    "kVectorCache": ((640 << 10, 2560 << 10), ("vectors",)),
     "kProductTileRows": ((128, 256), ("mixing ratios", "mixing ratios backward")),
     "kProductTileColumns": ((128, 512), ("mixing ratios", "mixing ratios backward")),
 }
@@ -84,8 +84,10 @@ def weights(given: dict[str, Tensor]) -> Callable[[], object]:
     return lambda: torch.ops.ikattn.implicit_kernel_weights(**given)
 
 
-def contributions(tokens: int, number: int, *, backward: bool = False) -> Callable[[], object]:
-    weights = torch.rand(1, 12, tokens, tokens).softmax(-1)
+def contributions(
+    tokens: int, number: int, *, rows: int | None = None, backward: bool = False
+) -> Callable[[], object]:
+    weights = torch.rand(1, 12, tokens if rows is None else rows, tokens).softmax(-1)
     value, projection = torch.randn(1, 12, tokens, 64), 0.05 * torch.randn(768, 768)
     maps = [number == place for place in range(6)]
     maps_of = torch.ops.ikattn.contribution_maps
@@ -117,7 +119,7 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
     "kept features": kept_features,
     "weights": lambda: weights(attention(1024, 64)),
     "contributions": lambda: contributions(512, 1),
-    "value norms": lambda: contributions(512, 0),
+    "vectors": lambda: contributions(512, 1, rows=1),
     "mixing ratios": lambda: contributions(256, 5),
     "mixing ratios backward": lambda: contributions(256, 5, backward=True),
 }

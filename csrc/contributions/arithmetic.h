@@ -21,7 +21,8 @@ extern const Arithmetic kTorchArithmetic;  // torch's own, on every kind of tens
 extern const Arithmetic kArithmetic;       // without a graph
 extern const Arithmetic kGraphArithmetic;  // with one, of the first order
 
-// c [M, N] = a b, or with `accumulate` c += a b. Without a graph.
+// c [M, N] = a b, or with `accumulate` c += a b. Without a graph. On the CPU with up to two leading
+// axes, too, and with a and b of another type than c.
 void multiply_into(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
 // x summed over the axes that have one element in `sizes`, or none. Without a graph.

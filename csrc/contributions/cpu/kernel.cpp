@@ -5,14 +5,14 @@
 #include "contributions/cpu/pair_gradients.h"
 #include "contributions/cpu/pairs.h"
 #include "contributions/cpu/products.h"
+#include "contributions/cpu/value_norms.h"
 
 namespace ikattn::IKATTN_ISA {
 
 extern const ContributionKernels contribution_kernels;
 const ContributionKernels contribution_kernels = {
-    {token_factors<float>, token_factors<double>},
-    {pair_norms<float>, pair_norms<double>},
-    pair_gradients,
+    {token_factors<float>, token_factors<double>}, value_norms,
+    {pair_norms<float>, pair_norms<double>},       pair_gradients,
     {multiply<float>, multiply<double>},
 };
 

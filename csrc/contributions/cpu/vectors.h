@@ -41,7 +41,8 @@ class VectorProducts {
     for (int64_t h = 0; h < params.H; ++h) {
       load_values(params, h, first, count);
       for (int64_t c = 0; c < size; c += kPanel) {
-        multiply(params, h, c, count);
+        multiply(params.projection, params.D, params.d_v, h, c, count);
+        for (int64_t i = (params.D - c) * kPanel; i < kPanel * kPanel; ++i) product_[i] = 0;
         for (int64_t t = 0; t < count; t += kLanes<T>) {
           for (int64_t row = 0; row < kPanel; row += kLanes<T>) {
             transpose_block(product_ + row * kPanel + t, kPanel,
@@ -52,8 +53,7 @@ class VectorProducts {
     }
   }
 
- private:
-  // values_: a head's values, transposed.
+  // The values [d_v][64] of head h, transposed, for the products after it.
   void load_values(const FactorsOfTokens& params, int64_t h, int64_t first, int64_t count) const {
     const Array& value = params.value;
     const int64_t* stride = value.stride;
@@ -70,19 +70,24 @@ class VectorProducts {
     }
   }
 
-  // product_ [64][count]: elements [c, c + 64) of the head's vectors, zero beyond D.
-  void multiply(const FactorsOfTokens& params, int64_t h, int64_t c, int64_t count) const {
-    const int64_t* stride = params.projection.stride;
-    const int64_t rows = min_of(kPanel, params.D - c), d_v = params.d_v;
-    load_panels(params.projection, c * stride[0] + h * d_v * stride[1], stride[0], stride[1], rows,
-                d_v, rows_, kPanel);
+  // The product [64][count]: elements [c, c + 64) of the vectors of head h, as far as there are D;
+  // projection is [D, H d_v].
+  void multiply(const Array& projection, int64_t D, int64_t d_v, int64_t h, int64_t c,
+                int64_t count) const {
+    const int64_t* stride = projection.stride;
+    const int64_t rows = min_of(kPanel, D - c);
+    load_panels(projection, c * stride[0] + h * d_v * stride[1], stride[0], stride[1], rows, d_v,
+                rows_, kPanel);
     for (int64_t k = 0; k == 0 || k < d_v; k += kPanel) {
       panel_gemm<T, Left::kRows>(rows, count, min_of(kPanel, d_v - k), rows_ + k * kPanel,
                                  values_ + k * kPanel, product_, k > 0);
     }
-    for (int64_t i = rows * kPanel; i < kPanel * kPanel; ++i) product_[i] = 0;
   }
 
+  const T* values() const { return values_; }
+  const T* product() const { return product_; }
+
+ private:
   T *tokens_, *values_, *rows_, *product_;  // [64][64]; [d_v][64], [64][d_v] in panels; [64][64]
 };
 
