@@ -1,0 +1,82 @@
+"""experiments/sentences.py, run as its readers run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from experiment_programs import rows_of, run
+from programs import import_program
+
+
+@pytest.fixture
+def sentences(source_tree: Path) -> ModuleType:
+    return import_program(source_tree / "experiments/sentences.py")
+
+
+@pytest.fixture
+def texts(tmp_path: Path, sentences: ModuleType) -> Path:
+    """A folder of data as sentences.py wants it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    words = ["a", "good", "bad", "film", "caf\xe9"]
+    for files in sentences.DATA_SETS.values():
+        for file in files:
+            lines = [f"{i % 2} {' '.join(words[: 1 + i % 5])} ." for i in range(50)]
+            (folder / file).write_text("\n".join(lines) + "\n", encoding="latin-1")
+    return folder
+
+
+def test_sentences_run_every_attention(source_tree: Path, tmp_path: Path, texts: Path) -> None:
+    options = ["--data", texts, "--quick", "--p", "2", "learned", "--csv", "a.csv"]
+    result = run(source_tree, "sentences.py", *options, "--plot", "a.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    runs = rows_of(tmp_path / "a.csv")
+    assert len(runs) == 4 * (1 + 4 * 2)
+    assert all(0 <= float(run["test_accuracy"]) <= 1 for run in runs)
+
+
+def test_sentences_name_the_file_that_is_missing_and_its_origin(
+    source_tree: Path, tmp_path: Path
+) -> None:
+    result = run(source_tree, "sentences.py", "--data", "nowhere", cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"{Path('nowhere/rt-polarity.all')} is missing" in result.stderr
+    assert "part of github.com/harvardnlp/sent-conv-torch" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_set_too_small_to_split_is_named(sentences: ModuleType, texts: Path) -> None:
+    (texts / "subj.all").write_text("0 a film\n1 good\n")
+    with pytest.raises(ValueError, match=r"subj\.all: expected at least 10 sentences, got 2"):
+        sentences.read(texts, "subj.all")
+
+
+def test_a_line_without_a_label_is_named(sentences: ModuleType, texts: Path) -> None:
+    (texts / "subj.all").write_text("0 a film\ngood film\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"subj\.all, line 2: expected a label first, got 'good'"):
+        sentences.read(texts, "subj.all")
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_training_validation_and_test_sets_are_disjoint(sentences: ModuleType, parts: int) -> None:
+    files = [[sentences.Sentence(0, [f"{part}.{i}"]) for i in range(100)] for part in range(parts)]
+    for seed in range(2):
+        splits = sentences.split(files, seed)
+        words = [{sentence.words[0] for sentence in split} for split in splits]
+        assert sum(map(len, words)) == len(set.union(*words)) == 100 * parts
+        assert all(words)
+    if parts > 1:
+        assert splits.test == files[-1]
+
+
+def test_padding_does_not_change_what_a_sentence_is(sentences: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = sentences.Classifier(20, 3, "mikan", "2").eval()
+    words = torch.tensor([[3, 5, 7]])
+    longer = torch.cat([words, torch.zeros(1, 4, dtype=torch.long)], dim=1)
+    torch.testing.assert_close(model(words), model(longer))
