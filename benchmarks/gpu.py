@@ -5,9 +5,10 @@
     python benchmarks/gpu.py --contributions  # the maps, beside the 5-D formulation
     python benchmarks/gpu.py --device cpu --tokens 256 --heads 2   # a dry run of this script
 
-Rivals take turns; times are of CUDA events, in ms, best and median; the last column is the rival's
-time over ikattn's. The first lines name the machine, versions and commit: commit the output under
-benchmarks/results/.
+Rivals take turns; times are of the GPU alone, in ms, best and median: work is queued behind a pause
+that is longer than queueing it takes. The last column is the rival's time over ikattn's. The first
+lines name the machine, versions, commit, and the rate of a large product of matrices, with which
+the pair kernel of each forward is compared. Commit the output under benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -32,53 +33,119 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ikattn
 
 Call = Callable[[], object]
+# What is done before a call is timed, which it returns.
+Prepare = Callable[[], Call]
+
+PAUSE = 0.002  # seconds, in which a call can be queued
+LEAST = 2.0  # milliseconds between two events
 
 
-def facts(device: str) -> str:
+def facts(options: argparse.Namespace) -> str:
     """What a reader must know of the figures."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    name = torch.cuda.get_device_name() if device == "cuda" else processor()
-    return f"{name}, torch {torch.__version__}, ikattn {ikattn.__version__} at {commit or '?'}"
+    commit = options.commit
+    if commit is None:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        try:
+            found = subprocess.run(
+                git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+            )
+            commit = found.stdout.strip() or "an unknown commit (--commit names it)"
+        except OSError:
+            commit = "an unknown commit (--commit names it)"
+    name = torch.cuda.get_device_name() if options.device == "cuda" else processor()
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, ikattn {ikattn.__version__}"
+    return f"{name}, {versions} at {commit}"
 
 
-def milliseconds(call: Call, device: str) -> float:
+def milliseconds(call: Call, device: str, times: int = 1) -> float:
+    """Of one call, if it is made so many times."""
     if device == "cpu":
         start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
+        for _ in range(times):
+            call()
+        return 1e3 * (time.perf_counter() - start) / times
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(times * PAUSE * 2e9))  # cycles, of at most 2 GHz
     begin.record()
-    call()
+    for _ in range(times):
+        call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / times
 
 
-def compare(title: str, rivals: dict[str, Call], device: str, rounds: int) -> None:
-    """Times rivals in turns; one that cannot run is named with the reason."""
+def free_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compare(title: str, rivals: dict[str, Prepare], device: str, rounds: int) -> None:
+    """Times rivals in turns; one that cannot run is named with the reason.
+
+    The eager composition, which needs most memory, has its turns when the others are done.
+    """
     times: dict[str, list[float]] = {}
-    for name, call in list(rivals.items()):
+    repeats: dict[str, int] = {}
+
+    def attempt(name: str) -> bool:
         try:
-            call()
-            milliseconds(call, device)
+            call = rivals[name]()
+            if name not in repeats:
+                call()
+                first = milliseconds(call, device)
+                repeats[name] = max(1, min(20, round(LEAST / max(first, 1e-3))))
+                return True
+            times.setdefault(name, []).append(milliseconds(call, device, repeats[name]))
+            return True
         except Exception as failure:  # compilers have errors of their own
             print(f"  {name:12s} cannot: {(str(failure) or repr(failure)).splitlines()[0][:90]}")
-            del rivals[name]
-    for _ in range(rounds):
-        for name, call in rivals.items():
-            times.setdefault(name, []).append(milliseconds(call, device))
+            times.pop(name, None)
+            return False
+
+    heavy = [name for name in rivals if name == "eager"]
+    for names in ([name for name in rivals if name not in heavy], heavy):
+        free_memory()
+        able = [name for name in names if attempt(name)]
+        for _ in range(rounds):
+            able = [name for name in able if attempt(name)]
     print(title)
     ours = statistics.median(times.get("ikattn", [math.nan]))
     for name, each in times.items():
         best, median = min(each), statistics.median(each)
         ratio = median / ours
         print(f"  {name:12s} best {best:9.3f}  median {median:9.3f}  x ikattn {ratio:7.2f}")
+
+
+def product_rate(options: argparse.Namespace) -> float:
+    """Flops per second of a large product of two matrices of the type that is measured."""
+    size = 8192 if options.device == "cuda" else 512
+    dtype = getattr(torch, options.dtype)
+    a, b = torch.randn(2, size, size, device=options.device).to(dtype).unbind()
+    a @ b
+    best = min(milliseconds(lambda: a @ b, options.device, 5) for _ in range(10))
+    return 2 * size**3 / (1e-3 * best)
+
+
+def show_kernels(call: Call, pairs: float, flops_per_pair: int, rate: float) -> None:
+    """The GPU's kernels of one call, and the rate of that of the pairs."""
+    call()
+    torch.cuda.synchronize()
+    times = 3
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+    kernels = [x for x in profile.key_averages() if x.self_device_time_total > 0]
+    for kernel in sorted(kernels, key=lambda x: -x.self_device_time_total)[:6]:
+        each = kernel.self_device_time_total / times
+        name = kernel.key.replace("(anonymous namespace)::", "").replace("ikattn::cuda::", "")
+        line = f"    {each:10.1f} us  {name.split('(')[0][:60]}"
+        if "forward_kernel" in name:
+            reached = pairs * flops_per_pair / (1e-6 * each)
+            line += f"  {reached / 1e12:.0f} TFLOP/s, {reached / rate:.2f} of the product's"
+        print(line)
 
 
 def with_backend(backend: SDPBackend, call: Call) -> Call:
@@ -177,9 +244,17 @@ def compare_both(
     name = f"{name}, {options.dtype}{'' if reason is None else f' ({reason})'}"
     with torch.no_grad():
         rivals = attention_rivals(tensors, causal, mask, with_flex=options.flex)
-        compare(f"{name}, forward", rivals, options.device, options.rounds)
+        prepared: dict[str, Prepare] = {
+            rival: lambda call=call: call for rival, call in rivals.items()
+        }
+        compare(f"{name}, forward", prepared, options.device, options.rounds)
+        if options.device == "cuda":
+            q, k, v, w1, _ = tensors
+            pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] / (2 if causal else 1)
+            flops = 2 * (2 * w1.shape[-1] + v.shape[-1])
+            show_kernels(rivals["ikattn"], pairs, flops, options.rate)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    backward: dict[str, Call] = {}
+    backward: dict[str, Prepare] = {}
     # Without flex: its score reads k outside the graph.
     for rival, call in attention_rivals(leaves, causal, mask).items():
         backward[rival] = backward_of(call, leaves)
@@ -210,18 +285,17 @@ def compare_attention(options: argparse.Namespace) -> None:
         compare_both(options, f"L = {queries}, S = {options.tokens}", few)
 
 
-def backward_of(call: Callable[[], Tensor], leaves: list[Tensor]) -> Call:
-    """The backward alone, of a graph that is kept."""
-    graph: list[Tensor] = []
+def backward_of(call: Callable[[], Tensor], leaves: list[Tensor]) -> Prepare:
+    """The backward alone, of a graph that lives as long as it is timed."""
 
-    def run() -> object:
-        if not graph:
-            graph.append(call())
-        return torch.autograd.grad(
-            graph[0], leaves, torch.ones_like(graph[0]), retain_graph=True, allow_unused=True
+    def prepare() -> Call:
+        output = call()
+        incoming = torch.ones_like(output)
+        return lambda: torch.autograd.grad(
+            output, leaves, incoming, retain_graph=True, allow_unused=True
         )
 
-    return run
+    return prepare
 
 
 def contribution_rivals(length: int, device: str) -> dict[str, Call]:
@@ -245,7 +319,10 @@ def contribution_rivals(length: int, device: str) -> dict[str, Call]:
 def compare_contributions(options: argparse.Namespace) -> None:
     for length in (length for length in (512, 2048) if length <= max(options.tokens, 512)):
         with torch.no_grad():
-            rivals = contribution_rivals(length, options.device)
+            rivals: dict[str, Prepare] = {
+                name: lambda call=call: call
+                for name, call in contribution_rivals(length, options.device).items()
+            }
             title = f"N summed, H = 12, D = 768, T = S = {length}"
             compare(title, rivals, options.device, options.rounds)
 
@@ -262,12 +339,15 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--frequencies", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--commit", help="of ikattn; default: what git says")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no GPU (--device cpu makes a dry run)")
     sys.stdout.reconfigure(line_buffering=True)
-    print(facts(options.device), ikattn.info(), sep="\n\n", end="\n\n")
+    print(facts(options), ikattn.info(), sep="\n\n", end="\n\n")
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    options.rate = product_rate(options)
+    print(f"a product of {options.dtype} matrices: {options.rate / 1e12:.3g} TFLOP/s", end="\n\n")
     if options.contributions:
         compare_contributions(options)
     else:

@@ -73,8 +73,8 @@ function(ikattn_cuda_architectures)
       list(REMOVE_DUPLICATES architectures)
       set(architectures_reason "the GPU that is here" PARENT_SCOPE)
     else()
-      # PTX of the last one serves what comes later.
-      set(architectures 80-real 86-real 89-real 90-real 100-real 120)
+      # PTX of the last two serves what has no code of its own.
+      set(architectures 80-real 86-real 89-real 90-real 100 120)
       set(architectures_reason "no GPU here: all that torch supports" PARENT_SCOPE)
     endif()
   endif()
@@ -115,7 +115,9 @@ macro(ikattn_add_cuda)
   endif()
   ikattn_add_cuda_objects(ikattn_cuda "${CMAKE_CUDA_ARCHITECTURES}" ${arg_UNPARSED_ARGUMENTS})
   set_target_properties(ikattn PROPERTIES CUDA_RUNTIME_LIBRARY Shared LINKER_LANGUAGE CXX)
+  string(JOIN " " ikattn_architectures ${CMAKE_CUDA_ARCHITECTURES})
   target_compile_definitions(ikattn PRIVATE IKATTN_HAVE_CUDA=1
+                                            IKATTN_CUDA_ARCHITECTURES="${ikattn_architectures}"
                                             IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
   find_package(CUDAToolkit REQUIRED)
   target_include_directories(ikattn PRIVATE ${CUDAToolkit_INCLUDE_DIRS})

@@ -39,7 +39,11 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
     params.mask = array_of(*attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
   }
   const char* reason = why_no_tensor_cores(params);
-  return reason == nullptr ? "" : std::string("not on tensor cores: ") + reason;
+  if (reason != nullptr) return std::string("not on tensor cores: ") + reason;
+  if (is_present(attn_mask) && attn_mask->requires_grad()) {
+    return "the gradient of attn_mask is not computed on tensor cores";
+  }
+  return "";
 #endif
 }
 

@@ -196,12 +196,11 @@ inline void add_source_gradients(const WeightsGraph& graph, const at::Tensor& gr
 
 // [B, blocks, triangle(H), 64] of symmetric matrices -> [B, S, H, H]
 inline at::Tensor unpacked(const at::Tensor& outer, int64_t H, int64_t S) {
-  std::vector<int64_t> entries(H * H);
-  int64_t entry = 0;
-  for (int64_t h = 0; h < H; ++h) {
-    for (int64_t k = h; k < H; ++k) entries[h * H + k] = entries[k * H + h] = entry++;
-  }
-  const at::Tensor index = at::tensor(entries, at::kLong).to(outer.device());
+  // Made where it is used: a copy from the host would wait, and could not be captured in a graph.
+  const at::Tensor heads = at::arange(H, outer.options().dtype(at::kLong));
+  const at::Tensor h = at::minimum(heads.unsqueeze(1), heads);
+  const at::Tensor k = at::maximum(heads.unsqueeze(1), heads);
+  const at::Tensor index = (h * H - (h * (h - 1)).div_(2, "floor") + (k - h)).flatten();
   const at::Tensor matrices = outer.index_select(2, index).transpose(2, 3);
   return matrices.reshape({outer.size(0), outer.size(1) * kFactorBlock, H, H}).narrow(1, 0, S);
 }

@@ -15,9 +15,9 @@ std::string build_info() {
   isas += ", \"avx2\", \"avx512\"";
 #endif
 #if defined(IKATTN_HAVE_CUDA)
-  const char* cuda = "true";
+  const char* architectures = "\"" IKATTN_CUDA_ARCHITECTURES "\"";
 #else
-  const char* cuda = "false";
+  const char* architectures = "null";  // no CUDA kernels
 #endif
 #if IKATTN_HAVE_WARPGROUPS
   const char* warpgroups = "true";
@@ -25,8 +25,8 @@ std::string build_info() {
   const char* warpgroups = "false";
 #endif
   return std::string("{\"version\": \"") + IKATTN_VERSION + "\", \"torch\": \"" + TORCH_VERSION +
-         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas + "], \"cuda\": " + cuda +
-         ", \"warpgroups\": " + warpgroups + "}";
+         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas +
+         "], \"cuda_architectures\": " + architectures + ", \"warpgroups\": " + warpgroups + "}";
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

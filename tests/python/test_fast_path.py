@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ikattn
+from ikattn._info import cuda_kernels
 
-HAS_CUDA_KERNELS = "CUDA kernels     yes" in ikattn.info()
+HAS_CUDA_KERNELS = "CUDA kernels     no" not in ikattn.info()
 
 
 def inputs() -> tuple[torch.Tensor, ...]:
@@ -56,6 +57,10 @@ def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
     assert "fp32_precision" in reason
     half = [x.half() for x in inputs()[:3]]
     assert ikattn.why_not_fast(*half, inputs()[3], device="cuda") is None
+    mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
+    reason = ikattn.why_not_fast(*half, inputs()[3], attn_mask=mask, device="cuda")
+    assert reason is not None
+    assert "gradient of attn_mask" in reason
 
 
 def test_bad_arguments_are_errors_as_in_the_call() -> None:
@@ -64,6 +69,22 @@ def test_bad_arguments_are_errors_as_in_the_call() -> None:
         ikattn.why_not_fast(query, key[..., :3], value, w1)
     with pytest.raises(RuntimeError, match="device"):
         ikattn.why_not_fast(query, key, value, w1, device="nowhere")
+
+
+def test_info_names_the_architectures_and_whether_hopper_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("IKATTN_WARPGROUPS", raising=False)
+    assert cuda_kernels(None, False) == "no"
+    assert cuda_kernels("80", False) == "for 80; those for Hopper alone: not built"
+    assert "off (IKATTN_WARPGROUPS=1" in cuda_kernels("80-real 90", True)
+    monkeypatch.setenv("IKATTN_WARPGROUPS", "1")
+    for capability, state in (((9, 0), "on"), ((10, 0), "on, but this GPU is another")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda capability=capability: capability
+        )
+        assert cuda_kernels("90", True).endswith(f": {state}")
 
 
 def test_info_names_versions_and_kernels() -> None:

@@ -13,14 +13,24 @@ from ikattn import _library
 __all__ = ["info"]
 
 
-def cuda_kernels(are_there: bool, warpgroups: bool) -> str:
-    """What the library holds for GPUs, and what of it is in use."""
-    if not are_there:
+def cuda_kernels(architectures: str | None, warpgroups: bool) -> str:
+    """What the library holds for GPUs, and whether Hopper's own kernels are in use.
+
+    Args:
+        architectures: As CMake names them; None: there are no kernels.
+        warpgroups: Whether there are kernels of warpgroups, for compute capability 9.0 alone.
+    """
+    if architectures is None:
         return "no"
     if not warpgroups:
-        return "yes, without those for Hopper alone"
-    in_use = os.environ.get("IKATTN_WARPGROUPS") == "1"
-    return "yes, with those for Hopper alone" + ("" if in_use else " (IKATTN_WARPGROUPS=1 to use)")
+        state = "not built"
+    elif os.environ.get("IKATTN_WARPGROUPS") != "1":
+        state = "off (IKATTN_WARPGROUPS=1 turns them on)"
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        state = "on, but this GPU is another"
+    else:
+        state = "on"
+    return f"for {architectures}; those for Hopper alone: {state}"
 
 
 def info() -> str:
@@ -42,7 +52,7 @@ def info() -> str:
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
         "16-bit products": torch.ops.ikattn.sixteen_bit_instructions(),
         "linear time": torch.ops.ikattn.linear_time(),
-        "CUDA kernels": cuda_kernels(build["cuda"], build["warpgroups"]),
+        "CUDA kernels": cuda_kernels(build["cuda_architectures"], build["warpgroups"]),
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),
     }

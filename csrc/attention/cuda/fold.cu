@@ -182,9 +182,12 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   folded.state = state;
   folded.root_scale = static_cast<float>(root);
   folded.log_scale = static_cast<float>(std::log(K));
+  // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
+  // score of 0 leaves, should still be a normal number of Half.
+  const float of_half = static_cast<float>(std::min(12.0, std::log(0x1p29 * params.eps)));
   const float most_spread = has_float_mask(params)       ? -1.0f
                             : every_row_sees_all(params) ? static_cast<float>(INFINITY)
-                            : is_half                    ? 12.0f
+                            : is_half                    ? of_half
                                                          : 36.0f;
   if (const char* error =
           launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,

@@ -8,7 +8,7 @@ namespace {
 // At most 16 shares, of 64 rows or more.
 int64_t rows_of_share(const PairGradientParams& params) {
   const int64_t rows = (params.rows + 15) / 16;
-  return rows < 64 ? 64 : (rows + kRows - 1) / kRows * kRows;
+  return rows < 64 ? 64 : (rows + 3) / 4 * 4;
 }
 int64_t shares_of(const PairGradientParams& params) {
   const int64_t each = rows_of_share(params);
@@ -22,6 +22,7 @@ __host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
 
 // parts [share][B, blocks, triangle(H), 64]: the outer products of this variant; nullptr: not
 // wanted. Shared memory: two arrays as in load_own_weights(), the second of R a / |R a|.
+template <int kRows>
 __global__ void __launch_bounds__(32, 8)
     pair_gradient_kernel(PairGradientParams params, int variant, int64_t share_rows,
                          double* parts) {
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(32, 8)
   const Array& grad_weights = params.grad_weights;
   for (int64_t i0 = first; i0 < end; i0 += kRows) {
     bool lives[kRows];
-    load_own_weights(params, b, i0, end, j, key_visible, own, lives);
+    load_own_weights<kRows>(params, b, i0, end, j, key_visible, own, lives);
     if (!exists) continue;  // no warp operation follows
     const double* factors = static_cast<const double*>(params.factors[variant]) + place;
     double largest[kRows] = {};
@@ -161,16 +162,18 @@ int64_t pair_gradient_scratch(const PairGradientParams& params) {
   return wanted ? shares_of(params) * factor_elements(params) : 0;
 }
 
-const char* pair_gradients(const PairGradientParams& params, double* scratch, Stream stream) {
-  const int64_t bytes = 2 * params.H * kRows * 32 * int64_t{sizeof(double)};
-  if (bytes > kMostShared) return "too many heads for the contribution kernels";
+namespace {
+
+template <int kRows>
+const char* launch_gradients(const PairGradientParams& params, double* scratch, Stream stream) {
+  const int64_t bytes = shared_of_warp<double>(params.H, kRows, 2);
   const int64_t shares = shares_of(params);
   const auto blocks = static_cast<unsigned>(shares * params.B * ((params.S + 31) / 32));
   for (int variant = 0; variant < params.variants; ++variant) {
     double* outer = params.outer[variant];
     double* parts = outer == nullptr ? nullptr : scratch;
-    if (const char* error = launch(pair_gradient_kernel, dim3(blocks), dim3(32), bytes, stream,
-                                   params, variant, rows_of_share(params), parts)) {
+    if (const char* error = launch(pair_gradient_kernel<kRows>, dim3(blocks), dim3(32), bytes,
+                                   stream, params, variant, rows_of_share(params), parts)) {
       return error;
     }
     if (outer == nullptr) continue;
@@ -182,6 +185,18 @@ const char* pair_gradients(const PairGradientParams& params, double* scratch, St
     }
   }
   return nullptr;
+}
+
+}  // namespace
+
+const char* pair_gradients(const PairGradientParams& params, double* scratch, Stream stream) {
+  if (shared_of_warp<double>(params.H, 4, 2) <= kMostShared) {
+    return launch_gradients<4>(params, scratch, stream);
+  }
+  if (shared_of_warp<double>(params.H, 1, 2) <= kMostShared) {
+    return launch_gradients<1>(params, scratch, stream);
+  }
+  return "there must be at most 192 heads for gradients";
 }
 
 }  // namespace ikattn::cuda

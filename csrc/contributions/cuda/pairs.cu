@@ -1,6 +1,4 @@
-// Norms of the summed contributions of every pair, |R_j a_ij|: a lane is a key, whose factor it
-// reads beside its neighbours'; a warp takes four queries at a time, so that a factor read serves
-// four pairs.
+// Norms of the summed contributions of every pair, |R_j a_ij|.
 #include "contributions/cuda/pairs.h"
 
 namespace ikattn::cuda {
@@ -9,7 +7,7 @@ namespace {
 constexpr int kRowsPerBlock = 64;
 
 // Shared memory holds every thread's own weights, [warps][H][kRows][32]: no thread reads another's.
-template <typename T>
+template <typename T, int kRows>
 __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t H = params.H, key_blocks = (params.S + 31) / 32;
@@ -24,7 +22,7 @@ __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
   const bool key_visible = j < params.S && !is_padding(params.key_padding, b, j);
   for (int64_t i0 = first + warp * kRows; i0 < end; i0 += warps * kRows) {
     bool weighed[kRows];
-    load_own_weights(params, b, i0, end, j, key_visible, own, weighed);
+    load_own_weights<kRows>(params, b, i0, end, j, key_visible, own, weighed);
     for (int variant = 0; variant < params.variants; ++variant) {
       const T* factors = static_cast<const T*>(params.factors[variant]) +
                          (b * blocks + j / kFactorBlock) * triangle(H) * kFactorBlock +
@@ -55,19 +53,26 @@ __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
   }
 }
 
-}  // namespace
-
-template <typename T>
-const char* pair_norms(const PairParams& params, Stream stream) {
-  const int64_t bytes_per_warp = params.H * kRows * 32 * int64_t{sizeof(T)};
-  if (bytes_per_warp > kMostShared) return "too many heads for the contribution kernels";
+template <typename T, int kRows>
+const char* launch_pairs(const PairParams& params, Stream stream) {
+  const int64_t bytes_per_warp = shared_of_warp<T>(params.H, kRows, 1);
   const int warps = bytes_per_warp * 4 <= kMostShared   ? 4
                     : bytes_per_warp * 2 <= kMostShared ? 2
                                                         : 1;
   const int64_t tiles =
       params.B * ((params.S + 31) / 32) * ((params.rows + kRowsPerBlock - 1) / kRowsPerBlock);
-  return launch(pair_kernel<T>, dim3(static_cast<unsigned>(tiles)),
+  return launch(pair_kernel<T, kRows>, dim3(static_cast<unsigned>(tiles)),
                 dim3(static_cast<unsigned>(32 * warps)), warps * bytes_per_warp, stream, params);
+}
+
+}  // namespace
+
+template <typename T>
+const char* pair_norms(const PairParams& params, Stream stream) {
+  if (shared_of_warp<T>(params.H, 4, 1) <= kMostShared) return launch_pairs<T, 4>(params, stream);
+  if (shared_of_warp<T>(params.H, 1, 1) <= kMostShared) return launch_pairs<T, 1>(params, stream);
+  return sizeof(T) == 8 ? "there must be at most 384 heads in float64"
+                        : "there must be at most 768 heads";
 }
 
 template const char* pair_norms<float>(const PairParams&, Stream);

@@ -1,5 +1,6 @@
 // What the pair kernels share: a lane is a key, whose factor it reads beside its neighbours'; a
-// warp takes four queries at a time, so that a factor read serves four pairs.
+// warp takes four queries at a time, so that a factor read serves four pairs, or one where so many
+// heads leave no room for more.
 #pragma once
 
 #include "contributions/cuda/kernels.h"
@@ -8,8 +9,14 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kRows = 4;  // of a warp at a time
 constexpr int64_t kMostShared = 96 * 1024;
+
+// Shared memory of a warp that takes `rows` queries, in `arrays` arrays as load_own_weights()
+// fills.
+template <typename T>
+constexpr int64_t shared_of_warp(int64_t H, int rows, int arrays) {
+  return arrays * H * rows * 32 * int64_t{sizeof(T)};
+}
 
 __device__ __forceinline__ bool is_padding(const Array& padding, int64_t b, int64_t token) {
   return padding.type != ElementType::kNone &&
@@ -19,7 +26,7 @@ __device__ __forceinline__ bool is_padding(const Array& padding, int64_t b, int6
 
 // A thread's weights of key j and the queries [i0, i0 + kRows), zero where either is padding or
 // beyond the end: own[(h * kRows + m) * 32], and whether query m has one that is not zero.
-template <typename T>
+template <int kRows, typename T>
 __device__ __forceinline__ void load_own_weights(const PairParams& params, int64_t b, int64_t i0,
                                                  int64_t end, int64_t j, bool key_visible,
                                                  Shared<T> own, bool (&weighed)[kRows]) {

@@ -22,7 +22,17 @@ class Call {
   cudaStream_t stream() const { return stream_.stream(); }
 
   void* allocate(int64_t bytes) {
-    memory_.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
+    try {
+      memory_.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
+    } catch (const c10::OutOfMemoryError& error) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, function_, ": of its working memory, ", taken_,
+                       " bytes so far, the next ", bytes,
+                       " could not be had. It is for features, weights' sums or vectors of every "
+                       "token, never for pairs: fewer sequences, heads or tokens in a call need "
+                       "less. ",
+                       error.what_without_backtrace());
+    }
+    taken_ += bytes;
     return memory_.back().mutable_data_ptr();
   }
 
@@ -41,6 +51,7 @@ class Call {
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
   std::vector<at::Tensor> memory_;
+  int64_t taken_ = 0;  // bytes
 };
 
 }  // namespace ikattn::cuda

@@ -137,7 +137,9 @@ inline const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                                                    static_cast<int>(dynamic_shared_bytes));
     if (error != cudaSuccess) {
       (void)cudaGetLastError();  // or the next call that asks would be blamed
-      return cudaGetErrorString(error);
+      return error == cudaErrorInvalidValue
+                 ? "head sizes, or heads, are too large for the shared memory of this GPU"
+                 : cudaGetErrorString(error);
     }
   }
   cudaLaunchConfig_t config = {};

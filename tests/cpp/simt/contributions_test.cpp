@@ -204,6 +204,7 @@ const Case kCases[] = {
     {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
     {.name = "blocks", .B = 1, .H = 3, .T = 67, .S = 65, .D = 33, .padding = true},
     {.name = "shares", .B = 2, .H = 2, .T = 150, .S = 5, .D = 4},
+    {.name = "a_query_at_a_time", .B = 1, .H = 100, .T = 6, .S = 3, .D = 5},
     {.name = "no_queries", .T = 0},
 };
 
@@ -226,6 +227,19 @@ TEST_P(ContributionKernelsOnDevice, GradientsEqualTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Simt, ContributionKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
+
+TEST(ContributionKernelsOnDevice, HeadsBeyondFourQueriesInFloat32) {
+  compare<float>({.name = "heads", .B = 1, .H = 200, .T = 6, .S = 2, .D = 4}, 2e-6);
+}
+
+TEST(ContributionKernelsOnDevice, TooManyHeadsAreNamed) {
+  PairGradients gradients({.name = "heads", .B = 1, .H = 193, .T = 1, .S = 1, .D = 1});
+  EXPECT_STREQ(cuda::contribution_kernels.pair_gradients(gradients.params(), nullptr, nullptr),
+               "there must be at most 192 heads for gradients");
+  Call<double> call({.name = "heads", .B = 1, .H = 385, .T = 1, .S = 1, .D = 1});
+  EXPECT_STREQ(cuda::contribution_kernels.pair_norms[1](call.pair_params(), nullptr),
+               "there must be at most 384 heads in float64");
+}
 
 TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
   const Case c{.name = "order", .H = 5, .T = 70, .S = 40};

@@ -514,6 +514,32 @@ TEST(HalfAttentionOnDevice, FrequenciesOfManyTokens) {
   expect_close(got.grad_w2, truth.grad_w2, 5 * (2 * 0x1p-9 + 0x1p-10), "grad_w2");
 }
 
+// Rows that see only keys up to 12 nats below the largest, whose scores vanish: weights of eps
+// alone.
+TEST(HalfAttentionOnDevice, WeightsOfEpsAreNotLost) {
+  for (const bool warpgroups : {false, true}) {
+    simt::set_warpgroups(warpgroups);
+    for (const ElementType type : kTypes) {
+      for (const double below : {8.7, 9.8, 10.9, 11.4, 11.9}) {
+        Case c{.name = "eps", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d = 1, .d_v = 8, .M = 1};
+        c.frequency_heads = 1;
+        c.stationary = c.causal = c.bias = true;
+        c = of_type(c, type);
+        Call call(c);
+        write(call.w1.array, 0, 1);
+        for (int64_t j = 0; j < c.S; ++j) {
+          write(call.query.array, j, 0);
+          write(call.key.array, j, 0.25);  // a quarter of a turn: no score
+          write(call.bias.array, j, j + 1 < c.S ? -below : 0);
+        }
+        const Results got = device_results(call, c), truth = truth_of(call, c);
+        expect_close(got.output, truth.output, 6 * roundoff_of(type), "output");
+      }
+    }
+  }
+  simt::set_warpgroups(false);
+}
+
 // Neither the sums of squares nor the scales of gradients leave float32.
 TEST(HalfAttentionOnDevice, LargeValuesOfBFloat16) {
   for (const bool causal : {true, false}) {
