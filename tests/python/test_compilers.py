@@ -14,6 +14,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
 
 import ikattn
 from attention_cases import KERNELS
@@ -120,6 +121,32 @@ def test_compiled_without_grad_it_computes_what_eager_does_for_every_length(
             found, expected = compiled(x, padding), model(x, padding)
         torch.testing.assert_close(of_tokens(found, padding), of_tokens(expected, padding))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("spectral", [None, "direct", "stationary", "ikan", "mikan"])
+def test_compiled_checkpoints_compute_what_eager_does(spectral: str | None) -> None:
+    """What keeps a regulariser needs torch's word for it that it may, as the documentation says."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True)
+    options = {} if spectral is None else {"spectral": spectral, "num_frequencies": 8}
+    layer = ikattn.convert(layer, "dot" if spectral is None else "implicit", **options)
+    x = torch.randn(2, 6, E)
+
+    def call(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        output = compiled(leaf) if checkpointed else layer(leaf)
+        loss = output.square().sum() + ikattn.regularization_loss(layer)
+        return [output.detach(), *torch.autograd.grad(loss, [leaf, *layer.parameters()])]
+
+    compiled = torch.compile(
+        lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager", fullgraph=True
+    )
+    allowed = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
+    with torch._dynamo.config.patch(allowed if spectral in ("ikan", "mikan") else {}):
+        for _ in range(2):
+            for got, expected in zip(call(True), call(False), strict=True):
+                torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -81,6 +81,16 @@ def test_static_keys_and_values_equal_upstreams(mask, statics, zero_attn, wanted
 
 
 @each_kernel
+def test_static_keys_and_values_of_no_samples(kernel):
+    module = make(kernel)
+    query, static = torch.randn(3, 0, E, dtype=torch.float64), leaf(0, S, E // H)
+    forward = function_of(module, multi_head_attention_forward, **kernel_options(module))
+    output, weights = forward(query, query, query, static_k=static, static_v=static)
+    assert output.shape == (3, 0, E)
+    assert weights.shape == (0, 3, S)
+
+
+@each_kernel
 def test_static_keys_and_values_take_the_place_of_projected_ones(kernel):
     module = make(kernel)
     arguments = arguments_of("both bool", True, False)

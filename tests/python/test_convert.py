@@ -370,10 +370,16 @@ def test_what_fails_half_way_changes_nothing(kernel, options):
     assert kernels_of(model) == ["implicit"] * 2
 
 
-def test_frequencies_made_in_inference_mode_can_be_trained():
-    module = make("stock")
+def test_names_that_can_be_read_once_are_no_selection():
+    with pytest.raises(TypeError, match=r"select must be a predicate .*, got <generator"):
+        ikattn.convert(model_of_three(), select=(name for name in ["0"]))
+
+
+@pytest.mark.parametrize("way", ["convert", "set_kernel"])
+def test_frequencies_made_in_inference_mode_can_be_trained(way):
+    module = make("stock" if way == "convert" else "dot")
     with torch.inference_mode():
-        ikattn.convert(module)
+        ikattn.convert(module) if way == "convert" else module.set_kernel("implicit")
     x = torch.randn(L, N, E).double()
     module(x, x, x)[0].sum().backward()
     assert module.spectral.w1.grad.any()

@@ -174,6 +174,32 @@ def test_frequencies_are_saved_loaded_disabled_and_merged_with_the_adapter(tmp_p
     assert_close(fresh(x), expected, TOLERANCE)
 
 
+def test_every_adapter_has_frequencies_of_its_own(tmp_path: Path) -> None:
+    base = converted()
+    model = with_lora(with_trainable_frequencies(copy.deepcopy(base)), "self_attn")
+    x = torch.randn(N, L, E)
+    with_trainable_frequencies(model, "other")
+    model.add_adapter("other", model.peft_config["default"])
+    expected = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        trained = {n: w for n, w in model.named_parameters() if w.requires_grad}
+        assert sum(f"spectral.modules_to_save.{name}.w" in each for each in trained) == 4
+        with torch.no_grad():
+            for parameter in trained.values():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        expected[name] = model(x)
+    assert not torch.equal(*expected.values())
+    model.save_pretrained(tmp_path)
+    fresh = with_trainable_frequencies(copy.deepcopy(base))
+    loaded: Any = peft.PeftModel.from_pretrained(fresh, tmp_path)
+    with_trainable_frequencies(loaded, "other")
+    assert loaded.load_adapter(tmp_path / "other", "other").unexpected_keys == []
+    for name, output in expected.items():
+        loaded.set_adapter(name)
+        assert_close(loaded(x), output, TOLERANCE)
+
+
 def test_a_model_without_frequencies_is_an_error() -> None:
     with pytest.raises(ValueError, match="kernel='implicit', got a Classifier without"):
         with_trainable_frequencies(Classifier())

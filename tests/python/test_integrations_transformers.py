@@ -340,6 +340,14 @@ def test_recorded_weights_are_those_of_the_formula(family: str) -> None:
         assert_close(maps.weights, weights, TOLERANCE, name)
 
 
+def test_frequencies_made_in_inference_mode_can_be_trained() -> None:
+    model = build("bert")
+    with torch.inference_mode():
+        convert(model)
+    model(**inputs_of("bert")).last_hidden_state.sum().backward()
+    assert all(kernel.w1.grad is not None for kernel in kernels(model).values())
+
+
 def test_softmax_is_one_call_away() -> None:
     model, inputs = build("gpt2"), inputs_of("gpt2")
     mask = inputs["attention_mask"].bool()

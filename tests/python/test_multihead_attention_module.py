@@ -198,6 +198,18 @@ def test_meta_device_materialises(kernel):
         assert torch.equal(module.spectral.w1, ikattn.MultiheadAttention(E, H, seed=3).spectral.w1)
 
 
+def test_frequencies_without_values_are_missing_from_a_stock_checkpoint():
+    module = ikattn.MultiheadAttention(E, H, device="meta")
+    stock = torch.nn.MultiheadAttention(E, H).state_dict()
+    with pytest.raises(RuntimeError, match=r'Missing key.*"spectral\.w1", "spectral\.w2"'):
+        module.load_state_dict(stock, assign=True)
+    loaded = module.load_state_dict(stock, assign=True, strict=False)
+    assert loaded.missing_keys == ["spectral.w1", "spectral.w2"]
+    module.spectral.to_empty(device="cpu").reset_parameters()
+    x = batch(L, N, E, dtype=torch.float32)
+    assert module(x, x, x)[0].isfinite().all()
+
+
 # Hooks and other people's code
 
 

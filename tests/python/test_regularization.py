@@ -85,6 +85,24 @@ def test_asking_before_the_first_call_is_an_error():
         ikattn.regularization_loss(model)
 
 
+def test_a_regulariser_of_a_transformation_that_has_ended_is_an_error():
+    module = ikattn.MultiheadAttention(E, H, spectral="ikan", num_frequencies=M)
+    x = batch(L, N, E, dtype=torch.float32)
+    several = {name: torch.stack([w, w]) for name, w in module.named_parameters()}
+
+    def call(parameters):
+        output = torch.func.functional_call(module, parameters, (x, x, x))[0]
+        return output.sum() + ikattn.regularization_loss(module) * taken
+
+    taken = 1
+    assert torch.vmap(call, randomness="different")(several).isfinite().all()
+    torch.vmap(
+        lambda p: torch.func.functional_call(module, p, (x, x, x))[0], randomness="different"
+    )(several)
+    with pytest.raises(RuntimeError, match=r"no regulariser: .* same torch\.func transformation"):
+        ikattn.regularization_loss(module)
+
+
 class WithRegularizer(Direct):
     def forward(self, query, key, key_padding_mask):
         return *self.frequencies(), self.w1.square().sum()

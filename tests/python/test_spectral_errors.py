@@ -117,6 +117,27 @@ def test_causal_attention_is_refused_where_the_future_would_be_seen():
     assert module(x, x, x, attn_mask=causal(L), is_causal=True)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("returned", [Direct, lambda *_: None], ids=["class", "function"])
+def test_a_function_that_makes_no_source_is_an_error(returned):
+    with pytest.raises(ValueError, match=r"function given as spectral must return one of .*, got"):
+        ikattn.MultiheadAttention(E, H, spectral=lambda _: returned)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5])
+def test_what_is_no_seed_is_an_error(seed):
+    with pytest.raises(ValueError, match=f"seed must be an integer of 64 bits or None, got {seed}"):
+        ikattn.MultiheadAttention(E, H, seed=seed)
+
+
+def test_numpys_integers_are_seeds():
+    np = pytest.importorskip("numpy")
+    for spectral in ("direct", "ikan"):
+        first = ikattn.MultiheadAttention(E, H, spectral=spectral, seed=np.int64(3))
+        again = ikattn.MultiheadAttention(E, H, spectral=spectral, seed=3)
+        sources = first.spectral.parameters(), again.spectral.parameters()
+        assert all(torch.equal(*pair) for pair in zip(*sources, strict=True))
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -137,7 +137,7 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
 
 
 def _check_selection(select: object) -> None:
-    several = isinstance(select, Iterable) and all(isinstance(x, str | type) for x in select)
+    several = isinstance(select, Collection) and all(isinstance(x, str | type) for x in select)
     if select is not None and not callable(select) and not several:
         raise TypeError(
             "select must be a predicate of name and module, a pattern of names, a type, or a list "

@@ -368,7 +368,7 @@ def _static_heads(name: str, static: Tensor, heads: Tensor) -> Tensor:
             raise AssertionError(
                 f"expecting {name}.size({axis}) of {expected}, but got {static.size(axis)}"
             )
-    return static.view(batch, count, -1, size)
+    return static.view(batch, count, static.size(1), size)
 
 
 def _softmax(

@@ -132,6 +132,7 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
             seed=seed,
         )
 
+    @torch.inference_mode(False)  # frequencies are there to be trained
     def set_kernel(
         self,
         kernel: Kernel,
@@ -390,14 +391,15 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
     ) -> None:
         """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is.
 
-        Those of another kernel are unexpected, which torch overlooks where the child is None.
+        Where they have no values yet, on the meta device, they are missing. Those of another kernel
+        are unexpected, which torch overlooks where the child is None.
         """
         for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
             module, own = getattr(self, child), f"{prefix}{child}."
             given = [name for name in state_dict if name.startswith(own)]
             if module is None:
                 unexpected_keys += given if strict else []
-            elif not given:
+            elif not given and not any(x.is_meta for x in module.state_dict().values()):
                 _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
                 state_dict.update(module.state_dict(prefix=own))
         super()._load_from_state_dict(

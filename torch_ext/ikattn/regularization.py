@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,8 @@ def regularization_loss(model: nn.Module) -> Tensor:
         if not isinstance(module, Regularized):
             continue
         term, module.regularization = module.regularization, None
+        if term is not None and _is_dead(term):
+            term = None
         in_training, with_grad = module._regularized_in
         if term is not None and in_training == module.training:
             if in_training and not with_grad:
@@ -58,10 +62,18 @@ def regularization_loss(model: nn.Module) -> Tensor:
     if missing is not None:
         raise RuntimeError(
             f"{missing} has no regulariser: call the model first, in this process, without "
-            "exporting it, and take the regulariser once for every forward pass"
+            "exporting it, and take the regulariser once for every forward pass, within the same "
+            "torch.func transformation"
         )
     first = next(model.parameters(), None)
     return torch.zeros((), device=None if first is None else first.device)
+
+
+def _is_dead(term: Tensor) -> bool:
+    """Whether it belongs to a transformation of torch.func that has ended, such as vmap."""
+    transformations: Any = torch._C._functorch  # which has no types for these
+    level: int = transformations.maybe_get_level(term)  # 0 or less outside
+    return level > (transformations.maybe_current_level() or 0)
 
 
 def _check_nothing_is_lost(name: str, module: Regularized) -> None:

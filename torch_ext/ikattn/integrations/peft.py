@@ -25,9 +25,14 @@ def with_trainable_frequencies(model: Model, adapter_name: str = "default") -> M
     They are trained and saved with it, and loaded if the model that the adapter is loaded into has
     been through this function as well. ``merge_and_unload`` of this module ends it.
 
+    Every adapter has frequencies of its own: call this once for each, with its name, before
+    ``add_adapter`` or ``load_adapter``. PEFT does not say what it leaves out: an adapter for which
+    it was not called runs with the model's first frequencies, also if its file holds others.
+
     Args:
-        model: A converted model, before ``peft.get_peft_model`` or ``PeftModel.from_pretrained``.
-        adapter_name: As for these.
+        model: A converted model, before ``peft.get_peft_model`` or ``PeftModel.from_pretrained``;
+            for a further adapter what these returned.
+        adapter_name: As for these, ``add_adapter`` or ``load_adapter``.
 
     Returns:
         ``model``.
@@ -60,9 +65,11 @@ def with_trainable_frequencies(model: Model, adapter_name: str = "default") -> M
             "modules_to_save=['spectral'] does it"
         )
     for module in attention:
-        if isinstance(module.spectral, wrapper):
-            continue
-        module.spectral = wrapper(module.spectral, adapter_name)
+        wrapped: Any = module.spectral
+        if not isinstance(wrapped, wrapper):
+            module.spectral = wrapper(wrapped, adapter_name)
+        elif adapter_name not in wrapped.modules_to_save:
+            wrapped.update(adapter_name)
     return model
 
 

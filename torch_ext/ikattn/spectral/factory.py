@@ -37,6 +37,11 @@ def make_spectral(
         ValueError: The name is unknown, or an option is out of range or for names alone.
     """
     check_spectral(spectral, seed)
+    if not isinstance(spectral, str | nn.Module):
+        raise ValueError(
+            f"a function given as spectral must return one of {_NAMES} or a torch.nn.Module, got "
+            f"{spectral!r}"
+        )
     if isinstance(spectral, nn.Module):
         if stationary:
             raise ValueError(
@@ -45,7 +50,11 @@ def make_spectral(
             )
         return spectral
     sizes = (num_heads, head_dim, num_frequencies)
-    options: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype}
+    options: dict[str, Any] = {
+        "seed": None if seed is None else int(seed),
+        "device": device,
+        "dtype": dtype,
+    }
     if spectral == "stationary":
         return Stationary(*sizes, **options)
     options["stationary"] = stationary
@@ -63,5 +72,5 @@ def check_spectral(spectral: Spectral, seed: int | None) -> None:
             f"spectral must be one of {_NAMES}, a torch.nn.Module, or a function that makes one, "
             f"got {spectral!r}"
         )
-    if seed is not None and not isinstance(seed, Integral):
-        raise ValueError(f"seed must be an integer or None, got {seed!r}")
+    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"seed must be an integer of 64 bits or None, got {seed!r}")

@@ -65,10 +65,9 @@ def call_source(
             f"{_name(source)} must return a scalar, real tensor or None as "
             f"regularization, got {_describe(regularization)}"
         )
-    if _can_be_read(w1):
-        for name, w in (("w1", w1), ("w2", w2)):
-            if w is not None:
-                _check_finite(source, name, w.detach())
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w is not None and _can_be_read(w):
+            _check_finite(source, name, w.detach())
     if regularization is not None and _can_be_read(regularization):
         value = regularization.item()
         if not math.isfinite(value):

@@ -42,9 +42,11 @@ class Regularized(nn.Module):
         # of a compiled one, too); what a checkpoint computes again in the backward pass has been
         # taken already
         if not torch.compiler._is_exporting_flag and not _is_in_backward():
-            self._regularized_in = (self.training, torch.is_grad_enabled())
-            # a view, as a parameter would be registered
-            self.regularization = None if regularization is None else regularization.view(())
+            if regularization is not None:
+                self._regularized_in = (self.training, torch.is_grad_enabled())
+                self.regularization = regularization.view(())  # a parameter would be registered
+            elif self.regularization is not None:  # nothing is assigned without need: a compiled
+                self.regularization = None  # checkpoint must not have side effects
         return w1, w2
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _SETTINGS = "ikattn_implicit"  # in a model's config: the options of use_implici
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@torch.inference_mode(False)  # frequencies are there to be trained
 def use_implicit_attention(
     model: Model,
     *,
