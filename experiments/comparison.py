@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
-import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -29,6 +26,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 GENERATED = ("ikan", "mikan")
 
 Row = TypeVar("Row", bound=NamedTuple)
+Fitted = TypeVar("Fitted")
 
 PADDING = 0  # the number of the token that is none
 
@@ -49,81 +47,6 @@ def parse_order(p: str) -> float | Literal["learned"] | None:
     return None if p in ("none", "-") else float(p)
 
 
-def _is_number(p: str) -> bool:
-    try:
-        return 1 <= float(p) < math.inf
-    except ValueError:
-        return False
-
-
-def add_options(parser: argparse.ArgumentParser, plotted: str) -> None:
-    """Adds what every experiment takes; ``plotted`` is what its plot shows."""
-    add = parser.add_argument
-    add("--csv", type=Path, help="write every run to this file")
-    add("--plot", type=Path, help=f"draw the {plotted} into this file")
-    add("--threads", type=int, default=1, help="for torch; default: 1")
-
-
-def check_options(
-    parser: argparse.ArgumentParser,
-    options: argparse.Namespace,
-    at_least_one: Sequence[str],
-    files: Sequence[str] = ("csv", "plot"),
-) -> None:
-    """Ends the program, with a message, at an option that is out of range.
-
-    Args:
-        parser: Says it.
-        options: With orders p.
-        at_least_one: Names of options that count something; None is in range.
-        files: Names of options that name files to write, or None.
-    """
-    counts = [getattr(options, name) for name in at_least_one]
-    if any(count is not None and count < 1 for count in counts):
-        names = [f"--{name}" for name in at_least_one]
-        parser.error(f"{', '.join(names[:-1])} and {names[-1]} must be at least 1")
-    for p in options.p or []:
-        if p not in ("none", "learned") and not _is_number(p):
-            parser.error(f"--p must be numbers of at least 1, 'none' or 'learned', got {p!r}")
-    for name in files:
-        path = getattr(options, name)
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            parser.error(f"there is no directory {path.parent}")
-        if path.is_dir():
-            parser.error(f"{path} is a directory")
-        try:
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            parser.error(f"cannot write {path}: {error}")
-        if name == "plot":
-            _check_picture(parser, path)
-
-
-def _check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        parser.error("--plot needs matplotlib: pip install 'ikattn[demo]'")
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        parser.error(f"--plot must end in one of {', '.join(sorted(kinds))}, got {path.name}")
-
-
-def run_program(main: Callable[[], None]) -> None:
-    """Calls ``main``; Ctrl-C ends it in one line."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        name = Path(sys.argv[0]).name
-        print(
-            f"\n{name}: interrupted; runs that had ended are in --csv, if there is one",
-            file=sys.stderr,
-        )
-        sys.exit(130)
-
-
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -140,12 +63,43 @@ def train_step(
         loss: A scalar, a mean over examples.
         examples: How many the training set holds: the regulariser counts once for all of them.
         largest_gradient: Norm that the gradient is clipped to.
+
+    Raises:
+        FloatingPointError: The gradient is not finite; nothing has been changed.
     """
     loss = loss + ikattn.regularization_loss(model) / examples
     optimizer.zero_grad()
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), largest_gradient)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), largest_gradient)
+    if not norm.isfinite():
+        raise FloatingPointError(f"the loss is {loss.item()}, its gradient's norm {norm.item()}")
     optimizer.step()
+
+
+class Divergences:
+    """Lets the other runs go on when one diverges, and tells of it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fit(self, label: str, fit: Callable[[], Fitted]) -> Fitted | None:
+        """Returns what ``fit`` does, or None, with a line that says why, where it diverges."""
+        try:
+            return fit()
+        except FloatingPointError as error:
+            reason = error
+        except ValueError as error:  # of frequencies, too, that are not finite any more
+            if "must be finite" not in str(error):
+                raise
+            reason = error
+        print(f"left out: {label}: {reason}", flush=True)
+        self.count += 1
+        return None
+
+    def end(self) -> None:
+        """Ends the program with a message where runs have diverged."""
+        if self.count:
+            sys.exit(f"{Path(sys.argv[0]).name}: {self.count} runs diverged")
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> Tensor:

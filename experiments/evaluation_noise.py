@@ -8,13 +8,13 @@ noise, and fixed points, quasi-random (scrambled Sobol) and pseudo-random, of fo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 import torch
 from tqdm import tqdm
 
 import ikattn
+from command_line import check_options, parser_of, run_program
 from initial_width import CLUSTERS, FEATURES, Recall, draw
 
 NOISES = ("mean", "random", "quasi-random points", "pseudo-random points")
@@ -67,7 +67,7 @@ def sobol_points(shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--frequencies", nargs="+", type=int, default=[8, 64], help="M")
     add("--steps", type=int, default=600)
@@ -76,6 +76,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.steps, options.seeds = 5, 1
+    check_options(parser, options, ["steps", "seeds"], files=[])
+    if any(number < 2 or number % 2 for number in options.frequencies):
+        parser.error("--frequencies must be even and at least 2")
     torch.set_num_threads(1)
     print(f"{'':14}" + "".join(f"{noise:>22}" for noise in NOISES))
     for source in ("ikan", "mikan"):
@@ -91,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

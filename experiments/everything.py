@@ -13,7 +13,6 @@ experiment whose log is in OUT is not run again.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -22,6 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from command_line import parser_of, run_program
 
 ALL = ("--attention", "softmax", "rbf", "direct", "ikan", "mikan")
 LEARNED = ("--attention", "softmax", "direct", "ikan", "mikan")
@@ -123,7 +124,7 @@ def attempt(run: Run, data: Path, out: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of all data")
     parser.add_argument("--out", type=Path, required=True, help="folder of tables, plots and logs")
     parser.add_argument("--jobs", type=int, default=2, help="at a time, of a core each; default: 2")
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "experiments that had ended have their logs in --out and are not run again")

@@ -9,17 +9,18 @@ frequencies ("direct").
 
 from __future__ import annotations
 
-import argparse
-import csv
 import math
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import ikattn
+from command_line import check_options, parser_of, run_program
+from comparison import Table
 
 CLUSTERS, FEATURES, LENGTH, BATCH = 8, 16, 48, 16
 
@@ -40,6 +41,15 @@ def scale_of(start: str, heads: int, size: int, frequencies: int) -> float:
         return 1 / (2 * math.pi * math.sqrt(2) * size**0.25)
     angle = 1.0 if start == "unit angle" else 0.5
     return angle / (2 * math.pi * math.sqrt(size))
+
+
+class Run(NamedTuple):
+    heads: int
+    head_dim: int
+    start: str
+    scale: float | None  # of the first frequencies; of "dot", which has none
+    seed: int
+    loss: float
 
 
 class Recall(nn.Module):
@@ -95,7 +105,7 @@ def loss_after(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--head-dims", nargs="+", type=int, default=[8, 16, 32, 64, 128], help="d")
     add("--heads", nargs="+", type=int, default=[1, 4])
@@ -107,8 +117,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.steps, options.seeds = 5, 1
+    check_options(parser, options, ["frequencies", "steps", "seeds"], files=["csv"])
+    if min(*options.heads, *options.head_dims) < 1:
+        parser.error("--heads and --head-dims must be at least 1")
     torch.set_num_threads(1)
-    rows = []
+    table = Table[Run](options.csv)
     names = ["dot", *STARTS]
     print(f"{'H':>3}{'d':>5}" + "".join(f"{name:>12}" for name in names))
     for heads in options.heads:
@@ -120,15 +133,12 @@ def main() -> None:
                     loss_after(heads, size, options.frequencies, scale, options.steps, seed)
                     for seed in range(options.seeds)
                 ]
-                rows += [(heads, size, name, scale, seed, loss) for seed, loss in enumerate(found)]
+                table.add(
+                    *(Run(heads, size, name, scale, seed, loss) for seed, loss in enumerate(found))
+                )
                 line += f"{statistics.mean(found):12.3f}"
             print(line, flush=True)
-    if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("heads", "head_dim", "start", "scale", "seed", "loss"))
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

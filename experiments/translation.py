@@ -25,7 +25,9 @@ import argparse
 import copy
 import math
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -37,17 +39,16 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import ikattn
+from command_line import add_options, check_options, parser_of, run_program
 from comparison import (
     ATTENTIONS,
     PADDING,
+    Divergences,
     Table,
-    add_options,
-    check_options,
     choose_orders,
     describe,
     draw_plot,
     parse_order,
-    run_program,
     spread,
     train_step,
 )
@@ -202,7 +203,7 @@ def fit(corpus: Corpus, attention: str, p: str, seed: int, epochs: int) -> Fitte
     """Trains one model and keeps the epoch with the smallest loss on the validation set.
 
     Raises:
-        FloatingPointError: That loss is not finite.
+        FloatingPointError: A loss or its gradient is not finite.
     """
     torch.manual_seed(seed)
     generator = np.random.RandomState(seed)
@@ -214,7 +215,7 @@ def fit(corpus: Corpus, attention: str, p: str, seed: int, epochs: int) -> Fitte
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step / steps))
     losses: list[float] = []
     best: dict[str, Tensor] = {}
-    label = f"{describe(attention, p)}, seed {seed}"
+    label = label_of(attention, p, seed)
     start = time.perf_counter()
     with tqdm(total=steps, desc=label, unit="batch", leave=False, disable=None) as progress:
         for epoch in range(1, epochs + 1):
@@ -222,7 +223,7 @@ def fit(corpus: Corpus, attention: str, p: str, seed: int, epochs: int) -> Fitte
             losses.append(validation_loss(model, validation))
             seconds = (time.perf_counter() - start) / epoch
             if not math.isfinite(losses[-1]):
-                raise FloatingPointError(f"{label}, epoch {epoch}: the loss is {losses[-1]}")
+                raise FloatingPointError(f"the validation loss is {losses[-1]}")
             if losses[-1] == min(losses):
                 best = copy.deepcopy(model.state_dict())
             tqdm.write(
@@ -233,6 +234,10 @@ def fit(corpus: Corpus, attention: str, p: str, seed: int, epochs: int) -> Fitte
     model.load_state_dict(best)
     selected = int(np.argmin(losses))
     return Fitted(model.eval(), selected + 1, math.exp(losses[selected]), seconds)
+
+
+def label_of(attention: str, p: str, seed: int) -> str:
+    return f"{describe(attention, p)}, seed {seed}"
 
 
 def train_epoch(
@@ -340,13 +345,17 @@ class ModelFolder:
     """Keeps trained models, so that a later run can measure them again without training.
 
     Args:
-        path: The folder; made if it does not exist.
+        path: The folder; made if it does not exist. ValueError if nothing can be written there.
         corpus, epochs: What models of this run are trained with. A model kept there that was
             trained with others is an error.
     """
 
     def __init__(self, path: Path, corpus: Corpus, epochs: int) -> None:
         path.mkdir(parents=True, exist_ok=True)
+        try:
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise ValueError(f"no model can be kept in {path}: {error}") from None
         self.path = path
         self.subwords = corpus.tokenizer.get_vocab_size()
         self.trained_with = {"epochs": epochs, "tokenizer": corpus.tokenizer.to_str()}
@@ -367,11 +376,16 @@ class ModelFolder:
             kept = torch.load(file, weights_only=True)
         except (RuntimeError, UnpicklingError, EOFError) as error:
             raise ValueError(f"{file} is no model that was kept: {error}") from None
+        if not isinstance(kept, dict) or not {"model", "fitted"} <= kept.keys():
+            raise ValueError(f"{file} is no model that was kept here")
         for name, value in self.trained_with.items():
             if kept.get(name) != value:
                 raise ValueError(f"{file} was trained with other {name}: take another --models")
         model = Translator(self.subwords, attention, p)
-        model.load_state_dict(kept["model"])
+        try:
+            model.load_state_dict(kept["model"])
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{file} holds another model: {error}") from None
         return Fitted(model.eval(), *kept["fitted"])
 
     def save(self, fitted: Fitted, attention: str, p: str, seed: int) -> None:
@@ -383,7 +397,7 @@ class ModelFolder:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the files named above")
     add("--test", choices=TEST_SETS, default=TEST_SETS[0], help=f"default: {TEST_SETS[0]}")
@@ -424,18 +438,16 @@ def main() -> None:
     table = Table[Run](options.csv)
     alignments = Table[AlignmentRow](options.align_csv)
     print(f"{options.test:<22}{'BLEU':<15}{'validation BLEU':<18}{'perplexity':<18}time per epoch")
-    diverged = 0
+    divergences = Divergences()
     for attention, p in settings:
         rows = []
         for seed in range(options.seeds):
             key = (attention, p, seed)
             fitted = kept.get(key)
             if fitted is None:
-                try:
-                    fitted = fit(corpus, *key, options.epochs)
-                except FloatingPointError as error:  # the other runs go on
-                    print(f"left out: {error}", flush=True)
-                    diverged += 1
+                label = label_of(*key)
+                fitted = divergences.fit(label, partial(fit, corpus, *key, options.epochs))
+                if fitted is None:
                     continue
                 if folder:
                     folder.save(fitted, *key)
@@ -450,8 +462,7 @@ def main() -> None:
         draw_plot(options.plot, table.runs, "test_set", lambda run: run.test_bleu, "BLEU")
     if aligned is not None and alignments.runs:
         print_alignments(alignments.runs, describe_aligned_pairs(aligned, corpus.train))
-    if diverged:
-        sys.exit(f"translation.py: {diverged} runs diverged")
+    divergences.end()
 
 
 if __name__ == "__main__":

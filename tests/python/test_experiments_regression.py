@@ -123,6 +123,41 @@ def test_a_run_that_has_ended_is_kept_when_the_next_is_interrupted(
     assert [row["repeat"] for row in rows_of(tmp_path / "a.csv")] == ["0", "1"]
 
 
+def test_a_run_that_diverges_leaves_the_others(
+    regression: ModuleType,
+    tables: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("regression_protocol.LEARNING_RATE", 1e30)
+    options = ["--data", tables, "--datasets", "airline", "--attention", "direct", "softmax"]
+    options += ["--repeats", 2, "--epochs", 9, "--csv", tmp_path / "a.csv"]
+    options += ["--plot", tmp_path / "a.png"]
+    monkeypatch.setattr(sys, "argv", ["regression.py", *map(str, options)])
+    with pytest.raises(SystemExit, match=r"regression\.py: 4 runs diverged"):
+        regression.main()
+    assert "left out: airline, direct, p = 2, repeat 2: " in capsys.readouterr().out
+    assert list(tmp_path.glob("a.*")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no numbers"),
+        ("1,2\n3,1e300\n", "row 2: expected finite numbers of float32"),
+        ("1,2\n", "expected at least 10 rows in all, got 2"),
+    ],
+)
+def test_a_table_of_too_little_or_too_much_is_named(
+    regression: ModuleType, tables: Path, text: str, message: str
+) -> None:
+    for file in regression.DATA_SETS["airline"].files:
+        (tables / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        regression.load(tables, "airline")
+
+
 def test_a_table_of_what_is_no_number_is_named(regression: ModuleType, tables: Path) -> None:
     path = tables / "airline_passengers/train.csv"
     lines = path.read_text().splitlines()

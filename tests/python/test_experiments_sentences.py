@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -56,9 +57,36 @@ def test_a_set_too_small_to_split_is_named(sentences: ModuleType, texts: Path) -
         sentences.read(texts, "subj.all")
 
 
+@pytest.mark.parametrize("label", ["\xb2", "5000000"])
+def test_what_cannot_be_a_class_is_named(sentences: ModuleType, texts: Path, label: str) -> None:
+    path = texts / "subj.all"
+    path.write_text(f"1 a film\n{label} a film\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=f"subj.all, line 2: .* below 1000, got '{label}'"):
+        sentences.read(texts, "subj.all")
+
+
+def test_a_run_that_diverges_leaves_the_others(
+    sentences: ModuleType,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sentences, "LEARNING_RATE", 1e30)
+    options = ["--data", texts, "--datasets", "mr", "--attention", "direct", "softmax"]
+    options += ["--epochs", 9, "--seeds", 1, "--csv", tmp_path / "a.csv"]
+    monkeypatch.setattr(sys, "argv", ["sentences.py", *map(str, options)])
+    with pytest.raises(SystemExit, match=r"sentences\.py: 2 runs diverged"):
+        sentences.main()
+    assert "left out: mr, direct, p = 2, seed 0: " in capsys.readouterr().out
+
+
 def test_a_line_without_a_label_is_named(sentences: ModuleType, texts: Path) -> None:
     (texts / "subj.all").write_text("0 a film\ngood film\n", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"subj\.all, line 2: expected a label first, got 'good'"):
+    with pytest.raises(
+        ValueError,
+        match=r"subj\.all, line 2: expected a label first, a number below 1000, got 'good'",
+    ):
         sentences.read(texts, "subj.all")
 
 

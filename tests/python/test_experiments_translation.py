@@ -110,7 +110,16 @@ def test_what_cannot_be_a_folder_of_models_is_named(
     (tmp_path / "file").write_text("")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/direct.2.0.pt").write_text("no model")
-    for models, message in (("file", "File exists"), ("kept", "2.0.pt is no model that was kept")):
+    (tmp_path / "tensor").mkdir()
+    torch.save(torch.zeros(3), tmp_path / "tensor/direct.2.0.pt")
+    for models, message in (
+        ("file", "File exists"),
+        ("kept", "2.0.pt is no model that was kept"),
+        ("tensor", "2.0.pt is no model that was kept"),
+        ("/proc/self", "no model can be kept in /proc/self"),
+    ):
+        if models.startswith("/") and not Path(models).is_dir():
+            continue  # no such folder here
         options = ["--data", captions, "--quick", "--attention", "direct", "--models", models]
         result = run(source_tree, "translation.py", *options, cwd=tmp_path)
         assert result.returncode == 1
@@ -127,19 +136,21 @@ def test_a_run_that_diverges_leaves_the_others(
 ) -> None:
     fit = translation.fit
 
-    def sometimes(corpus: object, attention: str, *others: object) -> object:
-        if attention == "rbf":
-            raise FloatingPointError("rbf: the loss is nan")
+    def too_fast(corpus: object, attention: str, *others: object) -> object:
+        rate = 2e-3 if attention == "softmax" else 1e30
+        monkeypatch.setattr(translation, "LEARNING_RATE", rate)
         return fit(corpus, attention, *others)
 
-    monkeypatch.setattr(translation, "fit", sometimes)
-    options = ["--data", captions, "--quick", "--attention", "rbf", "direct"]
+    monkeypatch.setattr(translation, "fit", too_fast)
+    options = ["--data", captions, "--epochs", 3, "--attention", "direct", "ikan", "softmax"]
     options += ["--csv", tmp_path / "a.csv"]
     monkeypatch.setattr(sys, "argv", ["translation.py", *map(str, options)])
-    with pytest.raises(SystemExit, match="1 runs diverged"):
+    with pytest.raises(SystemExit, match=r"translation\.py: 2 runs diverged"):
         translation.main()
-    assert "left out: rbf: the loss is nan" in capsys.readouterr().out
-    assert [row["attention"] for row in rows_of(tmp_path / "a.csv")] == ["direct"]
+    printed = capsys.readouterr().out
+    assert "left out: direct, p = 2, seed 0: " in printed
+    assert "left out: ikan, p = 2, seed 0: " in printed
+    assert [row["attention"] for row in rows_of(tmp_path / "a.csv")] == ["softmax"]
 
 
 def test_translation_names_the_file_that_is_missing_and_its_origin(
