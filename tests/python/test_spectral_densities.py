@@ -148,3 +148,13 @@ def test_a_factor_keeps_what_a_nearly_singular_correlation_matrix_loses():
 def test_factors_of_correlation_matrices_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         gaussian_copula_log_density(torch.zeros(2), **arguments)
+
+
+def test_shapes_and_types_are_named():
+    with pytest.raises(ValueError, match=r"lower must have shape \[\.\.\., H, H\], got \[2, 3\]"):
+        correlation_factor(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"scores must have shape .* H = 3, got \[5, 2\]"):
+        gaussian_copula_log_density(torch.zeros(5, 2), torch.eye(3))
+    for name in ("correlation", "factor"):
+        with pytest.raises(TypeError, match=r"floating point, got torch\.int64"):
+            gaussian_copula_log_density(torch.zeros(2), **{name: torch.eye(2, dtype=torch.long)})

@@ -152,6 +152,11 @@ def test_numpys_integers_are_seeds():
         (Mikan, {"pool": "query"}, "pool must be 'both' or 'key', got 'query'"),
         (Mikan, {"faithful": "paper"}, "faithful must be None or 'code', got 'paper'"),
         (Mikan, {"faithful": "code", "stationary": True}, "needs pool='both' and stationary=False"),
+        (Mikan, {"faithful": "code", "evaluation": "mean"}, "no other evaluation, got 'mean'"),
+        (Ikan, {"kl_weight": "a"}, "kl_weight must be a number >= 0, got 'a'"),
+        (Ikan, {"prior_scale": None}, "prior_scale must be positive, got None"),
+        (Ikan, {"seed": 1.5}, r"seed must be an integer of 64 bits or None, got 1\.5"),
+        (Direct, {"seed": 2**64}, "seed must be an integer of 64 bits or None, got 18446744073709"),
     ],
 )
 def test_bad_options_say_what_was_expected_and_got(kind, options, message):

@@ -20,6 +20,9 @@ def correlation_factor(lower: Tensor) -> Tensor:
     Returns:
         L, [..., H, H], lower triangular with a positive diagonal.
 
+    Raises:
+        ValueError: The matrices are not square.
+
     Example:
         >>> import torch
         >>> from ikattn.spectral import correlation_factor
@@ -27,6 +30,10 @@ def correlation_factor(lower: Tensor) -> Tensor:
         >>> torch.allclose((factor @ factor.mT).diagonal(dim1=-2, dim2=-1), torch.ones(5, 3))
         True
     """
+    if lower.dim() < 2 or lower.size(-1) != lower.size(-2):
+        raise ValueError(
+            f"correlation_factor: lower must have shape [..., H, H], got {list(lower.shape)}"
+        )
     identity = torch.eye(lower.size(-1), dtype=lower.dtype, device=lower.device)
     rows: Tensor = lower.tril(-1) + identity
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -66,8 +73,9 @@ def gaussian_copula_log_density(
         ``Mikan`` takes as its regulariser.
 
     Raises:
-        ValueError: The diagonal of R is not 1, or it is not positive definite; both of correlation
-            and factor are given, or none.
+        ValueError: The diagonal of R is not 1, or it is not positive definite; its H is not that of
+            scores; both of correlation and factor are given, or none.
+        TypeError: R, or L, is of integers.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147), whose code has another formula in this place.
@@ -90,6 +98,11 @@ def gaussian_copula_log_density(
         assert factor is not None
         _check_factor(factor)
         factor = factor.double()
+    if scores.dim() < 1 or scores.size(-1) != factor.size(-1):
+        raise ValueError(
+            f"gaussian_copula_log_density: scores must have shape [..., H] with H = "
+            f"{factor.size(-1)}, got {list(scores.shape)}"
+        )
     column = scores.double().unsqueeze(-1)
     whitened: Tensor = torch.linalg.solve_triangular(factor, column, upper=False)
     squares = (column.square() - whitened.square()).sum((-2, -1))
@@ -124,6 +137,10 @@ def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -
 
 def _tolerance(dtype: torch.dtype) -> float:
     """How far from 1 a length or a diagonal may be: sums of rounded numbers, in 16 bits one."""
+    if not dtype.is_floating_point:
+        raise TypeError(
+            f"gaussian_copula_log_density: a correlation must be floating point, got {dtype}"
+        )
     eps = torch.finfo(dtype).eps
     return 100 * eps if eps < 1e-5 else 2 * eps
 

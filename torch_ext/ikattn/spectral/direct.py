@@ -32,6 +32,19 @@ def checked_size(name: str, size: int) -> int:
     return int(size)
 
 
+def checked_seed(seed: int | None) -> int | None:
+    """Returns a seed as an int, whatever integer it was given as.
+
+    Raises:
+        ValueError: It is none, or of more than 64 bits.
+    """
+    if seed is None:
+        return None
+    if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be an integer of 64 bits or None, got {seed!r}")
+    return int(seed)
+
+
 class Direct(nn.Module):
     """Frequencies that are parameters: the paper's direct spectral density.
 
@@ -54,7 +67,7 @@ class Direct(nn.Module):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: A size is less than 1, or initial is unknown.
+        ValueError: A size is less than 1, initial is unknown, or seed no integer of 64 bits.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147); the initial distribution is that of the authors' code.
@@ -89,7 +102,7 @@ class Direct(nn.Module):
         self.head_dim = head_dim
         self.num_frequencies = int(num_frequencies)
         self.initial = initial
-        self.seed = seed
+        self.seed = checked_seed(seed)
         size = num_heads * head_dim * self.num_frequencies
         self.w1 = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if stationary:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from ikattn.spectral.direct import Direct, Stationary
+from ikattn.spectral.direct import Direct, Stationary, checked_seed
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
 
@@ -51,7 +50,7 @@ def make_spectral(
         return spectral
     sizes = (num_heads, head_dim, num_frequencies)
     options: dict[str, Any] = {
-        "seed": None if seed is None else int(seed),
+        "seed": seed,
         "device": device,
         "dtype": dtype,
     }
@@ -72,5 +71,4 @@ def check_spectral(spectral: Spectral, seed: int | None) -> None:
             f"spectral must be one of {_NAMES}, a torch.nn.Module, or a function that makes one, "
             f"got {spectral!r}"
         )
-    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
-        raise ValueError(f"seed must be an integer of 64 bits or None, got {seed!r}")
+    checked_seed(seed)

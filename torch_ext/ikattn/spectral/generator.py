@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ikattn.spectral.direct import check_sizes, unit_angle_scale
+from ikattn.spectral.direct import check_sizes, checked_seed, unit_angle_scale
 from ikattn.spectral.networks import OddNetwork
 
 Evaluation = Literal["points", "mean", "random"]
@@ -69,8 +70,8 @@ class Generator(nn.Module):
                 f"num_frequencies must be even and at least 2, one half each for +z and -z, got "
                 f"{num_frequencies}"
             )
-        if not 0 < prior_scale < math.inf:
-            raise ValueError(f"prior_scale must be positive, got {prior_scale}")
+        if not _is_finite(prior_scale) or prior_scale <= 0:
+            raise ValueError(f"prior_scale must be positive, got {prior_scale!r}")
         check_weight("kl_weight", kl_weight)
         self.num_heads = num_heads
         self.head_dim = head_dim
@@ -78,7 +79,7 @@ class Generator(nn.Module):
         self.evaluation = evaluation
         self.prior_scale = prior_scale
         self.kl_weight = kl_weight
-        self.seed = seed
+        self.seed = checked_seed(seed)
         networks = [
             OddNetwork(head_dim, device, dtype, self._seeded()) for _ in range(2 - stationary)
         ]
@@ -170,8 +171,12 @@ class Generator(nn.Module):
 
 def check_weight(name: str, weight: float) -> None:
     """Raises ValueError for a weight of the regulariser that is negative or not finite."""
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"{name} must be a number >= 0, got {weight}")
+    if not _is_finite(weight) or weight < 0:
+        raise ValueError(f"{name} must be a number >= 0, got {weight!r}")
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, Real) and math.isfinite(number)
 
 
 def _fixed_points(heads: int, size: int, count: int) -> Tensor:

@@ -99,6 +99,11 @@ class Mikan(Generator):
             raise ValueError(f"faithful must be None or 'code', got {faithful!r}")
         if faithful and (pool != "both" or stationary):
             raise ValueError("faithful='code' needs pool='both' and stationary=False")
+        if faithful and evaluation != "points":
+            raise ValueError(
+                "faithful='code' draws in evaluation as in training, and takes no other "
+                f"evaluation, got {evaluation!r}"
+            )
         check_weight("copula_weight", copula_weight)
         if prior_scale is None:
             prior_scale = 0.1 if faithful else 1.0
