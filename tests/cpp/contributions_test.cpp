@@ -32,13 +32,17 @@ struct Inputs {
     return options;
   }
 
+  // f_h(x_j) [B, H, S, D]
+  Tensor transformed() const {
+    const int64_t H = weights.size(1);
+    return torch::einsum("bhsv,dhv->bhsd", {value.to(at::kDouble).repeat_interleave(H / 2, 1),
+                                            projection.to(at::kDouble).unflatten(1, {H, -1})});
+  }
+
   // y_ij as vectors [B, T, T, D]: summed, with the residual, through the first and both norms.
   std::array<Tensor, 4> vectors() const {
-    const int64_t H = weights.size(1);
-    const Tensor transformed =
-        torch::einsum("bhsv,dhv->bhsd", {value.to(at::kDouble).repeat_interleave(H / 2, 1),
-                                         projection.to(at::kDouble).unflatten(1, {H, -1})});
-    const Tensor summed = torch::einsum("bhts,bhsd->btsd", {weights.to(at::kDouble), transformed});
+    const Tensor summed =
+        torch::einsum("bhts,bhsd->btsd", {weights.to(at::kDouble), transformed()});
     const Tensor own = torch::eye(weights.size(2), at::kDouble).unsqueeze(0).unsqueeze(-1);
     const Tensor with_residual = summed + own * residual.to(at::kDouble).unsqueeze(2);
     const auto through = [](const Tensor& y, const ikattn::NormStats& stats) {
@@ -111,6 +115,18 @@ TEST(Contributions, OnlyWhatIsDefinedAndWantedIsThere) {
   EXPECT_FALSE(maps.value_norms.defined());
   EXPECT_FALSE(maps.with_residual.defined());
   EXPECT_FALSE(maps.mixing_ratios.defined());
+}
+
+// In float32 without the vectors, for there are many tokens.
+TEST(Contributions, ValueNormsAloneAreThoseOfTheVectors) {
+  for (const auto& [type, tolerance] : {std::pair{at::kDouble, 1e-13}, {at::kFloat, 2e-7}}) {
+    const Inputs in(type, 140);
+    ikattn::ContributionOptions options;
+    options.summed = false;
+    const auto maps = ikattn::contributions(in.weights, in.value, in.projection, options);
+    EXPECT_FALSE(maps.summed.defined());
+    EXPECT_LT(error(maps.value_norms, in.transformed().norm(2, -1)), tolerance);
+  }
 }
 
 TEST(Contributions, NamesTheWrongArgument) {
