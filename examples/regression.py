@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
-from comparison import describe, spread, write_csv
+from comparison import Divergences, describe, spread, write_csv
 from regression_protocol import DATA_SETS, Run, Setting, fit_repeats, load
 
 # --kernel -> what the protocol calls it
@@ -125,25 +125,30 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     try:
         series = {name: load(options.data, name) for name in options.datasets}
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"regression.py: {error}")
 
     runs: list[Run] = []
+    divergences = Divergences()
     print_header()
     for setting in choose_settings(options):
         name = setting.data_set
         epochs = options.epochs or DATA_SETS[name].epochs
         protocol = setting._replace(attention=KERNELS[setting.attention])
-        rows = fit_repeats(protocol, series[name], options.repeats, epochs, options.seed)
-        rows = [run._replace(attention=setting.attention) for run in rows]
+        counts = options.repeats, epochs, options.seed
+        fitted = fit_repeats(protocol, series[name], *counts, divergences)
+        rows = [run._replace(attention=setting.attention) for run in fitted]
+        if not rows:
+            continue
         print_row(setting, rows)
         runs += rows
         if options.csv is not None:
             write_csv(options.csv, runs)
     print_comparison(runs)
     print(FOOTNOTE)
-    if options.csv is not None:
+    if options.csv is not None and runs:
         print(f"Every run: {options.csv}")
+    divergences.end()
 
 
 if __name__ == "__main__":
