@@ -213,7 +213,7 @@ def accuracy(model: nn.Module, sentences: list[Sentence], vocabulary: dict[str, 
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder of the files named above")
+    add("--data", type=Path, required=True, help="folder of the files named below")
     add("--datasets", nargs="+", choices=DATA_SETS, default=list(DATA_SETS))
     add("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     add("--p", nargs="+", default=["2"], help="orders: numbers, 'none', 'learned'; default: 2")

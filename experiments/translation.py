@@ -399,7 +399,7 @@ class ModelFolder:
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder of the files named above")
+    add("--data", type=Path, required=True, help="folder of the files named below")
     add("--test", choices=TEST_SETS, default=TEST_SETS[0], help=f"default: {TEST_SETS[0]}")
     add("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     add("--p", nargs="+", default=["2"], help="orders: numbers, 'none', 'learned'; default: 2")

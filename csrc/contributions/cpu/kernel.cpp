@@ -11,9 +11,11 @@ namespace ikattn::IKATTN_ISA {
 
 extern const ContributionKernels contribution_kernels;
 const ContributionKernels contribution_kernels = {
-    {token_factors<float>, token_factors<double>}, value_norms,
-    {pair_norms<float>, pair_norms<double>},       pair_gradients,
+    {token_factors<float>, token_factors<double>},
+    {pair_norms<float>, pair_norms<double>},
+    pair_gradients,
     {multiply<float>, multiply<double>},
+    value_norms,
 };
 
 }  // namespace ikattn::IKATTN_ISA

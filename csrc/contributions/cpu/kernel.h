@@ -9,10 +9,10 @@ namespace ikattn {
 struct ContributionKernels {
   // Index 0: compute in float32; 1: in float64.
   void (*factors[2])(const FactorsOfTokens&, const Executor&);
-  void (*value_norms)(const FactorsOfTokens&, const Array& grams, const Executor&);  // in float32
   void (*pair_norms[2])(const PairParams&, const Executor&);
   void (*pair_gradients)(const PairGradientParams&, const Executor&);
   void (*multiply[2])(const ProductParams&, const Executor&);
+  void (*value_norms)(const FactorsOfTokens&, const Array& grams, const Executor&);  // in float32
 };
 
 namespace baseline {

@@ -49,11 +49,7 @@ def make_spectral(
             )
         return spectral
     sizes = (num_heads, head_dim, num_frequencies)
-    options: dict[str, Any] = {
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-    }
+    options: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype}
     if spectral == "stationary":
         return Stationary(*sizes, **options)
     options["stationary"] = stationary
