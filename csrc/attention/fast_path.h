@@ -12,6 +12,7 @@ inline bool lies_ready_for_tensor_cores(const AttentionParams& params) {
   return value.type != ElementType::kFloat32 && is_multiple(params.d_v, 8) &&
          value.stride[3] == 1 && is_multiple(value.stride[0], 8) &&
          is_multiple(value.stride[1], 8) && is_multiple(value.stride[2], 8) &&
+         value.stride[2] > 0 &&
          is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(value.data)), 16);
 }
 

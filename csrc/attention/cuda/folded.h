@@ -22,8 +22,8 @@ constexpr int64_t padded_features(int64_t F) {
   return F <= 64 ? 64 : F <= 128 ? 128 : F <= 256 ? 256 : 0;
 }
 
-// Per-token numbers that are copied 64 at a time lie in rows of this many.
-__host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 63) / 64 * 64; }
+// Per-token numbers that are copied 64 or 128 at a time lie in rows of this many.
+__host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 127) / 128 * 128; }
 
 struct FoldedTokens {
   const Half* phi_q;    // [B, H, L, padded F]

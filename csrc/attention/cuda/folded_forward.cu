@@ -123,7 +123,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
            left_of(params.S, (tile + 1) * int64_t{kStep}));
     }
-    if ((state & kUnclean) != 0) clean_values<T, kStep * V>(stage + L::kKeyTile);
+    if ((state & kUnclean) != 0) {
+      clean_values<T, kStep * V>(stage + L::kKeyTile);
+      __syncthreads();
+    }
     const uint32_t base = shared_address(stage);
     Shared<const float> terms = shared_cast<float>(stage + L::kTerms);
     const int64_t j0 = tile * int64_t{kStep};

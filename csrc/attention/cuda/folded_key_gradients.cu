@@ -37,8 +37,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
   // The queries of all heads of the group, one tile after the other.
   const int64_t padded = padded_tokens(params.L);
-  const int first_tile = params.is_causal ? static_cast<int>(min(j0, padded) / kStep) : 0;
-  const int tiles = static_cast<int>(padded / kStep) - first_tile;
+  const int64_t all_tiles = (params.L + kStep - 1) / kStep;
+  const int first_tile = params.is_causal ? static_cast<int>(min(j0 / kStep, all_tiles)) : 0;
+  const int tiles = static_cast<int>(all_tiles) - first_tile;
   const int steps = tiles * static_cast<int>(group);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces output_places = FragmentPlaces::of_rows(L::kGradients, 2 * V);
 
   const int64_t value_head = value_head_of(params, b, key_head * group);
-  const float fit = fit_of_keys(tokens, rows, bk, value_head);
+  const float fit = key_scales_of<T>(params, tokens, rows, bk, value_head).fit;
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float four_m = static_cast<float>(4 * params.M);
   [[maybe_unused]] const float norm = 1 / four_m, eps = static_cast<float>(params.eps);
@@ -219,8 +220,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
-  store_key_gradients<T, F, V>(
-      params, tokens, rows, logits, gradients, bk, value_head, warp_key + g, fit, logit_sums,
+  store_key_gradients<F, V>(
+      params, logits, gradients, key_scales_of<T>(params, tokens, rows, bk, value_head), b,
+      key_head, warp_key + g, logit_sums,
       [&](int half, int n, int c) { return key_sums[0][n][2 * half + c]; },
       [&](int half, int n, int c) { return value_sums[0][n][2 * half + c]; });
 }

@@ -101,7 +101,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     cp_async_wait<0>();
     __syncthreads();  // the tile is here, and nobody reads the other stage
     if (tile + 1 < tiles) copy(tile + 1);
-    if ((state & kUnclean) != 0) clean_values<T, kStep * V>(stage + L::kValueTile);
+    if ((state & kUnclean) != 0) {
+      clean_values<T, kStep * V>(stage + L::kValueTile);
+      __syncthreads();
+    }
     const uint32_t base = shared_address(stage);
     const int64_t j0 = tile * int64_t{kStep};
     const TileVisibility<kPairs> visible(params, b, h, i0, j0);

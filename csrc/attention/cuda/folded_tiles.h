@@ -136,7 +136,8 @@ __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRowTiles][kColum
   }
 }
 
-// The value rows of poisoned keys become zero: what such a key does is in its eps.
+// The value rows of poisoned keys become zero: what such a key does is in its eps. Others may
+// read them after a barrier.
 template <typename T, int kCount, int kThreads = kFoldedThreads>
 __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
   Shared<uint16_t> values = shared_cast<uint16_t>(tile);
@@ -144,22 +145,25 @@ __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
     const uint16_t bits = values[index];
     if (!is_finite(to_float(T{bits}))) values[index] = 0;
   }
-  __syncthreads();
 }
 
-// The queries of one of the blocks that own `rows` queries of a head each.
+// The queries of one of the blocks that own `rows` queries of a head each, and their keys and
+// values. 32 bits: a grid has not more blocks, and no GPU room for more tokens.
 struct QueryBlock {
-  int64_t bh, i0, b, h, bk;
+  int bh, i0, b, h, bk, key_head, value_head;
 
-  __device__ __forceinline__ QueryBlock(const AttentionParams& params, int64_t rows,
-                                        int64_t index) {
-    const int64_t blocks = (params.L + rows - 1) / rows;
-    bh = index / blocks;
+  __device__ __forceinline__ QueryBlock(const AttentionParams& params, int rows, int64_t index) {
+    const int blocks = static_cast<int>((params.L + rows - 1) / rows);
+    const int at = static_cast<int>(index), heads = static_cast<int>(params.H);
+    const int key_heads = static_cast<int>(params.key_heads);
+    bh = at / blocks;
     // The last rows first: under causality they have the most to do.
-    i0 = (blocks - 1 - index % blocks) * rows;
-    b = bh / params.H;
-    h = bh % params.H;
-    bk = key_head_of(params, bh);
+    i0 = (blocks - 1 - at % blocks) * rows;
+    b = bh / heads;
+    h = bh % heads;
+    key_head = h / (heads / key_heads);
+    bk = b * key_heads + key_head;
+    value_head = h / (heads / static_cast<int>(params.G));
   }
 };
 

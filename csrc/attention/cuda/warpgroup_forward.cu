@@ -2,8 +2,9 @@
 // passes along the keys, 128 at a time. While a tile's weights are made, the tensor cores multiply
 // those of the tile before with its values:
 //
-//   tile t is here   S(t) begins   O += w(t - 1) V(t - 1) begins   the copy of t + 1 begins
-//   S(t) is there: w(t) in its place, and sums   O is there: w(t) become the next product's A
+//   tile t is here   S(t) begins   O += w(t - 1) V(t - 1) begins
+//   S(t) is there: w(t) in its place, and sums   O is there: w(t) become the next product's A, and
+//   the stage of t - 1 is free
 //
 // Compiled for sm_90a alone.
 #include "attention/cuda/folded_forward.h"
@@ -18,7 +19,8 @@ template <typename T, int F, int V>
 struct ForwardLayout {
   using Tiles = KeyTiles<T, F, V, kKeys>;
   static constexpr uint32_t kTerms = kTilesInFlight * Tiles::kStage;  // [stage][kKeys]
-  static constexpr int64_t kBytes = kTerms + kTilesInFlight * kKeys * int64_t{4};
+  static constexpr uint32_t kBarriers = kTerms + kTilesInFlight * kKeys * 4;
+  static constexpr int64_t kBytes = kBarriers + TileBarriers::kBytes;
 };
 
 // Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
@@ -42,7 +44,8 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
 
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens) {
+    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens,
+                             const __grid_constant__ KeyMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -50,24 +53,24 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
 
-  const int64_t end = kCausal ? min(params.S, at.i0 + kWarpgroupRows) : params.S;
+  const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
   const int tiles = static_cast<int>((end + kKeys - 1) / kKeys);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const typename L::Tiles keys(params, tokens, at);
-  const auto place_of = [](int tile) { return tile % kTilesInFlight * L::Tiles::kStage; };
-  const auto terms_of = [](int tile) { return L::kTerms + tile % kTilesInFlight * kKeys * 4; };
-  const auto begin_copy = [&](int tile) {
-    if (tile >= tiles) return;
-    const int64_t padded = padded_tokens(params.S);
-    keys.copy(base + place_of(tile), tile);
-    copy_numbers<kKeys>(base + terms_of(tile), tokens.terms + at.bk * padded, tile * int64_t{kKeys},
-                        padded);
-    cp_async_commit();
-  };
-  begin_copy(0);
+  const TileBarriers barriers(base + L::kBarriers, kProductThreads);
+  if (threadIdx.x >= kProductThreads) {
+    constexpr uint32_t kCopied = L::Tiles::kStage + kKeys * 4;
+    const float* terms = tokens.terms + at.bk * padded_tokens(params.S);
+    copy_tiles(barriers, tiles, kCopied, [&](int tile, int stage, uint32_t barrier) {
+      L::Tiles::copy(base + stage * L::Tiles::kStage, maps, at, tile, barrier);
+      begin_bytes(base + L::kTerms + stage * kKeys * 4, terms + tile * int64_t{kKeys}, kKeys * 4,
+                  barrier);
+    });
+    return;
+  }
+  take_registers<kProductRegisters>();
 
-  const int64_t row0 = at.i0 + warp * 16 + g;
+  const int row0 = at.i0 + warp * 16 + g;
   const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
   uint32_t phi_q[F / 16][4];
   load_left<F>(phi_q, tokens.phi_q + (at.bh * params.L + row0) * F, F, there, F);
@@ -75,41 +78,47 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   uint32_t weights[kKeys / 16][4];  // of the tile before
   float output[V / kBoxColumns][32] = {};
   float sums[2] = {};
-  const auto begin_output = [&](int tile) {
+  const auto begin_output = [&](int stage) {
     wgmma_fence();
-    begin_by_rows<T, kKeys, V>(output, weights, base + place_of(tile) + L::Tiles::kValues);
+    begin_by_rows<T, kKeys, V>(output, weights,
+                               base + stage * L::Tiles::kStage + L::Tiles::kValues);
     wgmma_commit();
   };
 
+  TileStage stage;
+  int before = 0;  // the stage of the tile before
   for (int tile = 0; tile < tiles; ++tile) {
-    L::Tiles::wait(shared, place_of(tile), (state & kUnclean) != 0);
+    barriers.wait(stage);
+    const uint32_t place = stage.index * L::Tiles::kStage;
+    if ((state & kUnclean) != 0) L::Tiles::clean(shared + place, barriers, tile);
     wgmma_fence();
-    begin_by_columns<Half, kKeys, F>(s, phi_q, base + place_of(tile));
+    begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
     wgmma_commit();
     if (tile > 0) {
-      begin_output(tile - 1);
-      begin_copy(tile + 1);
+      begin_output(before);
       wgmma_wait<1>();
     } else {
-      begin_copy(tile + 1);
       wgmma_wait<0>();
     }
-    Shared<const float> terms = shared_cast<float>(shared + terms_of(tile));
-    const int64_t diagonal = row0 - tile * int64_t{kKeys};
+    Shared<const float> terms = shared_cast<float>(shared + (L::kTerms + stage.index * kKeys * 4));
+    const int diagonal = row0 - tile * kKeys;
     if (kCausal && diagonal - g < kKeys - 1) {
-      to_weights<true>(s, terms, static_cast<int>(diagonal), sums);
+      to_weights<true>(s, terms, diagonal, sums);
     } else if (is_passing(params, tile * int64_t{kKeys})) {
       to_weights<false>(s, terms, 0, sums);
     }
     wgmma_wait<0>();
+    if (tile > 0) barriers.release(before);
     pack_left<T, kKeys / 8>(s, weights);
+    before = stage.index;
+    stage.next();
   }
   if (tiles > 0) {
-    begin_output(tiles - 1);
+    begin_output(before);
     wgmma_wait<0>();
   }
 
-  const float kept = 1 / value_scale_of(tokens, value_head_of(params, at.b, at.h));
+  const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
   const Tokens out(params.output, at.b, at.h);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -127,6 +136,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #else
   (void)params;
   (void)tokens;
+  (void)maps;
   __trap();
 #endif
 }
@@ -137,9 +147,11 @@ const char* warpgroup_forward(const AttentionParams& params, const DeviceExecuto
                               const FoldedTokens& tokens) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kWarpgroupRows);
+    KeyMaps maps;
+    if (const char* error = map_keys<F, kKeys>(maps, params, tokens)) return error;
     const auto queue = [&](auto kernel) {
       return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarpgroupThreads),
-                    ForwardLayout<T, F, V>::kBytes, executor.stream, params, tokens);
+                    ForwardLayout<T, F, V>::kBytes, executor.stream, params, tokens, maps);
     };
     return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true>)
                             : queue(warpgroup_forward_kernel<T, F, V, false>);

@@ -24,89 +24,129 @@ struct KeyLayout {
   static constexpr uint32_t kOwnValues = kOwnKeys + OwnKeys::kBytes;
   // [stage][2][kStep], deltas behind normalizers
   static constexpr uint32_t kNormalizers = kOwnValues + (kHoldsValues ? 0 : OwnValues::kBytes);
-  static constexpr int64_t kBytes = kNormalizers + kTilesInFlight * 2 * kStep * int64_t{4};
+  static constexpr uint32_t kBarriers = kNormalizers + kTilesInFlight * 2 * kStep * 4;
+  static constexpr uint32_t kScales = kBarriers + 64;  // KeyScales
+  static_assert(TileBarriers::kBytes <= 64);
+  static constexpr int64_t kBytes = kScales + sizeof(KeyScales);
+};
+
+// From where a block's own tokens, and the tiles it passes along, are copied.
+struct PairMaps {
+  KeyMaps own;
+  RowMap queries, gradients;
 };
 
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                         const float* logits, PairGradients<float> gradients) {
+                         const float* logits, PairGradients<float> gradients,
+                         const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = KeyLayout<F, V>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t key_blocks = (params.S + kWarpgroupRows - 1) / kWarpgroupRows;
+  // 32 bits are enough for what TMA can copy, and registers are few.
+  const int key_blocks = static_cast<int>((params.S + kWarpgroupRows - 1) / kWarpgroupRows);
+  const int key_heads = static_cast<int>(params.key_heads), block = static_cast<int>(blockIdx.x);
   // The first keys first: under causality they have the most to do.
-  const int64_t bk = blockIdx.x / key_blocks, j0 = blockIdx.x % key_blocks * kWarpgroupRows;
-  const int64_t b = bk / params.key_heads, key_head = bk % params.key_heads;
-  const int64_t group = params.H / params.key_heads;
+  const int bk = block / key_blocks, j0 = block % key_blocks * kWarpgroupRows;
+  const int b = bk / key_heads, key_head = bk % key_heads;
+  const int group = static_cast<int>(params.H) / key_heads;
+  const int value_head = key_head * static_cast<int>(params.G) / key_heads;
   if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) return;  // the whole block
 
-  const int64_t padded = padded_tokens(params.L);
-  // `step` counts the tiles of one head after those of another.
-  const int64_t first_head = b * params.H + key_head * group;
-  const int first_tile = kCausal ? static_cast<int>(min(j0, padded) / kStep) : 0;
-  const int tiles = static_cast<int>(padded / kStep) - first_tile;
-  const int steps = tiles * static_cast<int>(group);
-  const auto first_query = [&](int step) { return int64_t{first_tile + step % tiles} * kStep; };
+  // Of a query head; `steps` takes those of one after those of another.
+  const int all_tiles = static_cast<int>((params.L + kStep - 1) / kStep);
+  const int first_tile = kCausal ? min(j0 / kStep, all_tiles) : 0;
+  const int tiles = all_tiles - first_tile, steps = tiles * group;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const auto begin_copy = [&](int step) {
-    const int64_t bh = first_head + step / tiles, i0 = first_query(step);
-    const int64_t row = bh * params.L + i0;
-    const int stage = step % kTilesInFlight, count = left_of(params.L, i0);
-    const uint32_t place = base + stage * L::kStage;
-    const uint32_t numbers = base + L::kNormalizers + stage * 2 * kStep * 4;
-    L::Queries::copy(place, tokens.phi_q + row * F, F, F, count);
-    L::Gradients::copy(place + L::kGradients, static_cast<const T*>(rows.gradients) + row * V, V, V,
-                       count);
-    copy_numbers<kStep>(numbers, rows.normalizer + bh * padded, i0, padded);
-    copy_numbers<kStep>(numbers + kStep * 4, rows.delta + bh * padded, i0, padded, 32);
-    cp_async_commit();
-  };
-  const int64_t stride = tokens.value.stride[2];
-  const T* values = value_rows<T>(params, tokens, b, key_head * group) + j0 * stride;
-  if (steps > 0) {
-    const int count = left_of(params.S, j0);
-    L::OwnKeys::copy(base + L::kOwnKeys, tokens.phi_k + (bk * params.S + j0) * F, F, F, count);
-    if constexpr (!L::kHoldsValues) {
-      L::OwnValues::copy(base + L::kOwnValues, values, stride, tokens.value_columns, count);
-    }
-    begin_copy(0);
+  // Where they take no registers from the sums.
+  Shared<float> scales = shared_cast<float>(shared + L::kScales);
+  if (threadIdx.x == 0) {
+    const KeyScales own = key_scales_of<T>(params, tokens, rows, bk, b * params.G + value_head);
+    store_vector(scales, make_float4(own.fit, own.features, own.logit, own.value));
   }
+  const TileBarriers barriers(base + L::kBarriers, 1);
+  if (threadIdx.x >= kProductThreads) {
+    if (threadIdx.x == kProductThreads && steps > 0) {
+      barrier_arrive(barriers.other(),
+                     L::OwnKeys::kBytes + (L::kHoldsValues ? 0 : L::OwnValues::kBytes));
+      L::OwnKeys::copy(base + L::kOwnKeys, maps.own.keys, b, key_head, j0, barriers.other());
+      if constexpr (!L::kHoldsValues) {
+        L::OwnValues::copy(base + L::kOwnValues, maps.own.values, b, value_head, j0,
+                           barriers.other());
+      }
+    }
+    constexpr uint32_t kNumbers = kStep * 4, kCopied = L::kStage + 2 * kNumbers;
+    const int64_t padded = padded_tokens(params.L);
+    int head = key_head * group, i0 = first_tile * kStep;
+    copy_tiles(barriers, steps, kCopied, [&](int, int stage, uint32_t barrier) {
+      const int64_t first = (b * params.H + head) * padded + i0;
+      const uint32_t place = base + stage * L::kStage;
+      const uint32_t numbers = base + L::kNormalizers + stage * 2 * kNumbers;
+      L::Queries::copy(place, maps.queries, b, head, i0, barrier);
+      L::Gradients::copy(place + L::kGradients, maps.gradients, b, head, i0, barrier);
+      begin_bytes(numbers, rows.normalizer + first, kNumbers, barrier);
+      begin_bytes(numbers + kNumbers, rows.delta + first, kNumbers, barrier);
+      i0 += kStep;
+      if (i0 < params.L) return;
+      i0 = first_tile * kStep;
+      ++head;
+    });
+    return;
+  }
+  take_registers<kProductRegisters>();
+
   // Those of the thread's warpgroup.
   const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the warp's
   const uint32_t own_keys = base + L::kOwnKeys + warpgroup * (64 * 128);
   [[maybe_unused]] const uint32_t own_values = base + L::kOwnValues + warpgroup * (64 * 128);
 
-  const int64_t value_head = value_head_of(params, b, key_head * group);
-  const float fit = fit_of_keys(tokens, rows, bk, value_head);
   const float four_m = static_cast<float>(4 * params.M);
-  const int64_t row0 = j0 + warp * 16 + g;  // a key
+  const int row0 = j0 + warp * 16 + g;  // a key
   const bool there[2] = {row0 < params.S, row0 + 8 < params.S};
   [[maybe_unused]] uint32_t held_values[V / 16][4];
   if constexpr (L::kHoldsValues) {
-    load_left<V>(held_values, values + (row0 - j0) * stride, stride, there, tokens.value_columns);
+    const int64_t (&stride)[4] = tokens.value.stride;
+    const T* values = static_cast<const T*>(tokens.value.data) + b * stride[0] +
+                      value_head * stride[1] + row0 * stride[2];
+    load_left<V>(held_values, values, stride[2], there, tokens.value_columns);
   }
   float key_fit[2], key_terms[2];
+  const float fit = scales[0];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t j = row0 + 8 * half;
+    const int j = row0 + 8 * half;
     // sqrt(K e_j), with which the score is bounded.
     const float scale = there[half] ? tokens.scales[bk * params.S + j] * four_m : 0.0f;
     key_fit[half] = scale * fit * (1 / kWeightScale<T>);
     key_terms[half] = there[half] ? tokens.terms[bk * padded_tokens(params.S) + j] : 0.0f;
   }
+  // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
+  constexpr bool kOverlaps = F + V <= 192;
   float s[kStep / 2], x[kStep / 2];
   uint32_t weights[kStep / 16][4], products[kStep / 16][4];
   float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
   float logit_sums[2] = {};
 
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % kTilesInFlight;
+  const auto begin_sums = [&](int stage) {
     const uint32_t place = base + stage * L::kStage;
-    wait_for_tile();
+    wgmma_fence();
+    begin_by_rows<T, kStep, V>(value_sums, weights, place + L::kGradients);
+    begin_by_rows<Half, kStep, F>(key_sums, products, place);
+    wgmma_commit();
+  };
+
+  if (steps > 0) barrier_wait(barriers.other(), 0);
+  // The query of a tile that is the first to see this thread's first key.
+  [[maybe_unused]] int diagonal = warp * 16 + g;
+  TileStage stage;
+  int before = 0;  // the stage of the tile before
+  for (int step = 0; step < steps; ++step, stage.next()) {
+    const uint32_t place = base + stage.index * L::kStage;
+    barriers.wait(stage);
     Shared<const float> normalizers =
-        shared_cast<float>(shared + (L::kNormalizers + stage * 2 * kStep * 4));
+        shared_cast<float>(shared + (L::kNormalizers + stage.index * 2 * kStep * 4));
     Shared<const float> deltas = normalizers + kStep;
     wgmma_fence();
     begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
@@ -117,11 +157,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                                                                         place + L::kGradients);
     }
     wgmma_commit();
-    if (step + 1 < steps) begin_copy(step + 1);
-    wgmma_wait<0>();
-    // The query that is the first to see this thread's first key.
-    const int64_t far = row0 - first_query(step);
-    const int diagonal = kCausal ? static_cast<int>(max(far, int64_t{-kStep})) : 0;
+    if (kOverlaps && step > 0) {
+      begin_sums(before);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
 #pragma unroll
     for (int n = 0; n < kStep / 8; ++n) {
       const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
@@ -139,17 +180,31 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         x[i] = similarity * inverse;
       }
     }
+    if constexpr (kOverlaps) {
+      wgmma_wait<0>();
+      if (step > 0) barriers.release(before);
+    }
     pack_left<T, kStep / 8>(x, weights);
     pack_left<Half, kStep / 8>(s, products);
-    wgmma_fence();
-    begin_by_rows<T, kStep, V>(value_sums, weights, place + L::kGradients);
-    begin_by_rows<Half, kStep, F>(key_sums, products, place);
-    wgmma_commit();
+    before = stage.index;
+    if constexpr (!kOverlaps) {
+      begin_sums(before);
+      wgmma_wait<0>();
+      barriers.release(before);
+    }
+    if constexpr (kCausal) {
+      diagonal = (step + 1) % tiles == 0 ? warp * 16 + g : diagonal - kStep;
+    }
+  }
+
+  if (kOverlaps && steps > 0) {
+    begin_sums(before);
     wgmma_wait<0>();
   }
 
-  store_key_gradients<T, F, V>(
-      params, tokens, rows, logits, gradients, bk, value_head, row0, fit, logit_sums,
+  const float4 kept = load_vector<float4>(scales);
+  store_key_gradients<F, V>(
+      params, logits, gradients, {kept.x, kept.y, kept.z, kept.w}, b, key_head, row0, logit_sums,
       [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
       [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
 #else
@@ -158,6 +213,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   (void)rows;
   (void)logits;
   (void)gradients;
+  (void)maps;
   __trap();
 #endif
 }
@@ -169,9 +225,19 @@ const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Strea
                                     const float* logits, const PairGradients<float>& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const int64_t blocks = params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows);
+    PairMaps maps;
+    const char* error = map_keys<F, kWarpgroupRows>(maps.own, params, tokens);
+    if (error == nullptr) {
+      error = map_features<F, kStep>(maps.queries, tokens.phi_q, params.B, params.H, params.L);
+    }
+    if (error == nullptr) {
+      error = map_features<V, kStep>(maps.gradients, static_cast<const Half*>(rows.gradients),
+                                     params.B, params.H, params.L);
+    }
+    if (error != nullptr) return error;
     const auto queue = [&](auto kernel) {
       return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarpgroupThreads),
-                    KeyLayout<F, V>::kBytes, stream, params, tokens, rows, logits, gradients);
+                    KeyLayout<F, V>::kBytes, stream, params, tokens, rows, logits, gradients, maps);
     };
     return params.is_causal ? queue(warpgroup_key_kernel<T, F, V, true>)
                             : queue(warpgroup_key_kernel<T, F, V, false>);

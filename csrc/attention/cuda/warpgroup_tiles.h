@@ -1,33 +1,34 @@
-// What the kernels of warpgroups share: blocks of two of them, and tiles in shared memory as wgmma
-// takes them, boxes of 64 columns: rows of 128 bytes, whose 16-byte chunks are turned by the row.
+// What the kernels of warpgroups share. A block is three of them: two multiply, and one thread of
+// the third begins the copies, up to three tiles ahead of those who read. Nobody else waits for
+// anybody: a stage has a barrier for its tile to be there, and one for it to be read.
+//
+// Tiles lie in shared memory as wgmma takes them, boxes of 64 columns: rows of 128 bytes, whose
+// 16-byte chunks are turned by the row.
 #pragma once
 
 #include "attention/cuda/folded_tiles.h"
+#include "support/cuda/bulk_copies.h"
+#include "support/cuda/warpgroups.h"
 
 namespace ikattn::cuda {
 
 // Where warpgroups are used: in the folded form of calls without a mask and dropout.
 inline bool goes_to_warpgroups(const AttentionParams& params) {
-  return params.mask.type == ElementType::kNone && params.dropout_threshold == 0 &&
-         has_warpgroups();
+  return params.mask.type == ElementType::kNone && params.dropout_threshold == 0 && params.L > 0 &&
+         params.S > 0 && params.d_v > 0 && has_warpgroups();
 }
 
 namespace {
 
-constexpr int kWarpgroups = 2;
-constexpr int kWarpgroupThreads = kWarpgroups * 128;
+constexpr int kWarpgroups = 2;  // that multiply
+constexpr int kProductThreads = kWarpgroups * 128;
+constexpr int kWarpgroupThreads = kProductThreads + 128;
 constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
 // One is read by products that go on while the next is waited for, and one is copied.
 constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
-
-// The copies that all threads have begun are here, for products, too; and nobody reads the tile of
-// two before.
-__device__ __forceinline__ void wait_for_tile() {
-  cp_async_wait<0>();
-  fence_products();
-  __syncthreads();
-}
+// Of a thread: 168 are there for each, of which those that copy need few.
+constexpr int kProductRegisters = 240, kCopyRegisters = 24;
 
 // kRows rows of kWidth 16-bit elements.
 template <int kRows, int kWidth>
@@ -35,16 +36,12 @@ struct Boxes {
   static constexpr int kCount = kWidth / kBoxColumns;
   static constexpr uint32_t kBox = kRows * 128, kBytes = kCount * kBox;
 
-  // Begins to copy them to `base` from rows of `columns` elements; of those from the `count`-th on,
-  // zeros.
-  template <typename T>
-  __device__ static __forceinline__ void copy(uint32_t base, const T* from, int64_t stride,
-                                              int columns, int count) {
+  // Begins to copy them to `base` from `row` on; zeros beyond the last, and beyond the columns.
+  __device__ static __forceinline__ void copy(uint32_t base, const RowMap& map, int batch, int head,
+                                              int row, uint32_t barrier) {
 #pragma unroll
     for (int box = 0; box < kCount; ++box) {
-      const RowCopy<kBoxColumns, kWarpgroupThreads> rows(stride, columns - box * kBoxColumns);
-      const T* source = rows.inside ? from + box * kBoxColumns : from;
-      rows.template begin<kRows>(base + box * kBox, rows.source(source), count);
+      begin_box(base + box * kBox, map, batch, head, row, box * kBoxColumns, barrier);
     }
   }
   // Of the operand at their begin: 16 columns of rows, from the k-th 16 on; and 16 rows, from the
@@ -57,11 +54,96 @@ struct Boxes {
   }
 };
 
+// The stage of a tile, and how often stages have been used before, in parity.
+struct TileStage {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++index < kTilesInFlight) return;
+    index = 0;
+    parity ^= 1;
+  }
+};
+
+// In shared memory from `first` on: for each stage that its tile is there, and that it is read; and
+// one more, for what a kernel needs.
+struct TileBarriers {
+  static constexpr uint32_t kBytes = (2 * kTilesInFlight + 1) * 8;
+  uint32_t first;
+
+  // By the whole block, which meets.
+  __device__ __forceinline__ TileBarriers(uint32_t place, int other_arrivals) : first(place) {
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < kTilesInFlight; ++stage) {
+        barrier_init(full(stage), 1);
+        barrier_init(read(stage), kProductThreads / 32);
+      }
+      barrier_init(other(), other_arrivals);
+      fence_barriers();
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const { return first + stage * 8; }
+  __device__ __forceinline__ uint32_t read(int stage) const {
+    return first + (kTilesInFlight + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t other() const { return first + 2 * kTilesInFlight * 8; }
+
+  // The tile is there.
+  __device__ __forceinline__ void wait(const TileStage& stage) const {
+    barrier_wait(full(stage.index), stage.parity);
+  }
+  // The warp has read it, its products included.
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(read(stage));
+  }
+};
+
+// What the third warpgroup does: copy(tile, stage, barrier) begins the copies, `bytes` of them, of
+// each of `tiles` tiles.
+template <typename Copy>
+__device__ __forceinline__ void copy_tiles(const TileBarriers& barriers, int tiles, uint32_t bytes,
+                                           const Copy& copy) {
+  give_registers<kCopyRegisters>();
+  if (threadIdx.x != kProductThreads) return;
+  TileStage stage;
+#pragma unroll 1  // registers are few
+  for (int tile = 0; tile < tiles; ++tile, stage.next()) {
+    barrier_wait(barriers.read(stage.index), stage.parity ^ 1);
+    barrier_arrive(barriers.full(stage.index), bytes);
+    copy(tile, stage.index, barriers.full(stage.index));
+  }
+}
+
 // True of a tile's first key, which the compiler does not see: in the same block of code it would
 // move what is done between two waits for products behind the second, where the tensor cores have
 // nothing to do.
 __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_t j0) {
   return j0 < params.S;
+}
+
+// Features of one side, [B, heads, N, F], by boxes of kRows rows.
+template <int F, int kRows>
+const char* map_features(RowMap& map, const Half* features, int64_t B, int64_t heads, int64_t N) {
+  return map_rows(map, features, {B, heads, N, F}, {heads * N * F, N * F, F, 1}, kRows);
+}
+template <int kRows>
+const char* map_values(RowMap& map, const AttentionParams& params, const FoldedTokens& tokens) {
+  return map_rows(map, tokens.value.data, {params.B, params.G, params.S, tokens.value_columns},
+                  tokens.value.stride, kRows);
+}
+
+// From where keys and values of a call are copied.
+struct KeyMaps {
+  RowMap keys, values;
+};
+template <int F, int kRows>
+const char* map_keys(KeyMaps& maps, const AttentionParams& params, const FoldedTokens& tokens) {
+  const char* error =
+      map_features<F, kRows>(maps.keys, tokens.phi_k, params.B, params.key_heads, params.S);
+  return error != nullptr ? error : map_values<kRows>(maps.values, params, tokens);
 }
 
 // Tiles of kKeys keys of a head, and of their values behind them.
@@ -71,46 +153,21 @@ struct KeyTiles {
   using Values = Boxes<kKeys, V>;
   static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
 
-  const Half* phi_k;
-  const T* value;
-  int64_t stride, S;
-  int columns;
-
-  __device__ __forceinline__ KeyTiles(const AttentionParams& params, const FoldedTokens& tokens,
-                                      const QueryBlock& at)
-      : phi_k(tokens.phi_k + at.bk * params.S * F),
-        value(value_rows<T>(params, tokens, at.b, at.h)),
-        stride(tokens.value.stride[2]),
-        S(params.S),
-        columns(tokens.value_columns) {}
-  // Begins to copy a tile.
-  __device__ __forceinline__ void copy(uint32_t place, int tile) const {
-    const int64_t j0 = tile * int64_t{kKeys};
-    const int count = left_of(S, j0);
-    Keys::copy(place, phi_k + j0 * F, F, F, count);
-    Values::copy(place + kValues, value + j0 * stride, stride, columns, count);
+  // Begins to copy a tile to `place`.
+  __device__ __forceinline__ static void copy(uint32_t place, const KeyMaps& maps,
+                                              const QueryBlock& at, int tile, uint32_t barrier) {
+    Keys::copy(place, maps.keys, at.b, at.key_head, tile * kKeys, barrier);
+    Values::copy(place + kValues, maps.values, at.b, at.value_head, tile * kKeys, barrier);
   }
-  // Waits until products may read the tile at `place`, an offset. unclean: values may not be
-  // finite.
-  __device__ __forceinline__ static void wait(Shared<unsigned char> shared, uint32_t place,
-                                              bool unclean) {
-    wait_for_tile();
-    if (!unclean) return;
-    clean_values<T, kKeys * V, kWarpgroupThreads>(shared + (place + kValues));
+  // By all that multiply: what is not finite among the values of the tile at `place` becomes zero.
+  __device__ __forceinline__ static void clean(Shared<unsigned char> place,
+                                               const TileBarriers& barriers, int tile) {
+    clean_values<T, kKeys * V, kProductThreads>(place + kValues);
     fence_products();
-    __syncthreads();
+    barrier_arrive(barriers.other());
+    barrier_wait(barriers.other(), tile % 2);
   }
 };
-
-// Numbers of kCount tokens, of an array padded to whole 64, to shared memory.
-template <int kCount>
-__device__ __forceinline__ void copy_numbers(uint32_t base, const float* from, int64_t first,
-                                             int64_t padded, int first_thread = 0) {
-  const int thread = static_cast<int>(threadIdx.x) - first_thread;
-  if (thread < 0 || thread >= kCount / 4) return;
-  const int64_t at = first + thread * 4;
-  cp_async_16(base + thread * 16, at < padded ? from + at : from, at < padded ? 16 : 0);
-}
 
 // A thread's rows of a block as A: `from` is its first, and 8 rows on the second; zeros where there
 // is none, and beyond `columns`.

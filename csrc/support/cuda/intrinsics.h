@@ -1,4 +1,5 @@
-// The instructions that C++ has no words for: all inline PTX is in this file.
+// The instructions that C++ has no words for: all inline PTX is in this file and, of Hopper's own,
+// in warpgroups.h and bulk_copies.h.
 //
 // Fragments, by lane: g = lane / 4, t = lane % 4. A register of 16-bit elements holds two, the
 // first in its low half.
@@ -16,10 +17,6 @@
 //   B stored [n][k]                      row lane % 8 + 8 * (lane / 16), chunk lane / 8 % 2
 // Both give b0, b1 of columns 0..7 in registers 0, 1 and of columns 8..15 in registers 2, 3.
 //
-// wgmma: a warpgroup multiplies 64 rows, 16 of them each of its warps; a thread's registers of A
-// are those of its warp's 16x16 tile, its sums those of 16x8 tiles side by side. The other operand
-// lies in shared memory (wgmma_operand). Products go on while the threads do something else.
-//
 // In the interpreter (tests/cpp/simt/intrinsics.h) products are exact and fp32 sums run in order of
 // k; a GPU may sum in another order, so compare with a tolerance. A copy's destination holds NaNs
 // until its thread has waited for it; other threads see it after the barrier behind that wait.
@@ -27,14 +24,6 @@
 
 #include "support/cuda/float16.h"
 #include "support/cuda/launch.h"
-
-// Whether wgmma can be compiled. Of a kernel that uses it, code for other processors is compiled
-// beside it (by some nvcc even for sm_90a alone), and never launched.
-#if defined(IKATTN_SIMT) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#define IKATTN_WARPGROUP_CODE 1
-#else
-#define IKATTN_WARPGROUP_CODE 0
-#endif
 
 #if defined(IKATTN_SIMT)
 #include "simt/intrinsics.h"
@@ -145,123 +134,11 @@ __device__ __forceinline__ void fast_sincos_turns(float turns, float* sine, floa
   __sincosf(6.2831853f * (turns - rintf(turns)), sine, cosine);
 }
 
-// --- Warpgroups: four warps, in code for sm_90a alone
-
-// Registers that the next products read or write have their values.
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-// The products begun since the last commit become one group.
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-// Waits until at most kPending of the latest groups are under way; until then neither their sums
-// nor their A may be touched. ptxas sees to it, and says so where it must serialise (C75xx).
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// What this thread wrote to shared memory, copies included, the products of others see after a
-// barrier.
-__device__ __forceinline__ void fence_products() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-#define IKATTN_8(x, i) x(i), x(i + 1), x(i + 2), x(i + 3), x(i + 4), x(i + 5), x(i + 6), x(i + 7)
-#define IKATTN_32(x, i) IKATTN_8(x, i), IKATTN_8(x, i + 8), IKATTN_8(x, i + 16), IKATTN_8(x, i + 24)
-#define IKATTN_SUM(i) "+f"(d[i])
-#define IKATTN_SUMS_32                                                                     \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
-  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define IKATTN_SUMS_64                                                                      \
-  IKATTN_SUMS_32                                                                            \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
-  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-// d (+)= a b, begun; accumulate false: what d holds does not count. a is [64][16]. By columns: b
-// [16][128 or 64] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies in
-// shared memory, too, it lies [row][inner].
-template <typename T>
-__device__ __forceinline__ void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
-                                                 bool accumulate);
-template <typename T>
-__device__ __forceinline__ void wgmma_by_columns(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
-                                                 bool accumulate);
-template <typename T>
-__device__ __forceinline__ void wgmma_by_columns(float (&d)[32], uint64_t a, uint64_t b,
-                                                 bool accumulate);
-template <typename T>
-__device__ __forceinline__ void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
-                                              bool accumulate);
-#define IKATTN_WGMMA_64(name, T, type, is_by_rows)                                            \
-  template <>                                                                                 \
-  __device__ __forceinline__ void name<T>(float (&d)[32], const uint32_t (&a)[4], uint64_t b, \
-                                          bool accumulate) {                                  \
-    asm volatile(                                                                             \
-        "{.reg .pred p; setp.ne.b32 p, %37, 0;"                                               \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " IKATTN_SUMS_32        \
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, " is_by_rows ";}"                             \
-        : IKATTN_32(IKATTN_SUM, 0)                                                            \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));          \
-  }
-#define IKATTN_WGMMA_SHARED(T, type)                                                          \
-  template <>                                                                                 \
-  __device__ __forceinline__ void wgmma_by_columns<T>(float (&d)[32], uint64_t a, uint64_t b, \
-                                                      bool accumulate) {                      \
-    asm volatile(                                                                             \
-        "{.reg .pred p; setp.ne.b32 p, %34, 0;"                                               \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " IKATTN_SUMS_32        \
-        "}, %32, %33, p, 1, 1, 0, 0;}"                                                        \
-        : IKATTN_32(IKATTN_SUM, 0)                                                            \
-        : "l"(a), "l"(b), "r"(int{accumulate}));                                              \
-  }
-#define IKATTN_WGMMA_128(T, type)                                                             \
-  template <>                                                                                 \
-  __device__ __forceinline__ void wgmma_by_columns<T>(float (&d)[64], const uint32_t (&a)[4], \
-                                                      uint64_t b, bool accumulate) {          \
-    asm volatile(                                                                             \
-        "{.reg .pred p; setp.ne.b32 p, %69, 0;"                                               \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " IKATTN_SUMS_64       \
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"                                          \
-        : IKATTN_32(IKATTN_SUM, 0), IKATTN_32(IKATTN_SUM, 32)                                 \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));          \
-  }
-IKATTN_WGMMA_64(wgmma_by_columns, Half, "f16", "0")
-IKATTN_WGMMA_64(wgmma_by_columns, BFloat16, "bf16", "0")
-IKATTN_WGMMA_64(wgmma_by_rows, Half, "f16", "1")
-IKATTN_WGMMA_64(wgmma_by_rows, BFloat16, "bf16", "1")
-IKATTN_WGMMA_SHARED(Half, "f16")
-IKATTN_WGMMA_SHARED(BFloat16, "bf16")
-IKATTN_WGMMA_128(Half, "f16")
-IKATTN_WGMMA_128(BFloat16, "bf16")
-#undef IKATTN_WGMMA_128
-#undef IKATTN_WGMMA_SHARED
-#undef IKATTN_WGMMA_64
-#undef IKATTN_SUMS_64
-#undef IKATTN_SUMS_32
-#undef IKATTN_SUM
-#undef IKATTN_32
-#undef IKATTN_8
-
 }  // namespace ikattn
 
 #endif  // IKATTN_SIMT
 
 namespace ikattn {
-
-// How wgmma finds an operand in shared memory: rows of 128 bytes, eight of them an atom of 1024
-// bytes that begins at a multiple of 1024, in which the 16-byte chunk is turned by the row. Its
-// first row begins at `address`: 32 bytes on for the next 16 of the inner axis where it lies
-// [column][inner] or [row][inner], 2048 where it lies [inner][column].
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
-  constexpr uint64_t kTurned128 = 1, kAtom = 1024;
-  return kTurned128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |
-         static_cast<uint64_t>((address & 0x3ffff) >> 4);
-}
-// The same, some bytes on: shared memory ends before 2^18, and nothing is carried.
-__device__ __forceinline__ uint64_t wgmma_operand_after(uint64_t operand, uint32_t bytes) {
-  return operand + (bytes >> 4);
-}
 
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high);

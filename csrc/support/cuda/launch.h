@@ -7,7 +7,8 @@
 // reach.
 //
 // Both builds have
-//   __global__ __device__ __host__ __forceinline__ __launch_bounds__ __restrict__ #pragma unroll
+//   __global__ __device__ __host__ __forceinline__ __launch_bounds__ __restrict__
+//   __grid_constant__ #pragma unroll
 //   threadIdx blockIdx blockDim gridDim, dim3, float2 float4 uint2 uint4 ... and make_float2 ...
 //   __syncthreads, __syncthreads_or/and/count, __syncwarp, __threadfence
 //   __shfl_sync, __shfl_xor_sync, __shfl_down_sync, __shfl_up_sync, __any_sync, __all_sync,

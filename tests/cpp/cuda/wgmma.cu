@@ -1,5 +1,6 @@
-// Each form of wgmma that Hopper's kernels use, alone and on small integers, whose sums are exact:
-// tells which one is wrong where a kernel is. Exits with 1 if one is.
+// Each form of wgmma that Hopper's kernels use, of operands that TMA copied, alone and on small
+// integers, whose sums are exact: tells which one is wrong where a kernel is. Exits with 1 if one
+// is.
 //
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include
 //     tests/cpp/cuda/wgmma.cu -o wgmma
@@ -14,8 +15,9 @@ enum class Form { kByColumns, kByColumnsBothShared, kByRows };
 
 // out [128][N] = a [128][K] b; b lies [N][K], by rows [K][N].
 template <typename T, Form kForm, int N, int K>
-__global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    product_kernel(const T* a, const T* b, float* out) {
+__global__ void __launch_bounds__(kProductThreads, 1)
+    product_kernel(const T* a, float* out, const __grid_constant__ RowMap left_rows,
+                   const __grid_constant__ RowMap right_rows) {
 #if IKATTN_WARPGROUP_CODE
   constexpr int kRows = kForm == Form::kByRows ? K : N, kColumns = kForm == Form::kByRows ? N : K;
   using Left = Boxes<kWarpgroupRows, K>;
@@ -24,13 +26,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const int row0 = warp * 16 + g;
   const uint32_t left = shared_address(dynamic_shared<unsigned char>());
   const uint32_t right = left + Left::kBytes;
-  Left::copy(left, a, K, K, kWarpgroupRows);
-  Right::copy(right, b, kColumns, kColumns, kRows);
-  cp_async_commit();
+  const TileBarriers barriers(right + Right::kBytes, 1);
+  if (threadIdx.x == 0) {
+    barrier_arrive(barriers.other(), Left::kBytes + Right::kBytes);
+    Left::copy(left, left_rows, 0, 0, 0, barriers.other());
+    Right::copy(right, right_rows, 0, 0, 0, barriers.other());
+  }
   const bool there[2] = {true, true};
   uint32_t held[K / 16][4];
   load_left<K>(held, a + row0 * K, K, there, K);
-  wait_for_tile();
+  barrier_wait(barriers.other(), 0);
   float sums[N / 2] = {};
   wgmma_fence();
   if constexpr (kForm == Form::kByRows) {
@@ -49,8 +54,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
 #else
   (void)a;
-  (void)b;
   (void)out;
+  (void)left_rows;
+  (void)right_rows;
   __trap();
 #endif
 }
@@ -74,9 +80,20 @@ bool is_right(const char* name) {
   };
   for (int i = 0; i < kRows * K; ++i) a[i] = draw();
   for (int i = 0; i < N * K; ++i) b[i] = draw();
-  const T *left = a, *right = b;
-  const char* error = launch(product_kernel<T, kForm, N, K>, dim3(1), dim3(kWarpgroupThreads),
-                             (kRows + N) * K * sizeof(T), Stream{}, left, right, out);
+  constexpr int kRightRows = kForm == Form::kByRows ? K : N;
+  constexpr int64_t kRightColumns = kForm == Form::kByRows ? N : K;
+  RowMap left, right;
+  const char* error = map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
+  if (error == nullptr) {
+    error =
+        map_rows(right, b, {1, 1, kRightRows, kRightColumns}, {0, 0, kRightColumns, 1}, kRightRows);
+  }
+  if (error == nullptr) {
+    const T* from = a;
+    error = launch(product_kernel<T, kForm, N, K>, dim3(1), dim3(kProductThreads),
+                   (kRows + N) * K * sizeof(T) + TileBarriers::kBytes, Stream{}, from, out, left,
+                   right);
+  }
   if (error == nullptr) {
     const cudaError_t status = cudaDeviceSynchronize();
     if (status != cudaSuccess) error = cudaGetErrorString(status);

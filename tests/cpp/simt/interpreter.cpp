@@ -5,14 +5,9 @@
 #include <string.h>
 
 #include <algorithm>
-#include <deque>
-#include <map>
-#include <memory>
-#include <random>
 #include <sstream>
-#include <vector>
 
-#include "simt/fiber.h"
+#include "simt/block.h"
 
 // Weak: only AddressSanitizer brings it.
 extern "C" __attribute__((weak)) void __sanitizer_symbolize_pc(void* pc, const char* format,
@@ -21,29 +16,17 @@ extern "C" __attribute__((weak)) void __sanitizer_symbolize_pc(void* pc, const c
 namespace ikattn::simt {
 
 BuiltIns built_ins;
-
-namespace {
-
-constexpr int kWarp = 32;
-constexpr int kMaxThreads = 1024;
-constexpr uint32_t kArenaBytes = 512 * 1024;
-constexpr uint32_t kRedzoneBytes = 256;
-constexpr size_t kMaxStaticBytes = 48 * 1024;
-constexpr uint16_t kNobody = 0xffff;
-constexpr uint16_t kSeveral = 0xfffe;
-constexpr unsigned char kPoison = 0xff;  // NaN in every format, -1 as an integer
-
-Order order = Order::kForward;
-size_t shared_limit = 227 * 1024;
-int multiprocessor_count = 1;
-bool warpgroups = false;
-std::map<const void*, int> launches_by_kernel;
+Settings settings;
 
 std::string describe(Place place) {
   if (place.line() == 0) return "an unknown place";
   const std::string file = place.file_name();
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line());
 }
+
+namespace {
+
+std::map<const void*, int> launches_by_kernel;
 
 bool is_same(Place a, Place b) {
   return a.line() == b.line() &&
@@ -71,112 +54,7 @@ std::string describe(Index3 index) {
   return text.str();
 }
 
-// What is known of one byte of shared memory. Clocks count barriers. An access is ordered before
-// one of thread t when it was made by t, or before the block's last barrier, or by t's warp before
-// that warp's last __syncwarp. One writer and two readers are enough to find every unordered pair.
-struct Cell {
-  Place write_place, read_place;
-  uint32_t write_clock = 0, read_clock = 0;
-  uint16_t writer = kNobody;
-  uint16_t reader = kNobody;
-  uint16_t other_reader = kNobody;
-  bool atomic = false;
-  bool in_flight = false;  // `writer` has begun a cp.async and not waited for it
-};
-
-// Unwinds the thread in which an error was found; the block's others just stop.
-struct Abandoned {};
-
-struct Copy {
-  uint32_t address;
-  Place place;
-  unsigned char bytes[16];
-};
-
-struct Thread {
-  enum State { kRunnable, kAtWarp, kAtBlock, kFinished };
-
-  Fiber fiber;
-  Index3 index;
-  State state = kFinished;
-  const char* waits_in = "";
-  Place place;
-  WarpOperation operation = nullptr;
-  void* argument = nullptr;
-  bool value = false;
-  std::vector<Copy> copies;  // begun, not committed
-  std::deque<std::vector<Copy>> groups;
-  uint32_t fence_clock = 0;  // of the last fence_writes
-};
-
-struct StaticArray {
-  const void* declaration;
-  uint32_t begin, end;
-};
-
-class Interpreter {
- public:
-  const char* run(const Launch& launch);
-  void fail(const std::string& message, Place place);
-
-  int block_barrier(bool value, const char* name, Place place);
-  void warp_operation(WarpOperation operation, void* argument, const char* name, Place place);
-
-  unsigned char* access(int thread, Access kind, uint32_t address, uint32_t bytes,
-                        uint32_t alignment, Place place);
-  uint32_t static_shared(const void* declaration, size_t bytes, Place place);
-  void begin_copy(uint32_t address, const void* bytes16, Place place);
-  void commit_copies();
-  void wait_for_copies(size_t pending_groups);
-  void fence_writes() { pool_[current_]->fence_clock = clock_++; }
-  bool is_fenced(uint32_t address) const {
-    const Cell& cell = cells_[address];
-    return cell.writer >= threads_ || cell.write_clock <= pool_[cell.writer]->fence_clock;
-  }
-
-  int current() const { return current_; }
-  int current_warp() const { return current_warp_; }
-
- private:
-  void check_configuration();
-  void run_block(Index3 block);
-  void run_warp(int warp);
-  void run_thread(int thread);
-  void run_operation(int warp);
-  bool release_block();
-  void suspend(Thread::State state, const char* name, Place place);
-
-  bool in_bounds(uint32_t address, uint32_t bytes) const;
-  bool is_ordered(uint32_t clock, uint16_t by, uint16_t thread) const;
-  void check_read(Cell& cell, uint16_t thread, uint32_t address, Place place);
-  void check_write(Cell& cell, uint16_t thread, bool atomic, uint32_t address, Place place);
-  void report_race(Cell& cell, uint16_t thread, const char* does, uint16_t other,
-                   const char* other_did, Place other_place, uint32_t address, Place place);
-  std::string name_of_thread(int thread) const;
-  std::string where(int thread) const;
-
-  template <typename T>
-  void arrange(std::vector<T>& items);
-
-  const Launch* launch_ = nullptr;
-  int threads_ = 0;
-  Index3 block_;
-  int current_ = -1;  // thread whose fiber runs; -1: none
-  int current_warp_ = -1;
-  std::string error_;
-  int barrier_count_ = 0;
-  std::mt19937 random_{5};
-  std::vector<int> warp_order_, lane_order_;
-
-  std::vector<std::unique_ptr<Thread>> pool_;
-  std::vector<unsigned char> arena_ = std::vector<unsigned char>(kArenaBytes);
-  std::vector<Cell> cells_ = std::vector<Cell>(kArenaBytes);
-  uint32_t arena_used_ = 0;
-  std::vector<StaticArray> static_arrays_;
-  uint32_t clock_ = 1;
-  uint32_t block_synced_ = 1;
-  uint32_t warp_synced_[kMaxThreads / kWarp] = {};
-};
+}  // namespace
 
 Interpreter& interpreter() {
   static Interpreter the_one;
@@ -188,8 +66,8 @@ Interpreter& interpreter() {
 
 template <typename T>
 void Interpreter::arrange(std::vector<T>& items) {
-  if (order == Order::kReversed) std::reverse(items.begin(), items.end());
-  if (order == Order::kShuffled) std::shuffle(items.begin(), items.end(), random_);
+  if (settings.order == Order::kReversed) std::reverse(items.begin(), items.end());
+  if (settings.order == Order::kShuffled) std::shuffle(items.begin(), items.end(), random_);
 }
 
 std::vector<int> count_to(int count) {
@@ -207,9 +85,9 @@ void Interpreter::check_configuration() {
   if (grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     fail("a grid of " + describe(grid) + " blocks: at most 2^31 - 1, 65535, 65535", {});
   }
-  if (launch_->dynamic_shared_bytes > shared_limit) {
+  if (launch_->dynamic_shared_bytes > settings.shared_limit) {
     fail("asks for " + std::to_string(launch_->dynamic_shared_bytes) +
-             " bytes of shared memory, there are " + std::to_string(shared_limit),
+             " bytes of shared memory, there are " + std::to_string(settings.shared_limit),
          {});
   }
 }
@@ -252,7 +130,8 @@ void Interpreter::run_block(Index3 block) {
   built_ins.grid_size = launch_->grid;
   memset(arena_.data(), kPoison, arena_used_);
   forget_products();
-  block_synced_ = ++clock_;
+  barriers_.clear();
+  block_synced_ = block_began_ = ++clock_;
 
   for (int t = 0; t < threads_; ++t) {
     Thread& thread = *pool_[t];
@@ -263,6 +142,7 @@ void Interpreter::run_block(Index3 block) {
     thread.copies.clear();
     thread.groups.clear();
     thread.fence_clock = 0;
+    thread.known.assign(static_cast<size_t>(threads_), 0);
     thread.fiber.start(
         [](void*) {
           Interpreter& self = interpreter();
@@ -276,7 +156,12 @@ void Interpreter::run_block(Index3 block) {
   }
   do {
     for (int warp : warp_order_) run_warp(warp);
-  } while (error_.empty() && release_block());
+  } while (error_.empty() && (any_ends_waiting() || finish_bulk_copy() || release_block()));
+  if (error_.empty() && !bulk_copies_.empty()) {
+    fail("the block ends, and a copy to byte " + std::to_string(bulk_copies_[0].address) +
+             " is under way",
+         {});
+  }
 
   // What nobody waited for must not trouble the next block.
   for (int t = 0; t < threads_; ++t) {
@@ -287,6 +172,10 @@ void Interpreter::run_block(Index3 block) {
       }
     }
   }
+  for (const BulkCopy& copy : bulk_copies_) {
+    for (uint32_t i = 0; i < copy.bytes.size(); ++i) cells_[copy.address + i].in_flight = false;
+  }
+  bulk_copies_.clear();
 }
 
 void Interpreter::run_thread(int thread) {
@@ -296,19 +185,20 @@ void Interpreter::run_thread(int thread) {
   current_ = -1;
 }
 
-// Until every lane has finished or waits for the block.
+// Until every lane has finished or waits for the block, or some for a phase.
 void Interpreter::run_warp(int warp) {
   current_warp_ = warp;
   while (error_.empty()) {
-    int at_warp = 0;
+    int at_warp = 0, at_phase = 0;
     for (int lane : lane_order_) {
       const int t = warp * kWarp + lane;
       if (t >= threads_) continue;
-      if (pool_[t]->state == Thread::kRunnable) run_thread(t);
+      if (pool_[t]->state == Thread::kRunnable || ends_waiting(t)) run_thread(t);
       if (!error_.empty()) return;
       at_warp += pool_[t]->state == Thread::kAtWarp;
+      at_phase += pool_[t]->state == Thread::kAtPhase;
     }
-    if (at_warp == 0) return;
+    if (at_warp == 0 || at_phase > 0) return;
     run_operation(warp);
   }
 }
@@ -352,6 +242,11 @@ bool Interpreter::release_block() {
     barrier_count_ += pool_[t]->state == Thread::kAtBlock && pool_[t]->value;
   }
   if (finished == threads_) return false;
+  for (int t = 0; t < threads_; ++t) {
+    if (pool_[t]->state != Thread::kAtPhase) continue;
+    fail("the phase of a barrier does not end: " + where(t), {});
+    return false;
+  }
   for (int t = 0; t < threads_; ++t) {
     const Thread& thread = *pool_[t];
     if (thread.state != Thread::kAtBlock || !is_same(thread.place, pool_[first]->place)) {
@@ -406,174 +301,15 @@ void Interpreter::fail(const std::string& message, Place place) {
   if (current_ >= 0) throw Abandoned();
 }
 
-// --- Shared memory
-// ----------------------------------------------------------------------------------
-
-bool Interpreter::in_bounds(uint32_t address, uint32_t bytes) const {
-  const uint64_t end = uint64_t{address} + bytes;
-  if (end <= launch_->dynamic_shared_bytes) return true;
-  for (const StaticArray& array : static_arrays_) {
-    if (address >= array.begin && end <= array.end) return true;
-  }
-  return false;
-}
-
-bool Interpreter::is_ordered(uint32_t clock, uint16_t by, uint16_t thread) const {
-  return by == thread || clock < block_synced_ ||
-         (by / kWarp == thread / kWarp && clock < warp_synced_[thread / kWarp]);
-}
-
-void Interpreter::report_race(Cell& cell, uint16_t thread, const char* does, uint16_t other,
-                              const char* other_did, Place other_place, uint32_t address,
-                              Place place) {
-  const std::string both = name_of_thread(thread) + " " + does + " byte " +
-                           std::to_string(address) + " at " + describe(place) + ", " +
-                           name_of_thread(other) + " " + other_did + " it at " +
-                           describe(other_place);
-  if (cell.in_flight) {
-    fail("a copy may be under way: " + both + ", and its cp_async_wait has not come", {});
-  } else {
-    fail("shared-memory race: " + both + ", no barrier between", {});
-  }
-}
-
-inline void Interpreter::check_read(Cell& cell, uint16_t thread, uint32_t address, Place place) {
-  if (cell.in_flight) {
-    report_race(cell, thread, "reads", cell.writer, "copies to", cell.write_place, address, place);
-    return;
-  }
-  if (!is_ordered(cell.write_clock, cell.writer, thread)) {
-    report_race(cell, thread, "reads", cell.writer, "wrote", cell.write_place, address, place);
-    return;
-  }
-  const int warp = thread / kWarp;
-  const bool after_warp = cell.read_clock < warp_synced_[warp];
-  if (cell.read_clock < block_synced_) {
-    cell.reader = thread;
-    cell.other_reader = kNobody;
-  } else if (cell.reader == thread || (after_warp && cell.reader / kWarp == warp)) {
-    cell.reader = thread;
-    if (after_warp && cell.other_reader / kWarp == warp) cell.other_reader = kNobody;
-  } else if (cell.other_reader == kNobody || cell.other_reader / kWarp == cell.reader / kWarp) {
-    cell.other_reader = thread;
-  }
-  cell.read_clock = clock_;
-  cell.read_place = place;
-}
-
-inline void Interpreter::check_write(Cell& cell, uint16_t thread, bool atomic, uint32_t address,
-                                     Place place) {
-  const char* does = atomic ? "updates" : "writes";
-  if (cell.in_flight) {
-    report_race(cell, thread, does, cell.writer, "copies to", cell.write_place, address, place);
-    return;
-  }
-  const bool both_atomic = atomic && cell.atomic;
-  const bool after_write = is_ordered(cell.write_clock, cell.writer, thread);
-  if (!after_write && !both_atomic) {
-    report_race(cell, thread, does, cell.writer, "wrote", cell.write_place, address, place);
-    return;
-  }
-  for (uint16_t reader : {cell.reader, cell.other_reader}) {
-    if (reader != kNobody && !is_ordered(cell.read_clock, reader, thread)) {
-      report_race(cell, thread, does, reader, "read", cell.read_place, address, place);
-      return;
-    }
-  }
-  cell.writer = after_write ? thread : kSeveral;
-  cell.write_clock = clock_;
-  cell.write_place = place;
-  cell.atomic = atomic;
-}
-
-// Where the bytes are, or nullptr after an error.
-unsigned char* Interpreter::access(int thread, Access kind, uint32_t address, uint32_t bytes,
-                                   uint32_t alignment, Place place) {
-  if (!error_.empty()) return nullptr;
-  if (!in_bounds(address, bytes)) {
-    fail(name_of_thread(thread) + " accesses " + std::to_string(bytes) + " bytes at " +
-             std::to_string(static_cast<int32_t>(address)) + ", out of bounds: the launch has " +
-             std::to_string(launch_->dynamic_shared_bytes) + " bytes of dynamic shared memory",
-         place);
-    return nullptr;
-  }
-  if (address % alignment != 0) {
-    fail(name_of_thread(thread) + " accesses " + std::to_string(bytes) + " bytes at " +
-             std::to_string(address) + ", not a multiple of " + std::to_string(alignment),
-         place);
-    return nullptr;
-  }
-  const uint16_t who = static_cast<uint16_t>(thread);
-  Cell* cells = &cells_[address];
-  for (uint32_t i = 0; i < bytes; ++i) {
-    if (kind == Access::kRead) {
-      check_read(cells[i], who, address + i, place);
-    } else {
-      check_write(cells[i], who, kind == Access::kAtomic, address + i, place);
-    }
-  }
-  return error_.empty() ? &arena_[address] : nullptr;
-}
-
-uint32_t Interpreter::static_shared(const void* declaration, size_t bytes, Place place) {
-  size_t sum = bytes;
-  for (const StaticArray& array : static_arrays_) {
-    if (array.declaration == declaration) return array.begin;
-    sum += array.end - array.begin;
-  }
-  if (sum > kMaxStaticBytes || sum + launch_->dynamic_shared_bytes > shared_limit) {
-    fail("needs " + std::to_string(sum) + " bytes of static shared memory beside " +
-             std::to_string(launch_->dynamic_shared_bytes) + " dynamic: too much",
-         place);
-  }
-  const uint32_t begin = (arena_used_ + 15) / 16 * 16;
-  const uint32_t end = begin + static_cast<uint32_t>(bytes);
-  memset(&arena_[begin], kPoison, bytes);
-  static_arrays_.push_back({declaration, begin, end});
-  arena_used_ = end + kRedzoneBytes;
-  return begin;
-}
-
-void Interpreter::begin_copy(uint32_t address, const void* bytes16, Place place) {
-  unsigned char* target = access(current_, Access::kWrite, address, 16, 16, place);
-  memset(target, kPoison, 16);
-  for (int i = 0; i < 16; ++i) cells_[address + i].in_flight = true;
-  Copy copy{address, place, {}};
-  memcpy(copy.bytes, bytes16, 16);
-  pool_[current_]->copies.push_back(copy);
-}
-
-void Interpreter::commit_copies() {
-  Thread& thread = *pool_[current_];
-  thread.groups.push_back(std::move(thread.copies));
-  thread.copies.clear();
-}
-
-void Interpreter::wait_for_copies(size_t pending_groups) {
-  Thread& thread = *pool_[current_];
-  while (thread.groups.size() > pending_groups) {
-    for (const Copy& copy : thread.groups.front()) {
-      memcpy(&arena_[copy.address], copy.bytes, 16);
-      for (int i = 0; i < 16; ++i) {
-        cells_[copy.address + i].in_flight = false;
-        cells_[copy.address + i].write_clock = clock_;
-      }
-    }
-    thread.groups.pop_front();
-  }
-}
-
-}  // namespace
-
 // --- The interface
 // ----------------------------------------------------------------------------------
 
-void set_order(Order new_order) { order = new_order; }
-void set_shared_limit(size_t bytes) { shared_limit = bytes; }
-void set_multiprocessors(int count) { multiprocessor_count = count; }
-int multiprocessors() { return multiprocessor_count; }
-void set_warpgroups(bool has) { warpgroups = has; }
-bool has_warpgroups() { return warpgroups; }
+void set_order(Order order) { settings.order = order; }
+void set_shared_limit(size_t bytes) { settings.shared_limit = bytes; }
+void set_multiprocessors(int count) { settings.multiprocessors = count; }
+int multiprocessors() { return settings.multiprocessors; }
+void set_warpgroups(bool has) { settings.warpgroups = has; }
+bool has_warpgroups() { return settings.warpgroups; }
 int launches_of(const char* part) {
   int count = 0;
   for (const auto& [kernel, launches] : launches_by_kernel) {
@@ -628,6 +364,21 @@ const unsigned char* read_shared_as_product(int lane, uint32_t address, uint32_t
   return from;
 }
 void fence_writes() { interpreter().fence_writes(); }
+
+void init_barrier(uint32_t barrier, int arrivals, Place place) {
+  interpreter().init_barrier(barrier, arrivals, place);
+}
+void fence_barriers() { interpreter().fence_barriers(); }
+void arrive(uint32_t barrier, uint32_t bytes, Place place) {
+  interpreter().arrive(barrier, bytes, place);
+}
+void wait_for_phase(uint32_t barrier, uint32_t parity, Place place) {
+  interpreter().wait_for_phase(barrier, parity, place);
+}
+void begin_bulk_copy(uint32_t address, std::vector<unsigned char> bytes, uint32_t alignment,
+                     uint32_t barrier, Place place) {
+  interpreter().begin_bulk_copy({address, barrier, std::move(bytes), 0, 0}, alignment, place);
+}
 
 void commit_copies() { interpreter().commit_copies(); }
 void wait_for_copies(int pending_groups) {

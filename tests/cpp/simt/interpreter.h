@@ -3,19 +3,20 @@
 //
 // An error stops the launch; launch() returns the message, which names the kernel, the block, the
 // threads and the places in the source. Found are
-//   * shared-memory races: two threads touch a byte, one writing, no barrier between. Bytes,
-//   because
-//     GPUs write bytes; __syncwarp counts within a warp, shuffles do not (launch.h says why)
+//   * shared-memory races: two threads touch a byte, one writing, and nothing orders them. Bytes,
+//     because GPUs write bytes; __syncwarp counts within a warp, shuffles do not (launch.h says
+//     why)
 //   * accesses outside the dynamic memory asked for and the static arrays, or not aligned
-//   * an access to what cp.async may still be writing
+//   * an access to what a copy may still be writing; of TMA also a copy to what is still read, and
+//     one that nobody waited for
 //   * __syncthreads, or a warp operation, that some threads do not reach; threads that wait at
-//     different places
+//     different places, or for the phase of a barrier that does not end
 //   * a launch that no GPU would take
 // Shared memory starts each block as NaNs. Not watched: global memory between threads. For that,
 // run a kernel in every Order and compare: blocks, warps and lanes take turns in that order.
 //
-// mma, ldmatrix, shuffles and votes run when all 32 lanes have come. Not here: wgmma, TMA,
-// mbarriers, clusters, named barriers, spinning on memory.
+// mma, ldmatrix, shuffles, votes and wgmma run when all 32 lanes have come. Not here: clusters,
+// named barriers, spinning on memory.
 #pragma once
 
 #include <stddef.h>
@@ -24,6 +25,7 @@
 #include <source_location>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace ikattn::simt {
 
@@ -101,6 +103,14 @@ uint32_t static_shared(const void* declaration, size_t bytes, Place place);
 void begin_copy(uint32_t address, const void* bytes16, Place place);
 void commit_copies();
 void wait_for_copies(int pending_groups);
+
+// Barriers in shared memory, and copies that complete their phases (support/cuda/bulk_copies.h).
+void init_barrier(uint32_t barrier, int arrivals, Place place);
+void fence_barriers();
+void arrive(uint32_t barrier, uint32_t bytes, Place place);
+void wait_for_phase(uint32_t barrier, uint32_t parity, Place place);
+void begin_bulk_copy(uint32_t address, std::vector<unsigned char> bytes, uint32_t alignment,
+                     uint32_t barrier, Place place);
 
 // Products of warpgroups that nobody waited for (warpgroups.cpp); called as a block begins.
 void forget_products();

@@ -1,7 +1,7 @@
 // The instructions of support/cuda/intrinsics.h, emulated.
 #pragma once
 
-#include "simt/warpgroups.h"
+#include "simt/interpreter.h"
 #include "support/cuda/float16.h"
 
 namespace ikattn {

@@ -1,5 +1,6 @@
 #include "simt/sample_warpgroups.h"
 #include "support/cuda/intrinsics.h"
+#include "support/cuda/warpgroups.h"
 
 namespace ikattn::sample {
 namespace {

@@ -27,6 +27,11 @@ inline void begin_product(Product product, Place place) {
 
 }  // namespace simt
 
+template <int kRegisters>
+void give_registers() {}
+template <int kRegisters>
+void take_registers() {}
+
 inline void wgmma_fence() {}
 inline void fence_products() { simt::fence_writes(); }
 inline void wgmma_commit(simt::Place place = simt::Place::current()) {

@@ -1,0 +1,106 @@
+// Copies by TMA against plain loops, and what the interpreter finds of their misuse.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "simt/interpreter.h"
+#include "simt/sample_copies.h"
+
+namespace ikattn {
+namespace {
+
+using sample::CopyMisuse;
+
+constexpr int kRows = 150, kColumns = 72, kRowBoxes = 3, kColumnBoxes = 2;
+constexpr int kBox = sample::kBoxRows * sample::kBoxColumns;
+
+struct Copied {
+  std::string error;
+  std::vector<uint16_t> x, boxes;
+  std::vector<float> numbers;
+};
+
+// Heads beside one another in a row, or one after another.
+Copied copied(CopyMisuse misuse, bool interleaved = false) {
+  const int64_t head_stride = interleaved ? kColumns : kRows * kColumns;
+  const int64_t row_stride = interleaved ? 3 * kColumns : kColumns;
+  Copied result;
+  result.x.resize(2 * 3 * kRows * kColumns);
+  for (size_t i = 0; i < result.x.size(); ++i) result.x[i] = static_cast<uint16_t>(i % 65521 + 1);
+  result.boxes.resize(kRowBoxes * kColumnBoxes * kBox, 0xffff);
+  result.numbers.resize(kRowBoxes * kColumnBoxes * 64);
+  alignas(16) float numbers[64];
+  for (int i = 0; i < 64; ++i) numbers[i] = static_cast<float>(i);
+  const char* error =
+      sample::copy_boxes(result.x.data(), kRows, kColumns, head_stride, row_stride, numbers,
+                         result.boxes.data(), result.numbers.data(), misuse);
+  if (error) result.error = error;
+  return result;
+}
+
+TEST(BulkCopies, AreBoxesOfRows) {
+  for (const simt::Order order : simt::kEveryOrder) {
+    simt::set_order(order);
+    for (const bool interleaved : {false, true}) {
+      const Copied got = copied(CopyMisuse::kNone, interleaved);
+      ASSERT_EQ(got.error, "");
+      const int64_t head_stride = interleaved ? kColumns : kRows * kColumns;
+      const int64_t row_stride = interleaved ? 3 * kColumns : kColumns;
+      for (int tile = 0; tile < kRowBoxes * kColumnBoxes; ++tile) {
+        for (int at = 0; at < kBox; ++at) {
+          const int row = tile / kColumnBoxes * sample::kBoxRows + at / sample::kBoxColumns;
+          const int column = tile % kColumnBoxes * sample::kBoxColumns + at % sample::kBoxColumns;
+          const bool there = row < kRows && column < kColumns;
+          const int64_t place = (3 + 2) * head_stride + row * row_stride + column;
+          ASSERT_EQ(got.boxes[tile * kBox + at], there ? got.x[place] : 0) << tile << " " << at;
+        }
+        for (int i = 0; i < 64; ++i) ASSERT_EQ(got.numbers[tile * 64 + i], i + 1);
+      }
+    }
+  }
+  simt::set_order(simt::Order::kForward);
+}
+
+TEST(BulkCopies, AreWatched) {
+  const auto finds = [](CopyMisuse misuse, const char* text) {
+    const std::string error = copied(misuse).error;
+    EXPECT_NE(error.find(text), std::string::npos) << text << ", not: " << error;
+  };
+  finds(CopyMisuse::kNoBarrierFence, "nobody has made, or fenced");
+  finds(CopyMisuse::kNoWarpSync, "warp 0 has read and not released");
+  finds(CopyMisuse::kNoRoom, "copies to");
+  finds(CopyMisuse::kTooFewBytes, "more than was announced");
+  finds(CopyMisuse::kTooManyBytes, "the phase of a barrier does not end");
+  finds(CopyMisuse::kUnfencedWrite, "not fenced for copies");
+  finds(CopyMisuse::kUnread, "is under way");
+}
+
+// What is read before its copy has begun is never written, which an order of warps tells.
+TEST(BulkCopies, MustHaveCome) {
+  EXPECT_NE(copied(CopyMisuse::kNoWait).error, "");
+  simt::set_order(simt::Order::kReversed);
+  EXPECT_NE(copied(CopyMisuse::kNoWait).error.find("the phase that it ends is not over"),
+            std::string::npos);
+  simt::set_order(simt::Order::kForward);
+}
+
+TEST(BulkCopies, MustNotComeWhileOthersRead) {
+  EXPECT_NE(copied(CopyMisuse::kEarlyRelease).error.find("has read and not released"),
+            std::string::npos);
+}
+
+TEST(BulkCopies, NeedRowsThatAreAligned) {
+  std::vector<uint16_t> x(4096);
+  const auto error_of = [&](const uint16_t* from, int64_t row_stride) {
+    const char* error = sample::copy_boxes(from, 2, 8, 64, row_stride, nullptr, nullptr, nullptr,
+                                           CopyMisuse::kNone);
+    return std::string(error ? error : "");
+  };
+  EXPECT_NE(error_of(x.data() + 1, 8).find("TMA cannot copy"), std::string::npos);
+  EXPECT_NE(error_of(x.data(), 12).find("TMA cannot copy"), std::string::npos);
+  EXPECT_NE(error_of(x.data(), 0).find("TMA cannot copy"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace ikattn
