@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "attention/weights_gradients.h"
+#include "device.h"
 
 namespace {
 
@@ -17,7 +18,7 @@ struct Inputs {
                   at::ScalarType type = at::kDouble) {
     torch::manual_seed(L * 1000 + S);
     const auto make = [&](at::IntArrayRef sizes, double scale) {
-      return (scale * torch::randn(sizes, at::kDouble)).to(type).requires_grad_();
+      return (scale * torch::randn(sizes, at::kDouble)).to(on_device(type)).requires_grad_();
     };
     query = make({2, 3, L, d}, 1);
     key = make({2, 3, S, d}, 1);
@@ -117,7 +118,7 @@ TEST_P(FromFeatures, EqualsTheCallThatMakesThem) {
     for (const int64_t size : {1, 33, 64}) {
       const Inputs in(L, S, 16, size, size, type);
       ikattn::AttentionOptions options;
-      options.attn_mask = torch::rand({2, 1, L, S}) > 0.3;
+      options.attn_mask = torch::rand({2, 1, L, S}, test_device()) > 0.3;
       const Tensor expected =
           ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
       const Tensor magnitudes = in.key.square().sum(-1).unsqueeze(-2) / 8;
@@ -150,10 +151,10 @@ TEST_P(AttentionTypes, ValuesAndGradientsEqualTheReferenceWithEveryOption) {
     ikattn::AttentionOptions options;
     options.enable_gqa = true;
     options.is_causal = is_causal;
-    options.attn_mask = torch::rand({1, 3, 70, 130}) > 0.3;
-    options.key_bias = torch::randn({2, 1, 130}).to(type);
+    options.attn_mask = torch::rand({1, 3, 70, 130}, test_device()) > 0.3;
+    options.key_bias = torch::randn({2, 1, 130}).to(on_device(type));
     options.dropout_p = 0.25;
-    options.dropout_seed = torch::tensor({5, 6}, at::kLong);
+    options.dropout_seed = torch::tensor({5, 6}, on_device(at::kLong));
     Inputs exact = in;
     for (Tensor* tensor : {&exact.query, &exact.key, &exact.value, &exact.w1, &exact.w2}) {
       *tensor = tensor->detach().to(at::kDouble).requires_grad_();
@@ -181,14 +182,14 @@ TEST(Attention, DropoutMaskIsAFunctionOfItsSeed) {
   const Inputs in(40, 50);
   ikattn::AttentionOptions options;
   options.dropout_p = 0.3;
-  options.dropout_seed = torch::tensor({11, 4}, at::kLong);
+  options.dropout_seed = torch::tensor({11, 4}, on_device(at::kLong));
   const auto run = [&] {
     return ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
   };
   const Tensor first = run();
   EXPECT_TRUE(torch::equal(first, run()));
   expect_close(first, reference(in, options), 1e-12);
-  options.dropout_seed = torch::tensor({12, 4}, at::kLong);
+  options.dropout_seed = torch::tensor({12, 4}, on_device(at::kLong));
   EXPECT_FALSE(torch::equal(first, run()));
 }
 
@@ -231,7 +232,7 @@ TEST(Attention, SecondDerivativesEqualDifferencesOfTheFirst) {
 TEST(Weights, TimesValueIsTheOutput) {
   const Inputs in(37, 70);
   ikattn::AttentionOptions options;
-  options.attn_mask = torch::rand({2, 1, 37, 70}) > 0.4;
+  options.attn_mask = torch::rand({2, 1, 37, 70}, test_device()) > 0.4;
   const Tensor weights = ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options);
   const Tensor output =
       ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
@@ -249,8 +250,8 @@ TEST(Weights, GradientsAreThoseOfTheOutput) {
         ikattn::AttentionOptions options;
         options.is_causal = is_causal;
         options.dropout_p = dropout_p;
-        options.dropout_seed = torch::tensor({7, 0}, at::kLong);
-        options.attn_mask = torch::randn({2, 1, 1, S}, at::kDouble).requires_grad_();
+        options.dropout_seed = torch::tensor({7, 0}, on_device(at::kLong));
+        options.attn_mask = torch::randn({2, 1, 1, S}, on_device(at::kDouble)).requires_grad_();
         const Tensor output =
             ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
         const Tensor weights =
@@ -274,8 +275,8 @@ TEST(Weights, GradientsByPartAreThoseOfTheKernels) {
       ikattn::AttentionOptions options;
       options.is_causal = !average_heads;
       options.dropout_p = dropout_p;
-      options.dropout_seed = torch::tensor({7, 0}, at::kLong);
-      options.attn_mask = torch::randn({2, 1, 150, 2100}, at::kDouble).requires_grad_();
+      options.dropout_seed = torch::tensor({7, 0}, on_device(at::kLong));
+      options.attn_mask = torch::randn({2, 1, 150, 2100}, on_device(at::kDouble)).requires_grad_();
       const Tensor weights =
           ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options, average_heads);
       const std::vector<Tensor> sources = {in.query, in.key, in.w1, in.w2, *options.attn_mask};
@@ -296,12 +297,13 @@ TEST(Features, InnerProductsAreTheCovariance) {
   const Inputs in(9, 7);
   const Tensor phi = ikattn::spectral_features(in.query, in.w1);
   EXPECT_EQ(phi.sizes(), at::IntArrayRef({2, 3, 9, 66}));
-  expect_close((phi * phi).sum(-1), torch::full({2, 3, 9}, 4.0 * 33, at::kDouble), 1e-13);
+  expect_close((phi * phi).sum(-1), torch::full({2, 3, 9}, 4.0 * 33, on_device(at::kDouble)),
+               1e-13);
 }
 
 TEST(Errors, NameArgumentExpectedAndGot) {
   const Inputs in(4, 5);
-  const Tensor wrong = torch::randn({3, 15, 33}, at::kDouble);
+  const Tensor wrong = torch::randn({3, 15, 33}, on_device(at::kDouble));
   try {
     ikattn::implicit_kernel_attention(in.query, in.key, in.value, wrong, in.w2);
     FAIL() << "a head size of 15 beside 16 was accepted";

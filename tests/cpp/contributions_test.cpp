@@ -3,6 +3,8 @@
 #include <ikattn/contributions.h>
 #include <torch/torch.h>
 
+#include "device.h"
+
 namespace {
 
 using torch::Tensor;
@@ -14,14 +16,14 @@ struct Inputs {
   explicit Inputs(at::ScalarType type = at::kDouble, int64_t T = 9) {
     torch::manual_seed(T);
     const int64_t B = 2, H = 4, G = 2, d_v = 5, D = 12;
-    weights = torch::randn({B, H, T, T}, at::kDouble).softmax(-1).to(type);
-    value = torch::randn({B, G, T, d_v}, at::kDouble).to(type);
-    projection = torch::randn({D, H * d_v}, at::kDouble).to(type);
-    residual = torch::randn({B, T, D}, at::kDouble).to(type);
-    norm = {torch::randn({D}, at::kDouble).to(type),
-            (torch::rand({B, T}, at::kDouble) + 0.5).to(type)};
-    second_norm = {torch::randn({D}, at::kDouble).to(type),
-                   (torch::rand({B, T}, at::kDouble) + 0.5).to(type), false};
+    weights = torch::randn({B, H, T, T}, on_device(at::kDouble)).softmax(-1).to(type);
+    value = torch::randn({B, G, T, d_v}, on_device(at::kDouble)).to(type);
+    projection = torch::randn({D, H * d_v}, on_device(at::kDouble)).to(type);
+    residual = torch::randn({B, T, D}, on_device(at::kDouble)).to(type);
+    norm = {torch::randn({D}, on_device(at::kDouble)).to(type),
+            (torch::rand({B, T}, on_device(at::kDouble)) + 0.5).to(type)};
+    second_norm = {torch::randn({D}, on_device(at::kDouble)).to(type),
+                   (torch::rand({B, T}, on_device(at::kDouble)) + 0.5).to(type), false};
   }
 
   ikattn::ContributionOptions options() const {
@@ -43,7 +45,8 @@ struct Inputs {
   std::array<Tensor, 4> vectors() const {
     const Tensor summed =
         torch::einsum("bhts,bhsd->btsd", {weights.to(at::kDouble), transformed()});
-    const Tensor own = torch::eye(weights.size(2), at::kDouble).unsqueeze(0).unsqueeze(-1);
+    const Tensor own =
+        torch::eye(weights.size(2), on_device(at::kDouble)).unsqueeze(0).unsqueeze(-1);
     const Tensor with_residual = summed + own * residual.to(at::kDouble).unsqueeze(2);
     const auto through = [](const Tensor& y, const ikattn::NormStats& stats) {
       const Tensor centered = stats.centered ? y - y.mean(-1, true) : y;
@@ -91,12 +94,12 @@ TEST(Contributions, GradientsAreThoseOfTheDefinition) {
 TEST(Contributions, StreamedEqualsGiven) {
   const Inputs in;
   torch::manual_seed(3);
-  const Tensor query = torch::randn({2, 4, 9, 6}, at::kDouble);
-  const Tensor key = torch::randn({2, 2, 9, 6}, at::kDouble);
+  const Tensor query = torch::randn({2, 4, 9, 6}, on_device(at::kDouble));
+  const Tensor key = torch::randn({2, 2, 9, 6}, on_device(at::kDouble));
   ikattn::AttentionSource source;
   source.options.enable_gqa = true;
   source.options.is_causal = true;
-  source.w1 = 0.2 * torch::randn({4, 6, 8}, at::kDouble);
+  source.w1 = 0.2 * torch::randn({4, 6, 8}, on_device(at::kDouble));
   const Tensor weights =
       ikattn::implicit_kernel_weights(query, key, *source.w1, std::nullopt, source.options);
   const auto given = ikattn::contributions(weights, in.value, in.projection, in.options());
@@ -119,6 +122,7 @@ TEST(Contributions, OnlyWhatIsDefinedAndWantedIsThere) {
 
 // In float32 without the vectors, for there are many tokens.
 TEST(Contributions, ValueNormsAloneAreThoseOfTheVectors) {
+  if (!test_device().is_cpu()) GTEST_SKIP() << "a kernel of the CPU alone";
   for (const auto& [type, tolerance] : {std::pair{at::kDouble, 1e-13}, {at::kFloat, 2e-7}}) {
     const Inputs in(type, 140);
     ikattn::ContributionOptions options;
