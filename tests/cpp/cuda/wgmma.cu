@@ -13,7 +13,7 @@ namespace {
 
 enum class Form { kByColumns, kByColumnsBothShared, kByRows };
 
-// out [128][N] = a [128][K] b; b lies [N][K], by rows [K][N].
+// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N].
 template <typename T, Form kForm, int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_kernel(const T* a, float* out, const __grid_constant__ RowMap left_rows,
@@ -36,7 +36,12 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   uint32_t held[K / 16][4];
   load_left<K>(held, a + row0 * K, K, there, K);
   barrier_wait(barriers.other(), 0);
-  float sums[N / 2] = {};
+  const auto place_of = [&](int i) {
+    return (row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2;
+  };
+  float sums[N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) sums[i] = out[place_of(i)];
   wgmma_fence();
   if constexpr (kForm == Form::kByRows) {
     begin_by_rows<T, K, N>(reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums), held, right);
@@ -50,7 +55,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
-    out[(row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2] = sums[i];
+    out[place_of(i)] = sums[i];
   }
 #else
   (void)a;
@@ -72,7 +77,7 @@ template <typename T, Form kForm, int N, int K>
 bool is_right(const char* name) {
   constexpr int kRows = kWarpgroupRows;
   T *a = take<T>(kRows * K), *b = take<T>(N * K);
-  float* out = take<float>(kRows * N);
+  float *out = take<float>(kRows * N), *before = take<float>(kRows * N);
   uint32_t seed = 1;
   const auto draw = [&] {
     seed = seed * 1664525 + 1013904223;
@@ -80,6 +85,7 @@ bool is_right(const char* name) {
   };
   for (int i = 0; i < kRows * K; ++i) a[i] = draw();
   for (int i = 0; i < N * K; ++i) b[i] = draw();
+  for (int i = 0; i < kRows * N; ++i) out[i] = before[i] = to_float(draw());
   constexpr int kRightRows = kForm == Form::kByRows ? K : N;
   constexpr int64_t kRightColumns = kForm == Form::kByRows ? N : K;
   RowMap left, right;
@@ -100,7 +106,7 @@ bool is_right(const char* name) {
   }
   int wrong = 0;
   for (int i = 0; error == nullptr && i < kRows * N; ++i) {
-    float sum = 0;
+    float sum = kForm == Form::kByRows ? before[i] : 0;
     for (int k = 0; k < K; ++k) {
       const T other = b[kForm == Form::kByRows ? k * N + i % N : i % N * K + k];
       sum += to_float(a[i / N * K + k]) * to_float(other);
