@@ -120,10 +120,10 @@ TEST(Contributions, OnlyWhatIsDefinedAndWantedIsThere) {
   EXPECT_FALSE(maps.mixing_ratios.defined());
 }
 
-// In float32 without the vectors, for there are many tokens.
+// In float32 the CPU does without the vectors, for there are many tokens, in float64.
 TEST(Contributions, ValueNormsAloneAreThoseOfTheVectors) {
-  if (!test_device().is_cpu()) GTEST_SKIP() << "a kernel of the CPU alone";
-  for (const auto& [type, tolerance] : {std::pair{at::kDouble, 1e-13}, {at::kFloat, 2e-7}}) {
+  const double of_floats = test_device().is_cpu() ? 2e-7 : 2e-6;
+  for (const auto& [type, tolerance] : {std::pair{at::kDouble, 1e-13}, {at::kFloat, of_floats}}) {
     const Inputs in(type, 140);
     ikattn::ContributionOptions options;
     options.summed = false;

@@ -28,19 +28,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                       const float* logits, PairGradients<float> gradients) {
   using L = KeyLayout<F, V, kPairs>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t key_blocks = (params.S + kStep - 1) / kStep;
-  // The first keys first: under causality they have the most to do.
-  const int64_t bk = blockIdx.x / key_blocks, j0 = blockIdx.x % key_blocks * kStep;
-  const int64_t b = bk / params.key_heads, key_head = bk % params.key_heads;
-  const int64_t group = params.H / params.key_heads;
+  const KeyBlock at(params, kStep, params.is_causal);
+  const int64_t bk = at.bk, j0 = at.j0, b = at.b, key_head = at.key_head, group = at.group;
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
 
-  // The queries of all heads of the group, one tile after the other.
   const int64_t padded = padded_tokens(params.L);
-  const int64_t all_tiles = (params.L + kStep - 1) / kStep;
-  const int first_tile = params.is_causal ? static_cast<int>(min(j0 / kStep, all_tiles)) : 0;
-  const int tiles = static_cast<int>(all_tiles) - first_tile;
-  const int steps = tiles * static_cast<int>(group);
+  const int first_tile = at.first_tile, tiles = at.tiles, steps = at.steps;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
   const RowCopy<V> gradient_rows(V, V);
@@ -88,7 +81,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces query_places = FragmentPlaces::of_rows(0, 2 * F);
   const FragmentPlaces output_places = FragmentPlaces::of_rows(L::kGradients, 2 * V);
 
-  const int64_t value_head = value_head_of(params, b, key_head * group);
+  const int64_t value_head = b * params.G + at.value_head;
   const float fit = key_scales_of<T>(params, tokens, rows, bk, value_head).fit;
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float four_m = static_cast<float>(4 * params.M);

@@ -25,9 +25,9 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint3
 // Copies rows of 16-bit elements, kWidth of them in shared memory: a thread takes one 16-byte
 // column, and every kRowStep-th row of it. The rows' places differ by constants: kRowStep is a
 // multiple of 8, the period of the swizzle.
-template <int kWidth, int kThreads = kFoldedThreads>
+template <int kWidth>
 struct RowCopy {
-  static constexpr int kRowStep = kThreads / (kWidth / 8);
+  static constexpr int kRowStep = kFoldedThreads / (kWidth / 8);
   static_assert(kRowStep % 8 == 0);
 
   int64_t stride;  // elements from row to row
@@ -164,6 +164,31 @@ struct QueryBlock {
     key_head = h / (heads / key_heads);
     bk = b * key_heads + key_head;
     value_head = h / (heads / static_cast<int>(params.G));
+  }
+};
+
+// The same of the keys of one of the blocks that own `rows` of them, and the tiles of queries that
+// it passes along: those of all heads that share the keys, one head after the other.
+struct KeyBlock {
+  int bk, j0, b, key_head, value_head;
+  int group;              // heads that share the keys
+  int first_tile, tiles;  // of kStep queries, of each of these heads
+  int steps;              // tiles of all of them
+
+  __device__ __forceinline__ KeyBlock(const AttentionParams& params, int rows, bool is_causal) {
+    const int blocks = static_cast<int>((params.S + rows - 1) / rows);
+    const int at = static_cast<int>(blockIdx.x), key_heads = static_cast<int>(params.key_heads);
+    bk = at / blocks;
+    // The first keys first: under causality they have the most to do.
+    j0 = at % blocks * rows;
+    b = bk / key_heads;
+    key_head = bk % key_heads;
+    value_head = key_head / (key_heads / static_cast<int>(params.G));
+    group = static_cast<int>(params.H) / key_heads;
+    const int all_tiles = static_cast<int>((params.L + kStep - 1) / kStep);
+    first_tile = is_causal ? min(j0 / kStep, all_tiles) : 0;
+    tiles = all_tiles - first_tile;
+    steps = tiles * group;
   }
 };
 

@@ -36,6 +36,40 @@ struct PairMaps {
   RowMap queries, gradients;
 };
 
+// What the third warpgroup of a block does: copies the block's own tokens, which barriers.other()
+// waits for, and the tiles.
+template <typename L>
+__device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params,
+                                           const FoldedRows& rows, const PairMaps& maps,
+                                           const KeyBlock& at, const TileBarriers& barriers,
+                                           uint32_t base) {
+  if (threadIdx.x == kProductThreads && at.steps > 0) {
+    const uint32_t barrier = barriers.other();
+    barrier_arrive(barrier, L::OwnKeys::kBytes + (L::kHoldsValues ? 0 : L::OwnValues::kBytes));
+    L::OwnKeys::copy(base + L::kOwnKeys, maps.own.keys, at.b, at.key_head, at.j0, barrier);
+    if constexpr (!L::kHoldsValues) {
+      L::OwnValues::copy(base + L::kOwnValues, maps.own.values, at.b, at.value_head, at.j0,
+                         barrier);
+    }
+  }
+  constexpr uint32_t kNumbers = kStep * 4, kCopied = L::kStage + 2 * kNumbers;
+  const int64_t padded = padded_tokens(params.L);
+  int head = at.key_head * at.group, i0 = at.first_tile * kStep;
+  copy_tiles(barriers, at.steps, kCopied, [&](int, int stage, uint32_t barrier) {
+    const int64_t first = (at.b * params.H + head) * padded + i0;
+    const uint32_t place = base + stage * L::kStage;
+    const uint32_t numbers = base + L::kNormalizers + stage * 2 * kNumbers;
+    L::Queries::copy(place, maps.queries, at.b, head, i0, barrier);
+    L::Gradients::copy(place + L::kGradients, maps.gradients, at.b, head, i0, barrier);
+    begin_bytes(numbers, rows.normalizer + first, kNumbers, barrier);
+    begin_bytes(numbers + kNumbers, rows.delta + first, kNumbers, barrier);
+    i0 += kStep;
+    if (i0 < params.L) return;
+    i0 = at.first_tile * kStep;
+    ++head;
+  });
+}
+
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
@@ -44,55 +78,22 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #if IKATTN_WARPGROUP_CODE
   using L = KeyLayout<F, V>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  // 32 bits are enough for what TMA can copy, and registers are few.
-  const int key_blocks = static_cast<int>((params.S + kWarpgroupRows - 1) / kWarpgroupRows);
-  const int key_heads = static_cast<int>(params.key_heads), block = static_cast<int>(blockIdx.x);
-  // The first keys first: under causality they have the most to do.
-  const int bk = block / key_blocks, j0 = block % key_blocks * kWarpgroupRows;
-  const int b = bk / key_heads, key_head = bk % key_heads;
-  const int group = static_cast<int>(params.H) / key_heads;
-  const int value_head = key_head * static_cast<int>(params.G) / key_heads;
-  if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) return;  // the whole block
+  const KeyBlock at(params, kWarpgroupRows, kCausal);
+  const int b = at.b, steps = at.steps;
+  if (is_of_other_form<Pairs::kAll>(tokens.state[at.bk])) return;  // the whole block
 
-  // Of a query head; `steps` takes those of one after those of another.
-  const int all_tiles = static_cast<int>((params.L + kStep - 1) / kStep);
-  const int first_tile = kCausal ? min(j0 / kStep, all_tiles) : 0;
-  const int tiles = all_tiles - first_tile, steps = tiles * group;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   // Where they take no registers from the sums.
   Shared<float> scales = shared_cast<float>(shared + L::kScales);
   if (threadIdx.x == 0) {
-    const KeyScales own = key_scales_of<T>(params, tokens, rows, bk, b * params.G + value_head);
+    const KeyScales own =
+        key_scales_of<T>(params, tokens, rows, at.bk, b * params.G + at.value_head);
     store_vector(scales, make_float4(own.fit, own.features, own.logit, own.value));
   }
   const TileBarriers barriers(base + L::kBarriers, 1);
   if (threadIdx.x >= kProductThreads) {
-    if (threadIdx.x == kProductThreads && steps > 0) {
-      barrier_arrive(barriers.other(),
-                     L::OwnKeys::kBytes + (L::kHoldsValues ? 0 : L::OwnValues::kBytes));
-      L::OwnKeys::copy(base + L::kOwnKeys, maps.own.keys, b, key_head, j0, barriers.other());
-      if constexpr (!L::kHoldsValues) {
-        L::OwnValues::copy(base + L::kOwnValues, maps.own.values, b, value_head, j0,
-                           barriers.other());
-      }
-    }
-    constexpr uint32_t kNumbers = kStep * 4, kCopied = L::kStage + 2 * kNumbers;
-    const int64_t padded = padded_tokens(params.L);
-    int head = key_head * group, i0 = first_tile * kStep;
-    copy_tiles(barriers, steps, kCopied, [&](int, int stage, uint32_t barrier) {
-      const int64_t first = (b * params.H + head) * padded + i0;
-      const uint32_t place = base + stage * L::kStage;
-      const uint32_t numbers = base + L::kNormalizers + stage * 2 * kNumbers;
-      L::Queries::copy(place, maps.queries, b, head, i0, barrier);
-      L::Gradients::copy(place + L::kGradients, maps.gradients, b, head, i0, barrier);
-      begin_bytes(numbers, rows.normalizer + first, kNumbers, barrier);
-      begin_bytes(numbers + kNumbers, rows.delta + first, kNumbers, barrier);
-      i0 += kStep;
-      if (i0 < params.L) return;
-      i0 = first_tile * kStep;
-      ++head;
-    });
+    copy_pairs<L>(params, rows, maps, at, barriers, base);
     return;
   }
   take_registers<kProductRegisters>();
@@ -103,13 +104,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   [[maybe_unused]] const uint32_t own_values = base + L::kOwnValues + warpgroup * (64 * 128);
 
   const float four_m = static_cast<float>(4 * params.M);
-  const int row0 = j0 + warp * 16 + g;  // a key
+  const int row0 = at.j0 + warp * 16 + g;  // a key
   const bool there[2] = {row0 < params.S, row0 + 8 < params.S};
   [[maybe_unused]] uint32_t held_values[V / 16][4];
   if constexpr (L::kHoldsValues) {
     const int64_t (&stride)[4] = tokens.value.stride;
     const T* values = static_cast<const T*>(tokens.value.data) + b * stride[0] +
-                      value_head * stride[1] + row0 * stride[2];
+                      at.value_head * stride[1] + row0 * stride[2];
     load_left<V>(held_values, values, stride[2], there, tokens.value_columns);
   }
   float key_fit[2], key_terms[2];
@@ -118,9 +119,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   for (int half = 0; half < 2; ++half) {
     const int j = row0 + 8 * half;
     // sqrt(K e_j), with which the score is bounded.
-    const float scale = there[half] ? tokens.scales[bk * params.S + j] * four_m : 0.0f;
+    const float scale = there[half] ? tokens.scales[at.bk * params.S + j] * four_m : 0.0f;
     key_fit[half] = scale * fit * (1 / kWeightScale<T>);
-    key_terms[half] = there[half] ? tokens.terms[bk * padded_tokens(params.S) + j] : 0.0f;
+    key_terms[half] = there[half] ? tokens.terms[at.bk * padded_tokens(params.S) + j] : 0.0f;
   }
   // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
   constexpr bool kOverlaps = F + V <= 192;
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       barriers.release(before);
     }
     if constexpr (kCausal) {
-      diagonal = (step + 1) % tiles == 0 ? warp * 16 + g : diagonal - kStep;
+      diagonal = (step + 1) % at.tiles == 0 ? warp * 16 + g : diagonal - kStep;
     }
   }
 
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
   const float4 kept = load_vector<float4>(scales);
   store_key_gradients<F, V>(
-      params, logits, gradients, {kept.x, kept.y, kept.z, kept.w}, b, key_head, row0, logit_sums,
+      params, logits, gradients, {kept.x, kept.y, kept.z, kept.w}, b, at.key_head, row0, logit_sums,
       [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
       [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
 #else

@@ -113,7 +113,7 @@ bool Interpreter::finish_bulk_copy() {
     return false;
   }
   const bool last_first = settings.order == Order::kReversed;
-  const BulkCopy copy = last_first ? bulk_copies_.back() : bulk_copies_.front();
+  const BulkCopy copy = std::move(last_first ? bulk_copies_.back() : bulk_copies_.front());
   last_first ? bulk_copies_.pop_back() : bulk_copies_.pop_front();
   memcpy(&arena_[copy.address], copy.bytes.data(), copy.bytes.size());
   for (uint32_t i = 0; i < copy.bytes.size(); ++i) cells_[copy.address + i].in_flight = false;
