@@ -39,6 +39,8 @@ TEST(FastPath, TakesWhatItIsMadeFor) {
   EXPECT_EQ(reason([](auto& call) { call.eps = 100; }), "");
   EXPECT_EQ(reason([](auto& call) { call.is_causal = true; }), "");
   EXPECT_EQ(reason([](auto& call) { call.value.type = ElementType::kFloat16; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.M = 65; }), "");
+  EXPECT_EQ(reason([](auto& call) { call.d_v = 129; }), "");
 }
 
 TEST(FastPath, NamesWhatIsInTheWay) {
@@ -57,10 +59,7 @@ TEST(FastPath, NamesWhatIsInTheWay) {
                       call.eps = 1;
                     }),
                     "bfloat16"));
-  EXPECT_TRUE(names(reason([](auto& call) { call.M = 65; }), "64 frequencies"));
-  for (const int64_t d_v : {0, 129}) {
-    EXPECT_TRUE(names(reason([=](auto& call) { call.d_v = d_v; }), "head size of value"));
-  }
+  EXPECT_TRUE(names(reason([](auto& call) { call.d_v = 0; }), "head size of value"));
 }
 
 TEST(FastPath, CopiesAValueThatDoesNotLieReady) {

@@ -118,8 +118,8 @@ def test_float32_where_torch_allows_tf32(causal: bool, setting: str, matmul: Any
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("frequencies", [32, 64])
-@pytest.mark.parametrize("d_v", [64, 128])
+@pytest.mark.parametrize("frequencies", [32, 64, 96])
+@pytest.mark.parametrize("d_v", [64, 128, 192])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_blocks_enough_that_none_shares_its_keys(
     causal: bool, frequencies: int, d_v: int, dtype: torch.dtype
@@ -153,6 +153,29 @@ def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
     for name in names:
         tolerance = 2 * torch.finfo(dtype).eps
         assert_close(got[name], expected[name], tolerance, name, scales[name])
+
+
+@pytest.mark.parametrize(("frequencies", "d_v"), [(128, 64), (64, 256), (160, 200)])
+@pytest.mark.parametrize("form", ["plain", "bool mask", "float mask"])
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
+def test_wide_rows(frequencies: int, d_v: int, form: str, dtype: torch.dtype) -> None:
+    """More than 128 features, or columns of the value, go by slices of 128."""
+    call = drawn_on_gpu(2, 3, 300, 500, d_v, frequencies, dtype)
+    names = ["query", "key", "value", "w1", "w2"]
+    if form == "bool mask":
+        call["attn_mask"] = torch.rand(300, 500, device="cuda") < 0.7
+    elif form == "float mask":
+        call["attn_mask"] = torch.randn(300, 500, device="cuda", dtype=dtype)
+    assert ikattn.why_not_fast(*(call[name] for name in names)) is None
+    output = ikattn.implicit_kernel_attention(**call)
+    wide = converted(call, torch.float64)
+    tolerance = 2 * torch.finfo(dtype).eps
+    assert_close(output, reference(**wide), tolerance)
+    incoming = direction(output)
+    got = gradients(ikattn.implicit_kernel_attention, call, names, incoming)
+    expected = gradients(reference, wide, names, incoming.double())
+    for name in names:
+        assert_close(got[name], expected[name], tolerance, name)
 
 
 @every_sample

@@ -159,7 +159,7 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
-  const int64_t F = padded_features(2 * params.M);
+  const int64_t F = padded_columns(2 * params.M);
   const bool is_half = params.value.type != ElementType::kBFloat16;
   // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
   const double four_m = 4.0 * static_cast<double>(params.M);

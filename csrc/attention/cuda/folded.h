@@ -17,9 +17,13 @@
 
 namespace ikattn::cuda {
 
-// Width of the feature rows that the kernels are compiled for, or 0.
-constexpr int64_t padded_features(int64_t F) {
-  return F <= 64 ? 64 : F <= 128 ? 128 : F <= 256 ? 256 : 0;
+// Columns that a row of features, or of grad_output, has in memory.
+__host__ __device__ constexpr int64_t padded_columns(int64_t columns) {
+  return columns <= 64 ? 64 : (columns + 127) / 128 * 128;
+}
+// Whether there are more than a block holds, which then passes along slices of 128.
+inline bool is_wide(const AttentionParams& params) {
+  return 2 * params.M > 128 || params.d_v > 128;
 }
 
 // Per-token numbers that are copied 64 or 128 at a time lie in rows of this many.

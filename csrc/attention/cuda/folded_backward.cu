@@ -21,9 +21,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 }
 
 // A warp per query, those of the padding included.
-template <typename T, int V>
+template <typename T>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_row_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows) {
+  const int64_t V = padded_columns(params.d_v);
   const int lane = threadIdx.x % 32;
   const int64_t padded = padded_tokens(params.L);
   const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         value_scale_of(tokens, value_head_of(params, bh / params.H, bh % params.H));
     // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
     T* row = static_cast<T*>(rows.gradients) + (bh * params.L + i) * V;
-    for (int c = lane; c < V; c += 32) {
+    for (int64_t c = lane; c < V; c += 32) {
       const bool there = finite && c < params.d_v;
       const T rounded = from_float<T>(there ? gradient.load<float>(i, c) * gradient_scale : 0.0f);
       if (there) delta += output.load<double>(i, c) * static_cast<double>(to_float(rounded));
@@ -116,16 +117,18 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
       return error;
     }
   }
-  const char* error = launch_sizes(params, [&]<typename T, int F, int V>() {
-    rows.gradients = executor.take<T>(heads * params.L * V);
-    return launch(folded_row_kernel<T, V>, blocks(ceil_div(padded, kWarps)), dim3(kFoldedThreads),
-                  0, stream, params, tokens, rows);
+  const char* error = launch_type(params, [&]<typename T>() {
+    rows.gradients = executor.take<T>(heads * params.L * padded_columns(params.d_v));
+    return launch(folded_row_kernel<T>, blocks(ceil_div(padded, kWarps)), dim3(kFoldedThreads), 0,
+                  stream, params, tokens, rows);
   });
   if (error == nullptr && wants_queries(params)) {
-    error = folded_query_gradients(params, stream, tokens, rows, gradients.phi_q);
+    const auto of_queries = is_wide(params) ? wide_query_gradients : folded_query_gradients;
+    error = of_queries(params, stream, tokens, rows, gradients.phi_q);
   }
   if (error == nullptr && wants_keys(params)) {
-    error = folded_key_gradients(params, stream, tokens, rows, high, gradients);
+    const auto of_keys = is_wide(params) ? wide_key_gradients : folded_key_gradients;
+    error = of_keys(params, stream, tokens, rows, high, gradients);
   }
   return error;
 }

@@ -23,7 +23,7 @@ struct FoldedRows {
   float* low;       // [B, H, padded L]  general: the rest of log Z
   float* delta;     // [B, H, padded L]  sum over d_v of output grad_output
   float* fit;       // [B, H, padded L]  makes S (dP - delta), or s E (dP - delta), fit, by query
-  void* gradients;  // [B, H, L, V], T: grad_output; rows that are not finite are zero
+  void* gradients;  // [B, H, L, padded d_v], T: grad_output; rows that are not finite are zero
   // [B, key_heads]  bits of max |dO_i|, where grad_output is multiplied with a power of two that
   // follows from it, as float32 is; nullptr: it is not
   uint32_t* gradient_bound;
@@ -53,6 +53,14 @@ const char* folded_query_gradients(const AttentionBackwardParams& params, Stream
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const float* logits, const PairGradients<float>& gradients);
+
+// The same of wide rows.
+const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
+                                 const FoldedTokens& tokens, const FoldedRows& rows,
+                                 float* grad_phi_q);
+const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream,
+                               const FoldedTokens& tokens, const FoldedRows& rows,
+                               const float* logits, const PairGradients<float>& gradients);
 
 // The same of the folded form, by warpgroups.
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,

@@ -56,14 +56,6 @@ struct TileCopy {
   }
 };
 
-// Where queries are few, blocks share their keys: what each found of its keys, to be combined.
-struct Parts {
-  int count = 1;             // of parts; 1: a block finishes its rows
-  float* output = nullptr;   // [part][B, H, L, V]  sum of w V
-  float* sums = nullptr;     // [part][B, H, L]     sum of w
-  float* largest = nullptr;  // [part][B, H, L]     general: the reference of w
-};
-
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
@@ -107,10 +99,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
   float output[kRowTiles][V / 8][4] = {};
-  float sums[kRowTiles][2] = {};
-  [[maybe_unused]] float largest[kRowTiles][2];
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) largest[m][0] = largest[m][1] = minus_infinity<float>();
+  ForwardRows<T, kPairs> rows[kRowTiles];
   const float norm = 1 / static_cast<float>(4 * params.M);
   const float square_scale = norm * norm * kWeightScale<T>;
   const float scaled_eps = static_cast<float>(params.eps) * kWeightScale<T>;
@@ -146,74 +135,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       Fragment weights[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        [[maybe_unused]] FragmentDropout dropout;
+        PairPlaces<kPairs> pairs{visible, (warp * kRowTiles + m) * 16 + g, chunk * 16 + 2 * t, {}};
         if constexpr (kDrops<kPairs>) {
-          dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
+          pairs.dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
         }
-        const int row0 = (warp * kRowTiles + m) * 16 + g, column0 = chunk * 16 + 2 * t;
-        [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
-        [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
-        if constexpr (kPairs == Pairs::kGeneral) {
-          float most[2] = {largest[m][0], largest[m][1]};
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-              const int row = row0 + 8 * (c / 2), column = column0 + n * 8 + c % 2;
-              rest[n][c] = 0;
-              if (!visible(row, column) || key_terms[n][c % 2] == minus_infinity<float>()) continue;
-              const float mask = visible.logit(row, column);
-              if (mask == minus_infinity<float>()) continue;
-              seen |= 1u << (4 * n + c);
-              rest[n][c] = mask + key_lows[n][c % 2];
-              const float logit = key_terms[n][c % 2] + rest[n][c];
-              most[c / 2] = logit > most[c / 2] ? logit : most[c / 2];  // passes over NaN
-            }
-          }
-          float rescale[2];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            most[half] = max_of_lanes<4>(most[half]);
-            const float before = largest[m][half];
-            // Nothing but NaN can be there before the first finite logit.
-            rescale[half] =
-                before == minus_infinity<float>() ? 1 : exponential_of(before - most[half], 0);
-            sums[m][half] *= rescale[half];
-            largest[m][half] = most[half];
-          }
-          if (__any_sync(0xffffffffu, rescale[0] != 1 || rescale[1] != 1)) {
-#pragma unroll
-            for (int n = 0; n < V / 8; ++n) {
-#pragma unroll
-              for (int c = 0; c < 4; ++c) output[m][n][c] *= rescale[c / 2];
-            }
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            const float score = s[m][n][c];
-            float weight;
-            if constexpr (kPairs == Pairs::kGeneral) {
-              const float similarity = score * score * square_scale + scaled_eps;
-              const float reference = largest[m][c / 2];
-              const float high =
-                  key_terms[n][c % 2] - (reference == minus_infinity<float>() ? 0 : reference);
-              const bool sees = (seen >> (4 * n + c) & 1) != 0;
-              weight = sees ? similarity * exponential_of(high, rest[n][c]) : 0.0f;
-            } else {
-              weight = score * score + key_terms[n][c % 2];
-              if (kPairs != Pairs::kAll && !visible(row0 + 8 * (c / 2), column0 + n * 8 + c % 2)) {
-                weight = 0;
-              }
-            }
-            sums[m][c / 2] += weight;
-            if (kDrops<kPairs> && dropout.drops(n, c)) weight = 0;
-            s[m][n][c] = weight;
-          }
-          weights[m].template put<T>(n, s[m][n]);
-        }
+        weights[m] =
+            rows[m].weigh(s[m], pairs, key_terms, key_lows, square_scale, scaled_eps, output[m]);
       }
       multiply_by_rows<T>(output, weights, [&](int n) {
         return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);
@@ -223,45 +150,26 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
                      value_scale_of(tokens, value_head_of(params, b, h));
-  const Tokens out(params.output, b, h);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = sum_of_lanes<4>(sums[m][half]);
+      const float sum = sum_of_lanes<4>(rows[m].sums[half]);
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
-      const int64_t row = bh * params.L + i;
-      if (parts.count > 1) {
-        const int64_t part_row = part * params.B * params.H * params.L + row;
-        if (t == 0) {
-          parts.sums[part_row] = sum;
-          if (kPairs == Pairs::kGeneral) parts.largest[part_row] = largest[m][half];
-        }
-#pragma unroll
-        for (int n = 0; n < V / 8; ++n) {
-          store_vector(parts.output + part_row * V + n * 8 + 2 * t,
-                       make_float2(output[m][n][2 * half], output[m][n][2 * half + 1]));
-        }
-        continue;
-      }
-      if (t == 0) {
-        static_cast<double*>(params.log_normalizer.data)[row] = log_normalizer_of(
-            sum, reference_of<T, kPairs == Pairs::kGeneral>(tokens, bk, largest[m][half]));
-      }
-      for_columns<V>(static_cast<int>(params.d_v), [&](int column, int n, int c) {
-        out.store<float>(i, column, attended(output[m][n][2 * half + c], sum, kept));
-      });
+      store_row<T, V, kPairs == Pairs::kGeneral>(
+          params, tokens, parts, part, at, i, 0, sum, rows[m].largest[half], kept,
+          [&](int n, int c) { return output[m][n][2 * half + c]; });
     }
   }
 }
 
-// Adds up the parts of a row, always in the same order; a warp per row.
+// Adds up the parts of a row, always in the same order; a warp per row and V columns.
 template <typename T, int V>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     combine_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
   const int lane = threadIdx.x % 32;
-  const int64_t rows = params.B * params.H * params.L;
+  const int64_t rows = params.B * params.H * params.L, first = int64_t{blockIdx.y} * V;
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= rows) return;  // the whole warp
   const int64_t bh = row / params.L, bk = key_head_of(params, bh);
@@ -277,12 +185,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const float own = general ? parts.largest[part_row] : largest;
     const float rescale = own == minus_infinity<float>() ? 1 : exponential_of(own - largest, 0);
     sum += parts.sums[part_row] * rescale;
+    const float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
 #pragma unroll
-    for (int n = 0; n < V / 32; ++n) {
-      output[n] += parts.output[part_row * V + n * 32 + lane] * rescale;
-    }
+    for (int n = 0; n < V / 32; ++n) output[n] += columns[n * 32 + lane] * rescale;
   }
-  if (lane == 0) {
+  if (lane == 0 && first == 0) {
     static_cast<double*>(params.log_normalizer.data)[row] =
         log_normalizer_of(sum, general ? reference_of<T, true>(tokens, bk, largest)
                                        : reference_of<T, false>(tokens, bk, largest));
@@ -293,7 +200,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const Tokens out(params.output, bh / params.H, bh % params.H);
 #pragma unroll
   for (int n = 0; n < V / 32; ++n) {
-    const int column = n * 32 + lane;
+    const int64_t column = first + n * 32 + lane;
     if (column < params.d_v) {
       out.store<float>(row % params.L, column, attended(output[n], sum, kept));
     }
@@ -316,19 +223,37 @@ int parts_for(const AttentionParams& params, int64_t blocks) {
 
 }  // namespace
 
+Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks) {
+  const int64_t rows = params.B * params.H * params.L;
+  Parts parts;
+  parts.count = parts_for(params, blocks);
+  if (parts.count > 1) {
+    parts.output = executor.take<float>(parts.count * rows * padded_columns(params.d_v));
+    parts.sums = executor.take<float>(parts.count * rows);
+    parts.largest = executor.take<float>(parts.count * rows);
+  }
+  return parts;
+}
+
+const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                          const Parts& parts) {
+  if (parts.count == 1) return nullptr;
+  const int64_t columns = padded_columns(params.d_v), V = columns == 64 ? 64 : 128;
+  const dim3 blocks(static_cast<unsigned>(ceil_div(params.B * params.H * params.L, kWarps)),
+                    static_cast<unsigned>(columns / V));
+  return launch_type(params, [&]<typename T>() {
+    return launch(V == 64 ? combine_kernel<T, 64> : combine_kernel<T, 128>, blocks,
+                  dim3(kFoldedThreads), 0, stream, params, tokens, parts);
+  });
+}
+
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens) {
+  if (is_wide(params)) return wide_forward(params, executor, tokens);
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
-    const int64_t rows = params.B * params.H * params.L;
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
-    Parts parts;
-    parts.count = parts_for(params, blocks);
-    if (parts.count > 1) {
-      parts.output = executor.take<float>(parts.count * rows * V);
-      parts.sums = executor.take<float>(parts.count * rows);
-      parts.largest = executor.take<float>(parts.count * rows);
-    }
+    const Parts parts = take_parts(params, executor, blocks);
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
       if (kPairs != Pairs::kGeneral && parts.count == 1 && goes_to_warpgroups(params)) {
         return warpgroup_forward(params, executor, tokens);
@@ -337,9 +262,7 @@ const char* folded_forward(const AttentionParams& params, const DeviceExecutor& 
                     dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
                     Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens, parts);
     });
-    if (error != nullptr || parts.count == 1) return error;
-    return launch(combine_kernel<T, V>, dim3(static_cast<unsigned>(ceil_div(rows, kWarps))),
-                  dim3(kFoldedThreads), 0, executor.stream, params, tokens, parts);
+    return error != nullptr ? error : combine_parts(params, executor.stream, tokens, parts);
   });
 }
 

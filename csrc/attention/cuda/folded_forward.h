@@ -1,9 +1,27 @@
-// What both forward kernels on tensor cores make of the sums of a row.
+// What the forward kernels on tensor cores make of the sums of a row.
 #pragma once
 
+#include "attention/cuda/folded_pairs.h"
 #include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
+
+// Where queries are few, blocks share their keys: what each found of its keys, to be combined.
+struct Parts {
+  int count = 1;             // of parts; 1: a block finishes its rows
+  float* output = nullptr;   // [part][B, H, L, padded d_v]  sum of w V
+  float* sums = nullptr;     // [part][B, H, L]              sum of w
+  float* largest = nullptr;  // [part][B, H, L]              general: the reference of w
+};
+// For so many blocks of queries.
+Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks);
+// The results of all parts, where there are several.
+const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                          const Parts& parts);
+
+// The same of wide rows.
+const char* wide_forward(const AttentionParams& params, const DeviceExecutor& executor,
+                         const FoldedTokens& tokens);
 
 // The folded form, by warpgroups.
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
@@ -24,6 +42,39 @@ __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64
 // kept: the rescale of dropout, over the scale of the value.
 __device__ __forceinline__ float attended(float weighted, float sum, float kept) {
   return sum == 0 ? 0.0f : sum != sum ? sum : weighted * (kept / sum);
+}
+
+// What a block has found of query i, of V columns of its row from `first` on: its part, or the
+// results. weighted(n, c): what the thread's columns have added up to.
+template <typename T, int V, bool kGeneral, typename Weighted>
+__device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
+                                          const Parts& parts, int64_t part, const QueryBlock& at,
+                                          int64_t i, int first, float sum, float largest,
+                                          float kept, const Weighted& weighted) {
+  const int64_t row = int64_t{at.bh} * params.L + i;
+  const bool tells = threadIdx.x % 4 == 0 && first == 0;
+  if (parts.count > 1) {
+    const int64_t part_row = part * params.B * params.H * params.L + row;
+    if (tells) {
+      parts.sums[part_row] = sum;
+      if (kGeneral) parts.largest[part_row] = largest;
+    }
+    float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
+#pragma unroll
+    for (int n = 0; n < V / 8; ++n) {
+      store_vector(columns + n * 8 + threadIdx.x % 4 * 2,
+                   make_float2(weighted(n, 0), weighted(n, 1)));
+    }
+    return;
+  }
+  if (tells) {
+    static_cast<double*>(params.log_normalizer.data)[row] =
+        log_normalizer_of(sum, reference_of<T, kGeneral>(tokens, at.bk, largest));
+  }
+  const Tokens out(params.output, at.b, at.h);
+  for_columns<V>(static_cast<int>(params.d_v) - first, [&](int column, int n, int c) {
+    out.store<float>(i, first + column, attended(weighted(n, c), sum, kept));
+  });
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/cuda/folded_backward.h"
-#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/folded_pairs.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -31,50 +31,88 @@ __device__ __forceinline__ KeyScales key_scales_of(const AttentionParams& params
   return scales;
 }
 
-// grad_phi_q of query i, of which `sum(n, c)` is the thread's part in `units`.
+// grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
+// `units`.
 template <int F, bool kGeneral, typename Sum>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackwardParams& params,
                                                       const FoldedRows& rows, const QueryBlock& at,
-                                                      int64_t i, float fit, float units,
+                                                      int64_t i, int first, float fit, float units,
                                                       const Sum& sum, float* grad_phi_q) {
   const float normalizer = rows.normalizer[at.bh * padded_tokens(params.L) + i];
   const bool blind = normalizer == (kGeneral ? INFINITY : 0.0f);
   const float norm = 1 / static_cast<float>(4 * params.M);
   const float scale = 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
   const int width = static_cast<int>(2 * params.M);
-  float* row = grad_phi_q + (at.bh * params.L + i) * width;
-  for_columns<F>(width, [&](int f, int n, int c) { row[f] = blind ? 0 : sum(n, c) * scale; });
+  float* row = grad_phi_q + (at.bh * params.L + i) * width + first;
+  for_columns<F>(width - first,
+                 [&](int f, int n, int c) { row[f] = blind ? 0 : sum(n, c) * scale; });
 }
 
-// grad_phi_k, grad_value and the logits' gradients of a thread's two keys, the first of them j0;
-// key_sum(half, n, c) and value_sum(half, n, c) are its parts.
+// Calls visit(half, j, hidden) for a thread's two keys, j0 and 8 further on, that there are. A
+// hidden key's numbers may be anything.
+template <typename Visit>
+__device__ __forceinline__ void for_keys(const AttentionBackwardParams& params, const float* logits,
+                                         int64_t bk, int64_t j0, const Visit& visit) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = j0 + 8 * half;
+    if (j < params.S) visit(half, j, logits[bk * params.S + j] == minus_infinity<float>());
+  }
+}
+// The gradients of two keys' logits, of which `sums` are those of all lanes.
+__device__ __forceinline__ void store_logit_gradients(const AttentionBackwardParams& params,
+                                                      const float* logits,
+                                                      const PairGradients<float>& gradients,
+                                                      const KeyScales& scales, int64_t bk,
+                                                      int64_t j0, const float (&sums)[2]) {
+  if (threadIdx.x % 4 != 0) return;
+  for_keys(params, logits, bk, j0, [&](int half, int64_t j, bool hidden) {
+    gradients.logits[bk * params.S + j] = hidden ? 0 : sums[half] * scales.logit;
+  });
+}
+// grad_phi_k of two keys, F features from `first` on; sum(half, n, c): the thread's parts.
+template <int F, typename Sum>
+__device__ __forceinline__ void store_feature_gradients(const AttentionBackwardParams& params,
+                                                        const float* logits,
+                                                        const PairGradients<float>& gradients,
+                                                        const KeyScales& scales, int64_t bk,
+                                                        int64_t j0, int first, const Sum& sum) {
+  const int width = static_cast<int>(2 * params.M);
+  for_keys(params, logits, bk, j0, [&](int half, int64_t j, bool hidden) {
+    float* row = gradients.phi_k + (bk * params.S + j) * width + first;
+    for_columns<F>(width - first, [&](int f, int n, int c) {
+      row[f] = hidden ? 0 : sum(half, n, c) * scales.features;
+    });
+  });
+}
+// grad_value of two keys, V columns from `first` on.
+template <int V, typename Sum>
+__device__ __forceinline__ void store_value_gradients(const AttentionBackwardParams& params,
+                                                      const float* logits, const KeyScales& scales,
+                                                      int64_t b, int64_t key_head, int64_t j0,
+                                                      int first, const Sum& sum) {
+  const Tokens grad_value(params.grad_value, b, key_head);
+  for_keys(
+      params, logits, b * params.key_heads + key_head, j0, [&](int half, int64_t j, bool hidden) {
+        for_columns<V>(static_cast<int>(params.d_v) - first, [&](int column, int n, int c) {
+          grad_value.store<float>(j, first + column, hidden ? 0 : sum(half, n, c) * scales.value);
+        });
+      });
+}
+
+// All gradients of a thread's two keys, the first of them j0; key_sum(half, n, c) and
+// value_sum(half, n, c) are its parts.
 template <int F, int V, typename KeySum, typename ValueSum>
 __device__ __forceinline__ void store_key_gradients(
     const AttentionBackwardParams& params, const float* logits,
     const PairGradients<float>& gradients, const KeyScales& scales, int64_t b, int64_t key_head,
     int64_t j0, const float (&logit_sums)[2], const KeySum& key_sum, const ValueSum& value_sum) {
   const int64_t bk = b * params.key_heads + key_head;
-  const int width = static_cast<int>(2 * params.M), d_v = static_cast<int>(params.d_v);
-  const Tokens grad_value(params.grad_value, b, key_head);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t j = j0 + 8 * half;
-    const float logit = sum_of_lanes<4>(logit_sums[half]);
-    if (j >= params.S) continue;
-    // A hidden key's numbers may be anything.
-    const bool hidden = logits[bk * params.S + j] == minus_infinity<float>();
-    if (threadIdx.x % 4 == 0) {
-      gradients.logits[bk * params.S + j] = hidden ? 0 : logit * scales.logit;
-    }
-    float* row = gradients.phi_k + (bk * params.S + j) * width;
-    for_columns<F>(width, [&](int f, int n, int c) {
-      row[f] = hidden ? 0 : key_sum(half, n, c) * scales.features;
-    });
-    if (params.grad_value.type == ElementType::kNone) continue;
-    for_columns<V>(d_v, [&](int column, int n, int c) {
-      grad_value.store<float>(j, column, hidden ? 0 : value_sum(half, n, c) * scales.value);
-    });
-  }
+  const float sums[2] = {sum_of_lanes<4>(logit_sums[0]), sum_of_lanes<4>(logit_sums[1])};
+  store_logit_gradients(params, logits, gradients, scales, bk, j0, sums);
+  store_feature_gradients<F>(params, logits, gradients, scales, bk, j0, 0, key_sum);
+  if (params.grad_value.type == ElementType::kNone) return;
+  store_value_gradients<V>(params, logits, scales, b, key_head, j0, 0, value_sum);
 }
 
 }  // namespace

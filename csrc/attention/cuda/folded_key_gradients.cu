@@ -84,14 +84,13 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t value_head = b * params.G + at.value_head;
   const float fit = key_scales_of<T>(params, tokens, rows, bk, value_head).fit;
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
-  const float four_m = static_cast<float>(4 * params.M);
-  [[maybe_unused]] const float norm = 1 / four_m, eps = static_cast<float>(params.eps);
+  const float norm = 1 / static_cast<float>(4 * params.M), eps = static_cast<float>(params.eps);
   // The warp's keys, all their features and values, as A fragments.
   const int64_t warp_key = j0 + warp * 16;
   constexpr int kHeldKeys = L::kHoldsKeys ? F / 16 : 0, kHeldValues = L::kHoldsValue ? V / 16 : 0;
   [[maybe_unused]] Fragment phi_k[kHeldKeys + 1], value[kHeldValues + 1];
-  float key_fit[2], key_terms[2];
-  [[maybe_unused]] float key_lows[2];
+  KeyRows<T, kPairs> keys;
+  keys.load(params, tokens, bk, warp_key + g, fit);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = warp_key + g + 8 * half;
@@ -114,16 +113,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
             there && column < tokens.value_columns ? load_vector<uint32_t>(values + column) : 0;
       }
     }
-    // Folded: sqrt(K e_j), with which the score is bounded. There is nothing to fold in the other.
-    const float scale = kPairs == Pairs::kGeneral ? 1.0f
-                        : there                   ? tokens.scales[bk * params.S + j] * four_m
-                                                  : 0.0f;
-    key_fit[half] = scale * fit * (1 / kWeightScale<T>);
-    const int64_t padded_j = bk * padded_tokens(params.S) + min(j, params.S - 1);
-    key_terms[half] = tokens.terms[padded_j];
-    key_lows[half] = tokens.lows[padded_j];
   }
-  float key_sums[1][F / 8][4] = {}, value_sums[1][V / 8][4] = {}, logit_sums[2] = {};
+  float key_sums[1][F / 8][4] = {}, value_sums[1][V / 8][4] = {};
 
   for (int step = 0; step < steps; ++step) {
     Shared<unsigned char> stage = shared + step % kStages * L::kStage;
@@ -138,72 +129,34 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const TileVisibility<kPairs> visible(params, b, h, i0, j0);
 #pragma unroll 1
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-      float scores[1][2][4] = {}, grad_weights[1][2][4], normalizer[2][2], delta[2][2];
-      float (&s)[2][4] = scores[0], (&x)[2][4] = grad_weights[0];
-      load_columns(normalizers, chunk, normalizer);
-      load_columns(deltas, chunk, delta);
-      [[maybe_unused]] float low[2][2];
+      float s[1][2][4] = {}, x[1][2][4];
+      QueryColumns queries;
+      load_columns(normalizers, chunk, queries.normalizer);
+      load_columns(deltas, chunk, queries.delta);
       if constexpr (kPairs == Pairs::kGeneral) {
-        load_columns(shared_cast<float>(stage + L::kLow), chunk, low);
+        load_columns(shared_cast<float>(stage + L::kLow), chunk, queries.low);
       }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -delta[n][c % 2];
-      }
+      keys.begin(x[0], queries);
       multiply_by_columns<Half, F / 16>(
-          scores,
+          s,
           [&](int, int k) {
             if constexpr (L::kHoldsKeys) return phi_k[k];
             return load_fragment(own_key_places.at<2 * F>(0, k));
           },
           [&](int k) { return base + score_places.at<2 * F>(0, k) + chunk * (16 * 2 * F); });
       multiply_by_columns<T, V / 16>(
-          grad_weights,
+          x,
           [&](int, int k) {
             if constexpr (L::kHoldsValue) return value[k];
             return load_fragment(own_value_places.at<2 * V>(0, k));
           },
           [&](int k) { return base + gradient_places.at<2 * V>(0, k) + chunk * (16 * 2 * V); });
-      [[maybe_unused]] FragmentDropout dropout;
+      PairPlaces<kPairs, true> pairs{visible, chunk * 16 + 2 * t, warp * 16 + g, {}};
       if constexpr (kDrops<kPairs>) {
-        dropout = FragmentDropout(params, b * params.H + h, i0 + chunk * 16, warp_key, true);
+        pairs.dropout = FragmentDropout(params, b * params.H + h, i0 + chunk * 16, warp_key, true);
       }
       Fragment weights[1], products[1];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float weight[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          float score = s[n][c];
-          bool dropped = false;
-          if constexpr (kDrops<kPairs>) {
-            dropped = dropout.drops(n, c);
-            x[n][c] = (dropped ? 0 : x[n][c] * kept) - delta[n][c % 2];
-          }
-          const int row = chunk * 16 + n * 8 + 2 * t + c % 2;
-          const int column = warp * 16 + g + 8 * (c / 2);
-          float similarity, inverse;  // the weight is their product
-          if constexpr (kPairs == Pairs::kGeneral) {
-            inverse = kWeightScale<T> * visible.exponential(row, column, key_terms[c / 2],
-                                                            key_lows[c / 2], normalizer[n][c % 2],
-                                                            low[n][c % 2]);
-            score *= norm;
-            similarity = score * score + eps;
-          } else {
-            similarity = score * score + key_terms[c / 2];
-            inverse = visible(row, column) ? normalizer[n][c % 2] * kWeightScale<T> : 0.0f;
-          }
-          weight[c] = s[n][c] = 0;
-          if (inverse == 0) continue;  // not seen: whatever the key holds
-          const float scaled = inverse * x[n][c];
-          weight[c] = dropped ? 0 : similarity * inverse;
-          logit_sums[c / 2] += similarity * scaled;
-          s[n][c] = score * key_fit[c / 2] * scaled;
-        }
-        weights[0].template put<T>(n, weight);
-        products[0].template put<Half>(n, s[n]);
-      }
+      keys.meet(s[0], x[0], pairs, queries, norm, eps, kept, weights[0], products[0]);
       multiply_by_rows<T>(value_sums, weights, [&](int n) {
         return base + output_places.at<2 * V>(0, n) + chunk * (16 * 2 * V);
       });
@@ -215,7 +168,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
   store_key_gradients<F, V>(
       params, logits, gradients, key_scales_of<T>(params, tokens, rows, bk, value_head), b,
-      key_head, warp_key + g, logit_sums,
+      key_head, warp_key + g, keys.logit_sums,
       [&](int half, int n, int c) { return key_sums[0][n][2 * half + c]; },
       [&](int half, int n, int c) { return value_sums[0][n][2 * half + c]; });
 }

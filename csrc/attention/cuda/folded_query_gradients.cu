@@ -76,24 +76,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces key_places = FragmentPlaces::of_rows(0, 2 * F);
 
   const int64_t warp_row = i0 + warp * kRowTiles * 16;
-  const int64_t row_base = bh * padded_tokens(params.L);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
-  float delta[kRowTiles][2], fit[kRowTiles][2];
-  [[maybe_unused]] float normalizer[kRowTiles][2], low[kRowTiles][2];
+  QueryRows<kPairs> queries[kRowTiles];
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t i = warp_row + m * 16 + g + 8 * half;
-      delta[m][half] = i < params.L ? rows.delta[row_base + i] : 0.0f;
-      fit[m][half] = i < params.L ? rows.fit[row_base + i] : 0.0f;
-      if constexpr (kPairs == Pairs::kGeneral) {
-        fit[m][half] /= static_cast<float>(4 * params.M);
-        normalizer[m][half] = i < params.L ? rows.normalizer[row_base + i] : INFINITY;
-        low[m][half] = i < params.L ? rows.low[row_base + i] : 0.0f;
-      }
-    }
-  }
+  for (int m = 0; m < kRowTiles; ++m) queries[m].load(params, rows, bh, warp_row + m * 16 + g);
   float sums[kRowTiles][F / 8][4] = {};
 
   for (int tile = 0; tile < tiles; ++tile) {
@@ -112,15 +98,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       float s[kRowTiles][2][4] = {}, x[kRowTiles][2][4];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            x[m][n][c] = kDrops<kPairs> ? 0 : -delta[m][c / 2];
-          }
-        }
-      }
+      for (int m = 0; m < kRowTiles; ++m) queries[m].begin(x[m]);
       multiply_by_columns<Half, F / 16>(
           s, [&](int m, int k) { return load_fragment(query_places.at<2 * F>(m, k)); },
           [&](int k) { return base + score_places.at<2 * F>(0, k) + chunk * (16 * 2 * F); });
@@ -135,37 +113,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       Fragment products[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        [[maybe_unused]] FragmentDropout dropout;
+        PairPlaces<kPairs> pairs{visible, (warp * kRowTiles + m) * 16 + g, chunk * 16 + 2 * t, {}};
         if constexpr (kDrops<kPairs>) {
-          dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
+          pairs.dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
         }
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float product = x[m][n][c];
-            if constexpr (kDrops<kPairs>) {
-              product = (dropout.drops(n, c) ? 0 : product * kept) - delta[m][c / 2];
-            }
-            // A hidden key's score is 0 where it is folded, and its value may be anything.
-            const float score = s[m][n][c];
-            product = score == 0 ? 0 : product * (score * fit[m][c / 2]);
-            const int row = (warp * kRowTiles + m) * 16 + g + 8 * (c / 2);
-            const int column = chunk * 16 + n * 8 + 2 * t + c % 2;
-            if constexpr (kPairs == Pairs::kGeneral) {
-              if (product != 0) {
-                const float exponential =
-                    visible.exponential(row, column, key_terms[n][c % 2], key_lows[n][c % 2],
-                                        normalizer[m][c / 2], low[m][c / 2]);
-                product = exponential == 0 ? 0 : product * exponential;
-              }
-            } else if (!visible(row, column)) {
-              product = 0;
-            }
-            s[m][n][c] = product;
-          }
-          products[m].template put<Half>(n, s[m][n]);
-        }
+        products[m] = queries[m].products_of(s[m], x[m], pairs, key_terms, key_lows, kept);
       }
       multiply_by_rows<Half>(sums, products, [&](int n) {
         return base + key_places.at<2 * F>(0, n) + chunk * (16 * 2 * F);
@@ -182,7 +134,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       if (i >= params.L) continue;
       store_query_gradients<F, kPairs == Pairs::kGeneral>(
-          params, rows, at, i, fit[m][half], units,
+          params, rows, at, i, 0, queries[m].fit[half], units,
           [&](int n, int c) { return sums[m][n][2 * half + c]; }, grad_phi_q);
     }
   }

@@ -241,6 +241,12 @@ const char* launch_forms(const AttentionParams& params, const Launch& launch) {
   return launch.template operator()<Pairs::kGeneral>();
 }
 
+// Calls launch.operator()<T>() for the 16-bit type.
+template <typename Launch>
+const char* launch_type(const AttentionParams& params, const Launch& launch) {
+  return params.value.type == ElementType::kBFloat16 ? launch.template operator()<BFloat16>()
+                                                     : launch.template operator()<Half>();
+}
 // Calls launch.operator()<T, F, V>() for the 16-bit type and the widths that rows of features
 // and of the value have in shared memory.
 template <typename Launch>
@@ -249,12 +255,10 @@ const char* launch_sizes(const AttentionParams& params, const Launch& launch) {
     return params.d_v <= 64 ? launch.template operator()<T, F, 64>()
                             : launch.template operator()<T, F, 128>();
   };
-  const auto of_type = [&]<typename T>() {
-    return padded_features(2 * params.M) == 64 ? of_features.template operator()<T, 64>()
-                                               : of_features.template operator()<T, 128>();
-  };
-  return params.value.type == ElementType::kBFloat16 ? of_type.template operator()<BFloat16>()
-                                                     : of_type.template operator()<Half>();
+  return launch_type(params, [&]<typename T>() {
+    return padded_columns(2 * params.M) == 64 ? of_features.template operator()<T, 64>()
+                                              : of_features.template operator()<T, 128>();
+  });
 }
 
 // Whether another kernel computes this head.
@@ -262,111 +266,6 @@ template <Pairs kPairs>
 __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
   return ((state & kGeneral) != 0) != (kPairs == Pairs::kGeneral);
 }
-
-// exp(high + rest) of logits; the difference of two high parts comes first.
-__device__ __forceinline__ float exponential_of(float high, float rest) {
-  return fast_exp2((high + rest) * 1.44269504f);
-}
-
-// Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
-// last token there are zeros, which change nothing.
-template <Pairs kPairs>
-struct TileVisibility {
-  int diagonal;  // the key that query 0 sees last
-  int rows, columns;
-  const Array& mask;
-  int64_t base;  // of the tile in the mask
-
-  __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
-                                            int64_t i0, int64_t j0)
-      : mask(params.mask) {
-    if constexpr (kPairs == Pairs::kAll) return;
-    const int64_t far = 1 << 20;
-    diagonal = static_cast<int>(params.is_causal ? max(-far, min(i0 - j0, far)) : far);
-    if constexpr (kDrops<kPairs>) {
-      rows = left_of(params.L, i0);
-      columns = left_of(params.S, j0);
-      base = b * mask.stride[0] + h * mask.stride[1] + i0 * mask.stride[2] + j0 * mask.stride[3];
-    }
-  }
-  __device__ __forceinline__ bool operator()(int row, int column) const {
-    if constexpr (kPairs == Pairs::kAll) return true;
-    if (column - row > diagonal) return false;
-    if constexpr (kPairs == Pairs::kCausal) return true;
-    if (row >= rows || column >= columns) return false;
-    return mask.type != ElementType::kBool ||
-           static_cast<const uint8_t*>(mask.data)[place(row, column)] != 0;
-  }
-  // Of a visible pair.
-  __device__ __forceinline__ float logit(int row, int column) const {
-    if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
-    return load_element<float>(mask, place(row, column));
-  }
-  // Of the general form: exp(logit - log Z) for the logit and its normalizer in two parts each; 0
-  // for what is hidden.
-  __device__ __forceinline__ float exponential(int row, int column, float high, float low,
-                                               float normalizer, float normalizer_low) const {
-    if (!(*this)(row, column) || high == minus_infinity<float>()) return 0;
-    const float masked = logit(row, column);
-    if (masked == minus_infinity<float>()) return 0;
-    return exponential_of(high - normalizer, masked + (low - normalizer_low));
-  }
-
- private:
-  __device__ __forceinline__ int64_t place(int row, int column) const {
-    return base + row * mask.stride[2] + column * mask.stride[3];
-  }
-};
-
-// What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
-// tiles of 8.
-struct FragmentDropout {
-  uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
-
-  FragmentDropout() = default;
-  // turned: rows are keys.
-  __device__ __forceinline__ FragmentDropout(const AttentionParams& params, int64_t bh,
-                                             int64_t query, int64_t key, bool turned) {
-    if (params.dropout_threshold == 0) return;
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const PhiloxBlock bytes =
-        dropout_group(static_cast<uint64_t>(params.dropout_state[0]),
-                      static_cast<uint64_t>(params.dropout_state[1]), bh,
-                      query / 16 * 4 + (turned ? t : g / 2), key / 16 * 4 + (turned ? g / 2 : t));
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int row = (g & 1) + 2 * (c / 2), column = c % 2 + 2 * n;
-        // An index that is known at run time only would take local memory.
-        const uint32_t word = turned         ? bytes.word[column]
-                              : (g & 1) != 0 ? bytes.word[2 * (c / 2) + 1]
-                                             : bytes.word[2 * (c / 2)];
-        const uint32_t byte = word >> (8 * (turned ? row : column)) & 0xff;
-        dropped |= static_cast<uint32_t>(byte < params.dropout_threshold) << (4 * n + c);
-      }
-    }
-  }
-  __device__ __forceinline__ bool drops(int n, int c) const {
-    return (dropped >> (4 * n + c) & 1) != 0;
-  }
-};
-
-// Two numbers of a stage for each of the two column tiles of a chunk, those of a thread's columns.
-__device__ __forceinline__ void load_columns(Shared<const float> numbers, int chunk,
-                                             float (&columns)[2][2]) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float2 pair = load_vector<float2>(numbers + chunk * 16 + n * 8 + threadIdx.x % 4 * 2);
-    columns[n][0] = pair.x;
-    columns[n][1] = pair.y;
-  }
-}
-
-// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
-// where Half is dense; bfloat16 is dense everywhere.
-template <typename T>
-constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
 
 // Tiles of 16 rows per warp: as many as the registers hold.
 template <int V>

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   for (int half = 0; half < 2; ++half) {
     if (!there[half]) continue;
     store_query_gradients<F, false>(
-        params, rows, at, row0 + 8 * half, fit[half], units,
+        params, rows, at, row0 + 8 * half, 0, fit[half], units,
         [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
   }
 #else

@@ -88,6 +88,70 @@ const Case kHalfCases[] = {
      .bias = true,
      .masking = Masking::kFloat,
      .dropout = 0.3},
+    // Wide rows, by slices of 128.
+    {.name = "features_of_two_slices",
+     .B = 1,
+     .H = 2,
+     .G = 1,
+     .L = 70,
+     .S = 130,
+     .d = 8,
+     .d_v = 8,
+     .M = 100,
+     .frequency_heads = 1},
+    {.name = "value_of_two_slices", .L = 20, .S = 70, .d_v = 136, .bias = true},
+    {.name = "many_slices_and_causal",
+     .B = 1,
+     .H = 1,
+     .G = 1,
+     .L = 130,
+     .S = 100,
+     .d = 8,
+     .d_v = 300,
+     .M = 200,
+     .frequency_heads = 1,
+     .causal = true},
+    {.name = "slices_and_uneven_magnitudes",
+     .B = 1,
+     .H = 2,
+     .G = 1,
+     .L = 70,
+     .S = 70,
+     .d_v = 130,
+     .M = 65,
+     .frequency_heads = 1,
+     .causal = true,
+     .magnitude = 4},
+    {.name = "slices_and_dropout",
+     .B = 1,
+     .L = 40,
+     .S = 70,
+     .d_v = 8,
+     .M = 80,
+     .masking = Masking::kBool,
+     .dropout = 0.3},
+    {.name = "slices_and_float_mask",
+     .H = 4,
+     .G = 2,
+     .L = 70,
+     .S = 70,
+     .d_v = 129,
+     .M = 70,
+     .bias = true,
+     .masking = Masking::kFloat,
+     .dropout = 0.3},
+    {.name = "slices_float_mask_and_causal",
+     .B = 1,
+     .L = 70,
+     .S = 70,
+     .d_v = 129,
+     .M = 70,
+     .causal = true,
+     .bias = true,
+     .masking = Masking::kFloat,
+     .magnitude = 2},
+    {.name = "slices_without_keys", .S = 0, .d_v = 8, .M = 70},
+    {.name = "slices_without_queries", .L = 0, .d_v = 136},
     {.name = "no_keys", .S = 0, .d_v = 8},
     {.name = "no_queries", .L = 0, .d_v = 8},
     {.name = "large_magnitudes", .L = 20, .S = 70, .d_v = 8, .M = 32, .magnitude = 40},
@@ -278,6 +342,22 @@ TEST(HalfAttentionOnDevice, WarpgroupsGiveTheSameInEveryOrder) {
   simt::set_warpgroups(false);
 }
 
+TEST(HalfAttentionOnDevice, SlicesGiveTheSameInEveryOrder) {
+  Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 70, .S = 140, .d_v = 136, .M = 70};
+  c.frequency_heads = 1;
+  Call call(c = of_type(c, ElementType::kBFloat16));
+  const int before = simt::launches_of("wide_");
+  const Results first = device_results(call, c);
+  EXPECT_EQ(simt::launches_of("wide_"), before + 4);
+  for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
+    simt::set_order(order);
+    const Results again = device_results(call, c);
+    expect_close(again.output, first.output, 0, "output");
+    compare_gradients(again, first, c, 0);
+  }
+  simt::set_order(simt::Order::kForward);
+}
+
 TEST(HalfAttentionOnDevice, NanStaysWhereWarpgroupsSeeIt) {
   simt::set_warpgroups(true);
   for (const bool causal : {true, false}) {
@@ -320,14 +400,16 @@ TEST(HalfAttentionOnDevice, NanThatNoQuerySeesStaysAlone) {
 
 // Few queries: blocks share their keys, and what each found is combined.
 TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
-  simt::set_multiprocessors(3);
-  for (const auto& [masking, causal, magnitude, dropout] :
-       {std::tuple{Masking::kNone, false, 1.0, 0.0},
-        {Masking::kNone, true, 40.0, 0.0},
-        {Masking::kFloat, false, 1.0, 0.3},
-        {Masking::kBool, false, 1.0, 0.0}}) {
+  simt::set_multiprocessors(6);
+  for (const auto& [masking, causal, magnitude, dropout, d_v] :
+       {std::tuple{Masking::kNone, false, 1.0, 0.0, 40},
+        {Masking::kNone, true, 40.0, 0.0, 40},
+        {Masking::kFloat, false, 1.0, 0.3, 40},
+        {Masking::kBool, false, 1.0, 0.0, 40},
+        {Masking::kNone, false, 1.0, 0.0, 200},
+        {Masking::kFloat, false, 1.0, 0.3, 200}}) {
     for (const ElementType type : kTypes) {
-      Case c{.name = "few", .B = 1, .H = 2, .G = 1, .L = 3, .S = 1100, .d_v = 40};
+      Case c{.name = "few", .B = 1, .H = 2, .G = 1, .L = 3, .S = 1100, .d_v = d_v};
       c.frequency_heads = 1;
       c.masking = masking;
       c.causal = causal;
@@ -368,7 +450,7 @@ TEST(HalfAttentionOnDevice, WarpgroupsTakeAllKeysOfEnoughRows) {
 // sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.
 TEST(HalfAttentionOnDevice, FitsTheLeastSharedMemory) {
   simt::set_shared_limit(99 * 1024);
-  for (const int64_t d_v : {64, 128}) {
+  for (const int64_t d_v : {64, 128, 256}) {
     for (const auto& [masking, causal] : {std::pair{Masking::kNone, false},
                                           {Masking::kNone, true},
                                           {Masking::kBool, false},
@@ -402,8 +484,8 @@ INSTANTIATE_TEST_SUITE_P(Simt, HalfAttentionOnDevice, ::testing::ValuesIn(kHalfC
 
 TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
   for (const ElementType type : kTypes) {
-    for (const bool causal : {true, false}) {
-      Case c{.name = "nan", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+    for (const auto& [causal, d_v] : {std::pair{true, 8}, {false, 8}, {true, 136}, {false, 136}}) {
+      Case c{.name = "nan", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = d_v};
       c.frequency_heads = 1;
       c.causal = causal;
       c = of_type(c, type);
@@ -424,12 +506,12 @@ TEST(HalfAttentionOnDevice, NanStaysWhereItIsSeen) {
 
 // Padding: what a key that key_bias hides holds, nobody sees. Large numbers must not make the
 // scales coarse either.
-void expect_that_hidden_keys_may_hold_anything(Masking masking) {
+void expect_that_hidden_keys_may_hold_anything(Masking masking, int64_t d_v = 8) {
   for (const ElementType type : kTypes) {
     const float largest = type == ElementType::kFloat16 ? 6e4f : 3e38f;
     for (const auto& [causal, garbage] :
          {std::pair{true, NAN}, {false, INFINITY}, {true, largest}, {false, largest}}) {
-      Case c{.name = "hidden", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = 8};
+      Case c{.name = "hidden", .B = 1, .H = 1, .G = 1, .L = 70, .S = 70, .d_v = d_v};
       c.frequency_heads = 1;
       c.causal = causal;
       c.bias = true;
@@ -457,6 +539,7 @@ void expect_that_hidden_keys_may_hold_anything(Masking masking) {
 TEST(HalfAttentionOnDevice, HiddenKeysMayHoldAnything) {
   for (const Masking masking : {Masking::kNone, Masking::kBool, Masking::kFloat}) {
     expect_that_hidden_keys_may_hold_anything(masking);
+    expect_that_hidden_keys_may_hold_anything(masking, 136);
   }
   simt::set_warpgroups(true);
   expect_that_hidden_keys_may_hold_anything(Masking::kNone);

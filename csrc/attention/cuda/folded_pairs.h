@@ -1,0 +1,368 @@
+// What the tensor-core kernels make of pairs: which are seen and which are dropped, and how scores
+// become weights, in the forward pass, and factors of gradients, in the backward pass. A thread has
+// those of fragments: rows g and g + 8 of 16, columns 2t and 2t + 1 of two tiles of 8.
+#pragma once
+
+#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/folded_tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// exp(high + rest) of logits; the difference of two high parts comes first.
+__device__ __forceinline__ float exponential_of(float high, float rest) {
+  return fast_exp2((high + rest) * 1.44269504f);
+}
+
+// Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
+// last token there are zeros, which change nothing.
+template <Pairs kPairs>
+struct TileVisibility {
+  int diagonal;  // the key that query 0 sees last
+  int rows, columns;
+  const Array& mask;
+  int64_t base;  // of the tile in the mask
+
+  __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
+                                            int64_t i0, int64_t j0)
+      : mask(params.mask) {
+    if constexpr (kPairs == Pairs::kAll) return;
+    const int64_t far = 1 << 20;
+    diagonal = static_cast<int>(params.is_causal ? max(-far, min(i0 - j0, far)) : far);
+    if constexpr (kDrops<kPairs>) {
+      rows = left_of(params.L, i0);
+      columns = left_of(params.S, j0);
+      base = b * mask.stride[0] + h * mask.stride[1] + i0 * mask.stride[2] + j0 * mask.stride[3];
+    }
+  }
+  __device__ __forceinline__ bool operator()(int row, int column) const {
+    if constexpr (kPairs == Pairs::kAll) return true;
+    if (column - row > diagonal) return false;
+    if constexpr (kPairs == Pairs::kCausal) return true;
+    if (row >= rows || column >= columns) return false;
+    return mask.type != ElementType::kBool ||
+           static_cast<const uint8_t*>(mask.data)[place(row, column)] != 0;
+  }
+  // Of a visible pair.
+  __device__ __forceinline__ float logit(int row, int column) const {
+    if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
+    return load_element<float>(mask, place(row, column));
+  }
+  // Of the general form: exp(logit - log Z) for the logit and its normalizer in two parts each; 0
+  // for what is hidden.
+  __device__ __forceinline__ float exponential(int row, int column, float high, float low,
+                                               float normalizer, float normalizer_low) const {
+    if (!(*this)(row, column) || high == minus_infinity<float>()) return 0;
+    const float masked = logit(row, column);
+    if (masked == minus_infinity<float>()) return 0;
+    return exponential_of(high - normalizer, masked + (low - normalizer_low));
+  }
+
+ private:
+  __device__ __forceinline__ int64_t place(int row, int column) const {
+    return base + row * mask.stride[2] + column * mask.stride[3];
+  }
+};
+
+// What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
+// tiles of 8.
+struct FragmentDropout {
+  uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
+
+  FragmentDropout() = default;
+  // turned: rows are keys.
+  __device__ __forceinline__ FragmentDropout(const AttentionParams& params, int64_t bh,
+                                             int64_t query, int64_t key, bool turned) {
+    if (params.dropout_threshold == 0) return;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const PhiloxBlock bytes =
+        dropout_group(static_cast<uint64_t>(params.dropout_state[0]),
+                      static_cast<uint64_t>(params.dropout_state[1]), bh,
+                      query / 16 * 4 + (turned ? t : g / 2), key / 16 * 4 + (turned ? g / 2 : t));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int row = (g & 1) + 2 * (c / 2), column = c % 2 + 2 * n;
+        // An index that is known at run time only would take local memory.
+        const uint32_t word = turned         ? bytes.word[column]
+                              : (g & 1) != 0 ? bytes.word[2 * (c / 2) + 1]
+                                             : bytes.word[2 * (c / 2)];
+        const uint32_t byte = word >> (8 * (turned ? row : column)) & 0xff;
+        dropped |= static_cast<uint32_t>(byte < params.dropout_threshold) << (4 * n + c);
+      }
+    }
+  }
+  __device__ __forceinline__ bool drops(int n, int c) const {
+    return (dropped >> (4 * n + c) & 1) != 0;
+  }
+};
+
+// Two numbers of a stage for each of the two column tiles of a chunk, those of a thread's columns.
+__device__ __forceinline__ void load_columns(Shared<const float> numbers, int chunk,
+                                             float (&columns)[2][2]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float2 pair = load_vector<float2>(numbers + chunk * 16 + n * 8 + threadIdx.x % 4 * 2);
+    columns[n][0] = pair.x;
+    columns[n][1] = pair.y;
+  }
+}
+
+// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
+// where Half is dense; bfloat16 is dense everywhere.
+template <typename T>
+constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
+
+// A thread's pairs of 16 queries and 16 keys. Turned: rows are keys.
+template <Pairs kPairs, bool kTurned = false>
+struct PairPlaces {
+  const TileVisibility<kPairs>& visible;
+  int row, column;  // the first, from the tile's first on
+  FragmentDropout dropout;
+
+  __device__ __forceinline__ int row_of(int n, int c) const {
+    return row + (kTurned ? n * 8 + c % 2 : 8 * (c / 2));
+  }
+  __device__ __forceinline__ int column_of(int n, int c) const {
+    return column + (kTurned ? 8 * (c / 2) : n * 8 + c % 2);
+  }
+  __device__ __forceinline__ bool sees(int n, int c) const {
+    return visible(row_of(n, c), column_of(n, c));
+  }
+  __device__ __forceinline__ bool drops(int n, int c) const {
+    return kDrops<kPairs> && dropout.drops(n, c);
+  }
+};
+
+// What the weights of a thread's two rows have added up to, and how they are made.
+template <typename T, Pairs kPairs>
+struct ForwardRows {
+  float sums[2] = {};
+  // General: of the logits, what the weights are relative to.
+  float largest[2] = {minus_infinity<float>(), minus_infinity<float>()};
+
+  // Scores of 16 keys become weights, those of dropped pairs 0. The rows' `output` follows where
+  // what they are relative to changes.
+  //   square_scale, scaled_eps: of the general form
+  template <int kTiles>
+  __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
+                                            const float (&key_terms)[2][2],
+                                            const float (&key_lows)[2][2], float square_scale,
+                                            float scaled_eps, float (&output)[kTiles][4]) {
+    [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
+    [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
+    if constexpr (kPairs == Pairs::kGeneral) {
+      float most[2] = {largest[0], largest[1]};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          rest[n][c] = 0;
+          if (!at.sees(n, c) || key_terms[n][c % 2] == minus_infinity<float>()) continue;
+          const float mask = at.visible.logit(at.row_of(n, c), at.column_of(n, c));
+          if (mask == minus_infinity<float>()) continue;
+          seen |= 1u << (4 * n + c);
+          rest[n][c] = mask + key_lows[n][c % 2];
+          const float logit = key_terms[n][c % 2] + rest[n][c];
+          most[c / 2] = logit > most[c / 2] ? logit : most[c / 2];  // passes over NaN
+        }
+      }
+      float rescale[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        most[half] = max_of_lanes<4>(most[half]);
+        const float before = largest[half];
+        // Nothing but NaN can be there before the first finite logit.
+        rescale[half] =
+            before == minus_infinity<float>() ? 1 : exponential_of(before - most[half], 0);
+        sums[half] *= rescale[half];
+        largest[half] = most[half];
+      }
+      if (__any_sync(0xffffffffu, rescale[0] != 1 || rescale[1] != 1)) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) output[n][c] *= rescale[c / 2];
+        }
+      }
+    }
+    Fragment weights;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float score = s[n][c];
+        float weight;
+        if constexpr (kPairs == Pairs::kGeneral) {
+          const float similarity = score * score * square_scale + scaled_eps;
+          const float reference = largest[c / 2];
+          const float high =
+              key_terms[n][c % 2] - (reference == minus_infinity<float>() ? 0 : reference);
+          const bool sees = (seen >> (4 * n + c) & 1) != 0;
+          weight = sees ? similarity * exponential_of(high, rest[n][c]) : 0.0f;
+        } else {
+          weight = score * score + key_terms[n][c % 2];
+          if (kPairs != Pairs::kAll && !at.sees(n, c)) weight = 0;
+        }
+        sums[c / 2] += weight;
+        s[n][c] = at.drops(n, c) ? 0 : weight;
+      }
+      weights.template put<T>(n, s[n]);
+    }
+    return weights;
+  }
+};
+
+// What a thread's two queries bring to their pairs.
+template <Pairs kPairs>
+struct QueryRows {
+  float delta[2], fit[2];
+  float normalizer[2], low[2];  // general
+
+  // Of queries i and i + 8.
+  __device__ __forceinline__ void load(const AttentionParams& params, const FoldedRows& rows,
+                                       int64_t bh, int64_t i) {
+    const int64_t base = bh * padded_tokens(params.L);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t index = base + i + 8 * half;
+      const bool there = i + 8 * half < params.L;
+      delta[half] = there ? rows.delta[index] : 0.0f;
+      fit[half] = there ? rows.fit[index] : 0.0f;
+      if constexpr (kPairs == Pairs::kGeneral) {
+        fit[half] /= static_cast<float>(4 * params.M);
+        normalizer[half] = there ? rows.normalizer[index] : INFINITY;
+        low[half] = there ? rows.low[index] : 0.0f;
+      }
+    }
+  }
+  // With what products of gradients and values begin: -delta, but under dropout.
+  __device__ __forceinline__ void begin(float (&x)[2][4]) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -delta[c / 2];
+    }
+  }
+  // Scores of 16 keys, and x, dP - delta, or dP under dropout, become factors of grad_phi_q.
+  //   kept: the rescale of dropout
+  __device__ __forceinline__ Fragment products_of(float (&s)[2][4], const float (&x)[2][4],
+                                                  const PairPlaces<kPairs>& at,
+                                                  const float (&key_terms)[2][2],
+                                                  const float (&key_lows)[2][2], float kept) const {
+    Fragment products;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float product = x[n][c];
+        if constexpr (kDrops<kPairs>) {
+          product = (at.drops(n, c) ? 0 : product * kept) - delta[c / 2];
+        }
+        // A hidden key's score is 0 where it is folded, and its value may be anything.
+        const float score = s[n][c];
+        product = score == 0 ? 0 : product * (score * fit[c / 2]);
+        if constexpr (kPairs == Pairs::kGeneral) {
+          if (product != 0) {
+            const float exponential =
+                at.visible.exponential(at.row_of(n, c), at.column_of(n, c), key_terms[n][c % 2],
+                                       key_lows[n][c % 2], normalizer[c / 2], low[c / 2]);
+            product = exponential == 0 ? 0 : product * exponential;
+          }
+        } else if (!at.sees(n, c)) {
+          product = 0;
+        }
+        s[n][c] = product;
+      }
+      products.template put<Half>(n, s[n]);
+    }
+    return products;
+  }
+};
+
+// Of 16 queries that a thread's two keys meet: columns of the turned pairs.
+struct QueryColumns {
+  float normalizer[2][2], delta[2][2];
+  float low[2][2];  // general
+};
+
+// What a thread's two keys bring to their pairs, and the gradients of their logits so far.
+template <typename T, Pairs kPairs>
+struct KeyRows {
+  float fit[2], terms[2], lows[2];
+  float logit_sums[2] = {};
+
+  // Of keys j and j + 8.
+  //   fit_of_head: KeyScales::fit
+  __device__ __forceinline__ void load(const AttentionParams& params, const FoldedTokens& tokens,
+                                       int64_t bk, int64_t j, float fit_of_head) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t key = j + 8 * half;
+      // Folded: sqrt(K e_j), with which the score is bounded. There is nothing to fold in the
+      // other.
+      float scale = 1;
+      if constexpr (kPairs != Pairs::kGeneral) {
+        scale = key < params.S
+                    ? tokens.scales[bk * params.S + key] * static_cast<float>(4 * params.M)
+                    : 0.0f;
+      }
+      fit[half] = scale * fit_of_head * (1 / kWeightScale<T>);
+      const int64_t padded = bk * padded_tokens(params.S) + min(key, params.S - 1);
+      terms[half] = tokens.terms[padded];
+      lows[half] = tokens.lows[padded];
+    }
+  }
+  // With what products of values and gradients begin: -delta, but under dropout.
+  __device__ __forceinline__ static void begin(float (&x)[2][4], const QueryColumns& queries) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -queries.delta[n][c % 2];
+    }
+  }
+  // Scores of 16 queries, and x, dP - delta, or dP under dropout, become factors of grad_value and
+  // of grad_phi_k.
+  //   norm: 1 / (4M); kept: the rescale of dropout
+  __device__ __forceinline__ void meet(float (&s)[2][4], float (&x)[2][4],
+                                       const PairPlaces<kPairs, true>& at,
+                                       const QueryColumns& queries, float norm, float eps,
+                                       float kept, Fragment& weights, Fragment& products) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float weight[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float score = s[n][c];
+        const bool dropped = at.drops(n, c);
+        if constexpr (kDrops<kPairs>) {
+          x[n][c] = (dropped ? 0 : x[n][c] * kept) - queries.delta[n][c % 2];
+        }
+        float similarity, inverse;  // the weight is their product
+        if constexpr (kPairs == Pairs::kGeneral) {
+          inverse = kWeightScale<T> * at.visible.exponential(at.row_of(n, c), at.column_of(n, c),
+                                                             terms[c / 2], lows[c / 2],
+                                                             queries.normalizer[n][c % 2],
+                                                             queries.low[n][c % 2]);
+          score *= norm;
+          similarity = score * score + eps;
+        } else {
+          similarity = score * score + terms[c / 2];
+          inverse = at.sees(n, c) ? queries.normalizer[n][c % 2] * kWeightScale<T> : 0.0f;
+        }
+        weight[c] = s[n][c] = 0;
+        if (inverse == 0) continue;  // not seen: whatever the key holds
+        const float scaled = inverse * x[n][c];
+        weight[c] = dropped ? 0 : similarity * inverse;
+        logit_sums[c / 2] += similarity * scaled;
+        s[n][c] = score * fit[c / 2] * scaled;
+      }
+      weights.template put<T>(n, weight);
+      products.template put<Half>(n, s[n]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ikattn::cuda
