@@ -44,7 +44,7 @@ inline int tf32_parts_of(const FeatureSource& source) {
 template <typename T>
 struct FeatureOptions {
   int64_t width = 0;          // of a row, >= 2M: zeros beyond
-  const T* logits = nullptr;  // [B, heads, N]  where it is NaN, features are zero
+  const T* logits = nullptr;  // [B, heads, N]  where it is NaN or -inf, features are zero
   const T* scales = nullptr;  // [B, heads, N]  multiply the features
   bool clean = false;         // features that are not finite become zero
   bool tensor_cores = false;  // the products by TF32 in parts, sines and cosines to 1e-6

@@ -13,7 +13,9 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
                                               int64_t m, const Angle<T>& angle) {
     const T logit = options.logits == nullptr ? T(0) : options.logits[index];
     const T factor = options.scales == nullptr ? T(2) : 2 * options.scales[index];
-    const T scale = logit != logit || factor == T(0) ? T(0) : factor * angle.cos_v;
+    // A hidden key may hold anything, and is multiplied with weights of 0.
+    const bool counts = logit == logit && logit != minus_infinity<T>() && factor != T(0);
+    const T scale = counts ? factor * angle.cos_v : T(0);
     T cosine = scale == T(0) ? T(0) : scale * angle.cos_u;
     T sine = scale == T(0) ? T(0) : scale * angle.sin_u;
     if (options.clean && !is_finite(cosine + sine)) cosine = sine = 0;
@@ -44,14 +46,10 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     const int64_t* stride = params.key_bias.stride;
     logit = load_element<double>(params.key_bias, b * stride[0] + head * stride[1] + j * stride[2]);
   }
-  bool finite = true;
-  for (int64_t c = lane; c < params.d; c += 32) {
-    finite = finite && is_finite(key.load<double>(j, c));
-  }
+  bool finite = true;  // by &, not &&: no load waits for what the one before brought
+  for (int64_t c = lane; c < params.d; c += 32) finite &= is_finite(key.load<T>(j, c));
   if (params.value.type != ElementType::kNone) {
-    for (int64_t c = lane; c < params.d_v; c += 32) {
-      finite = finite && is_finite(value.load<double>(j, c));
-    }
+    for (int64_t c = lane; c < params.d_v; c += 32) finite &= is_finite(value.load<T>(j, c));
   }
   finite = __all_sync(0xffffffffu, finite);
   if (logit != minus_infinity<double>()) {

@@ -8,9 +8,17 @@ namespace ikattn::cuda {
 namespace {
 
 // |k|_p of a row of a warp's own. Scaled by the largest element, so that powers neither overflow
-// nor vanish.
+// nor vanish; squares of what is at most float32 do neither in float64.
 __device__ __forceinline__ double p_norm(const Tokens& key, int64_t j, int64_t d, double p,
                                          int lane) {
+  if (p == 2 && key.array->type != ElementType::kFloat64) {
+    double squares = 0;
+    for (int64_t c = lane; c < d; c += 32) {
+      const double x = key.load<double>(j, c);
+      squares += x * x;
+    }
+    return sqrt(sum_of_lanes(squares));
+  }
   double largest = 0;
   for (int64_t c = lane; c < d; c += 32) largest = fmax(largest, fabs(key.load<double>(j, c)));
   largest = max_of_lanes(largest);

@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kTensorCores ? kProductThreads : kThreads, 1)
       const int64_t token = first + row;
       if (token >= source.N) break;  // the whole warp
       const T logit = logits[bh * source.N + token];
-      const double norm = p_norm(x, token, source.d, p, threadIdx.x % 32);
+      // The slope of |x|^2 needs no norm, and is 0 where x is.
+      const double norm = p == 2 ? 1 : p_norm(x, token, source.d, p, threadIdx.x % 32);
       if (threadIdx.x % 32 != 0) continue;
       const bool counts = logit != minus_infinity<T>() && norm != 0;
       norms[row] = norm;

@@ -151,6 +151,32 @@ TEST(AttentionKernelsOnDevice, NanStaysWhereItIsSeen) {
   }
 }
 
+// Padding: what a key that key_bias hides holds, nobody sees.
+TEST(AttentionKernelsOnDevice, HiddenKeysMayHoldAnything) {
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat64}) {
+    for (const Masking masking : {Masking::kNone, Masking::kBool, Masking::kFloat}) {
+      for (const double garbage : {double{NAN}, double{INFINITY}, 3e38}) {
+        Case c{.name = "hidden", .B = 1, .L = 20, .S = 20, .bias = true, .masking = masking};
+        c.type = type;
+        Call clean(c), call(c);
+        for (int64_t head = 0; head < c.key_heads(); ++head) {
+          for (const int64_t j : {int64_t{3}, int64_t{14}}) {
+            write(clean.bias.array, head * c.S + j, -INFINITY);
+            write(call.bias.array, head * c.S + j, -INFINITY);
+            for (int64_t column = 0; column < c.d; ++column) {
+              write(call.key.array, (head * c.S + j) * c.d + column, garbage);
+            }
+            for (int64_t column = 0; column < c.d_v; ++column) {
+              write(call.value.array, (head * c.S + j) * c.d_v + column, garbage);
+            }
+          }
+        }
+        compare(device_results(call, c), device_results(clean, c), c, 0, 0);
+      }
+    }
+  }
+}
+
 TEST(FeatureKernelsOnDevice, ForwardAndBackwardEqualTheCpu) {
   for (const bool stationary : {false, true}) {
     const Case c{.name = "features", .L = 37, .d = 5, .M = 9, .stationary = stationary};

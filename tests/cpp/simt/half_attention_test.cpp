@@ -342,6 +342,29 @@ TEST(HalfAttentionOnDevice, WarpgroupsGiveTheSameInEveryOrder) {
   simt::set_warpgroups(false);
 }
 
+TEST(HalfAttentionOnDevice, FormsGiveTheSameInEveryOrder) {
+  simt::set_multiprocessors(6);  // blocks share their keys
+  for (const auto& [masking, causal, dropout] : {std::tuple{Masking::kNone, true, 0.0},
+                                                 {Masking::kBool, false, 0.3},
+                                                 {Masking::kFloat, false, 0.0}}) {
+    Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 70, .S = 550, .d_v = 8};
+    c.frequency_heads = 1;
+    c.masking = masking;
+    c.causal = causal;
+    c.dropout = dropout;
+    Call call(c = of_type(c, ElementType::kFloat32));
+    const Results first = device_results(call, c);
+    for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
+      simt::set_order(order);
+      const Results again = device_results(call, c);
+      expect_close(again.output, first.output, 0, "output");
+      compare_gradients(again, first, c, 0);
+    }
+    simt::set_order(simt::Order::kForward);
+  }
+  simt::set_multiprocessors(1);
+}
+
 TEST(HalfAttentionOnDevice, SlicesGiveTheSameInEveryOrder) {
   Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 70, .S = 140, .d_v = 136, .M = 70};
   c.frequency_heads = 1;
@@ -444,6 +467,18 @@ TEST(HalfAttentionOnDevice, WarpgroupsTakeAllKeysOfEnoughRows) {
   EXPECT_EQ(taken(3, false), 0);
   EXPECT_EQ(taken(2, true), 0);  // a head may turn out to need the general form
   simt::set_multiprocessors(1);
+  simt::set_warpgroups(false);
+}
+
+// There are no tensor maps of nothing.
+TEST(HalfAttentionOnDevice, WarpgroupsTakeNoEmptyBatch) {
+  simt::set_warpgroups(true);
+  Case c{.name = "empty", .B = 0, .H = 1, .G = 1, .L = 20, .S = 30, .d_v = 8};
+  c.frequency_heads = 1;
+  Call call(c = of_type(c, ElementType::kBFloat16));
+  const int before = simt::launches_of("warpgroup_");
+  device_results(call, c);
+  EXPECT_EQ(simt::launches_of("warpgroup_"), before);
   simt::set_warpgroups(false);
 }
 
