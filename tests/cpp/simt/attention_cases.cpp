@@ -93,6 +93,8 @@ std::vector<bool> broadcast_of(Masking masking) {
       return {true, false, true, true};
     case Masking::kBool:
       return {false, true, false, false};
+    case Masking::kFloatPerPair:
+      return {};
     default:
       return {true, false, false, false};
   }
@@ -114,8 +116,7 @@ Call::Call(const Case& c) : case_(c) {
   query = random(memory, type, {c.B, c.H, c.L, c.d}, 1);
   key = random(memory, type, {c.B, c.G, c.S, c.d}, 1);
   value = random(memory, type, {c.B, c.G, c.S, c.d_v}, 1);
-  const ElementType side =
-      type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
+  const ElementType side = c.side();
   const std::vector<int64_t> frequency_sizes = {c.frequency_batches, c.frequency_heads, c.d, c.M};
   w1 = random(memory, side, frequency_sizes, 0.2);
   w2 = random(memory, side, frequency_sizes, 0.2);
@@ -140,6 +141,7 @@ Call::Call(const Case& c) : case_(c) {
 namespace {
 
 Results room(Memory& memory, const Case& c, ElementType type) {
+  // Gradients are made in the type of the arithmetic; the glue rounds them.
   const ElementType side =
       type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
   const std::vector<int64_t> frequencies = {c.frequency_batches, c.frequency_heads, c.d, c.M};
@@ -156,7 +158,7 @@ Results room(Memory& memory, const Case& c, ElementType type) {
   r.grad_bias = make(memory, side, {c.B, c.key_heads(), c.S});
   std::vector<bool> broadcast = broadcast_of(c.masking);
   // One value per row keeps its heads and rows apart: see the glue's mask_gradient.
-  if (broadcast[3]) broadcast[1] = broadcast[2] = false;
+  if (!broadcast.empty() && broadcast[3]) broadcast[1] = broadcast[2] = false;
   r.grad_mask = make(memory, side, {c.B, c.H, c.L, c.S}, broadcast);
   return r;
 }

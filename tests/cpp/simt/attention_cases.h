@@ -21,19 +21,35 @@ extern const AttentionKernels attention_kernels;
 
 namespace ikattn {
 
-enum class Masking { kNone, kBool, kFloat, kFloatPerKey, kFloatPerRow, kFloatPerHead };
+enum class Masking {
+  kNone,
+  kBool,
+  kFloat,
+  kFloatPerKey,
+  kFloatPerRow,
+  kFloatPerHead,
+  kFloatPerPair,  // the others are the same along some axes
+};
 
 struct Case {
   std::string name;
   int64_t B = 2, H = 2, G = 2, L = 5, S = 7, d = 3, d_v = 4, M = 3;
   int64_t frequency_heads = 2, frequency_batches = 1;
   bool stationary = false, causal = false, bias = false;
+  bool half_sides = false;  // masks, biases and frequencies of 16 bits
   bool tf32 = false;  // float32 may go to the tensor cores; its numbers are then those of float16
   Masking masking = Masking::kNone;
-  double p = 2, dropout = 0, magnitude = 1;  // the magnitude scale, times its default
+  double p = 2, eps = 1e-5, dropout = 0;
+  double magnitude = 1;  // the magnitude scale, times its default
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
   ElementType type = ElementType::kFloat32;
 
+  ElementType side() const {
+    if (half_sides) {
+      return type == ElementType::kBFloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
+    }
+    return type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
+  }
   int64_t key_heads() const { return frequency_heads != G ? H : G; }
 };
 
@@ -80,6 +96,7 @@ class Call {
     if (c.bias) params.key_bias = bias.array;
     if (c.masking != Masking::kNone) params.mask = mask.array;
     params.p = c.p;
+    params.eps = c.eps;
     params.magnitude_scale = 0.5 * c.magnitude / std::sqrt(static_cast<double>(c.d));
     params.is_causal = c.causal;
     params.allow_tf32 = c.tf32;

@@ -152,6 +152,21 @@ const Case kHalfCases[] = {
      .magnitude = 2},
     {.name = "slices_without_keys", .S = 0, .d_v = 8, .M = 70},
     {.name = "slices_without_queries", .L = 0, .d_v = 136},
+    {.name = "mask_of_all_pairs", .L = 20, .S = 70, .d_v = 8, .masking = Masking::kFloatPerPair},
+    {.name = "sides_of_16_bits",
+     .L = 20,
+     .S = 70,
+     .d_v = 8,
+     .bias = true,
+     .half_sides = true,
+     .masking = Masking::kFloat},
+    {.name = "no_magnitude", .L = 20, .S = 70, .d_v = 8, .p = 0},
+    // |k|_1^2 is up to three times |k|_2^2 here.
+    {.name = "p_1", .L = 20, .S = 70, .d_v = 8, .p = 1, .magnitude = 0.3},
+    {.name = "p_1_5", .L = 20, .S = 70, .d_v = 8, .p = 1.5},
+    {.name = "p_3_and_slices", .L = 20, .S = 70, .d_v = 136, .p = 3},
+    {.name = "larger_eps", .L = 20, .S = 70, .d_v = 8, .eps = 1e-2},
+    {.name = "largest_eps", .L = 70, .S = 70, .d_v = 8, .causal = true, .eps = 0.9},
     {.name = "no_keys", .S = 0, .d_v = 8},
     {.name = "no_queries", .L = 0, .d_v = 8},
     {.name = "large_magnitudes", .L = 20, .S = 70, .d_v = 8, .M = 32, .magnitude = 40},
@@ -242,7 +257,7 @@ Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundof
           }
           score /= static_cast<double>(4 * c.M);
           const double off = 2 * feature_roundoff * sizes / static_cast<double>(4 * c.M) + 1e-6;
-          const double similarity = score * score + 1e-5;
+          const double similarity = score * score + c.eps;
           const double relative = (2 * std::fabs(score) + off) * off / similarity;
           const double weight = read(plain.weights.array, row * c.S + j);
           log_bound += weight * relative;
