@@ -38,11 +38,13 @@ class Call {
 
   // `error` is what a launch returned.
   void check(const char* error) const {
-    TORCH_CHECK(error == nullptr, function_, ": the CUDA kernels could not be launched: ", error,
-                error != nullptr && std::string(error).find("no kernel image") != std::string::npos
-                    ? " (ikattn was built for other architectures than this GPU's: set "
-                      "TORCH_CUDA_ARCH_LIST and build again)"
-                    : "");
+    TORCH_CHECK(
+        error == nullptr, function_, ": the CUDA kernels could not be launched: ", error,
+        error != nullptr && std::string(error).find("no kernel image") != std::string::npos
+            ? " (ikattn was built for other architectures than this GPU's, python -m ikattn "
+              "info names them: from compute capability 8.0 on, set TORCH_CUDA_ARCH_LIST "
+              "and build again; before, there are no kernels)"
+            : "");
   }
 
  private:
