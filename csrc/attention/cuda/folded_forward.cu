@@ -62,22 +62,19 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   using L = Layout<F, V, kPairs>;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t blocks = gridDim.x / parts.count, part = blockIdx.x / blocks;
+  const int blocks = static_cast<int>(gridDim.x) / parts.count;
+  const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kQueries, blockIdx.x % blocks);
   const int64_t bh = at.bh, i0 = at.i0, b = at.b, h = at.h, bk = at.bk;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
-  const int64_t end = params.is_causal ? min(params.S, i0 + kQueries) : params.S;
-  const int all_tiles = static_cast<int>((end + kStep - 1) / kStep);
-  const int tiles_each = (all_tiles + parts.count - 1) / parts.count;
-  const int first_tile = static_cast<int>(part) * tiles_each;
-  const int tiles = min(first_tile + tiles_each, all_tiles);
-  TileCopy<T, F, V, kPairs> copy(params, tokens, b, h, bk, first_tile);
+  const TileRange tiles(params, at, kQueries, part, parts.count);
+  TileCopy<T, F, V, kPairs> copy(params, tokens, b, h, bk, tiles.first);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
-  if (first_tile < tiles) {
-    copy(shared_address(shared + first_tile % kStages * L::kStage),
-         left_of(params.S, first_tile * int64_t{kStep}));
+  if (tiles.first < tiles.end) {
+    copy(shared_address(shared + tiles.first % kStages * L::kStage),
+         left_of(params.S, tiles.first * int64_t{kStep}));
   }
   const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
 
@@ -100,15 +97,13 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
   float output[kRowTiles][V / 8][4] = {};
   ForwardRows<T, kPairs> rows[kRowTiles];
-  const float norm = 1 / static_cast<float>(4 * params.M);
-  const float square_scale = norm * norm * kWeightScale<T>;
-  const float scaled_eps = static_cast<float>(params.eps) * kWeightScale<T>;
+  const GeneralScales<T> scales(params);
 
-  for (int tile = first_tile; tile < tiles; ++tile) {
+  for (int tile = tiles.first; tile < tiles.end; ++tile) {
     Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
     cp_async_wait<0>();
     __syncthreads();  // the tile is here, and nobody reads the other stage
-    if (tile + 1 < tiles) {
+    if (tile + 1 < tiles.end) {
       copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
            left_of(params.S, (tile + 1) * int64_t{kStep}));
     }
@@ -126,21 +121,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       multiply_by_columns<Half, F / 16>(
           s, [&](int m, int k) { return phi_q[m][k]; },
           [&](int k) { return base + key_places.at<2 * F>(chunk, k); });
-      float key_terms[2][2];
-      load_columns(terms, chunk, key_terms);
-      [[maybe_unused]] float key_lows[2][2];
+      KeyColumns keys;
+      load_columns(terms, chunk, keys.terms);
       if constexpr (kPairs == Pairs::kGeneral) {
-        load_columns(shared_cast<float>(stage + L::kLows), chunk, key_lows);
+        load_columns(shared_cast<float>(stage + L::kLows), chunk, keys.lows);
       }
       Fragment weights[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        PairPlaces<kPairs> pairs{visible, (warp * kRowTiles + m) * 16 + g, chunk * 16 + 2 * t, {}};
-        if constexpr (kDrops<kPairs>) {
-          pairs.dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
-        }
-        weights[m] =
-            rows[m].weigh(s[m], pairs, key_terms, key_lows, square_scale, scaled_eps, output[m]);
+        const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, (warp * kRowTiles + m) * 16,
+                                       chunk * 16);
+        weights[m] = rows[m].weigh(s[m], pairs, keys, scales, output[m]);
       }
       multiply_by_rows<T>(output, weights, [&](int n) {
         return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);

@@ -151,10 +151,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
             return load_fragment(own_value_places.at<2 * V>(0, k));
           },
           [&](int k) { return base + gradient_places.at<2 * V>(0, k) + chunk * (16 * 2 * V); });
-      PairPlaces<kPairs, true> pairs{visible, chunk * 16 + 2 * t, warp * 16 + g, {}};
-      if constexpr (kDrops<kPairs>) {
-        pairs.dropout = FragmentDropout(params, b * params.H + h, i0 + chunk * 16, warp_key, true);
-      }
+      const PairPlaces<kPairs, true> pairs(params, visible, b * params.H + h, i0, j0, chunk * 16,
+                                           warp * 16);
       Fragment weights[1], products[1];
       keys.meet(s[0], x[0], pairs, queries, norm, eps, kept, weights[0], products[0]);
       multiply_by_rows<T>(value_sums, weights, [&](int n) {

@@ -118,9 +118,22 @@ constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
 template <Pairs kPairs, bool kTurned = false>
 struct PairPlaces {
   const TileVisibility<kPairs>& visible;
-  int row, column;  // the first, from the tile's first on
+  int row, column;  // of the first pair's query and key, from the tile's first on
   FragmentDropout dropout;
 
+  // Of the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
+  // keys from j0 on.
+  __device__ __forceinline__ PairPlaces(const AttentionParams& params,
+                                        const TileVisibility<kPairs>& which, int64_t bh, int64_t i0,
+                                        int64_t j0, int row0, int column0)
+      : visible(which) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    row = row0 + (kTurned ? 2 * t : g);
+    column = column0 + (kTurned ? g : 2 * t);
+    if constexpr (kDrops<kPairs>) {
+      dropout = FragmentDropout(params, bh, i0 + row0, j0 + column0, kTurned);
+    }
+  }
   __device__ __forceinline__ int row_of(int n, int c) const {
     return row + (kTurned ? n * 8 + c % 2 : 8 * (c / 2));
   }
@@ -135,6 +148,24 @@ struct PairPlaces {
   }
 };
 
+// Of the general form: weights are squares of scores times `square`, plus `eps`.
+template <typename T>
+struct GeneralScales {
+  float square, eps;
+
+  __device__ __forceinline__ explicit GeneralScales(const AttentionParams& params) {
+    const float norm = 1 / static_cast<float>(4 * params.M);
+    square = norm * norm * kWeightScale<T>;
+    eps = static_cast<float>(params.eps) * kWeightScale<T>;
+  }
+};
+
+// Of 16 keys that a thread's two queries meet.
+struct KeyColumns {
+  float terms[2][2];
+  float lows[2][2];  // general
+};
+
 // What the weights of a thread's two rows have added up to, and how they are made.
 template <typename T, Pairs kPairs>
 struct ForwardRows {
@@ -144,12 +175,10 @@ struct ForwardRows {
 
   // Scores of 16 keys become weights, those of dropped pairs 0. The rows' `output` follows where
   // what they are relative to changes.
-  //   square_scale, scaled_eps: of the general form
   template <int kTiles>
   __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
-                                            const float (&key_terms)[2][2],
-                                            const float (&key_lows)[2][2], float square_scale,
-                                            float scaled_eps, float (&output)[kTiles][4]) {
+                                            const KeyColumns& keys, const GeneralScales<T>& scales,
+                                            float (&output)[kTiles][4]) {
     [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
     [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
     if constexpr (kPairs == Pairs::kGeneral) {
@@ -159,12 +188,12 @@ struct ForwardRows {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           rest[n][c] = 0;
-          if (!at.sees(n, c) || key_terms[n][c % 2] == minus_infinity<float>()) continue;
+          if (!at.sees(n, c) || keys.terms[n][c % 2] == minus_infinity<float>()) continue;
           const float mask = at.visible.logit(at.row_of(n, c), at.column_of(n, c));
           if (mask == minus_infinity<float>()) continue;
           seen |= 1u << (4 * n + c);
-          rest[n][c] = mask + key_lows[n][c % 2];
-          const float logit = key_terms[n][c % 2] + rest[n][c];
+          rest[n][c] = mask + keys.lows[n][c % 2];
+          const float logit = keys.terms[n][c % 2] + rest[n][c];
           most[c / 2] = logit > most[c / 2] ? logit : most[c / 2];  // passes over NaN
         }
       }
@@ -195,14 +224,14 @@ struct ForwardRows {
         const float score = s[n][c];
         float weight;
         if constexpr (kPairs == Pairs::kGeneral) {
-          const float similarity = score * score * square_scale + scaled_eps;
+          const float similarity = score * score * scales.square + scales.eps;
           const float reference = largest[c / 2];
           const float high =
-              key_terms[n][c % 2] - (reference == minus_infinity<float>() ? 0 : reference);
+              keys.terms[n][c % 2] - (reference == minus_infinity<float>() ? 0 : reference);
           const bool sees = (seen >> (4 * n + c) & 1) != 0;
           weight = sees ? similarity * exponential_of(high, rest[n][c]) : 0.0f;
         } else {
-          weight = score * score + key_terms[n][c % 2];
+          weight = score * score + keys.terms[n][c % 2];
           if (kPairs != Pairs::kAll && !at.sees(n, c)) weight = 0;
         }
         sums[c / 2] += weight;
@@ -249,8 +278,7 @@ struct QueryRows {
   //   kept: the rescale of dropout
   __device__ __forceinline__ Fragment products_of(float (&s)[2][4], const float (&x)[2][4],
                                                   const PairPlaces<kPairs>& at,
-                                                  const float (&key_terms)[2][2],
-                                                  const float (&key_lows)[2][2], float kept) const {
+                                                  const KeyColumns& keys, float kept) const {
     Fragment products;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -266,8 +294,8 @@ struct QueryRows {
         if constexpr (kPairs == Pairs::kGeneral) {
           if (product != 0) {
             const float exponential =
-                at.visible.exponential(at.row_of(n, c), at.column_of(n, c), key_terms[n][c % 2],
-                                       key_lows[n][c % 2], normalizer[c / 2], low[c / 2]);
+                at.visible.exponential(at.row_of(n, c), at.column_of(n, c), keys.terms[n][c % 2],
+                                       keys.lows[n][c % 2], normalizer[c / 2], low[c / 2]);
             product = exponential == 0 ? 0 : product * exponential;
           }
         } else if (!at.sees(n, c)) {

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                         float* grad_phi_q) {
   using L = QueryLayout<F, V, kPairs>;
   constexpr int kRowTiles = L::kRowTiles, kQueries = L::kQueries;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const QueryBlock at(params, kQueries, blockIdx.x);
   const int64_t bh = at.bh, i0 = at.i0, b = at.b, h = at.h, bk = at.bk;
   const uint32_t state = tokens.state[bk];
@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     phi_k += kStep * F;
     value += kStep * value_rows.stride;
   };
-  const int64_t end = params.is_causal ? min(params.S, i0 + kQueries) : params.S;
-  const int tiles = static_cast<int>((end + kStep - 1) / kStep);
+  const int tiles = TileRange(params, at, kQueries).end;
   if (tiles > 0) {
     const int count = left_of(params.L, i0);
     feature_rows.template begin<kQueries>(
@@ -105,19 +104,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       multiply_by_columns<T, V / 16>(
           x, [&](int m, int k) { return load_fragment(gradient_places.at<2 * V>(m, k)); },
           [&](int k) { return base + value_places.at<2 * V>(0, k) + chunk * (16 * 2 * V); });
-      [[maybe_unused]] float key_terms[2][2], key_lows[2][2];
+      KeyColumns keys;
       if constexpr (kPairs == Pairs::kGeneral) {
-        load_columns(shared_cast<float>(stage + L::kTerms), chunk, key_terms);
-        load_columns(shared_cast<float>(stage + L::kLows), chunk, key_lows);
+        load_columns(shared_cast<float>(stage + L::kTerms), chunk, keys.terms);
+        load_columns(shared_cast<float>(stage + L::kLows), chunk, keys.lows);
       }
       Fragment products[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        PairPlaces<kPairs> pairs{visible, (warp * kRowTiles + m) * 16 + g, chunk * 16 + 2 * t, {}};
-        if constexpr (kDrops<kPairs>) {
-          pairs.dropout = FragmentDropout(params, bh, warp_row + m * 16, j0 + chunk * 16, false);
-        }
-        products[m] = queries[m].products_of(s[m], x[m], pairs, key_terms, key_lows, kept);
+        const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, (warp * kRowTiles + m) * 16,
+                                       chunk * 16);
+        products[m] = queries[m].products_of(s[m], x[m], pairs, keys, kept);
       }
       multiply_by_rows<Half>(sums, products, [&](int n) {
         return base + key_places.at<2 * F>(0, n) + chunk * (16 * 2 * F);

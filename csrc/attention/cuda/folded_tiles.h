@@ -192,6 +192,21 @@ struct KeyBlock {
   }
 };
 
+// The tiles of kStep keys that a block of `rows` queries passes along: those it sees, or its share
+// of them, the part-th of `parts`.
+struct TileRange {
+  int first, end;
+
+  __device__ __forceinline__ TileRange(int from, int to) : first(from), end(to) {}
+  __device__ __forceinline__ TileRange(const AttentionParams& params, const QueryBlock& at,
+                                       int rows, int part = 0, int parts = 1) {
+    const int64_t seen = params.is_causal ? min(params.S, int64_t{at.i0} + rows) : params.S;
+    const int all = static_cast<int>((seen + kStep - 1) / kStep), each = (all + parts - 1) / parts;
+    first = part * each;
+    end = min(first + each, all);
+  }
+};
+
 // visit(column, n, c) for the columns that a thread has of a row of sums: c of tile n of 8.
 template <int kWidth, typename Visit>
 __device__ __forceinline__ void for_columns(int columns, const Visit& visit) {

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                              const __grid_constant__ KeyMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const QueryBlock at(params, kWarpgroupRows, blockIdx.x);
   const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
@@ -119,19 +119,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
 
   const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
-  const Tokens out(params.output, at.b, at.h);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_lanes<4>(sums[half]);
-    const int64_t i = row0 + 8 * half;
     if (!there[half]) continue;
-    if (t == 0) {
-      static_cast<double*>(params.log_normalizer.data)[at.bh * params.L + i] =
-          log_normalizer_of(sum, reference_of<T, false>(tokens, at.bk, 0));
-    }
-    for_columns<V>(static_cast<int>(params.d_v), [&](int column, int n, int c) {
-      out.store<float>(i, column, attended(sum_at(output, half, n, c), sum, kept));
-    });
+    store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, 0, kept,
+                           [&](int n, int c) { return sum_at(output, half, n, c); });
   }
 #else
   (void)params;

@@ -10,25 +10,19 @@ namespace {
 template <typename T, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     wide_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t blocks = gridDim.x / parts.count, part = blockIdx.x / blocks;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+  const int blocks = static_cast<int>(gridDim.x) / parts.count;
+  const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kStep, blockIdx.x % blocks);
   const int64_t bh = at.bh, i0 = at.i0, bk = at.bk;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
-
-  const int64_t end = params.is_causal ? min(params.S, i0 + kStep) : params.S;
-  const int all_tiles = static_cast<int>((end + kStep - 1) / kStep);
-  const int tiles_each = (all_tiles + parts.count - 1) / parts.count;
-  const int first_tile = static_cast<int>(part) * tiles_each;
-  const int tiles = min(first_tile + tiles_each, all_tiles);
 
   const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
   const int own_slice = static_cast<int>(blockIdx.y);
   const Half* phi_q = tokens.phi_q + (bh * params.L + i0) * width;
   const Half* phi_k = tokens.phi_k + bk * params.S * width;
   const T* values = value_rows<T>(params, tokens, at.b, at.h);
-  const int64_t first_number = bk * padded_tokens(params.S);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   // The last slice of a tile is that of its values.
@@ -44,9 +38,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     copy_slice(stage, phi_q, width, width, slice, left_of(params.L, i0));
     copy_slice(stage + WideLayout::kRight, phi_k + j0 * width, width, width, slice, count);
     if (slice > 0) return;
-    const int64_t first = first_number + j0;
-    copy_numbers(base + WideLayout::kNumbers + tile % 2 * WideLayout::kNumbersOfTile,
-                 {tokens.terms + first, tokens.lows + first});
+    const int64_t first = bk * padded_tokens(params.S) + j0;
+    copy_numbers(base + WideLayout::numbers_of(tile), {tokens.terms + first, tokens.lows + first});
   };
 
   constexpr bool kRolls = kDrops<kPairs>;
@@ -55,40 +48,31 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   float output[1][kSlice / 8][4] = {};
   ForwardRows<T, kPairs> rows;
   const int64_t warp_row = i0 + warp * 16;
-  const float norm = 1 / static_cast<float>(4 * params.M);
-  const float square_scale = norm * norm * kWeightScale<T>;
-  const float scaled_eps = static_cast<float>(params.eps) * kWeightScale<T>;
-  pass_along(
-      base, first_tile, tiles, features + 1, begin, [&](int tile, int slice, uint32_t stage) {
-        if (slice < features) {
-          if (slice == 0) clear(s);
-          products.add_slice<Half>(s, stage);
-          return;
-        }
-        if ((state & kUnclean) != 0) {
-          clean_values<T, kStep * kSlice>(shared + (stage - base + WideLayout::kRight));
-          __syncthreads();
-        }
-        Shared<const float> terms = shared_cast<float>(
-            shared + (WideLayout::kNumbers + tile % 2 * WideLayout::kNumbersOfTile));
-        const int64_t j0 = tile * int64_t{kStep};
-        const TileVisibility<kPairs> visible(params, at.b, at.h, i0, j0);
+  const GeneralScales<T> scales(params);
+  const TileRange tiles(params, at, kStep, part, parts.count);
+  pass_along(base, tiles, features + 1, begin, [&](int tile, int slice, uint32_t stage) {
+    if (slice < features) {
+      if (slice == 0) clear(s);
+      products.add_slice<Half>(s, stage);
+      return;
+    }
+    if ((state & kUnclean) != 0) {
+      clean_values<T, kStep * kSlice>(shared + (stage - base + WideLayout::kRight));
+      __syncthreads();
+    }
+    Shared<const float> terms = shared_cast<float>(shared + WideLayout::numbers_of(tile));
+    const int64_t j0 = tile * int64_t{kStep};
+    const TileVisibility<kPairs> visible(params, at.b, at.h, i0, j0);
 #pragma unroll(kRolls ? 1 : 4)
-        for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-          const int held = held_at<kRolls>(chunk);
-          float key_terms[2][2], key_lows[2][2];
-          load_columns(terms, chunk, key_terms);
-          load_columns(terms + kStep, chunk, key_lows);
-          PairPlaces<kPairs> pairs{visible, warp * 16 + g, chunk * 16 + 2 * t, {}};
-          if constexpr (kDrops<kPairs>) {
-            pairs.dropout = FragmentDropout(params, bh, warp_row, j0 + chunk * 16, false);
-          }
-          const Fragment weights[1] = {
-              rows.weigh(s[held], pairs, key_terms, key_lows, square_scale, scaled_eps, output[0])};
-          products.add_pairs<T>(output, weights, stage, chunk);
-          pass_by<kRolls>(s);
-        }
-      });
+    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+      const int held = held_at<kRolls>(chunk);
+      const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
+      const Fragment weights[1] = {
+          rows.weigh(s[held], pairs, load_keys(terms, chunk), scales, output[0])};
+      products.add_pairs<T>(output, weights, stage, chunk);
+      pass_by<kRolls>(s);
+    }
+  });
 
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
                      value_scale_of(tokens, value_head_of(params, at.b, at.h));

@@ -13,7 +13,7 @@ template <typename T, Pairs kPairs, bool kOfValues>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     wide_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                     const float* logits, PairGradients<float> gradients) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const KeyBlock at(params, kStep, params.is_causal);
   const int64_t bk = at.bk, j0 = at.j0;
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
     if (slice > 0) return;
     const int64_t first = bh * padded + i0;
-    copy_numbers(base + WideLayout::kNumbers + tile % 2 * WideLayout::kNumbersOfTile,
+    copy_numbers(base + WideLayout::numbers_of(tile),
                  {rows.normalizer + first, rows.delta + first, rows.low + first});
   };
 
@@ -67,21 +67,13 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   TileSums s, x;
   float sums[1][kSlice / 8][4] = {};
   const int slices = kOfValues ? features + 1 : of_values + features;
-  pass_along(base, 0, at.steps, slices, begin, [&](int tile, int slice, uint32_t stage) {
-    Shared<const float> numbers =
-        shared_cast<float>(shared + (WideLayout::kNumbers + tile % 2 * WideLayout::kNumbersOfTile));
-    const auto load_queries = [&](int chunk, QueryColumns& queries) {
-      load_columns(numbers, chunk, queries.normalizer);
-      load_columns(numbers + kStep, chunk, queries.delta);
-      load_columns(numbers + 2 * kStep, chunk, queries.low);
-    };
+  pass_along(base, TileRange(0, at.steps), slices, begin, [&](int tile, int slice, uint32_t stage) {
+    Shared<const float> numbers = shared_cast<float>(shared + WideLayout::numbers_of(tile));
     if (slice == 0) {
-      clear(s);
+      clear(s);  // x, of which grad_value has no use, the compiler leaves out there
 #pragma unroll
       for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-        QueryColumns queries;
-        load_queries(chunk, queries);
-        keys.begin(x[chunk], queries);
+        keys.begin(x[chunk], load_queries(numbers, chunk));
       }
     }
     if (!kOfValues && slice < before) {
@@ -95,13 +87,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll(kRolls ? 1 : 4)
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       const int held = held_at<kRolls>(chunk);
-      QueryColumns queries;
-      load_queries(chunk, queries);
-      PairPlaces<kPairs, true> pairs{visible, chunk * 16 + 2 * t, warp * 16 + g, {}};
-      if constexpr (kDrops<kPairs>) {
-        pairs.dropout =
-            FragmentDropout(params, at.b * params.H + h, i0 + chunk * 16, warp_key, true);
-      }
+      const QueryColumns queries = load_queries(numbers, chunk);
+      const PairPlaces<kPairs, true> pairs(params, visible, at.b * params.H + h, i0, j0, chunk * 16,
+                                           warp * 16);
       Fragment weights[1], factors[1];
       keys.meet(s[held], x[held], pairs, queries, norm, eps, kept, weights[0], factors[0]);
       if constexpr (kOfValues) {

@@ -11,22 +11,17 @@ template <typename T, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     wide_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                       float* grad_phi_q) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const QueryBlock at(params, kStep, blockIdx.x);
   const int64_t bh = at.bh, i0 = at.i0, bk = at.bk;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
-  const int64_t end = params.is_causal ? min(params.S, i0 + kStep) : params.S;
-  const int tiles = static_cast<int>((end + kStep - 1) / kStep);
   const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
   const int columns = static_cast<int>(padded_columns(params.d_v)), of_values = slices_of(columns);
   const int own_slice = static_cast<int>(blockIdx.y);
   const Half* phi_q = tokens.phi_q + (bh * params.L + i0) * width;
-  const Half* phi_k = tokens.phi_k + bk * params.S * width;
   const T* gradients = static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * columns;
-  const T* values = value_rows<T>(params, tokens, at.b, at.h);
-  const int64_t first_number = bk * padded_tokens(params.S);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   // Slices of gradients and values, then those of features, the block's own last.
@@ -35,19 +30,19 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const int rows_left = left_of(params.L, i0), count = left_of(params.S, j0);
     if (slice < of_values) {
       const int64_t stride = tokens.value.stride[2];
+      const T* values = value_rows<T>(params, tokens, at.b, at.h);
       copy_slice(stage, gradients, columns, columns, slice, rows_left);
       copy_slice(stage + WideLayout::kRight, values + j0 * stride, stride, tokens.value_columns,
                  slice, count);
     } else {
       const int feature_slice = (slice - of_values + own_slice + 1) % features;
       copy_slice(stage, phi_q, width, width, feature_slice, rows_left);
-      copy_slice(stage + WideLayout::kRight, phi_k + j0 * width, width, width, feature_slice,
-                 count);
+      copy_slice(stage + WideLayout::kRight, tokens.phi_k + (bk * params.S + j0) * width, width,
+                 width, feature_slice, count);
     }
-    if (slice > 0) return;
-    const int64_t first = first_number + j0;
-    copy_numbers(base + WideLayout::kNumbers + tile % 2 * WideLayout::kNumbersOfTile,
-                 {tokens.terms + first, tokens.lows + first});
+    if (kPairs != Pairs::kGeneral || slice > 0) return;
+    const int64_t first = bk * padded_tokens(params.S) + j0;
+    copy_numbers(base + WideLayout::numbers_of(tile), {tokens.terms + first, tokens.lows + first});
   };
 
   constexpr bool kRolls = kDrops<kPairs>;
@@ -59,43 +54,38 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   TileSums s, x;
   float sums[1][kSlice / 8][4] = {};
   const int slices = of_values + features;
-  pass_along(base, 0, tiles, slices, begin, [&](int tile, int slice, uint32_t stage) {
-    if (slice == 0) {
-      clear(s);
+  pass_along(
+      base, TileRange(params, at, kStep), slices, begin, [&](int tile, int slice, uint32_t stage) {
+        if (slice == 0) {
+          clear(s);
 #pragma unroll
-      for (int chunk = 0; chunk < kStep / 16; ++chunk) queries.begin(x[chunk]);
-    }
-    if (slice < of_values) {
-      if ((state & kUnclean) != 0) {
-        clean_values<T, kStep * kSlice>(shared + (stage - base + WideLayout::kRight));
-        __syncthreads();
-      }
-      products.add_slice<T>(x, stage);
-      return;
-    }
-    products.add_slice<Half>(s, stage);
-    if (slice + 1 < slices) return;
-    Shared<const float> terms =
-        shared_cast<float>(shared + (WideLayout::kNumbers + tile % 2 * WideLayout::kNumbersOfTile));
-    const int64_t j0 = tile * int64_t{kStep};
-    const TileVisibility<kPairs> visible(params, at.b, at.h, i0, j0);
+          for (int chunk = 0; chunk < kStep / 16; ++chunk) queries.begin(x[chunk]);
+        }
+        if (slice < of_values) {
+          if ((state & kUnclean) != 0) {
+            clean_values<T, kStep * kSlice>(shared + (stage - base + WideLayout::kRight));
+            __syncthreads();
+          }
+          products.add_slice<T>(x, stage);
+          return;
+        }
+        products.add_slice<Half>(s, stage);
+        if (slice + 1 < slices) return;
+        Shared<const float> terms = shared_cast<float>(shared + WideLayout::numbers_of(tile));
+        const int64_t j0 = tile * int64_t{kStep};
+        const TileVisibility<kPairs> visible(params, at.b, at.h, i0, j0);
 #pragma unroll(kRolls ? 1 : 4)
-    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-      const int held = held_at<kRolls>(chunk);
-      float key_terms[2][2], key_lows[2][2];
-      load_columns(terms, chunk, key_terms);
-      load_columns(terms + kStep, chunk, key_lows);
-      PairPlaces<kPairs> pairs{visible, warp * 16 + g, chunk * 16 + 2 * t, {}};
-      if constexpr (kDrops<kPairs>) {
-        pairs.dropout = FragmentDropout(params, bh, warp_row, j0 + chunk * 16, false);
-      }
-      const Fragment factors[1] = {
-          queries.products_of(s[held], x[held], pairs, key_terms, key_lows, kept)};
-      products.add_pairs<Half>(sums, factors, stage, chunk);
-      pass_by<kRolls>(s);
-      pass_by<kRolls>(x);
-    }
-  });
+        for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+          const int held = held_at<kRolls>(chunk);
+          const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
+          KeyColumns keys;
+          if constexpr (kPairs == Pairs::kGeneral) keys = load_keys(terms, chunk);
+          const Fragment factors[1] = {queries.products_of(s[held], x[held], pairs, keys, kept)};
+          products.add_pairs<Half>(sums, factors, stage, chunk);
+          pass_by<kRolls>(s);
+          pass_by<kRolls>(x);
+        }
+      });
 
   const float units =
       gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));

@@ -25,6 +25,10 @@ struct WideLayout {
   static constexpr uint32_t kStage = 2 * kRight;
   static constexpr uint32_t kNumbers = kStages * kStage, kNumbersOfTile = 3 * kStep * 4;
   static constexpr int64_t kBytes = kNumbers + 2 * int64_t{kNumbersOfTile};
+
+  __device__ __forceinline__ static uint32_t numbers_of(int tile) {
+    return kNumbers + tile % 2 * kNumbersOfTile;
+  }
 };
 
 // Begins to copy a slice of kStep rows; zeros beyond `count` rows and `columns` columns.
@@ -47,22 +51,38 @@ __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const 
   }
 }
 
+// The two numbers of keys that copy_numbers() has copied.
+__device__ __forceinline__ KeyColumns load_keys(Shared<const float> numbers, int chunk) {
+  KeyColumns keys;
+  load_columns(numbers, chunk, keys.terms);
+  load_columns(numbers + kStep, chunk, keys.lows);
+  return keys;
+}
+// The three of queries.
+__device__ __forceinline__ QueryColumns load_queries(Shared<const float> numbers, int chunk) {
+  QueryColumns queries;
+  load_columns(numbers, chunk, queries.normalizer);
+  load_columns(numbers + kStep, chunk, queries.delta);
+  load_columns(numbers + 2 * kStep, chunk, queries.low);
+  return queries;
+}
+
 // Calls visit(tile, slice, stage) for the slices of all tiles, when what begin(tile, slice, stage)
 // has begun to copy is there; stage: an address. Between two visits the block meets.
 template <typename Begin, typename Visit>
-__device__ __forceinline__ void pass_along(uint32_t base, int first_tile, int tiles, int slices,
+__device__ __forceinline__ void pass_along(uint32_t base, TileRange tiles, int slices,
                                            const Begin& begin, const Visit& visit) {
   uint32_t stage = base, other = base + WideLayout::kStage;
-  if (first_tile < tiles) begin(first_tile, 0, stage);
+  if (tiles.first < tiles.end) begin(tiles.first, 0, stage);
   cp_async_commit();
-  for (int tile = first_tile; tile < tiles; ++tile) {
+  for (int tile = tiles.first; tile < tiles.end; ++tile) {
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
       cp_async_wait<0>();
       __syncthreads();  // the slice is here, and nobody reads the other stage
       if (slice + 1 < slices) {
         begin(tile, slice + 1, other);
-      } else if (tile + 1 < tiles) {
+      } else if (tile + 1 < tiles.end) {
         begin(tile + 1, 0, other);
       }
       cp_async_commit();

@@ -287,4 +287,13 @@ void compare(const Results& got, const Results& expected, const Case& c, double 
   compare_gradients(got, expected, c, gradient);
 }
 
+void expect_the_same_in_every_order(Call& call, const Case& c) {
+  const Results first = device_results(call, c);
+  for (const simt::Order order : {simt::Order::kReversed, simt::Order::kShuffled}) {
+    simt::set_order(order);
+    compare(device_results(call, c), first, c, 0, 0);
+  }
+  simt::set_order(simt::Order::kForward);
+}
+
 }  // namespace ikattn

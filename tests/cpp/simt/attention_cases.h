@@ -53,6 +53,11 @@ struct Case {
   int64_t key_heads() const { return frequency_heads != G ? H : G; }
 };
 
+inline Case one_head(Case c) {
+  c.B = c.H = c.G = c.frequency_heads = 1;
+  return c;
+}
+
 int64_t size_of(ElementType type);
 double read(const Array& array, int64_t index);
 void write(const Array& array, int64_t index, double value);
@@ -137,5 +142,8 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
 void compare_gradients(const Results& got, const Results& expected, const Case& c, double gradient);
 void compare(const Results& got, const Results& expected, const Case& c, double output,
              double gradient);
+
+// Blocks, warps and lanes in any order give the same bits: nothing adds up by chance.
+void expect_the_same_in_every_order(Call& call, const Case& c);
 
 }  // namespace ikattn

@@ -1,0 +1,106 @@
+// Hopper's own kernels of the attention operators in the interpreter, against the CPU kernels in
+// float64.
+#include "simt/half_cases.h"
+
+namespace ikattn {
+namespace {
+
+// Hopper's own kernels; of heads in the general form they leave the rows.
+TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
+  simt::set_warpgroups(true);
+  const Case cases[] = {
+      {.name = "less_than_a_tile", .L = 20, .S = 30, .d_v = 8, .bias = true},
+      one_head({.name = "tiles", .L = 256, .S = 384, .d_v = 64, .M = 64}),
+      one_head({.name = "wide", .L = 130, .S = 515, .d_v = 128, .M = 64}),
+      one_head({.name = "odd", .L = 65, .S = 129, .d_v = 72, .M = 33}),
+      one_head({.name = "one", .L = 1, .S = 1, .d_v = 5}),
+      one_head({.name = "causal", .L = 300, .S = 300, .d_v = 16, .causal = true}),
+      one_head({.name = "more_keys", .L = 129, .S = 300, .d_v = 8, .causal = true}),
+      one_head({.name = "fewer_keys", .L = 300, .S = 70, .d_v = 8, .causal = true}),
+      {.name = "grouped", .H = 4, .G = 2, .L = 20, .S = 140, .d_v = 8, .causal = true},
+      {.name = "general", .L = 70, .S = 140, .d_v = 8, .causal = true, .magnitude = 40},
+  };
+  for (Case c : cases) {
+    SCOPED_TRACE(c.name);
+    c.frequency_heads = 1;
+    for (const ElementType type : kTypes) {
+      Call call(c = of_type(c, type));
+      const int before = simt::launches_of("warpgroup_");
+      const double roundoff = roundoff_of(type);
+      const Results truth = truth_of(call, c), got = device_results(call, c);
+      EXPECT_EQ(simt::launches_of("warpgroup_"), before + 3);
+      compare_gradients(device_gradients(call, c, truth), truth, c,
+                        amplification_of(c) * (2 * roundoff + 0x1p-10));
+      const Bounds bounds = bounds_of(call, c, truth, roundoff, kLargestFeatureRoundoff);
+      expect_within(got.output, truth.output, bounds.output, "output");
+      expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
+                    "log_normalizer");
+    }
+  }
+  simt::set_warpgroups(false);
+}
+
+TEST(WarpgroupAttentionOnDevice, GivesTheSameInEveryOrder) {
+  simt::set_warpgroups(true);
+  Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 140, .S = 400, .d_v = 8, .causal = true};
+  c.frequency_heads = 1;
+  Call call(c = of_type(c, ElementType::kBFloat16));
+  expect_the_same_in_every_order(call, c);
+  simt::set_warpgroups(false);
+}
+
+TEST(WarpgroupAttentionOnDevice, NanStaysWhereItIsSeen) {
+  simt::set_warpgroups(true);
+  for (const bool causal : {true, false}) {
+    Case c = one_head({.name = "nan", .L = 200, .S = 200, .d_v = 8});
+    c.causal = causal;
+    c = of_type(c, ElementType::kBFloat16);
+    for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
+      Call call(c);
+      const Tensor& tensor = call.*spoiled;
+      write(tensor.array, 140 * (tensor.count / 200), NAN);
+      const Results got = device_results(call, c), truth = truth_of(call, c);
+      const double roundoff = roundoff_of(c.type);
+      expect_close(got.output, truth.output, 6 * roundoff, "output");
+      expect_close(got.grad_query, truth.grad_query, 6 * roundoff, "grad_query");
+      expect_close(got.grad_key, truth.grad_key, 6 * roundoff, "grad_key");
+      expect_close(got.grad_value, truth.grad_value, 6 * roundoff, "grad_value");
+    }
+  }
+  simt::set_warpgroups(false);
+}
+
+// A block of warpgroups fills a multiprocessor.
+TEST(WarpgroupAttentionOnDevice, TakesAllKeysOfEnoughRows) {
+  simt::set_warpgroups(true);
+  const auto taken = [](int multiprocessors, bool causal) {
+    simt::set_multiprocessors(multiprocessors);
+    Case c = one_head({.name = "rows", .L = 129, .S = 600, .d_v = 8});
+    c.causal = causal;
+    c = of_type(c, ElementType::kBFloat16);
+    Call call(c);
+    const int before = simt::launches_of("warpgroup_forward");
+    device_results(call, c);
+    return simt::launches_of("warpgroup_forward") - before;
+  };
+  EXPECT_EQ(taken(2, false), 1);
+  EXPECT_EQ(taken(3, false), 0);
+  EXPECT_EQ(taken(2, true), 0);  // a head may turn out to need the general form
+  simt::set_multiprocessors(1);
+  simt::set_warpgroups(false);
+}
+
+// There are no tensor maps of nothing.
+TEST(WarpgroupAttentionOnDevice, TakesNoEmptyBatch) {
+  simt::set_warpgroups(true);
+  Case c{.name = "empty", .B = 0, .H = 1, .G = 1, .L = 20, .S = 30, .d_v = 8};
+  c.frequency_heads = 1;
+  Call call(c = of_type(c, ElementType::kBFloat16));
+  const int before = simt::launches_of("warpgroup_");
+  device_results(call, c);
+  EXPECT_EQ(simt::launches_of("warpgroup_"), before);
+  simt::set_warpgroups(false);
+}
+
+}  // namespace
+}  // namespace ikattn
