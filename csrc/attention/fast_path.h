@@ -5,15 +5,20 @@
 
 namespace ikattn {
 
-// Whether rows of the value can be copied to shared memory as they are, 16 bytes at a time.
+// Whether rows of an array, of elements of so many bytes, begin at multiples of 16 bytes and can be
+// copied to shared memory as they are.
+inline bool lies_in_rows_of_16_bytes(const Array& rows, int64_t element_bytes) {
+  const auto is_multiple = [](int64_t bytes) { return bytes % 16 == 0; };
+  return rows.stride[3] == 1 && is_multiple(rows.stride[0] * element_bytes) &&
+         is_multiple(rows.stride[1] * element_bytes) &&
+         is_multiple(rows.stride[2] * element_bytes) &&
+         is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data)));
+}
+// The value's, which are whole pieces of 16 bytes, each of its own.
 inline bool lies_ready_for_tensor_cores(const AttentionParams& params) {
   const Array& value = params.value;
-  const auto is_multiple = [](int64_t x, int64_t of) { return x % of == 0; };
-  return value.type != ElementType::kFloat32 && is_multiple(params.d_v, 8) &&
-         value.stride[3] == 1 && is_multiple(value.stride[0], 8) &&
-         is_multiple(value.stride[1], 8) && is_multiple(value.stride[2], 8) &&
-         value.stride[2] > 0 &&
-         is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(value.data)), 16);
+  return value.type != ElementType::kFloat32 && params.d_v % 8 == 0 && value.stride[2] > 0 &&
+         lies_in_rows_of_16_bytes(value, 2);
 }
 
 // nullptr, or why a call cannot go to the tensor cores: types and sizes.

@@ -6,6 +6,7 @@
 // with dP and P under dropout where they meet the value.
 #include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
+#include "attention/cuda/turn_products.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -346,17 +347,19 @@ const char* mask_gradient(const AttentionBackwardParams& params, const DeviceExe
 template <typename T>
 const char* attention_backward(const AttentionBackwardParams& params,
                                const DeviceExecutor& executor) {
-  const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
+  const bool folds = sizeof(T) == sizeof(float) && why_no_tensor_cores(params) == nullptr;
+  const int64_t F = folds ? padded_columns(2 * params.M) : 2 * params.M;
+  const int64_t keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
+  TurnOperands operands;
   if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
   const PairGradients<T> gradients = {executor.take<T>(params.B * params.H * params.L * F),
                                       executor.take<T>(keys * F), executor.take<T>(keys)};
-  bool folds = false;
   if constexpr (sizeof(T) == sizeof(float)) {
-    folds = why_no_tensor_cores(params) == nullptr;
     if (folds) {
       FoldedTokens folded;
-      if (const char* error = fold_tokens(params, executor, tokens.keys, true, folded)) {
+      if (const char* error = prepare_turns(params, executor, operands)) return error;
+      if (const char* error = fold_tokens(params, executor, operands, tokens.keys, true, folded)) {
         return error;
       }
       if (const char* error = folded_backward(params, executor, tokens.keys, folded, gradients)) {
@@ -385,7 +388,10 @@ const char* attention_backward(const AttentionBackwardParams& params,
       return error;
     }
   }
-  return token_gradients<T>(params, executor, tokens.keys, gradients, folds);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (folds) return turn_gradients(params, executor, operands, tokens.keys, gradients);
+  }
+  return token_gradients<T>(params, executor, tokens.keys, gradients);
 }
 
 template const char* attention_backward<float>(const AttentionBackwardParams&,

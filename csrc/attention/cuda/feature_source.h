@@ -12,10 +12,7 @@ struct FeatureSource {
   Array w1, w2;  // [frequency_batches, frequency_heads, d, M]; w2 none: stationary
   int64_t B, heads, x_heads, N, d, M, frequency_heads, frequency_batches;
 
-  __device__ int64_t frequency_base(const Array& w, int64_t b, int64_t head) const {
-    return (frequency_batches == 1 ? 0 : b) * w.stride[0] +
-           head * frequency_heads / heads * w.stride[1];
-  }
+  __host__ __device__ bool stationary() const { return w2.type == ElementType::kNone; }
 };
 
 // Of the queries, or the keys, of a call; of ikattn::features.
@@ -35,24 +32,10 @@ inline Array contiguous(T* data, int64_t heads, int64_t N, int64_t width) {
   return array;
 }
 
-// TF32 numbers that an element of the tokens is taken for on tensor cores: 16 bits are one.
-inline int tf32_parts_of(const FeatureSource& source) {
-  return source.x.type == ElementType::kFloat32 ? 2 : 1;
-}
-
-// How features are written.
+// phi [B, heads, N, 2M], cosines first, then sines; zeros where `logits` [B, heads, N], if there
+// are any, is NaN or -inf.
 template <typename T>
-struct FeatureOptions {
-  int64_t width = 0;          // of a row, >= 2M: zeros beyond
-  const T* logits = nullptr;  // [B, heads, N]  where it is NaN or -inf, features are zero
-  const T* scales = nullptr;  // [B, heads, N]  multiply the features
-  bool clean = false;         // features that are not finite become zero
-  bool tensor_cores = false;  // the products by TF32 in parts, sines and cosines to 1e-6
-};
-
-// phi [B, heads, N, width], cosines first, then sines.
-template <typename T>
-const char* write_features(const FeatureSource& source, const Array& phi,
-                           const FeatureOptions<T>& options, Stream stream);
+const char* write_features(const FeatureSource& source, const Array& phi, const T* logits,
+                           Stream stream);
 
 }  // namespace ikattn::cuda

@@ -1,30 +1,21 @@
-// Tokens to features and logits.
+// Tokens to features, on the ordinary units, and logits.
 #include "attention/cuda/angles.h"
 #include "attention/cuda/p_norm.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// phi [B, heads, N, width], cosines first.
-template <typename T, int kTokenParts>
+template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, 2)
-    feature_kernel(FeatureSource source, Array phi, FeatureOptions<T> options) {
-  visit_angles_by<T, kTokenParts>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token,
-                                              int64_t m, const Angle<T>& angle) {
-    const T logit = options.logits == nullptr ? T(0) : options.logits[index];
-    const T factor = options.scales == nullptr ? T(2) : 2 * options.scales[index];
+    feature_kernel(FeatureSource source, Array phi, const T* logits) {
+  visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
+                              const Angle<T>& angle) {
+    const T logit = logits == nullptr ? T(0) : logits[index];
     // A hidden key may hold anything, and is multiplied with weights of 0.
-    const bool counts = logit == logit && logit != minus_infinity<T>() && factor != T(0);
-    const T scale = counts ? factor * angle.cos_v : T(0);
-    T cosine = scale == T(0) ? T(0) : scale * angle.cos_u;
-    T sine = scale == T(0) ? T(0) : scale * angle.sin_u;
-    if (options.clean && !is_finite(cosine + sine)) cosine = sine = 0;
+    const bool counts = logit == logit && logit != minus_infinity<T>();
     const Tokens out(phi, b, head);
-    out.store<T>(token, m, cosine);
-    out.store<T>(token, source.M + m, sine);
-    for (int64_t f = 2 * source.M + m; f < options.width; f += source.M) {
-      out.store<T>(token, f, T(0));
-    }
+    out.store<T>(token, m, counts ? angle.cos1 + angle.cos2 : T(0));
+    out.store<T>(token, source.M + m, counts ? angle.sin1 + angle.sin2 : T(0));
   });
 }
 
@@ -52,15 +43,18 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     for (int64_t c = lane; c < params.d_v; c += 32) finite &= is_finite(value.load<T>(j, c));
   }
   finite = __all_sync(0xffffffffu, finite);
+  double norm = 0;
   if (logit != minus_infinity<double>()) {
     if (params.p > 0 && finite) {
-      const double norm = p_norm(key, j, params.d, params.p, lane);
+      norm = p_norm(key, j, params.d, params.p, lane);
       logit += params.magnitude_scale * norm * norm;
     }
     if (!finite || !is_finite(logit)) logit = NAN;
   }
   if (lane != 0) return;
   store_split(logits, index, logit);
+  if (logits.norms != nullptr)
+    logits.norms[index] = finite ? static_cast<T>(norm) : static_cast<T>(NAN);
   if (!finite && logit == minus_infinity<double>()) logits.low[index] = static_cast<T>(NAN);
 }
 
@@ -97,23 +91,19 @@ FeatureSource source_of(const FeaturesParams& params) {
 }
 
 template <typename T>
-const char* write_features(const FeatureSource& source, const Array& phi,
-                           const FeatureOptions<T>& options, Stream stream) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (options.tensor_cores) {
-      return launch_product_angles(
-          tf32_parts_of(source) == 1 ? feature_kernel<T, 1> : feature_kernel<T, 2>, source, stream,
-          phi, options);
-    }
-  }
-  return launch_angles<T>(feature_kernel<T, 0>, source, stream, phi, options);
+const char* write_features(const FeatureSource& source, const Array& phi, const T* logits,
+                           Stream stream) {
+  return launch_angles<T>(feature_kernel<T>, source, stream, phi, logits);
 }
 
 template <typename T>
 const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
                            SplitLogits<T>& logits) {
   const int64_t keys = params.B * params.key_heads * params.S;
-  logits = {executor.take<T>(keys), executor.take<T>(keys)};
+  logits.high = executor.take<T>(keys);
+  logits.low = executor.take<T>(keys);
+  // The slope of |k|_p^2 needs the norm, but for p = 2.
+  logits.norms = params.p > 0 && params.p != 2 ? executor.take<T>(keys) : nullptr;
   constexpr int kWarps = kTokenThreads / 32;
   return launch(logit_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, kWarps))),
                 dim3(kTokenThreads), 0, executor.stream, params, logits);
@@ -127,15 +117,13 @@ const char* prepare_features(const AttentionParams& params, const DeviceExecutor
   T* phi_k = executor.take<T>(keys * F);
   prepared.phi_q = phi_q;
   prepared.phi_k = phi_k;
-  FeatureOptions<T> options;
-  const Array queries = contiguous(phi_q, params.H, params.L, F);
   if (const char* error =
-          write_features<T>(source_of(params, false), queries, options, executor.stream)) {
+          write_features<T>(source_of(params, false), contiguous(phi_q, params.H, params.L, F),
+                            nullptr, executor.stream)) {
     return error;
   }
-  options.logits = prepared.keys.high;
   return write_features<T>(source_of(params, true),
-                           contiguous(phi_k, params.key_heads, params.S, F), options,
+                           contiguous(phi_k, params.key_heads, params.S, F), prepared.keys.high,
                            executor.stream);
 }
 
@@ -149,12 +137,10 @@ const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& 
 template <typename T>
 const char* features(const FeaturesParams& params, bool backward, const DeviceExecutor& executor) {
   if (backward) return feature_gradients<T>(params, executor);
-  return write_features<T>(source_of(params), params.features, {}, executor.stream);
+  return write_features<T>(source_of(params), params.features, nullptr, executor.stream);
 }
 
 #define IKATTN_INSTANTIATE(T)                                                             \
-  template const char* write_features<T>(const FeatureSource&, const Array&,              \
-                                         const FeatureOptions<T>&, Stream);               \
   template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&,   \
                                          SplitLogits<T>&);                                \
   template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&, \

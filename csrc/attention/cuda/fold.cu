@@ -1,10 +1,10 @@
 // Tokens for the tensor cores: which form a head takes, its features in Half, its value in 16 bits.
 #include <cmath>
 
-#include "attention/cuda/feature_source.h"
 #include "attention/cuda/folded.h"
 #include "attention/cuda/p_norm.h"
 #include "attention/cuda/tiles.h"
+#include "attention/cuda/turn_products.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -157,7 +157,8 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
 }
 
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
+                        const TurnOperands& operands, const SplitLogits<float>& logits,
+                        bool for_backward, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
   const int64_t F = padded_columns(2 * params.M);
   const bool is_half = params.value.type != ElementType::kBFloat16;
@@ -198,26 +199,8 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = fold_values(params, executor, logits, for_backward, folded)) {
     return error;
   }
-  const auto rows_of_half = [&](Half* data, int64_t heads, int64_t N) {
-    Array array = contiguous(data, heads, N, F);
-    array.type = ElementType::kFloat16;
-    return array;
-  };
-  FeatureOptions<float> options;
-  options.width = F;
-  options.tensor_cores = true;
-  options.clean = for_backward;
-  if (const char* error =
-          write_features<float>(source_of(params, false), rows_of_half(phi_q, params.H, params.L),
-                                options, executor.stream)) {
-    return error;
-  }
-  options.clean = false;
-  options.logits = logits.high;
-  options.scales = scales;
-  return write_features<float>(source_of(params, true),
-                               rows_of_half(phi_k, params.key_heads, params.S), options,
-                               executor.stream);
+  return write_turn_features(params, operands, {phi_q, phi_k, logits.high, scales}, for_backward,
+                             executor.stream);
 }
 
 }  // namespace ikattn::cuda

@@ -17,7 +17,8 @@
 
 namespace ikattn::cuda {
 
-// Columns that a row of features, or of grad_output, has in memory.
+// Columns that a row of features, of their gradients, or of grad_output, has in memory. Features
+// lie cosines first, then sines, 64 frequencies after the other (32, in rows of 64).
 __host__ __device__ constexpr int64_t padded_columns(int64_t columns) {
   return columns <= 64 ? 64 : (columns + 127) / 128 * 128;
 }
@@ -83,13 +84,16 @@ __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params
   return params.mask.type == ElementType::kNone && !params.is_causal;
 }
 
+struct TurnOperands;
+
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
 // for_backward: with the value's bounds, and features that are not finite become zero.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded);
+                        const TurnOperands& operands, const SplitLogits<float>& logits,
+                        bool for_backward, FoldedTokens& folded);
 
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens);

@@ -60,20 +60,22 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
       if (kGeneral) parts.largest[part_row] = largest;
     }
     float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
-#pragma unroll
-    for (int n = 0; n < V / 8; ++n) {
-      store_vector(columns + n * 8 + threadIdx.x % 4 * 2,
-                   make_float2(weighted(n, 0), weighted(n, 1)));
-    }
+    for_pairs<V>([&](int column, int n) {
+      store_vector(columns + column, make_float2(weighted(n, 0), weighted(n, 1)));
+    });
     return;
   }
   if (tells) {
     static_cast<double*>(params.log_normalizer.data)[row] =
         log_normalizer_of(sum, reference_of<T, kGeneral>(tokens, at.bk, largest));
   }
-  const Tokens out(params.output, at.b, at.h);
-  for_columns<V>(static_cast<int>(params.d_v) - first, [&](int column, int n, int c) {
-    out.store<float>(i, first + column, attended(weighted(n, c), sum, kept));
+  const int64_t* stride = params.output.stride;
+  const RowPairs pairs(params.output);
+  const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
+  for_pairs<V>([&](int column, int n) {
+    pairs.store(
+        to, first + column, params.d_v,
+        make_float2(attended(weighted(n, 0), sum, kept), attended(weighted(n, 1), sum, kept)));
   });
 }
 

@@ -42,10 +42,13 @@ __device__ __forceinline__ void store_query_gradients(const AttentionBackwardPar
   const bool blind = normalizer == (kGeneral ? INFINITY : 0.0f);
   const float norm = 1 / static_cast<float>(4 * params.M);
   const float scale = 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
-  const int width = static_cast<int>(2 * params.M);
+  const int width = static_cast<int>(padded_columns(2 * params.M));
   float* row = grad_phi_q + (at.bh * params.L + i) * width + first;
-  for_columns<F>(width - first,
-                 [&](int f, int n, int c) { row[f] = blind ? 0 : sum(n, c) * scale; });
+  for_pairs<F>([&](int f, int n) {
+    if (f >= width - first) return;  // a slice of 128, of 64 features
+    store_vector(row + f,
+                 blind ? make_float2(0, 0) : make_float2(sum(n, 0) * scale, sum(n, 1) * scale));
+  });
 }
 
 // Calls visit(half, j, hidden) for a thread's two keys, j0 and 8 further on, that there are. A
@@ -77,11 +80,14 @@ __device__ __forceinline__ void store_feature_gradients(const AttentionBackwardP
                                                         const PairGradients<float>& gradients,
                                                         const KeyScales& scales, int64_t bk,
                                                         int64_t j0, int first, const Sum& sum) {
-  const int width = static_cast<int>(2 * params.M);
+  const int width = static_cast<int>(padded_columns(2 * params.M));
   for_keys(params, logits, bk, j0, [&](int half, int64_t j, bool hidden) {
     float* row = gradients.phi_k + (bk * params.S + j) * width + first;
-    for_columns<F>(width - first, [&](int f, int n, int c) {
-      row[f] = hidden ? 0 : sum(half, n, c) * scales.features;
+    for_pairs<F>([&](int f, int n) {
+      if (f >= width - first) return;
+      store_vector(row + f, hidden ? make_float2(0, 0)
+                                   : make_float2(sum(half, n, 0) * scales.features,
+                                                 sum(half, n, 1) * scales.features));
     });
   });
 }
@@ -91,11 +97,16 @@ __device__ __forceinline__ void store_value_gradients(const AttentionBackwardPar
                                                       const float* logits, const KeyScales& scales,
                                                       int64_t b, int64_t key_head, int64_t j0,
                                                       int first, const Sum& sum) {
-  const Tokens grad_value(params.grad_value, b, key_head);
+  const Array& grad_value = params.grad_value;
+  const RowPairs pairs(grad_value);
+  const int64_t head = b * grad_value.stride[0] + key_head * grad_value.stride[1];
   for_keys(
       params, logits, b * params.key_heads + key_head, j0, [&](int half, int64_t j, bool hidden) {
-        for_columns<V>(static_cast<int>(params.d_v) - first, [&](int column, int n, int c) {
-          grad_value.store<float>(j, first + column, hidden ? 0 : sum(half, n, c) * scales.value);
+        for_pairs<V>([&](int column, int n) {
+          pairs.store(
+              head + j * grad_value.stride[2], first + column, params.d_v,
+              hidden ? make_float2(0, 0)
+                     : make_float2(sum(half, n, 0) * scales.value, sum(half, n, 1) * scales.value));
         });
       });
 }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "attention/cuda/folded.h"
+#include "attention/cuda/fragments.h"
 #include "attention/cuda/tiles.h"
 #include "support/cuda/intrinsics.h"
 
@@ -15,12 +16,6 @@ constexpr int kWarps = 4;
 constexpr int kFoldedThreads = kWarps * 32;
 constexpr int kStep = 64;  // tokens that a block passes by at a time
 constexpr int kStages = 2;
-
-// Rows of 128 n bytes; the 16-byte chunk is turned by the row, so that eight rows of one chunk lie
-// in different banks.
-__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
-  return row * row_bytes + ((chunk & ~7u) | ((chunk ^ row) & 7u)) * 16;
-}
 
 // Copies rows of 16-bit elements, kWidth of them in shared memory: a thread takes one 16-byte
 // column, and every kRowStep-th row of it. The rows' places differ by constants: kRowStep is a
@@ -207,17 +202,12 @@ struct TileRange {
   }
 };
 
-// visit(column, n, c) for the columns that a thread has of a row of sums: c of tile n of 8.
+// visit(column, n) for the pairs of neighbouring columns that a thread has of a row of sums: those
+// of tile n of 8.
 template <int kWidth, typename Visit>
-__device__ __forceinline__ void for_columns(int columns, const Visit& visit) {
+__device__ __forceinline__ void for_pairs(const Visit& visit) {
 #pragma unroll
-  for (int n = 0; n < kWidth / 8; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int column = n * 8 + threadIdx.x % 4 * 2 + c;
-      if (column < columns) visit(column, n, c);
-    }
-  }
+  for (int n = 0; n < kWidth / 8; ++n) visit(n * 8 + static_cast<int>(threadIdx.x) % 4 * 2, n);
 }
 
 // The rows of the value that belong to a query head.

@@ -4,6 +4,7 @@
 // do not depend on the scores, so that no score enters an exponential.
 #include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
+#include "attention/cuda/turn_products.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -132,8 +133,10 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
   if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (why_no_tensor_cores(params) == nullptr) {
+      TurnOperands operands;
       FoldedTokens folded;
-      if (const char* error = fold_tokens(params, executor, tokens.keys, false, folded)) {
+      if (const char* error = prepare_turns(params, executor, operands)) return error;
+      if (const char* error = fold_tokens(params, executor, operands, tokens.keys, false, folded)) {
         return error;
       }
       return folded_forward(params, executor, folded);

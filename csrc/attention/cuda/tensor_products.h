@@ -1,128 +1,196 @@
-// Products of float32 matrices on tensor cores, nearly as exact as on the ordinary units: a factor
-// is one or two numbers of TF32, of 11 bits each.
+// Products of matrices on tensor cores, nearly as exact as float32: a factor is one or two numbers
+// of TF32, of 11 bits each. Operands lie in shared memory in slices of 64 columns, as float32 or in
+// 16 bits, which one number of TF32 holds.
 #pragma once
 
+#include "attention/cuda/fragments.h"
 #include "attention/cuda/tiles.h"
-#include "support/cuda/intrinsics.h"
 
 namespace ikattn::cuda {
 namespace {
 
 constexpr int kProductThreads = 128;
-constexpr int kProductDepth = 32;  // at a time
-// Of a row in shared memory: lanes g, t read row g, column t, from 32 different banks.
-constexpr int kProductPitch = kProductDepth + 4;
-constexpr int64_t kProductShared = 2 * kTile * kProductPitch * int64_t{sizeof(float)};
+constexpr int kSliceColumns = 64;
 
-// Where a thread's elements of a 64 x 64 product are: a warp has 32 x 32 of them.
-struct ProductTile {
-  int row0, column0;
-
-  __device__ ProductTile() {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    row0 = warp / 2 * 32 + lane / 4;
-    column0 = warp % 2 * 32 + lane % 4 * 2;
-  }
-  // Of sums[m][n][c].
-  __device__ __forceinline__ int row(int m, int c) const { return row0 + 16 * m + 8 * (c / 2); }
-  __device__ __forceinline__ int column(int n, int c) const { return column0 + 8 * n + c % 2; }
+// A lane's share of 16 rows and 16 columns of an operand:
+//   element[i][c]   row g + 8 (i % 2), column 2t + c + 8 (i / 2)
+// Which of a product's eight inner places has which column is of no account as long as both
+// operands agree: a lane's two neighbours stand where the instruction's table has t and t + 4. So
+// one block is A, and is B by columns; and sums are A of the next product.
+struct Block {
+  float element[4][2];
 };
-using ProductSums = float[2][4][4];
-
-// Calls visit(row, column, sum) for the thread's elements.
-template <typename Visit>
-__device__ __forceinline__ void visit_product(const ProductTile& at, const ProductSums& sums,
-                                              const Visit& visit) {
+// Of a tile's sums, two of 8 columns side by side.
+__device__ __forceinline__ Block block_of(const float (&sums)[2][4]) {
+  Block block;
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
+  for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) visit(at.row(m, c), at.column(n, c), sums[m][n][c]);
-    }
+    for (int c = 0; c < 2; ++c) block.element[i][c] = sums[i / 2][i % 2 * 2 + c];
   }
+  return block;
 }
 
-// The memory order of an operand, which its copy follows.
-enum class Contiguous { kDepth, kRows };
+// TF32 numbers that an element is taken for.
+template <typename T>
+constexpr int kTf32Parts = sizeof(T) == 2 ? 1 : 2;
 
-// kTile rows of an operand and kProductDepth columns from `first` on; load(row, k) gives 0 where
-// there is nothing, and is not asked beyond `depth`.
-template <Contiguous kOrder, typename Load>
-__device__ __forceinline__ void fill_operand(Shared<float> operand, int64_t first, int64_t depth,
-                                             const Load& load) {
-  for (int index = threadIdx.x; index < kTile * kProductDepth; index += kProductThreads) {
-    const bool along = kOrder == Contiguous::kDepth;
-    const int row = along ? index / kProductDepth : index % kTile;
-    const int k = along ? index % kProductDepth : index / kTile;
-    operand[row * kProductPitch + k] = first + k < depth ? load(row, first + k) : 0.0f;
-  }
-}
-
-// kParts TF32 numbers that make up x.
+// A block as kParts TF32 numbers each: what one does not hold is cut off, or the next part.
 template <int kParts>
-struct Tf32Parts {
-  uint32_t part[kParts];
+struct Tf32Block {
+  uint32_t part[kParts][4][2];
 
-  Tf32Parts() = default;
-  __device__ __forceinline__ explicit Tf32Parts(float x) {
-    const float leading = tf32_part(x);
-    part[0] = __float_as_uint(leading);
-    if constexpr (kParts > 1) part[1] = __float_as_uint(x - leading);
+  Tf32Block() = default;
+  __device__ __forceinline__ explicit Tf32Block(const Block& block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float x = block.element[i][c], leading = kParts > 1 ? tf32_part(x) : x;
+        part[0][i][c] = __float_as_uint(leading);
+        if constexpr (kParts > 1) part[1][i][c] = __float_as_uint(x - leading);
+      }
+    }
   }
 };
 
-// sums[row][column] += sum_k left(row, k) right(column, k) over `depth`, in shared memory of
-// kProductShared bytes.
-//   kLeftParts, kRightParts: TF32 numbers that each factor is taken for: 1 where it has 11 bits
-template <int kLeftParts, Contiguous kLeftOrder, int kRightParts, Contiguous kRightOrder,
-          typename Left, typename Right>
-__device__ __forceinline__ void add_product(int64_t depth, const Left& left, const Right& right,
-                                            Shared<float> shared, ProductSums& sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  Shared<float> a = shared, b = shared + kTile * kProductPitch;
-  Shared<const float> rows = a + ((warp / 2 * 32 + g) * kProductPitch + t);
-  Shared<const float> columns = b + ((warp % 2 * 32 + g) * kProductPitch + t);
-  for (int64_t first = 0; first < depth; first += kProductDepth) {
-    __syncthreads();  // nobody reads what was there
-    fill_operand<kLeftOrder>(a, first, depth, left);
-    fill_operand<kRightOrder>(b, first, depth, right);
-    __syncthreads();
+// sums += left right^T: 16 rows of left and 16 of right, along their 16 columns.
+template <int kLeftParts, int kRightParts>
+__device__ __forceinline__ void multiply(float (&sums)[2][4], const Tf32Block<kLeftParts>& left,
+                                         const Tf32Block<kRightParts>& right) {
+  // The small products first; small times small is below what float32 holds.
 #pragma unroll
-    for (int k = 0; k < kProductDepth; k += 8) {
-      Tf32Parts<kLeftParts> x[2][4];
+  for (int p = kLeftParts - 1; p >= 0; --p) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+    for (int q = kRightParts - 1; q >= 0; --q) {
+      if (p + q > 1) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = rows[(16 * m + 8 * (i % 2)) * kProductPitch + k + 4 * (i / 2)];
-          x[m][i] = Tf32Parts<kLeftParts>(value);
-        }
-      }
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t (&low)[2] = left.part[p][2 * half];
+        const uint32_t (&high)[2] = left.part[p][2 * half + 1];
+        const uint32_t a[4] = {low[0], high[0], low[1], high[1]};
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float low = columns[8 * n * kProductPitch + k];
-        const float high = columns[8 * n * kProductPitch + k + 4];
-        const Tf32Parts<kRightParts> y[2] = {Tf32Parts<kRightParts>(low),
-                                             Tf32Parts<kRightParts>(high)};
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          // The small products first; small times small is below what float32 holds.
-#pragma unroll
-          for (int p = kLeftParts - 1; p >= 0; --p) {
-#pragma unroll
-            for (int q = kRightParts - 1; q >= 0; --q) {
-              if (p + q > 1) continue;
-              const uint32_t parts[4] = {x[m][0].part[p], x[m][1].part[p], x[m][2].part[p],
-                                         x[m][3].part[p]};
-              mma_m16n8k8_tf32(sums[m][n], parts, y[0].part[q], y[1].part[q]);
-            }
-          }
+        for (int n = 0; n < 2; ++n) {
+          const uint32_t (&b)[2] = right.part[q][2 * half + n];
+          mma_m16n8k8_tf32(sums[n], a, b[0], b[1]);
         }
       }
     }
   }
 }
+
+// Rows of kSliceColumns of T in shared memory.
+template <typename T>
+struct Slice {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4);
+  static constexpr bool kIsFloat = sizeof(T) == 4;
+  // Of float32: lanes g, t read row g, columns 2t and 2t + 1, half a warp at a time, from different
+  // banks. 16 bits are swizzled.
+  static constexpr uint32_t kRowBytes = kIsFloat ? (kSliceColumns + 8) * 4 : kSliceColumns * 2;
+
+  Shared<unsigned char> memory;
+
+  __device__ static __forceinline__ uint32_t place(uint32_t row, uint32_t chunk) {
+    return kIsFloat ? row * kRowBytes + chunk * 16 : swizzled(row, chunk, kRowBytes);
+  }
+  // Begins to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes; zeros
+  // from the `count`-th row and the `columns`-th column on.
+  template <int kRows>
+  __device__ __forceinline__ void begin(int row0, const T* rows, int64_t stride, int64_t columns,
+                                        int64_t count) const {
+    constexpr int kWidth = 16 / sizeof(T), kChunks = kSliceColumns / kWidth;
+    constexpr int kRowStep = kProductThreads / kChunks;
+    static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0);
+    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int64_t left = columns - chunk * kWidth;
+    const int bytes = left <= 0 ? 0 : left < kWidth ? static_cast<int>(left * sizeof(T)) : 16;
+    const T* from = rows + row * stride + chunk * kWidth;
+    uint32_t to = shared_address(memory) + place(row0 + row, chunk);
+#pragma unroll 2
+    for (int step = 0; step < kRows / kRowStep; ++step) {
+      const bool there = bytes > 0 && row + step * kRowStep < count;
+      cp_async_16(to, there ? from : rows, there ? bytes : 0);
+      from += kRowStep * stride;
+      to += kRowStep * kRowBytes;
+    }
+  }
+
+  // The same of two sources side by side, all rows of 32 columns.
+  template <int kRows>
+  __device__ __forceinline__ void begin_halves(const T* left, const T* right, int64_t stride,
+                                               int64_t count) const {
+    constexpr int kHalf = kSliceColumns / 2;
+    const bool is_right = threadIdx.x % (kSliceColumns * sizeof(T) / 16) >= kHalf * sizeof(T) / 16;
+    begin<kRows>(0, is_right ? right - kHalf : left, stride, kSliceColumns, count);
+  }
+
+  // 16 rows and 16 columns, from multiples of 16 on.
+  __device__ __forceinline__ Block block(int row0, int column0) const {
+    const int lane = threadIdx.x % 32;
+    Block result;
+    if constexpr (kIsFloat) {
+      Shared<const float> from = shared_cast<float>(memory);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = row0 + lane / 4 + 8 * (i % 2),
+                  column = column0 + lane % 4 * 2 + 8 * (i / 2);
+        const float2 two = load_vector<float2>(from + row * (kRowBytes / 4) + column);
+        result.element[i][0] = two.x;
+        result.element[i][1] = two.y;
+      }
+    } else {
+      uint32_t registers[4];
+      ldmatrix_x4(registers, shared_address(memory) + row0 * kRowBytes +
+                                 place(lane % 16, column0 / 8 + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) set(result, i, registers[i]);
+    }
+    return result;
+  }
+  // Those of the transposed slice: columns of this one are its rows.
+  __device__ __forceinline__ Block transposed_block(int row0, int column0) const {
+    const int lane = threadIdx.x % 32;
+    Block result;
+    if constexpr (kIsFloat) {
+      Shared<const float> from = shared_cast<float>(memory);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int row = row0 + lane % 4 * 2 + c + 8 * (i / 2);
+          const int column = column0 + lane / 4 + 8 * (i % 2);
+          result.element[i][c] = from[row * (kRowBytes / 4) + column];
+        }
+      }
+    } else {
+      uint32_t registers[4];
+      ldmatrix_x4_trans(registers, shared_address(memory) + row0 * kRowBytes +
+                                       place(lane % 16, column0 / 8 + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) set(result, i, registers[i / 2 + i % 2 * 2]);
+    }
+    return result;
+  }
+  // Two neighbours, from an even column on.
+  __device__ __forceinline__ float2 pair(int row, int column) const {
+    const uint32_t at = place(row, column * sizeof(T) / 16) + column * sizeof(T) % 16;
+    if constexpr (kIsFloat) {
+      return load_vector<float2>(shared_cast<float>(memory + at));
+    } else {
+      Shared<const uint32_t> two = shared_cast<uint32_t>(memory + at);
+      return unpack<T>(two[0]);
+    }
+  }
+
+ private:
+  __device__ static __forceinline__ void set(Block& block, int i, uint32_t two) {
+    if constexpr (!kIsFloat) {
+      const float2 both = unpack<T>(two);
+      block.element[i][0] = both.x;
+      block.element[i][1] = both.y;
+    }
+  }
+};
 
 }  // namespace
 }  // namespace ikattn::cuda

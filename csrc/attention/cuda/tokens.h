@@ -11,6 +11,7 @@ template <typename T>
 struct SplitLogits {
   T* high;
   T* low;
+  T* norms = nullptr;  // of keys: |k|_p, where its gradient needs it
 };
 
 // What every pair kernel reads of the tokens, in the compute type.
@@ -50,10 +51,16 @@ inline bool wants_keys(const AttentionBackwardParams& params) {
   return params.grad_key || params.grad_key_bias || params.grad_value || wants_frequencies(params);
 }
 
+// Of an array that may be absent.
+template <typename T>
+inline T* data_of(const Array& array) {
+  return array ? static_cast<T*>(array.data) : nullptr;
+}
+
 // What the pairs leave to the tokens.
 template <typename T>
 struct PairGradients {
-  T* phi_q;   // [B, H, L, F]
+  T* phi_q;   // [B, H, L, F], F in 16 bits' rows where tensor cores made them
   T* phi_k;   // [B, key_heads, S, F]
   T* logits;  // [B, key_heads, S], for the magnitude's part of grad_key and for key_bias
 };
@@ -62,8 +69,7 @@ struct PairGradients {
 // grad_w2 added to, those that are there.
 template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const SplitLogits<T>& keys, const PairGradients<T>& gradients,
-                            bool tensor_cores);
+                            const SplitLogits<T>& keys, const PairGradients<T>& gradients);
 
 // The same of ikattn::features: params.features holds the incoming gradients.
 template <typename T>

@@ -129,6 +129,13 @@ __device__ __forceinline__ float fast_rsqrt(float x) {
   return result;
 }
 
+// To nearest, ties away from zero.
+__device__ __forceinline__ float tf32_rounded(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return __uint_as_float(bits);
+}
+
 // Sine and cosine of 2 pi turns, absolute error about 5e-7: __sincosf is that good near zero only.
 __device__ __forceinline__ void fast_sincos_turns(float turns, float* sine, float* cosine) {
   __sincosf(6.2831853f * (turns - rintf(turns)), sine, cosine);

@@ -13,6 +13,15 @@ const Case kHalfCases[] = {
     {.name = "not_a_multiple_of_8", .L = 20, .S = 30, .d_v = 12, .bias = true},
     one_head({.name = "tiles", .L = 130, .S = 130, .d = 8, .d_v = 64, .M = 64}),
     one_head({.name = "narrow_features_wide_value", .L = 33, .S = 65, .d = 8, .d_v = 72, .M = 20}),
+    one_head({.name = "tokens_of_three_slices",
+              .L = 20,
+              .S = 70,
+              .d = 136,
+              .d_v = 8,
+              .M = 66,
+              .stationary = true,
+              .p = 1.5}),
+    one_head({.name = "shares_of_tokens", .L = 530, .S = 20, .d = 8, .d_v = 8}),
     one_head(
         {.name = "wide_heads_and_odd_frequencies", .L = 70, .S = 65, .d = 70, .d_v = 8, .M = 33}),
     {.name = "causal", .B = 1, .L = 150, .S = 150, .d_v = 16, .M = 9, .causal = true},
@@ -243,15 +252,16 @@ TEST(HalfAttentionOnDevice, SharedKeysErrByTheirRoundings) {
 TEST(HalfAttentionOnDevice, FitsTheLeastSharedMemory) {
   simt::set_shared_limit(99 * 1024);
   for (const int64_t d_v : {64, 128, 256}) {
-    for (const auto& [masking, causal] : {std::pair{Masking::kNone, false},
-                                          {Masking::kNone, true},
-                                          {Masking::kBool, false},
-                                          {Masking::kFloat, false}}) {
-      Case c = one_head({.name = "wide", .L = 2, .S = 3, .d_v = d_v, .M = 64});
+    for (const auto& [type, masking, causal] :
+         {std::tuple{ElementType::kBFloat16, Masking::kNone, false},
+          {ElementType::kFloat16, Masking::kNone, true},
+          {ElementType::kFloat32, Masking::kNone, false},
+          {ElementType::kBFloat16, Masking::kBool, false},
+          {ElementType::kFloat32, Masking::kFloat, false}}) {
+      Case c = one_head({.name = "wide", .L = 2, .S = 3, .d = d_v, .d_v = d_v, .M = 64});
       c.masking = masking;
       c.causal = causal;
-      c.type = ElementType::kBFloat16;
-      Call call(c);
+      Call call(c = of_type(c, type));
       device_results(call, c);  // expects that nothing is refused
     }
   }

@@ -88,6 +88,11 @@ inline float fast_exp2(float x) { return simt::flush(exp2f(x)); }
 inline float fast_sqrt(float x) { return sqrtf(simt::flush(x)); }
 inline float fast_rsqrt(float x) { return 1.0f / sqrtf(simt::flush(x)); }
 
+inline float tf32_rounded(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return x - x == 0 ? __uint_as_float((bits + 0x1000u) & 0xffffe000u) : x;
+}
+
 inline void fast_sincos_turns(float turns, float* sine, float* cosine) {
   sincospif(2.0f * (turns - rintf(turns)), sine, cosine);
 }

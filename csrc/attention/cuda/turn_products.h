@@ -1,0 +1,182 @@
+// Turns of tokens, x . w1 and x . w2, on tensor cores: what the kernels that make features of them,
+// and those that take gradients back, share.
+//
+// Frequencies are rows here, as tokens are. A block owns 128 tokens and passes along the
+// frequencies, 32 at a time, or owns 64 frequencies and passes along the tokens; either way by
+// slices of 64 columns, so that nothing it holds depends on sizes. Sines and cosines of a turn are
+// good to 1e-6.
+#pragma once
+
+#include "attention/cuda/feature_source.h"
+#include "attention/cuda/folded.h"
+#include "attention/cuda/tensor_products.h"
+
+namespace ikattn::cuda {
+
+// Frequencies as rows: [frequency_batches, frequency_heads, w1 and w2, rows, columns], where rows
+// are M and columns d, both rounded up to multiples of 64, and zeros.
+struct FrequencyRows {
+  const float* data;
+  int64_t rows, columns;
+
+  __host__ __device__ int64_t set_size() const { return rows * columns; }
+};
+
+// What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
+struct TurnOperands {
+  FeatureSource queries, keys;
+  FrequencyRows frequencies;
+};
+const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
+                          TurnOperands& operands);
+
+// Where the features go, as rows of Half, and what those of keys are multiplied with.
+struct FeatureDestination {
+  Half* phi_q;          // [B, H, L, padded F]
+  Half* phi_k;          // [B, key_heads, S, padded F]
+  const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
+  const float* scales;  // [B, key_heads, S]
+};
+//   clean: features of queries that are not finite become zero
+const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
+                                const FeatureDestination& destination, bool clean, Stream stream);
+
+// token_gradients() of gradients of features in rows as tensor cores have them.
+const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                           const TurnOperands& operands, const SplitLogits<float>& keys,
+                           const PairGradients<float>& gradients);
+
+namespace {
+
+constexpr int kTurnTokens = 128;
+constexpr int kTurnFrequencies = 32;
+
+// sums[m][n] += left(m) right(n)^T: 16 rows from left_row(m) and from right_row(n) on, along 64
+// columns.
+template <typename LeftT, typename RightT, int kRows, int kColumns, typename LeftRow,
+          typename RightRow>
+__device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2][4],
+                                                const Slice<LeftT>& left, const LeftRow& left_row,
+                                                const Slice<RightT>& right,
+                                                const RightRow& right_row) {
+#pragma unroll 1
+  for (int k = 0; k < kSliceColumns; k += 16) {
+    Tf32Block<kTf32Parts<LeftT>> a[kRows];
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      a[m] = Tf32Block<kTf32Parts<LeftT>>(left.block(left_row(m), k));
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const Tf32Block<kTf32Parts<RightT>> b(right.block(right_row(n), k));
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) multiply(sums[m][n], a[m], b);
+    }
+  }
+}
+
+// One side's tokens of one head, and its frequencies.
+template <typename T>
+struct TurnRows {
+  const T* x;
+  const float* w;
+  int64_t x_stride;  // of tokens
+
+  __device__ TurnRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
+                      int64_t b, int64_t head)
+      : x(static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
+          head * source.x_heads / source.heads * source.x.stride[1]),
+        w(frequencies.data + ((source.frequency_batches == 1 ? 0 : b) * source.frequency_heads +
+                              head * source.frequency_heads / source.heads) *
+                                 sets * frequencies.set_size()),
+        x_stride(source.x.stride[2]) {}
+};
+
+// A block's 128 tokens of one head, a warp's 32 of these, and 32 frequencies at a time.
+template <typename T, int kSets>
+struct TokenTile {
+  static constexpr uint32_t kFrequencyBytes = kSets * kTurnFrequencies * Slice<float>::kRowBytes;
+  static constexpr uint32_t kBytes = kTurnTokens * Slice<T>::kRowBytes + kFrequencyBytes;
+
+  const FeatureSource& source;
+  const FrequencyRows& frequencies;
+  int64_t bh, first;  // the head among all batches', the first token
+  int64_t b, head;
+  TurnRows<T> rows;
+  Slice<float> w;  // of w1, then of w2
+  Slice<T> x;
+
+  __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared)
+      : source(s),
+        frequencies(f),
+        bh(blockIdx.x / ((s.N + kTurnTokens - 1) / kTurnTokens)),
+        first(blockIdx.x % ((s.N + kTurnTokens - 1) / kTurnTokens) * kTurnTokens),
+        b(bh / s.heads),
+        head(bh % s.heads),
+        rows(s, f, kSets, b, head),
+        w{shared},
+        x{shared + kFrequencyBytes} {}
+
+  // The thread's token in rows m of the warp's two tiles of 16.
+  __device__ __forceinline__ int row(int m, int half) const {
+    return threadIdx.x / 32 * 32 + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+  }
+  // turns[m][set * 2 + n]: the warp's tokens by frequencies m0 + 16 n and on. The slice of columns
+  // `last` comes last, and stays; begin_more() begins to copy more with it.
+  template <typename BeginMore>
+  __device__ __forceinline__ void make_turns(int64_t m0, int last,
+                                             float (&turns)[2][2 * kSets][2][4],
+                                             const BeginMore& begin_more) const {
+    const int slices = static_cast<int>(frequencies.columns / kSliceColumns);
+    for (int step = 1; step <= slices; ++step) {
+      const int slice = (last + step) % slices;
+      const int64_t column = int64_t{slice} * kSliceColumns;
+      __syncthreads();  // nobody reads what was there
+      if (slices > 1 || m0 == 0) {
+        x.template begin<kTurnTokens>(0, rows.x + first * rows.x_stride + column, rows.x_stride,
+                                      source.d - column, source.N - first);
+      }
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        w.begin<kTurnFrequencies>(
+            set * kTurnFrequencies,
+            rows.w + set * frequencies.set_size() + m0 * frequencies.columns + column,
+            frequencies.columns, kSliceColumns, kTurnFrequencies);
+      }
+      if (step == slices) begin_more();
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+      multiply_slices(
+          turns, x, [&](int m) { return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m; }, w,
+          [](int n) { return 16 * n; });
+    }
+  }
+};
+
+// Where cosines of frequencies m0, a multiple of 32, and on stand in rows of `width` features;
+// their sines are 32 or 64 columns further on.
+__host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
+  return width == 64 ? m0 : m0 / 64 * 128 + m0 % 64;
+}
+__host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 32 : 64; }
+
+// Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
+template <typename Launch>
+const char* launch_turns(const FeatureSource& source, const Launch& launch) {
+  const auto of_type = [&]<typename T>() {
+    return source.stationary() ? launch.template operator()<T, 1>()
+                               : launch.template operator()<T, 2>();
+  };
+  switch (source.x.type) {
+    case ElementType::kFloat32:
+      return of_type.template operator()<float>();
+    case ElementType::kBFloat16:
+      return of_type.template operator()<BFloat16>();
+    default:
+      return of_type.template operator()<Half>();
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
