@@ -34,16 +34,18 @@ __device__ __forceinline__ Block finite_of(Block block) {
   return block;
 }
 
-// sums[n] += left right, where `left` has 16 columns and right's 16 rows begin at row0; 16 columns
-// of right in each sums[n].
-template <int kLeftParts, int kRightParts, typename T, typename Clean>
-__device__ __forceinline__ void multiply_by_rows(float (&sums)[4][2][4],
-                                                 const Tf32Block<kLeftParts>& left,
+// sums[m][n] += left[m] right, where `left` has 16 columns and right's 16 rows begin at row0; 16
+// columns of right in each sums[.][n].
+template <int kParts, int kRows, typename T, typename Clean>
+__device__ __forceinline__ void multiply_by_rows(float (&sums)[kRows][4][2][4],
+                                                 const Tf32Block<kParts> (&left)[kRows],
                                                  const Slice<T>& right, int row0,
                                                  const Clean& clean) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    multiply(sums[n], left, rounded<kRightParts>(clean(right.transposed_block(row0, 16 * n))));
+    const Tf32Block<kParts> block = rounded<kParts>(clean(right.transposed_block(row0, 16 * n)));
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) multiply(sums[m][n], left[m], block);
   }
 }
 
@@ -83,14 +85,15 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       incoming.begin_halves<kTurnTokens>(from, from + sine_step(width), width, left);
     });
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int row = tile.row(m, half), column = 16 * n + 8 * j + 2 * t;
+            __syncwarp();  // as below: or ptxas would load more ahead than registers hold
             const float2 grad_cos = incoming.pair(row, column);
             const float2 grad_sin = incoming.pair(row, kTurnFrequencies + column);
 #pragma unroll
@@ -101,13 +104,14 @@ __global__ void __launch_bounds__(kProductThreads, 2)
             }
           }
         }
+      }
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) {
-          const Tf32Block<kParts> left_block = rounded<kParts>(block_of(turns[m][2 * set + n]));
-          multiply_by_rows<kParts, kParts>(sums[m], left_block, tile.w,
-                                           set * kTurnFrequencies + 16 * n,
-                                           [](const Block& block) { return block; });
-        }
+      for (int set = 0; set < kSets; ++set) {
+        __syncwarp();
+        const Tf32Block<kParts> left_blocks[2] = {rounded<kParts>(block_of(turns[0][2 * set + n])),
+                                                  rounded<kParts>(block_of(turns[1][2 * set + n]))};
+        multiply_by_rows(sums, left_blocks, tile.w, set * kTurnFrequencies + 16 * n,
+                         [](const Block& block) { return block; });
       }
     }
   }
@@ -220,13 +224,14 @@ __global__ void __launch_bounds__(kProductThreads, 2)
             }
           }
         }
+        Tf32Block<kParts> left_blocks[kSets];
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-          const Tf32Block<kParts> left_block = rounded<kParts>(block_of(turns[set][n]));
-          // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
-          multiply_by_rows<kParts, kParts>(sums[set], left_block, x, 16 * n,
-                                           [](const Block& tokens) { return finite_of(tokens); });
+          left_blocks[set] = rounded<kParts>(block_of(turns[set][n]));
         }
+        // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
+        multiply_by_rows(sums, left_blocks, x, 16 * n,
+                         [](const Block& tokens) { return finite_of(tokens); });
       }
     }
   }
