@@ -68,7 +68,8 @@ template <typename T, int kSets>
 __global__ void __launch_bounds__(kProductThreads, 2)
     turn_token_kernel(FeatureSource source, FrequencyRows frequencies, const float* grad_phi,
                       int64_t width, Array out, Magnitude<float> magnitude) {
-  constexpr int kParts = kTf32Parts<T>;  // of gradients and frequencies
+  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
+  constexpr int kParts = 2;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const TokenTile<T, kSets> tile(source, frequencies, shared);
   // Of the cosines and the sines of 32 frequencies, next to each other.
@@ -93,7 +94,6 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int row = tile.row(m, half), column = 16 * n + 8 * j + 2 * t;
-            __syncwarp();  // as below: or ptxas would load more ahead than registers hold
             const float2 grad_cos = incoming.pair(row, column);
             const float2 grad_sin = incoming.pair(row, kTurnFrequencies + column);
 #pragma unroll
@@ -107,7 +107,6 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       }
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        __syncwarp();
         const Tf32Block<kParts> left_blocks[2] = {rounded<kParts>(block_of(turns[0][2 * set + n])),
                                                   rounded<kParts>(block_of(turns[1][2 * set + n]))};
         multiply_by_rows(sums, left_blocks, tile.w, set * kTurnFrequencies + 16 * n,
