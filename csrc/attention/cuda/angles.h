@@ -18,7 +18,7 @@ __device__ __forceinline__ void sincos_turns(double turns, double& sine, double&
   sincospi(2 * (turns - rint(turns)), &sine, &cosine);
 }
 
-// Of a token's turns x . w1 and x . w2; where both are one, of twice the first.
+// Of a token's turns x . w1 and x . w2; stationary: the first stands for both.
 template <typename T>
 struct Angle {
   T sin1, cos1, sin2, cos2;
@@ -38,8 +38,8 @@ struct Frequencies {
 
   __device__ Frequencies(const FeatureSource& source, const Array& array, int64_t b, int64_t head)
       : w(&array),
-        base((source.frequency_batches == 1 ? 0 : b) * array.stride[0] +
-             head * source.frequency_heads / source.heads * array.stride[1]) {}
+        base(source.frequency_batch(b) * array.stride[0] +
+             source.frequency_head(head) * array.stride[1]) {}
   template <typename T>
   __device__ __forceinline__ T load(int64_t c, int64_t m) const {
     return load_element<T>(*w, base + c * w->stride[2] + m * w->stride[3]);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b,
 template <typename T>
 __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t first, Shared<T> x) {
-  const Tokens tokens(source.x, b, head * source.x_heads / source.heads);
+  const Tokens tokens(source.x, b, source.x_head(head));
   const int64_t pitch = token_pitch(source.d);
   for (int64_t index = threadIdx.x; index < kTokens * pitch; index += kTokenThreads) {
     const int64_t token = first + index / pitch, c = index % pitch;

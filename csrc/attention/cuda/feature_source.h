@@ -13,6 +13,10 @@ struct FeatureSource {
   int64_t B, heads, x_heads, N, d, M, frequency_heads, frequency_batches;
 
   __host__ __device__ bool stationary() const { return w2.type == ElementType::kNone; }
+  // What a head of a batch has of x, w1 and w2.
+  __device__ int64_t x_head(int64_t head) const { return head * x_heads / heads; }
+  __device__ int64_t frequency_head(int64_t head) const { return head * frequency_heads / heads; }
+  __device__ int64_t frequency_batch(int64_t b) const { return frequency_batches == 1 ? 0 : b; }
 };
 
 // Of the queries, or the keys, of a call; of ikattn::features.

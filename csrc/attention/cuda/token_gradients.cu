@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTile;
   const int64_t b = bh / source.heads, head = bh % source.heads, c0 = int64_t{blockIdx.y} * kTile;
   const Frequencies w1(source, source.w1, b, head), w2(source, source.w2, b, head);
-  const Tokens x(source.x, b, head * source.x_heads / source.heads), gradient(out, b, head);
+  const Tokens x(source.x, b, source.x_head(head)), gradient(out, b, head);
   const auto turn_gradients = [&](int row, int64_t k) {
     if (first + row >= source.N) return T(0);
     const int64_t index = (bh * source.N + first + row) * source.M;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   T sums1[kPerThread][kPerThread] = {}, sums2[kPerThread][kPerThread] = {};
   for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
     const int64_t b = block.batch(unit), head = block.head(unit);
-    const Tokens x(source.x, b, head * source.x_heads / source.heads);
+    const Tokens x(source.x, b, source.x_head(head));
     const int64_t base = (b * source.heads + head) * source.N;
     for (int64_t token0 = block.first; token0 < block.end; token0 += kDepth) {
       __syncthreads();
@@ -203,21 +203,13 @@ const char* add_frequency_parts(const FeatureSource& source, const FrequencyPart
 template <typename T>
 const char* token_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             const SplitLogits<T>& keys, const PairGradients<T>& gradients) {
-  const int64_t F = 2 * params.M;
-  T* grad_w1 = data_of<T>(params.grad_w1);
-  T* grad_w2 = data_of<T>(params.grad_w2);
-  if (params.grad_query || wants_frequencies(params)) {
-    if (const char* error = side_gradients<T>(source_of(params, false),
-                                              contiguous(gradients.phi_q, params.H, params.L, F),
-                                              params.grad_query, grad_w1, grad_w2, {}, executor)) {
-      return error;
-    }
-  }
-  if (!params.grad_key && !wants_frequencies(params)) return nullptr;
-  const T* grad_logits = gradients.logits;
-  return side_gradients<T>(
-      source_of(params, true), contiguous(gradients.phi_k, params.key_heads, params.S, F),
-      params.grad_key, grad_w1, grad_w2, Magnitude<T>(params, keys, grad_logits), executor);
+  return for_sides(params, keys, gradients,
+                   [&](bool of_keys, T* grad_phi, const Array& grad_x, const auto& magnitude) {
+                     const FeatureSource source = source_of(params, of_keys);
+                     const Array rows = contiguous(grad_phi, source.heads, source.N, 2 * source.M);
+                     return side_gradients<T>(source, rows, grad_x, data_of<T>(params.grad_w1),
+                                              data_of<T>(params.grad_w2), magnitude, executor);
+                   });
 }
 
 template <typename T>

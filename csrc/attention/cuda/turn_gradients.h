@@ -24,6 +24,20 @@ struct Magnitude {
         scale(params.magnitude_scale) {}
 };
 
+// Calls side(of keys?, gradients of features, of tokens, magnitude) for the sides of which
+// gradients are asked for.
+template <typename T, typename Side>
+const char* for_sides(const AttentionBackwardParams& params, const SplitLogits<T>& keys,
+                      const PairGradients<T>& gradients, const Side& side) {
+  if (wants_queries(params)) {
+    if (const char* error = side(false, gradients.phi_q, params.grad_query, Magnitude<T>())) {
+      return error;
+    }
+  }
+  if (!params.grad_key && !wants_frequencies(params)) return nullptr;
+  return side(true, gradients.phi_k, params.grad_key, Magnitude<T>(params, keys, gradients.logits));
+}
+
 namespace {
 
 // Of a turn: 2 pi, twice where both are one.

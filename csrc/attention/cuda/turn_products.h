@@ -45,6 +45,11 @@ const char* write_turn_features(const AttentionParams& params, const TurnOperand
 const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                            const TurnOperands& operands, const SplitLogits<float>& keys,
                            const PairGradients<float>& gradients);
+// Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
+//   grad_phi [B, heads, N, padded F]
+const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
+                                     const float* grad_phi, float* grad_w1, float* grad_w2,
+                                     const DeviceExecutor& executor);
 
 namespace {
 
@@ -75,6 +80,35 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
   }
 }
 
+// Passes along the slices of rows, that of index `last` at the end, which stays: begin(slice)
+// begins to copy what visit() finds. Between two visits the block meets.
+template <typename Begin, typename Visit>
+__device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, int last,
+                                            const Begin& begin, const Visit& visit) {
+  const int slices = static_cast<int>(frequencies.columns / kSliceColumns);
+  for (int step = 1; step <= slices; ++step) {
+    __syncthreads();  // nobody reads what was there
+    begin((last + step) % slices);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    visit();
+  }
+}
+// Begins to copy a slice of kRows frequencies, of w1 and then of w2.
+template <int kRows, int kSets>
+__device__ __forceinline__ void begin_frequencies(const Slice<float>& to, const float* rows,
+                                                  const FrequencyRows& frequencies, int64_t m0,
+                                                  int slice) {
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    to.begin<kRows>(set * kRows,
+                    rows + set * frequencies.set_size() + m0 * frequencies.columns +
+                        int64_t{slice} * kSliceColumns,
+                    frequencies.columns, kSliceColumns, kRows);
+  }
+}
+
 // One side's tokens of one head, and its frequencies.
 template <typename T>
 struct TurnRows {
@@ -85,11 +119,19 @@ struct TurnRows {
   __device__ TurnRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
                       int64_t b, int64_t head)
       : x(static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
-          head * source.x_heads / source.heads * source.x.stride[1]),
-        w(frequencies.data + ((source.frequency_batches == 1 ? 0 : b) * source.frequency_heads +
-                              head * source.frequency_heads / source.heads) *
-                                 sets * frequencies.set_size()),
+          source.x_head(head) * source.x.stride[1]),
+        w(frequencies.data +
+          (source.frequency_batch(b) * source.frequency_heads + source.frequency_head(head)) *
+              sets * frequencies.set_size()),
         x_stride(source.x.stride[2]) {}
+
+  // Begins to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
+  template <int kRows>
+  __device__ __forceinline__ void begin(const Slice<T>& to, int64_t first, int64_t end, int64_t d,
+                                        int slice) const {
+    const int64_t column = int64_t{slice} * kSliceColumns;
+    to.template begin<kRows>(0, x + first * x_stride + column, x_stride, d - column, end - first);
+  }
 };
 
 // A block's 128 tokens of one head, a warp's 32 of these, and 32 frequencies at a time.
@@ -127,30 +169,21 @@ struct TokenTile {
   __device__ __forceinline__ void make_turns(int64_t m0, int last,
                                              float (&turns)[2][2 * kSets][2][4],
                                              const BeginMore& begin_more) const {
-    const int slices = static_cast<int>(frequencies.columns / kSliceColumns);
-    for (int step = 1; step <= slices; ++step) {
-      const int slice = (last + step) % slices;
-      const int64_t column = int64_t{slice} * kSliceColumns;
-      __syncthreads();  // nobody reads what was there
-      if (slices > 1 || m0 == 0) {
-        x.template begin<kTurnTokens>(0, rows.x + first * rows.x_stride + column, rows.x_stride,
-                                      source.d - column, source.N - first);
-      }
-#pragma unroll
-      for (int set = 0; set < kSets; ++set) {
-        w.begin<kTurnFrequencies>(
-            set * kTurnFrequencies,
-            rows.w + set * frequencies.set_size() + m0 * frequencies.columns + column,
-            frequencies.columns, kSliceColumns, kTurnFrequencies);
-      }
-      if (step == slices) begin_more();
-      cp_async_commit();
-      cp_async_wait<0>();
-      __syncthreads();
-      multiply_slices(
-          turns, x, [&](int m) { return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m; }, w,
-          [](int n) { return 16 * n; });
-    }
+    const bool is_whole = frequencies.columns == kSliceColumns;
+    pass_slices(
+        frequencies, last,
+        [&](int slice) {
+          if (!is_whole || m0 == 0) {
+            rows.template begin<kTurnTokens>(x, first, source.N, source.d, slice);
+          }
+          begin_frequencies<kTurnFrequencies, kSets>(w, rows.w, frequencies, m0, slice);
+          if (slice == last) begin_more();
+        },
+        [&] {
+          multiply_slices(
+              turns, x, [&](int m) { return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m; }, w,
+              [](int n) { return 16 * n; });
+        });
   }
 };
 
