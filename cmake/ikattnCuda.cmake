@@ -1,31 +1,16 @@
 # Whether the CUDA kernels are built, and how.
 
-# Sets IKATTN_CUDA in the caller, and `decision` to the words that say why.
+# Sets IKATTN_CUDA in the caller, IKATTN_NO_CUDA_REASON where it is off, and `decision` to the words that
+# say what was decided and why.
 function(ikattn_decide_cuda decision)
-  set(forced OFF)
-  if(NOT WITH_CUDA STREQUAL "AUTO")
-    if(NOT WITH_CUDA)
-      set(IKATTN_CUDA OFF PARENT_SCOPE)
-      set(${decision} "CPU only (WITH_CUDA=${WITH_CUDA})" PARENT_SCOPE)
-      return()
+  ikattn_why_no_cuda()
+  if(reason)
+    if(WITH_CUDA AND NOT WITH_CUDA STREQUAL "AUTO")
+      message(FATAL_ERROR "WITH_CUDA=${WITH_CUDA}, but ${reason}. "
+                          "Unset WITH_CUDA or set it to 0 to build the CPU library.")
     endif()
-    set(forced ON)
-  endif()
-  set(reason "")
-  if(NOT EXISTS "${IKATTN_TORCH_PREFIX}/lib/libc10_cuda.so")
-    set(reason "this torch has no CUDA")
-  else()
-    include(CheckLanguage)
-    check_language(CUDA)
-    if(NOT CMAKE_CUDA_COMPILER)
-      set(reason "this torch has CUDA, but no nvcc was found: put it on PATH or set CUDACXX")
-    endif()
-  endif()
-  if(reason AND forced)
-    message(FATAL_ERROR "WITH_CUDA=${WITH_CUDA}, but ${reason}. "
-                        "Unset WITH_CUDA or set it to 0 to build the CPU library.")
-  elseif(reason)
     set(IKATTN_CUDA OFF PARENT_SCOPE)
+    set(IKATTN_NO_CUDA_REASON "${reason}" PARENT_SCOPE)
     set(${decision} "CPU only (${reason})" PARENT_SCOPE)
     return()
   endif()
@@ -34,6 +19,32 @@ function(ikattn_decide_cuda decision)
   set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" PARENT_SCOPE)
   string(JOIN ", " architectures ${CMAKE_CUDA_ARCHITECTURES})
   set(${decision} "CUDA for ${architectures} (${architectures_reason})" PARENT_SCOPE)
+endfunction()
+
+# Sets `reason` in the caller; empty: nothing is in the way of CUDA kernels.
+function(ikattn_why_no_cuda)
+  set(oldest 12.5)  # whose runtime has cudaGetDriverEntryPointByVersion
+  set(reason "" PARENT_SCOPE)
+  if(NOT WITH_CUDA)
+    set(reason "WITH_CUDA=${WITH_CUDA}" PARENT_SCOPE)
+    return()
+  endif()
+  if(NOT EXISTS "${IKATTN_TORCH_PREFIX}/lib/libc10_cuda.so")
+    set(reason "this torch has no CUDA" PARENT_SCOPE)
+    return()
+  endif()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    set(reason "this torch has CUDA, but no nvcc was found: put it on PATH or set CUDACXX"
+        PARENT_SCOPE)
+    return()
+  endif()
+  execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE said ERROR_QUIET)
+  if(said MATCHES "release ([0-9]+\\.[0-9]+)" AND CMAKE_MATCH_1 VERSION_LESS oldest)
+    set(reason "${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_MATCH_1}, and ${oldest} is needed"
+        PARENT_SCOPE)
+  endif()
 endfunction()
 
 # CMAKE_CUDA_ARCHITECTURES: what the user says, else the GPU that is here, else what torch supports.

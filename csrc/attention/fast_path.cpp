@@ -3,6 +3,7 @@
 
 #include "attention/glue.h"
 #include "attention/linear_time_setting.h"
+#include "support/devices.h"
 #include "support/instruction_set.h"
 
 namespace ikattn {
@@ -14,21 +15,14 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   [[maybe_unused]] const AttentionSizes sizes =
       check_attention("why_not_fast", query, key, value, w1, w2, options);
-  const c10::DeviceType type = device.empty() ? query.device().type() : c10::Device(device).type();
-  if (type == c10::kCPU) {
+  const c10::Device where = device.empty() ? query.device() : c10::Device(device);
+  if (where.is_cpu()) {
     return instruction_set() == InstructionSet::kBaseline
                ? "the CPU kernels use neither AVX2 with FMA nor AVX-512: the processor has them "
-                 "not, "
-                 "or ATEN_CPU_CAPABILITY forbids them"
+                 "not, or ATEN_CPU_CAPABILITY forbids them"
                : "";
   }
-  if (type != c10::kCUDA) {
-    return "there are kernels for CPU and CUDA only, not for " + c10::DeviceTypeName(type, true);
-  }
-#if !defined(IKATTN_HAVE_CUDA)
-  return "this library was built without CUDA kernels, and a call on a GPU raises an error; "
-         "docs/building.md says how to build them";
-#else
+  if (const std::string reason = why_no_kernels(where); !reason.empty()) return reason;
   AttentionParams params;
   set_sizes(params, sizes);
   params.value = array_of(value);
@@ -44,7 +38,6 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
     return "the gradient of attn_mask is not computed on tensor cores";
   }
   return "";
-#endif
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

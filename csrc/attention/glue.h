@@ -199,11 +199,14 @@ struct AttentionOperators {
     const AttentionOptions options{IKATTN_OPTION_VALUES};
     const AttentionSizes sizes =
         check_attention("implicit_kernel_attention", query, key, value, w1, w2, options);
-    at::Tensor output = empty_output(query, sizes);
-    // float64: it stands in the backward's exponents, where float32 would cost |log Z| 6e-8 of
-    // every weight.
-    at::Tensor log_normalizer =
-        at::empty({sizes.B, sizes.H, sizes.L}, query.options().dtype(at::kDouble));
+    // The normalizer in float64: it stands in the backward's exponents, where float32 would cost
+    // |log Z| 6e-8 of every weight.
+    const auto [output, log_normalizer] =
+        with_memory_for("implicit_kernel_attention", "the output and its normalizer", [&] {
+          return std::pair{
+              empty_output(query, sizes),
+              at::empty({sizes.B, sizes.H, sizes.L}, query.options().dtype(at::kDouble))};
+        });
     AttentionParams params;
     Kept kept;
     set_common(params, sizes, query, key, w1, w2, options, kept);
@@ -240,39 +243,43 @@ struct AttentionOperators {
     params.output = array_of(output);
     params.log_normalizer = array_of(log_normalizer);
     params.grad_output = array_of(grad_output);
-    return run_backward(params, sizes, query, key, value, w1, options, wanted);
+    return run_backward(function, params, sizes, query, key, value, w1, options, wanted);
   }
 
   // The gradients of a call whose params are set but for them.
-  static AttentionGradients run_backward(AttentionBackwardParams& params,
+  static AttentionGradients run_backward(const char* function, AttentionBackwardParams& params,
                                          const AttentionSizes& sizes, const at::Tensor& query,
                                          const at::Tensor& key, const at::Tensor& value,
                                          const at::Tensor& w1, const AttentionOptions& options,
                                          std::array<bool, kAttentionGradients> wanted) {
     const at::ScalarType type = compute_type(query.scalar_type());
     const auto compute = query.options().dtype(type);
-    const auto fill = [&](bool want, const at::Tensor& gradient, Array& array) {
-      if (want) array = array_of(gradient);
+    const auto kept_in = [](Array& array, const at::Tensor& gradient) {
+      array = array_of(gradient);
       return gradient;
     };
     const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.frequency_heads,
                                                   sizes.d, sizes.M};
     at::Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
-    if (wanted[0]) grad_query = fill(true, at::empty_like(query), params.grad_query);
-    if (wanted[1]) grad_key = fill(true, key_side_gradient(key, params.key_heads), params.grad_key);
-    if (wanted[2]) {
-      grad_value = fill(true, key_side_gradient(value, params.key_heads), params.grad_value);
-    }
-    if (wanted[3]) grad_w1 = fill(true, at::zeros(frequency_sizes, compute), params.grad_w1);
-    if (wanted[4]) grad_w2 = fill(true, at::zeros(frequency_sizes, compute), params.grad_w2);
-    if (wanted[5]) {
-      grad_bias = fill(true, at::empty({sizes.B, params.key_heads, sizes.S}, compute),
-                       params.grad_key_bias);
-    }
-    if (wanted[6]) {
-      grad_mask = mask_gradient(*options.attn_mask, sizes, type);
-      params.grad_mask = array_of(grad_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
-    }
+    with_memory_for(function, "the gradients", [&] {
+      if (wanted[0]) grad_query = kept_in(params.grad_query, at::empty_like(query));
+      if (wanted[1]) {
+        grad_key = kept_in(params.grad_key, key_side_gradient(key, params.key_heads));
+      }
+      if (wanted[2]) {
+        grad_value = kept_in(params.grad_value, key_side_gradient(value, params.key_heads));
+      }
+      if (wanted[3]) grad_w1 = kept_in(params.grad_w1, at::zeros(frequency_sizes, compute));
+      if (wanted[4]) grad_w2 = kept_in(params.grad_w2, at::zeros(frequency_sizes, compute));
+      if (wanted[5]) {
+        grad_bias =
+            kept_in(params.grad_key_bias, at::empty({sizes.B, params.key_heads, sizes.S}, compute));
+      }
+      if (wanted[6]) {
+        grad_mask = mask_gradient(*options.attn_mask, sizes, type);
+        params.grad_mask = array_of(grad_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
+      }
+    });
     if (params.S < sizes.S) {
       for (const at::Tensor& gradient : {grad_key, grad_value, grad_bias}) {
         if (gradient.defined()) gradient.narrow(2, params.S, sizes.S - params.S).zero_();
@@ -305,9 +312,10 @@ struct AttentionOperators {
     Kept kept;
     set_common(params, sizes, query, key, w1, w2, options, kept);
     params.average_heads = average_heads;
-    const at::Tensor weights =
-        average_heads ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
-                      : at::empty({sizes.B, sizes.H, sizes.L, sizes.S}, query.options());
+    const at::Tensor weights = with_memory_for("implicit_kernel_weights", "the weights", [&] {
+      return average_heads ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
+                           : at::empty({sizes.B, sizes.H, sizes.L, sizes.S}, query.options());
+    });
     params.weights = array_of(average_heads ? weights.unsqueeze(1) : weights);
     Device::weights(params, query, pair_work(sizes));
     return weights;
@@ -350,8 +358,9 @@ struct AttentionOperators {
       forward.d_v = 1;
       Device::forward(forward, query, pair_work(sizes));
       const auto [a, b, c, d, e, f] = wanted;
-      const auto [of_query, of_key, of_value, of_w1, of_w2, of_bias, of_mask] = run_backward(
-          params, sizes, query, key, at::Tensor(), w1, options, {a, b, false, c, d, e, f});
+      const auto [of_query, of_key, of_value, of_w1, of_w2, of_bias, of_mask] =
+          run_backward(function, params, sizes, query, key, at::Tensor(), w1, options,
+                       {a, b, false, c, d, e, f});
       return {of_query, of_key, of_w1, of_w2, of_bias, of_mask};
     }
   }
@@ -359,7 +368,9 @@ struct AttentionOperators {
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2) {
     const FeatureSizes sizes = check_features(x, w1, w2);
-    at::Tensor features = at::empty({sizes.B, sizes.H, sizes.N, 2 * sizes.M}, x.options());
+    const at::Tensor features = with_memory_for("spectral_features", "the features", [&] {
+      return at::empty({sizes.B, sizes.H, sizes.N, 2 * sizes.M}, x.options());
+    });
     Device::features(features_params(sizes, x, w1, w2, features), false, x, feature_work(sizes));
     return features;
   }
@@ -377,9 +388,11 @@ struct AttentionOperators {
     const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d,
                                                   sizes.M};
     at::Tensor grad_x = not_wanted(x), grad_w1 = not_wanted(x), grad_w2 = not_wanted(x);
-    if (wanted[0]) params.grad_x = array_of(grad_x = at::empty_like(x));
-    if (wanted[1]) params.grad_w1 = array_of(grad_w1 = at::zeros(frequency_sizes, compute));
-    if (wanted[2]) params.grad_w2 = array_of(grad_w2 = at::zeros(frequency_sizes, compute));
+    with_memory_for(function, "the gradients", [&] {
+      if (wanted[0]) params.grad_x = array_of(grad_x = at::empty_like(x));
+      if (wanted[1]) params.grad_w1 = array_of(grad_w1 = at::zeros(frequency_sizes, compute));
+      if (wanted[2]) params.grad_w2 = array_of(grad_w2 = at::zeros(frequency_sizes, compute));
+    });
     Device::features(params, true, x, 2.5 * feature_work(sizes));
     if (wanted[1]) grad_w1 = grad_w1.view(w1.sizes()).to(w1.scalar_type());
     if (wanted[2]) grad_w2 = grad_w2.view(w1.sizes()).to(w1.scalar_type());

@@ -228,9 +228,11 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   const auto options = call.value.options().dtype(arithmetic_type(call));
   MapTensors maps;
   maps[kValueNorms] = keys.value_norms;
-  for (int map = kSummed; map < kMixingRatios; ++map) {
-    if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.T, sizes.S}, options);
-  }
+  with_memory_for("contributions", "the maps", [&] {
+    for (int map = kSummed; map < kMixingRatios; ++map) {
+      if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.T, sizes.S}, options);
+    }
+  });
   if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
 
   const bool at_once = call.source.attn_weights.defined() && !needs_own;

@@ -15,9 +15,9 @@ std::string build_info() {
   isas += ", \"avx2\", \"avx512\"";
 #endif
 #if defined(IKATTN_HAVE_CUDA)
-  const char* architectures = "\"" IKATTN_CUDA_ARCHITECTURES "\"";
+  const char* cuda = "\"cuda_architectures\": \"" IKATTN_CUDA_ARCHITECTURES "\"";
 #else
-  const char* architectures = "null";  // no CUDA kernels
+  const char* cuda = "\"no_cuda_reason\": \"" IKATTN_NO_CUDA_REASON "\"";
 #endif
 #if IKATTN_HAVE_WARPGROUPS
   const char* warpgroups = "true";
@@ -25,8 +25,8 @@ std::string build_info() {
   const char* warpgroups = "false";
 #endif
   return std::string("{\"version\": \"") + IKATTN_VERSION + "\", \"torch\": \"" + TORCH_VERSION +
-         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas +
-         "], \"cuda_architectures\": " + architectures + ", \"warpgroups\": " + warpgroups + "}";
+         "\", \"compiler\": \"" + __VERSION__ + "\", \"isas\": [" + isas + "], " + cuda +
+         ", \"warpgroups\": " + warpgroups + "}";
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

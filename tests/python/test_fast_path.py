@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ikattn
-from ikattn._info import cuda_kernels
+from ikattn._info import cuda_kernels, gpu
 
 HAS_CUDA_KERNELS = "CUDA kernels     no" not in ikattn.info()
 
@@ -47,6 +47,33 @@ def test_a_library_without_cuda_kernels_says_so() -> None:
     assert "built without CUDA kernels" in reason
 
 
+@pytest.mark.skipif(HAS_CUDA_KERNELS, reason="this library has CUDA kernels")
+def test_calls_on_a_gpu_without_kernels_are_refused() -> None:
+    """Every operator with a kernel of its own for the CPU; called as by a tensor on a GPU."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    q, k, v, w1 = inputs()
+    seed = torch.zeros(2, dtype=torch.int64)
+    arguments: dict[str, tuple[object, ...]] = {
+        "implicit_kernel_attention": (q, k, v, w1),
+        "implicit_kernel_weights": (q, k, w1),
+        "spectral_features": (q, w1),
+        "dropout_keep_mask": (seed, 1, 1, 2, 2, 0.5),
+    }
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("ikattn::")]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = {s.name.removeprefix("ikattn::") for s in schemas if has_kernel(s.name, "CPU")}
+    assert arguments.keys() <= names
+    # the one that is composed of torch's own operators anywhere but on the CPU
+    names.remove("attention_from_features")
+    for name in names:
+        assert has_kernel(f"ikattn::{name}", "CUDA"), name
+    for name, call in arguments.items():
+        with pytest.raises(
+            NotImplementedError, match=rf"ikattn::{name}: there are no kernels .* built without"
+        ):
+            getattr(torch.ops.ikattn, name).default.redispatch(keys, *call)
+
+
 @pytest.mark.skipif(not HAS_CUDA_KERNELS, reason="this library has no CUDA kernels")
 def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
     reason = ikattn.why_not_fast(*inputs(), device="cuda")
@@ -75,16 +102,42 @@ def test_info_names_the_architectures_and_whether_hopper_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("IKATTN_WARPGROUPS", raising=False)
-    assert cuda_kernels(None, False) == "no"
-    assert cuda_kernels("80", False) == "for 80; those for Hopper alone: not built"
-    assert "off (IKATTN_WARPGROUPS=1" in cuda_kernels("80-real 90", True)
+    def said(architectures: str, warpgroups: bool) -> str:
+        return cuda_kernels({"cuda_architectures": architectures, "warpgroups": warpgroups})
+
+    assert cuda_kernels({"no_cuda_reason": "WITH_CUDA=0"}) == "no: WITH_CUDA=0"
+    assert said("80", False) == "for 80; those for Hopper alone: not built"
+    assert "off (IKATTN_WARPGROUPS=1" in said("80-real 90", True)
     monkeypatch.setenv("IKATTN_WARPGROUPS", "1")
     for capability, state in (((9, 0), "on"), ((10, 0), "on, but this GPU is another")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda capability=capability: capability
         )
-        assert cuda_kernels("90", True).endswith(f": {state}")
+        assert said("90", True).endswith(f": {state}")
+
+
+def test_info_says_whether_a_gpu_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu() == "none that torch can use"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old")
+    reason = torch.ops.ikattn.why_no_kernels(torch.device("cuda"))
+    expected = f"no kernels of ikattn: {reason}" if reason else "ikattn's kernels run on it"
+    assert gpu() == f"Old, compute capability 7.5; {expected}"
+
+
+def test_memory_that_is_not_there_is_named() -> None:
+    q = torch.ones(1, 1, 1, 4).expand(1, 1, 1 << 45, 4)
+    k, w1 = torch.ones(1, 1, 1, 4), torch.ones(1, 4, 2)
+    for call, what in (
+        (lambda: ikattn.implicit_kernel_attention(q, k, k, w1), "attention: no memory for the out"),
+        (lambda: ikattn.implicit_kernel_weights(q, k, w1), "weights: no memory for the weights"),
+        (lambda: ikattn.spectral_features(q, w1), "features: no memory for the features"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{what}.*: .*tried to allocate \d+ bytes"):
+            call()
 
 
 def test_info_names_versions_and_kernels() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from typing import Any
 
 import torch
 
@@ -13,16 +14,15 @@ from ikattn import _library
 __all__ = ["info"]
 
 
-def cuda_kernels(architectures: str | None, warpgroups: bool) -> str:
+def cuda_kernels(build: dict[str, Any]) -> str:
     """What the library holds for GPUs, and whether Hopper's own kernels are in use.
 
     Args:
-        architectures: As CMake names them; None: there are no kernels.
-        warpgroups: Whether there are kernels of warpgroups, for compute capability 9.0 alone.
+        build: What the library says of itself.
     """
-    if architectures is None:
-        return "no"
-    if not warpgroups:
+    if "no_cuda_reason" in build:
+        return f"no: {build['no_cuda_reason']}"
+    if not build["warpgroups"]:
         state = "not built"
     elif os.environ.get("IKATTN_WARPGROUPS") != "1":
         state = "off (IKATTN_WARPGROUPS=1 turns them on)"
@@ -30,7 +30,17 @@ def cuda_kernels(architectures: str | None, warpgroups: bool) -> str:
         state = "on, but this GPU is another"
     else:
         state = "on"
-    return f"for {architectures}; those for Hopper alone: {state}"
+    return f"for {build['cuda_architectures']}; those for Hopper alone: {state}"
+
+
+def gpu() -> str:
+    """The GPU that torch uses, and whether the library has kernels for it."""
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    major, minor = torch.cuda.get_device_capability()
+    reason: str = torch.ops.ikattn.why_no_kernels(torch.device("cuda"))
+    state = "ikattn's kernels run on it" if not reason else f"no kernels of ikattn: {reason}"
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}; {state}"
 
 
 def info() -> str:
@@ -52,7 +62,8 @@ def info() -> str:
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
         "16-bit products": torch.ops.ikattn.sixteen_bit_instructions(),
         "linear time": torch.ops.ikattn.linear_time(),
-        "CUDA kernels": cuda_kernels(build["cuda_architectures"], build["warpgroups"]),
+        "CUDA kernels": cuda_kernels(build),
+        "GPU": gpu(),
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),
     }

@@ -53,33 +53,42 @@ namespace {
 // What a block adds up: 64 dimensions and 64 frequencies over one share.
 template <typename T>
 struct FrequencyBlock {
-  int64_t c0, m0, frequency_batch, frequency_head, group;
+  // The grid's size is of 32 bits, and so is what it is made of.
+  unsigned c0, m0, frequency_batch, frequency_head, group;
   int64_t first_head, end_head, first, end;  // of the share: heads, and tokens of each
   T* part;                                   // of w1
   int64_t size;                              // to that of w2
 
   __device__ FrequencyBlock(const FeatureSource& source, const FrequencyParts<T>& parts) {
     const TokenShares& shares = parts.shares;
-    const int64_t tiles_m = (source.M + kTile - 1) / kTile;
-    const int64_t tiles_c = (source.d + kTile - 1) / kTile;
-    m0 = blockIdx.x % tiles_m * kTile;
-    c0 = blockIdx.x / tiles_m % tiles_c * kTile;
-    const int64_t sets = source.frequency_batches * source.frequency_heads;
-    const int64_t which = blockIdx.x / (tiles_m * tiles_c) % sets;
-    const int64_t share = blockIdx.x / (tiles_m * tiles_c) / sets;
-    frequency_batch = which / source.frequency_heads;
-    frequency_head = which % source.frequency_heads;
-    group = source.heads / source.frequency_heads;
-    first_head = share / shares.ranges * shares.heads_each;
+    const unsigned tiles_m = (static_cast<unsigned>(source.M) + kTile - 1) / kTile;
+    const unsigned tiles_c = (static_cast<unsigned>(source.d) + kTile - 1) / kTile;
+    const unsigned heads = static_cast<unsigned>(source.frequency_heads);
+    const unsigned sets = static_cast<unsigned>(source.frequency_batches) * heads;
+    const unsigned ranges = static_cast<unsigned>(shares.ranges);
+    unsigned index = blockIdx.x;
+    m0 = index % tiles_m * kTile;
+    index /= tiles_m;
+    c0 = index % tiles_c * kTile;
+    index /= tiles_c;
+    const unsigned which = index % sets, share = index / sets;
+    frequency_batch = which / heads;
+    frequency_head = which % heads;
+    group = static_cast<unsigned>(source.heads) / heads;
+    first_head = share / ranges * shares.heads_each;
     end_head = min(first_head + shares.heads_each, shares.heads);
-    first = share % shares.ranges * shares.tokens_each;
+    first = share % ranges * shares.tokens_each;
     end = min(first + shares.tokens_each, source.N);
     size = source.d * source.M;
-    part = parts.sums + (share * sets + which) * 2 * size;
+    part = parts.sums + int64_t{index} * 2 * size;
   }
   // The batch and the head of the share's unit-th head.
-  __device__ int64_t batch(int64_t unit) const { return frequency_batch + unit / group; }
-  __device__ int64_t head(int64_t unit) const { return frequency_head * group + unit % group; }
+  __device__ int64_t batch(int64_t unit) const {
+    return frequency_batch + static_cast<unsigned>(unit) / group;
+  }
+  __device__ int64_t head(int64_t unit) const {
+    return frequency_head * group + static_cast<unsigned>(unit) % group;
+  }
 };
 
 }  // namespace

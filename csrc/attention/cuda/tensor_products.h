@@ -101,7 +101,9 @@ struct Slice {
     constexpr int kWidth = 16 / sizeof(T), kChunks = kSliceColumns / kWidth;
     constexpr int kRowStep = kProductThreads / kChunks;
     static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0);
-    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    // Or what follows from it would stay in registers from one tile to the next.
+    const unsigned thread = unknown_to_compiler(threadIdx.x);
+    const int row = thread / kChunks, chunk = thread % kChunks;
     const int64_t left = columns - chunk * kWidth;
     const int bytes = left <= 0 ? 0 : left < kWidth ? static_cast<int>(left * sizeof(T)) : 16;
     const T* from = rows + row * stride + chunk * kWidth;

@@ -37,20 +37,23 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
     const int64_t b = block.batch(unit), head = block.head(unit);
     const TurnRows<T> rows(source, frequencies, kSets, b, head);
-    const float* gradients = grad_phi + (b * source.heads + head) * source.N * width + column;
-    for (int64_t token0 = block.first; token0 < block.end; token0 += kFrequencyTokens) {
-      const int64_t left = block.end - token0;
+    const float* gradients =
+        grad_phi + ((b * source.heads + head) * source.N + block.first) * width + column;
+    const int tokens = static_cast<int>(block.end - block.first);
+    for (int token0 = 0; token0 < tokens; token0 += kFrequencyTokens) {
       float turns[kSets][4][2][4] = {};
       pass_slices(
           frequencies, last,
           [&](int slice) {
-            rows.template begin<kFrequencyTokens>(x, token0, block.end, source.d, slice);
+            rows.template begin<kFrequencyTokens>(x, block.first + token0, block.end, source.d,
+                                                  slice);
             if (!is_whole || is_first) {
               begin_frequencies<kTile, kSets>(w, rows.w, frequencies, block.m0, slice);
             }
             is_first = false;
             if (slice != last) return;
             const float* from = gradients + token0 * width;
+            const int left = tokens - token0;
             // Of 32 frequencies alone, the sines follow; nobody stores what they are taken for.
             cosines.begin<kFrequencyTokens>(0, from, width, width - column, left);
             sines.begin<kFrequencyTokens>(0, from + sine_step(width), width,

@@ -5,9 +5,13 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <string>
 #include <vector>
 
 namespace ikattn::cuda {
+
+// What a launch returned, with what to do where the library has no code for this GPU.
+std::string why_not_on_this_gpu(const char* error);
 
 // The device of a call made current, its stream, and memory that lives as long as this object: the
 // allocator hands it out again only to work queued after.
@@ -38,13 +42,8 @@ class Call {
 
   // `error` is what a launch returned.
   void check(const char* error) const {
-    TORCH_CHECK(
-        error == nullptr, function_, ": the CUDA kernels could not be launched: ", error,
-        error != nullptr && std::string(error).find("no kernel image") != std::string::npos
-            ? " (ikattn was built for other architectures than this GPU's, python -m ikattn "
-              "info names them: from compute capability 8.0 on, set TORCH_CUDA_ARCH_LIST "
-              "and build again; before, there are no kernels)"
-            : "");
+    TORCH_CHECK(error == nullptr, function_,
+                ": the CUDA kernels could not be launched: ", why_not_on_this_gpu(error));
   }
 
  private:

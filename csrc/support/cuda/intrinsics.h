@@ -36,6 +36,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
+// x; but a loop computes anew what depends on it.
+__device__ __forceinline__ unsigned unknown_to_compiler(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // d += a b for a 16x16 and a 16x8 tile of T, Half or BFloat16.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,

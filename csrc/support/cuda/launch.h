@@ -44,7 +44,9 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <utility>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "ikattn's kernels need compute capability 8.0"
@@ -114,15 +116,32 @@ inline bool has_warpgroups() {
   return major == 9;
 }
 
-// Lets a kernel have so much dynamic shared memory, or more: another thread may be about to launch
-// it with what it asked for.
+// nullptr, or why the current device does not run `kernel`: it has no code for its architecture.
+template <typename... Parameters>
+inline const char* why_not_here(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (error == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();  // or the next call that asks would be blamed
+  return cudaGetErrorString(error);
+}
+
+// Lets a kernel have so much dynamic shared memory on the current device, or more: another thread
+// may be about to launch it with what it asked for. What it has is remembered, for a question to
+// the runtime takes as long as a launch.
 inline cudaError_t allow_dynamic_shared(const void* kernel, int bytes) {
   static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> allowed;  // by kernel and device
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
   const std::lock_guard<std::mutex> lock(mutex);
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error != cudaSuccess || attributes.maxDynamicSharedSizeBytes >= bytes) return error;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  int& most = allowed[{kernel, device}];
+  if (most >= bytes) return cudaSuccess;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) most = bytes;
+  return error;
 }
 
 // Queues kernel(arguments...) on `stream`. Returns nullptr, or why it could not be queued; a fault
@@ -137,7 +156,7 @@ inline const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
     const cudaError_t error = allow_dynamic_shared(reinterpret_cast<const void*>(kernel),
                                                    static_cast<int>(dynamic_shared_bytes));
     if (error != cudaSuccess) {
-      (void)cudaGetLastError();  // or the next call that asks would be blamed
+      (void)cudaGetLastError();
       return error == cudaErrorInvalidValue
                  ? "head sizes, or heads, are too large for the shared memory of this GPU"
                  : cudaGetErrorString(error);

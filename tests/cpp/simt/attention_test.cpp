@@ -26,6 +26,7 @@ const Case kCases[] = {
     {.name = "grouped", .H = 4, .G = 2},
     {.name = "grouped_own_frequencies", .H = 4, .G = 2, .frequency_heads = 4, .bias = true},
     {.name = "frequencies_per_sample", .frequency_batches = 2},
+    {.name = "grouped_frequencies_per_sample", .H = 4, .G = 2, .frequency_batches = 2},
     {.name = "dropout", .L = 20, .S = 35, .dropout = 0.4},
     {.name = "dropout_and_causal", .L = 40, .S = 40, .causal = true, .dropout = 0.2},
     {.name = "one_of_everything",
@@ -171,52 +172,6 @@ TEST(AttentionKernelsOnDevice, HiddenKeysMayHoldAnything) {
         }
         compare(device_results(call, c), device_results(clean, c), c, 0, 0);
       }
-    }
-  }
-}
-
-TEST(FeatureKernelsOnDevice, ForwardAndBackwardEqualTheCpu) {
-  for (const bool stationary : {false, true}) {
-    const Case c{.name = "features", .L = 37, .d = 5, .M = 9, .stationary = stationary};
-    Call call(c);
-    Memory& memory = call.memory;
-    const auto params_of = [&](const Tensor& features, ElementType type) {
-      FeaturesParams params;
-      params.B = c.B;
-      params.H = c.H;
-      params.N = c.L;
-      params.d = c.d;
-      params.M = c.M;
-      params.x = call.query.array;
-      params.w1 = call.w1.array;
-      if (!stationary) params.w2 = call.w2.array;
-      params.features = features.array;
-      params.grad_x = make(memory, type, {c.B, c.H, c.L, c.d}).array;
-      params.grad_w1 = make(memory, type, {1, c.H, c.d, c.M}).array;
-      if (!stationary) params.grad_w2 = make(memory, type, {1, c.H, c.d, c.M}).array;
-      return params;
-    };
-    const std::vector<int64_t> sizes = {c.B, c.H, c.L, 2 * c.M};
-    const Tensor truth = make(memory, ElementType::kFloat64, sizes);
-    const Tensor got = make(memory, ElementType::kFloat32, sizes);
-    const auto wide = params_of(truth, ElementType::kFloat64);
-    const auto narrow = params_of(got, ElementType::kFloat32);
-    simt_truth::attention_kernels.features[1](wide, false, cpu_executor(memory));
-    ASSERT_STREQ(cuda::attention_kernels.features[0](narrow, false, device_executor(memory)),
-                 nullptr);
-    expect_close(got, truth, 3e-6, "features");
-    // What came out goes in again as the gradient.
-    simt_truth::attention_kernels.features[1](wide, true, cpu_executor(memory));
-    ASSERT_STREQ(cuda::attention_kernels.features[0](narrow, true, device_executor(memory)),
-                 nullptr);
-    const auto whole = [&](const Array& array, int64_t count) { return Tensor{array, count}; };
-    const int64_t tokens = c.B * c.H * c.L * c.d, frequencies = c.H * c.d * c.M;
-    expect_close(whole(narrow.grad_x, tokens), whole(wide.grad_x, tokens), 1e-5, "grad_x");
-    expect_close(whole(narrow.grad_w1, frequencies), whole(wide.grad_w1, frequencies), 1e-5,
-                 "grad_w1");
-    if (!stationary) {
-      expect_close(whole(narrow.grad_w2, frequencies), whole(wide.grad_w2, frequencies), 1e-5,
-                   "grad_w2");
     }
   }
 }

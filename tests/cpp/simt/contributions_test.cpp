@@ -206,6 +206,7 @@ const Case kCases[] = {
     {.name = "shares", .B = 2, .H = 2, .T = 150, .S = 5, .D = 4},
     {.name = "a_query_at_a_time", .B = 1, .H = 100, .T = 6, .S = 3, .D = 5},
     {.name = "no_queries", .T = 0},
+    {.name = "no_keys", .S = 0},
 };
 
 class ContributionKernelsOnDevice : public ::testing::TestWithParam<Case> {};
@@ -227,6 +228,118 @@ TEST_P(ContributionKernelsOnDevice, GradientsEqualTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Simt, ContributionKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
+
+// The glue makes as many vectors at a time as there is memory for.
+TEST(ContributionKernelsOnDevice, TokensMayComeInRounds) {
+  const Case c{.name = "rounds", .S = 131, .D = 9};
+  const Call<float> whole = on_device<float>(c);
+  Call<float> parts(c);
+  constexpr int64_t kStep = 50;
+  std::vector<float> vectors, scratch(c.H * c.B * kStep * c.D);
+  FactorsOfVectors params = parts.of_vectors();
+  for (params.j0 = 0; params.j0 < c.S; params.j0 += kStep) {
+    params.tokens = std::min(kStep, c.S - params.j0);
+    vectors.clear();
+    for (int64_t head = 0; head < c.H * c.B; ++head) {
+      const auto first = parts.vectors.begin() + (head * c.S + params.j0) * c.D;
+      vectors.insert(vectors.end(), first, first + params.tokens * c.D);
+    }
+    params.vectors = vectors.data();
+    ASSERT_STREQ(cuda::contribution_kernels.factors[0](params, scratch.data(), nullptr), nullptr);
+  }
+  EXPECT_EQ(parts.value_norms, whole.value_norms);
+  for (int variant = 0; variant < 3; ++variant) {
+    EXPECT_EQ(parts.factors[variant], whole.factors[variant]);
+  }
+}
+
+TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
+  const Case c{.name = "one_variant", .T = 6, .S = 70};
+  const Call<float> whole = on_device<float>(c);
+  PairGradients all(c);
+  for (int wanted = 0; wanted < 3; ++wanted) {
+    Call<float> call(c);
+    std::vector<float> scratch(call.vectors.size());
+    FactorsOfVectors factors = call.of_vectors();
+    PairParams pairs = call.pair_params();
+    factors.value_norms = nullptr;
+    for (int variant = 0; variant < 3; ++variant) {
+      if (variant != wanted) factors.factors[variant] = nullptr;
+    }
+    pairs.variants = 1;
+    pairs.factors[0] = pairs.factors[wanted];
+    pairs.norms[0] = pairs.norms[wanted];
+    const auto& kernels = cuda::contribution_kernels;
+    ASSERT_STREQ(kernels.factors[0](factors, scratch.data(), nullptr), nullptr);
+    ASSERT_STREQ(kernels.pair_norms[0](pairs, nullptr), nullptr);
+    for (int variant = 0; variant < 3; ++variant) {
+      const bool is_made = variant == wanted;
+      EXPECT_EQ(call.factors[variant] == whole.factors[variant], is_made);
+      EXPECT_EQ(call.norms[variant] == whole.norms[variant], is_made);
+    }
+    EXPECT_EQ(call.value_norms, std::vector<float>(call.value_norms.size(), 0.0f));
+    // And on the way back: gradients of one variant, and no outer products.
+    PairGradients gradients(c), truth(c);
+    for (PairGradients* each : {&gradients, &truth}) {
+      PairGradientParams params = each->params();
+      params.variants = 1;
+      params.factors[0] = params.factors[wanted];
+      params.norms[0] = params.norms[wanted];
+      for (double*& outer : params.outer) outer = nullptr;
+      if (each == &gradients) {
+        std::vector<double> room(cuda::pair_gradient_scratch(params) + 1);
+        ASSERT_STREQ(kernels.pair_gradients(params, room.data(), nullptr), nullptr);
+      } else {
+        Memory memory;
+        simt_truth::contribution_kernels.pair_gradients(params, cpu_executor(memory));
+      }
+    }
+    expect_close(gradients.grad_weights, truth.grad_weights, 1e-13, "grad_weights");
+    EXPECT_EQ(gradients.outer[0], all.outer[0]);  // as they were
+  }
+}
+
+// Weights and norms that lie in larger arrays.
+TEST(ContributionKernelsOnDevice, StridesAreKept) {
+  const Case c{.name = "strides", .B = 2, .H = 3, .T = 37, .S = 35, .D = 6};
+  const Call<float> whole = on_device<float>(c);
+  Call<float> call(c);
+  std::vector<float> scratch(call.vectors.size());
+  const auto& kernels = cuda::contribution_kernels;
+  ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+  PairParams params = call.pair_params();
+  // [T, B, S, H] with gaps of one element
+  std::vector<float> weights(c.T * c.B * c.S * c.H * 2), norms(c.T * c.B * c.S * 2, -1);
+  const int64_t of_weights[4] = {c.S * c.H * 2, 2, c.B * c.S * c.H * 2, c.H * 2};
+  const int64_t of_norms[3] = {c.S * 2, c.B * c.S * 2, 2};
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      for (int64_t i = 0; i < c.T; ++i) {
+        for (int64_t j = 0; j < c.S; ++j) {
+          weights[b * of_weights[0] + h * of_weights[1] + i * of_weights[2] + j * of_weights[3]] =
+              call.weights[((b * c.H + h) * c.T + i) * c.S + j];
+        }
+      }
+    }
+  }
+  params.weights.data = weights.data();
+  std::copy(of_weights, of_weights + 4, params.weights.stride);
+  params.variants = 1;
+  params.norms[0].data = norms.data();
+  std::copy(of_norms, of_norms + 3, params.norms[0].stride);
+  ASSERT_STREQ(kernels.pair_norms[0](params, nullptr), nullptr);
+  int64_t wrong = 0;
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t i = 0; i < c.T; ++i) {
+      for (int64_t j = 0; j < c.S; ++j) {
+        const int64_t at = b * of_norms[0] + i * of_norms[1] + j * of_norms[2];
+        wrong += norms[at] != whole.norms[0][(b * c.T + i) * c.S + j];
+        wrong += norms[at + 1] != -1;
+      }
+    }
+  }
+  EXPECT_EQ(wrong, 0);
+}
 
 TEST(ContributionKernelsOnDevice, HeadsBeyondFourQueriesInFloat32) {
   compare<float>({.name = "heads", .B = 1, .H = 200, .T = 6, .S = 2, .D = 4}, 2e-6);

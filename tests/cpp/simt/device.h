@@ -242,6 +242,11 @@ using Stream = CUstream_st*;
 inline int multiprocessors() { return simt::multiprocessors(); }
 inline bool has_warpgroups() { return simt::has_warpgroups(); }
 
+template <typename... Parameters>
+const char* why_not_here(void (*)(Parameters...)) {
+  return nullptr;
+}
+
 template <typename... Parameters, typename... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                    size_t dynamic_shared_bytes, Stream /*stream*/, Arguments&&... arguments) {

@@ -66,6 +66,7 @@ inline void cp_async_16(uint32_t shared_address, const void* source, int bytes =
   simt::begin_copy(shared_address, value, place);
 }
 
+inline unsigned unknown_to_compiler(unsigned x) { return x; }
 inline void cp_async_commit() { simt::commit_copies(); }
 
 template <int kPending>

@@ -1,0 +1,11 @@
+// Whether the current GPU runs this library's kernels.
+#pragma once
+
+#include "support/cuda/launch.h"
+
+namespace ikattn::cuda {
+
+// nullptr, or what CUDA says of it.
+const char* why_no_kernels();
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,55 @@
+// Which devices the library has kernels for, and what is said on the others.
+#include "support/devices.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+namespace ikattn {
+
+std::string why_no_kernels(const c10::Device& device) {
+  if (device.is_cpu()) return "";
+  if (!device.is_cuda()) {
+    return "there are kernels for CPU and CUDA only, not for " +
+           c10::DeviceTypeName(device.type(), true);
+  }
+#if defined(IKATTN_HAVE_CUDA)
+  return cuda::why_no_kernels(device.index());
+#else
+  return "this library was built without CUDA kernels (" IKATTN_NO_CUDA_REASON
+         "), and a call on a GPU raises an error; docs/building.md says how to build them";
+#endif
+}
+
+namespace {
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  m.def("why_no_kernels(Device device) -> str",
+        [](c10::Device device) { return why_no_kernels(device); });
+}
+
+#if !defined(IKATTN_HAVE_CUDA)
+
+// A call with CUDA tensors; torch alone would answer with a list of its backends.
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.operator_name().name,
+      ": there are no kernels for tensors on CUDA, for this library was built without them "
+      "(" IKATTN_NO_CUDA_REASON
+      "). Build it where torch has CUDA and nvcc is found (docs/building.md), or call "
+      "ikattn.reference, which runs on any device");
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CUDA, m) {
+  for (const char* name :
+       {"implicit_kernel_attention", "implicit_kernel_attention_backward",
+        "implicit_kernel_weights", "implicit_kernel_weights_backward", "spectral_features",
+        "spectral_features_backward", "dropout_keep_mask", "contribution_maps",
+        "streamed_contribution_maps", "contribution_maps_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<refuse>());
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace ikattn

@@ -1,0 +1,18 @@
+// Which devices the library has kernels for.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+
+namespace ikattn {
+
+// Why no kernel of this library runs on `device`; empty: they do, or there is no such GPU to ask.
+std::string why_no_kernels(const c10::Device& device);
+
+namespace cuda {
+// Of a GPU; -1: the current one.
+std::string why_no_kernels(c10::DeviceIndex index);
+}  // namespace cuda
+
+}  // namespace ikattn
