@@ -1,60 +1,80 @@
 """The operators on a GPU, beside the backends of softmax attention, FlexAttention and eager torch.
 
-    python benchmarks/gpu.py                  # 16k tokens, H = 32, d = M = 64, bf16
+    python benchmarks/gpu.py --output table.md        # 16k tokens, H = 32, d = M = 64, bf16
+    python benchmarks/gpu.py --lengths 4096 16384     # some lengths only, no masks, no few queries
     python benchmarks/gpu.py --no-flex        # FlexAttention compiles a kernel for every shape
     python benchmarks/gpu.py --contributions  # the maps, beside the 5-D formulation
     python benchmarks/gpu.py --device cpu --tokens 256 --heads 2   # a dry run of this script
 
 Rivals take turns; times are of the GPU alone, in ms, best and median: work is queued behind a pause
-that is longer than queueing it takes. The last column is the rival's time over ikattn's. The first
-lines name the machine, versions, commit, and the rate of a large product of matrices, with which
-the pair kernel of each forward is compared. Commit the output under benchmarks/results/.
+that is longer than queueing it takes. The last column is the rival's time over ikattn's, by
+medians; where SDPA's backends are among the rivals, a line compares with the fastest of them. The
+first lines name the machine, versions, commit, and the rate of a large product of matrices, with
+which the pair kernel of each forward is compared. Commit the output under benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
+import gpu_rivals
 import torch
-import torch.nn.functional as F
-from contributions import five_dimensional
+import torch._functorch.config
+from gpu_rivals import Call, Prepare
 from timing import processor
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ikattn
-
-Call = Callable[[], object]
-# What is done before a call is timed, which it returns.
-Prepare = Callable[[], Call]
 
 PAUSE = 0.002  # seconds, in which a call can be queued
 LEAST = 2.0  # milliseconds between two events
 
 
+def said_by(*command: str) -> str | None:
+    """The first line that a command prints here; None where it fails."""
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.partition("\n")[0].strip() or None
+
+
 def facts(options: argparse.Namespace) -> str:
     """What a reader must know of the figures."""
-    commit = options.commit
-    if commit is None:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        try:
-            found = subprocess.run(
-                git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-            )
-            commit = found.stdout.strip() or "an unknown commit (--commit names it)"
-        except OSError:
-            commit = "an unknown commit (--commit names it)"
-    name = torch.cuda.get_device_name() if options.device == "cuda" else processor()
+    commit = options.commit or said_by("git", "rev-parse", "--short", "HEAD")
+    commit = commit or "an unknown commit (--commit names it)"
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, ikattn {ikattn.__version__}"
-    return f"{name}, {versions} at {commit}"
+    name = processor()
+    if options.device == "cuda":
+        driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        name = f"{torch.cuda.get_device_name()}, driver {driver or 'unknown'}"
+    return f"{name}, {versions} at {commit}, {time.strftime('%Y-%m-%d')}"
+
+
+class Tee:
+    """Prints to the terminal and to a file as it comes, so that what was measured is kept."""
+
+    def __init__(self, terminal: TextIO, file: TextIO) -> None:
+        self.targets = (terminal, file)
+
+    def write(self, text: str) -> int:
+        for target in self.targets:
+            target.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for target in self.targets:
+            target.flush()
 
 
 def milliseconds(call: Call, device: str, times: int = 1) -> float:
@@ -85,6 +105,7 @@ def compare(title: str, rivals: dict[str, Prepare], device: str, rounds: int) ->
 
     The eager composition, which needs most memory, has its turns when the others are done.
     """
+    print(title)
     times: dict[str, list[float]] = {}
     repeats: dict[str, int] = {}
 
@@ -109,12 +130,21 @@ def compare(title: str, rivals: dict[str, Prepare], device: str, rounds: int) ->
         able = [name for name in names if attempt(name)]
         for _ in range(rounds):
             able = [name for name in able if attempt(name)]
-    print(title)
-    ours = statistics.median(times.get("ikattn", [math.nan]))
+    if not times:
+        print()
+        return
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    ours = medians.get("ikattn", math.nan)
     for name, each in times.items():
-        best, median = min(each), statistics.median(each)
-        ratio = median / ours
-        print(f"  {name:12s} best {best:9.3f}  median {median:9.3f}  x ikattn {ratio:7.2f}")
+        print(
+            f"  {name:12s} best {min(each):9.3f}  median {medians[name]:9.3f}"
+            f"  x ikattn {medians[name] / ours:7.2f}"
+        )
+    backends = {name: medians[name] for name in gpu_rivals.SDPA if name in medians}
+    if backends:
+        fastest = min(backends, key=lambda name: backends[name])
+        print(f"  ikattn takes {ours / backends[fastest]:.2f} of the fastest backend's, {fastest}")
+    print()
 
 
 def product_rate(options: argparse.Namespace) -> float:
@@ -138,84 +168,17 @@ def show_kernels(call: Call, pairs: float, flops_per_pair: int, rate: float) -> 
             call()
         torch.cuda.synchronize()
     kernels = [x for x in profile.key_averages() if x.self_device_time_total > 0]
-    for kernel in sorted(kernels, key=lambda x: -x.self_device_time_total)[:6]:
+    kernels.sort(key=lambda x: -x.self_device_time_total)
+    # Both forms are launched, and the blocks of one return at once: the longer one had the pairs.
+    of_pairs = next((x for x in kernels if "forward_kernel" in x.key), None)
+    for kernel in kernels[:6]:
         each = kernel.self_device_time_total / times
         name = kernel.key.replace("(anonymous namespace)::", "").replace("ikattn::cuda::", "")
         line = f"    {each:10.1f} us  {name.split('(')[0][:60]}"
-        if "forward_kernel" in name:
+        if kernel is of_pairs:
             reached = pairs * flops_per_pair / (1e-6 * each)
             line += f"  {reached / 1e12:.0f} TFLOP/s, {reached / rate:.2f} of the product's"
         print(line)
-
-
-def with_backend(backend: SDPBackend, call: Call) -> Call:
-    def run() -> object:
-        with sdpa_kernel(backend):
-            return call()
-
-    return run
-
-
-def attention_rivals(
-    tensors: list[Tensor],
-    causal: bool = False,
-    mask: Tensor | None = None,
-    with_flex: bool = False,
-) -> dict[str, Callable[[], Tensor]]:
-    q, k, v, w1, w2 = tensors
-
-    def ours() -> Tensor:
-        return ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=causal, attn_mask=mask)
-
-    def softmax() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, attn_mask=mask)
-
-    def eager() -> Tensor:
-        return ikattn.reference.implicit_kernel_attention(
-            q, k, v, w1, w2, is_causal=causal, attn_mask=mask
-        )
-
-    rivals: dict[str, Callable[[], Any]] = {"ikattn": ours}
-    if q.is_cuda:
-        for name, backend in (
-            ("flash", SDPBackend.FLASH_ATTENTION),
-            ("cudnn", SDPBackend.CUDNN_ATTENTION),
-            ("efficient", SDPBackend.EFFICIENT_ATTENTION),
-        ):
-            rivals[name] = with_backend(backend, softmax)
-        if with_flex and mask is None:
-            rivals["flex"] = flex(tensors, causal)
-    else:
-        rivals["sdpa"] = softmax
-    rivals["eager"] = eager
-    return rivals
-
-
-def flex(tensors: list[Tensor], causal: bool) -> Callable[[], Tensor]:
-    """FlexAttention over the features with log(s^2 + eps) + g as its score: the same output."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    q, k, v, w1, w2 = tensors
-    torch._dynamo.reset()  # after 8 compilations of a function it would run uncompiled
-    compiled = torch.compile(flex_attention, dynamic=False)
-    scale = 1 / (4 * w1.shape[-1])
-    magnitude = k.float().square().sum(-1) / (2 * k.shape[-1] ** 0.5)
-    mask = None
-    if causal:
-        length = q.shape[2]
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
-
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.log(s * s + 1e-5) + magnitude[b, h, j]
-
-    def call() -> Tensor:
-        phi_q = ikattn.spectral_features(q, w1, w2)
-        phi_k = ikattn.spectral_features(k, w1, w2)
-        output = compiled(phi_q, phi_k, v, score_mod=score, scale=scale, block_mask=mask)
-        assert isinstance(output, Tensor)
-        return output
-
-    return call
 
 
 def inputs(options: argparse.Namespace, batch: int, queries: int, keys: int) -> list[Tensor]:
@@ -243,7 +206,7 @@ def compare_both(
     reason = ikattn.why_not_fast(*tensors, is_causal=causal, attn_mask=mask)
     name = f"{name}, {options.dtype}{'' if reason is None else f' ({reason})'}"
     with torch.no_grad():
-        rivals = attention_rivals(tensors, causal, mask, with_flex=options.flex)
+        rivals = gpu_rivals.attention(tensors, causal, mask, with_flex=options.flex)
         prepared: dict[str, Prepare] = {
             rival: lambda call=call: call for rival, call in rivals.items()
         }
@@ -255,21 +218,23 @@ def compare_both(
             show_kernels(rivals["ikattn"], pairs, flops, options.rate)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     backward: dict[str, Prepare] = {}
-    # Without flex: its score reads k outside the graph.
-    for rival, call in attention_rivals(leaves, causal, mask).items():
-        backward[rival] = backward_of(call, leaves)
+    for rival, call in gpu_rivals.attention(leaves, causal, mask, with_flex=options.flex).items():
+        backward[rival] = gpu_rivals.backward_of(call, leaves)
     compare(f"{name}, backward", backward, options.device, options.rounds)
 
 
 def compare_attention(options: argparse.Namespace) -> None:
-    length = min(512, options.tokens)
-    while length <= options.tokens:
-        batch = options.tokens // length
+    lengths = options.lengths or [
+        length for length in (512, 1024, 2048, 4096, 8192, 16384) if length < options.tokens
+    ] + [options.tokens]
+    for length in lengths:
+        batch = max(1, options.tokens // length)
         tensors = inputs(options, batch, length, length)
         for causal in (False, True):
             name = f"B = {batch}, N = {length}{', causal' if causal else ''}"
             compare_both(options, name, tensors, causal)
-        length *= 2
+    if options.lengths:
+        return
     length = min(2048, options.tokens)
     tensors = inputs(options, options.tokens // length, length, length)
     tokens = torch.arange(length, device=options.device)
@@ -285,43 +250,12 @@ def compare_attention(options: argparse.Namespace) -> None:
         compare_both(options, f"L = {queries}, S = {options.tokens}", few)
 
 
-def backward_of(call: Callable[[], Tensor], leaves: list[Tensor]) -> Prepare:
-    """The backward alone, of a graph that lives as long as it is timed."""
-
-    def prepare() -> Call:
-        output = call()
-        incoming = torch.ones_like(output)
-        return lambda: torch.autograd.grad(
-            output, leaves, incoming, retain_graph=True, allow_unused=True
-        )
-
-    return prepare
-
-
-def contribution_rivals(length: int, device: str) -> dict[str, Call]:
-    """N summed at H = 12, D = 768."""
-    heads, size = 12, 768
-    torch.manual_seed(0)
-    weights = torch.randn(1, heads, length, length, device=device).softmax(-1)
-    value = torch.randn(1, heads, length, size // heads, device=device)
-    projection = torch.randn(size, size, device=device) / size**0.5
-    query, key = torch.randn(2, 1, heads, length, size // heads, device=device).unbind()
-    return {
-        "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
-        "streamed": lambda: ikattn.streamed_contributions(
-            query, key, value, projection, maps=["summed"]
-        ),
-        "read weights": weights.sum,
-        "5-D": lambda: five_dimensional(weights, value, projection),
-    }
-
-
 def compare_contributions(options: argparse.Namespace) -> None:
-    for length in (length for length in (512, 2048) if length <= max(options.tokens, 512)):
+    for length in [n for n in (512, 2048) if n <= options.tokens] or [options.tokens]:
         with torch.no_grad():
             rivals: dict[str, Prepare] = {
                 name: lambda call=call: call
-                for name, call in contribution_rivals(length, options.device).items()
+                for name, call in gpu_rivals.contributions(length, options.device).items()
             }
             title = f"N summed, H = 12, D = 768, T = S = {length}"
             compare(title, rivals, options.device, options.rounds)
@@ -333,6 +267,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tf32", action="store_true", help="allow it for float32")
+    parser.add_argument("--lengths", type=int, nargs="+", help="these alone; default: from 512 on")
     parser.add_argument("--no-flex", dest="flex", action="store_false", help="no FlexAttention")
     parser.add_argument("--tokens", type=int, default=16384, help="B x N")
     parser.add_argument("--heads", type=int, default=32)
@@ -340,10 +275,21 @@ def main() -> None:
     parser.add_argument("--frequencies", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--commit", help="of ikattn; default: what git says")
+    parser.add_argument("--output", type=Path, help="a file for what is printed, as well")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no GPU (--device cpu makes a dry run)")
     sys.stdout.reconfigure(line_buffering=True)
+    # Backward passes are repeated, which compiled ones would refuse.
+    torch._functorch.config.donated_buffer = False
+    with contextlib.ExitStack() as stack:
+        if options.output is not None:
+            file = stack.enter_context(options.output.open("w", buffering=1))
+            stack.enter_context(contextlib.redirect_stdout(Tee(sys.stdout, file)))
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     print(facts(options), ikattn.info(), sep="\n\n", end="\n\n")
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     options.rate = product_rate(options)

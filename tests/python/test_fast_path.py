@@ -102,6 +102,7 @@ def test_info_names_the_architectures_and_whether_hopper_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("IKATTN_WARPGROUPS", raising=False)
+
     def said(architectures: str, warpgroups: bool) -> str:
         return cuda_kernels({"cuda_architectures": architectures, "warpgroups": warpgroups})
 

@@ -1,0 +1,127 @@
+"""What benchmarks/gpu.py compares: ikattn's operators, and who else computes the like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from contributions import five_dimensional
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import ikattn
+
+Call = Callable[[], object]
+# What is done before a call is timed, which it returns.
+Prepare = Callable[[], Call]
+
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def attention(
+    tensors: list[Tensor],
+    causal: bool = False,
+    mask: Tensor | None = None,
+    with_flex: bool = False,
+) -> dict[str, Callable[[], Tensor]]:
+    """The rivals of ``[q, k, v, w1, w2]``; FlexAttention knows no masks here."""
+    q, k, v, w1, w2 = tensors
+
+    def ours() -> Tensor:
+        return ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=causal, attn_mask=mask)
+
+    def softmax() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, attn_mask=mask)
+
+    def with_backend(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return softmax()
+
+    def eager() -> Tensor:
+        return ikattn.reference.implicit_kernel_attention(
+            q, k, v, w1, w2, is_causal=causal, attn_mask=mask
+        )
+
+    rivals: dict[str, Callable[[], Tensor]] = {"ikattn": ours}
+    if q.is_cuda:
+        for name, backend in SDPA.items():
+            rivals[name] = lambda backend=backend: with_backend(backend)
+    else:
+        rivals["sdpa"] = softmax
+    if with_flex and mask is None:
+        rivals["flex"] = flex(tensors, causal)
+    rivals["eager"] = eager
+    return rivals
+
+
+def flex(tensors: list[Tensor], causal: bool, compiled: bool = True) -> Callable[[], Tensor]:
+    """The same attention as FlexAttention over the features, with log(s^2 + eps) + g as its score.
+
+    Features and magnitudes are torch's own operators, compiled with it, and gradients go back to
+    all five tensors.
+    """
+    mask = None
+    if causal:
+        length = tensors[0].shape[2]
+        device = str(tensors[0].device)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        square = k.float().square().sum(-1)
+        per_square = 1 / (2 * k.shape[-1] ** 0.5)
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return torch.log(s * s + 1e-5) + per_square * square[b, h, j]
+
+        output = flex_attention(
+            ikattn.reference.spectral_features(q, w1, w2),
+            ikattn.reference.spectral_features(k, w1, w2),
+            v,
+            score_mod=score,
+            scale=1 / (4 * w1.shape[-1]),
+            block_mask=mask,
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    if compiled:
+        torch._dynamo.reset()  # after 8 compilations of a function it would run uncompiled
+        attend = torch.compile(attend, dynamic=False)
+    return lambda: attend(*tensors)
+
+
+def backward_of(call: Callable[[], Tensor], leaves: list[Tensor]) -> Prepare:
+    """The backward alone, of a graph that lives as long as it is timed."""
+
+    def prepare() -> Call:
+        output = call()
+        incoming = torch.ones_like(output)
+        return lambda: torch.autograd.grad(
+            output, leaves, incoming, retain_graph=True, allow_unused=True
+        )
+
+    return prepare
+
+
+def contributions(length: int, device: str) -> dict[str, Call]:
+    """N summed at H = 12, D = 768."""
+    heads, size = 12, 768
+    torch.manual_seed(0)
+    weights = torch.randn(1, heads, length, length, device=device).softmax(-1)
+    value = torch.randn(1, heads, length, size // heads, device=device)
+    projection = torch.randn(size, size, device=device) / size**0.5
+    query, key = torch.randn(2, 1, heads, length, size // heads, device=device).unbind()
+    return {
+        "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
+        "streamed": lambda: ikattn.streamed_contributions(
+            query, key, value, projection, maps=["summed"]
+        ),
+        "read weights": weights.sum,
+        "5-D": lambda: five_dimensional(weights, value, projection),
+    }
