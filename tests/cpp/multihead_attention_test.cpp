@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include "device.h"
+
 namespace {
 
 using ikattn::nn::Kernel;
@@ -23,7 +25,7 @@ constexpr Kernel kKernels[] = {Kernel::kDot, Kernel::kRbf, Kernel::kImplicit};
 MultiheadAttention make(const MultiheadAttentionOptions& options) {
   torch::manual_seed(0);
   MultiheadAttention module(options);
-  module->to(torch::kDouble);
+  module->to(test_device(), torch::kDouble);
   module->eval();
   return module;
 }
@@ -37,17 +39,18 @@ struct Tokens {
 
   explicit Tokens(int64_t kdim = E, int64_t vdim = E) {
     torch::manual_seed(1);
-    query = torch::randn({L, N, E}, torch::kDouble);
-    key = torch::randn({S, N, kdim}, torch::kDouble);
-    value = torch::randn({S, N, vdim}, torch::kDouble);
+    query = torch::randn({L, N, E}, torch::kDouble).to(test_device());
+    key = torch::randn({S, N, kdim}, torch::kDouble).to(test_device());
+    value = torch::randn({S, N, vdim}, torch::kDouble).to(test_device());
   }
 };
 
 Tensor some_padding() {
-  return torch::arange(S).ge(torch::tensor({S, 4L, 1L}).unsqueeze(1));  // [N, S]
+  const Tensor lengths = torch::tensor({S, 4L, 1L}).unsqueeze(1);
+  return torch::arange(S).ge(lengths).to(test_device());  // [N, S]
 }
 
-Tensor causal_mask() { return torch::ones({L, S}, torch::kBool).triu(1); }
+Tensor causal_mask() { return torch::ones({L, S}, on_device(torch::kBool)).triu(1); }
 
 void expect_close(const Tensor& got, const Tensor& expected) {
   ASSERT_EQ(got.sizes(), expected.sizes());
@@ -98,14 +101,14 @@ TEST_P(LikeUpstream, ValuesWeightsGradientsAndInitialValues) {
   auto ours = make(options_of<MultiheadAttentionOptions>(GetParam()).kernel(Kernel::kDot));
   torch::manual_seed(0);
   torch::nn::MultiheadAttention stock(options_of<torch::nn::MultiheadAttentionOptions>(GetParam()));
-  stock->to(torch::kDouble);
+  stock->to(test_device(), torch::kDouble);
   stock->eval();
   const auto names = ours->named_parameters();
   ASSERT_EQ(names.keys(), stock->named_parameters().keys());
 
   const Tokens x(GetParam().kdim, GetParam().vdim);
   // upstream's C++ module adds a bool attn_mask as ones
-  const auto mask = torch::zeros({L, S}, torch::kDouble).masked_fill(causal_mask(), -kInfinity);
+  const auto mask = torch::zeros({L, S}, on_device(torch::kDouble)).masked_fill(causal_mask(), -kInfinity);
   const auto loss_of = [&](auto& module) {
     auto [output, weights] =
         module->forward(x.query, x.key, x.value, some_padding(), true, mask, true);
@@ -149,7 +152,7 @@ Tensor explicit_weights(MultiheadAttention module, const Tensor& q, const Tensor
                         const Tensor& bias) {
   const auto& options = module->options;
   const auto magnitude = [&]() -> Tensor {
-    if (!options.p()) return torch::zeros({1}, torch::kDouble);
+    if (!options.p()) return torch::zeros({1}, on_device(torch::kDouble));
     return k.norm(*options.p(), -1).square().unsqueeze(-2) / (2 * std::sqrt(d));
   };
   if (options.kernel() == Kernel::kImplicit) {
@@ -182,7 +185,7 @@ Results explicit_attention(MultiheadAttention module, const Tokens& x, const Ten
 TEST(MultiheadAttention, EveryKernelAndNormEqualsItsFormula) {
   const Tokens x;
   const auto padding = some_padding(), mask = causal_mask();
-  const auto bias = torch::zeros({N, H, L, S}, torch::kDouble)
+  const auto bias = torch::zeros({N, H, L, S}, on_device(torch::kDouble))
                         .masked_fill(padding.view({N, 1, 1, S}).logical_or(mask), -kInfinity);
   for (const auto kernel : kKernels) {
     for (const std::optional<double> p : {std::optional<double>(), {1.0}, {1.5}, {2.0}, {4.0}}) {
@@ -204,7 +207,7 @@ TEST(MultiheadAttention, LayoutsAndMaskTypesAgree) {
   const Tokens x;
   const auto mask = causal_mask();
   const auto as_float = [](const Tensor& ignored) {
-    return torch::zeros(ignored.sizes(), torch::kDouble).masked_fill(ignored, -kInfinity);
+    return torch::zeros(ignored.sizes(), on_device(torch::kDouble)).masked_fill(ignored, -kInfinity);
   };
   const auto flip = [](const Tensor& tokens) { return tokens.transpose(0, 1); };
   for (const auto kernel : kKernels) {
@@ -262,8 +265,8 @@ TEST(MultiheadAttention, WeightsReturnedUnderDropoutAreTheOnesUsed) {
     auto module = make(small(kernel).dropout(0.5));
     module->train();
     const torch::NoGradGuard no_grad;
-    module->out_proj->weight.copy_(torch::eye(E));
-    module->in_proj_weight.slice(0, 2 * E).copy_(torch::eye(E));
+    module->out_proj->weight.copy_(torch::eye(E, on_device(torch::kDouble)));
+    module->in_proj_weight.slice(0, 2 * E).copy_(torch::eye(E, on_device(torch::kDouble)));
     const auto [output, weights] = module(x.query, x.key, x.value, Tensor(), true, Tensor(), false);
     const auto value = x.value.unflatten(-1, {H, d}).permute({1, 2, 0, 3});
     expect_close(output, weights.matmul(value).permute({2, 0, 1, 3}).flatten(2));
@@ -326,7 +329,7 @@ TEST(MultiheadAttention, ResetDrawsEveryParameterAnew) {
   const auto fresh = MultiheadAttention(small().add_bias_kv(true));
   const auto changed = [&](const std::string& name) {
     return !torch::equal(module->named_parameters()[name],
-                         fresh->named_parameters()[name].to(torch::kDouble));
+                         fresh->named_parameters()[name].to(test_device(), torch::kDouble));
   };
   ASSERT_FALSE(changed("spectral.w1"));
   module->reset_parameters();

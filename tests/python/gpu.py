@@ -13,8 +13,8 @@ from samples import LAYOUTS, Arguments
 
 if not torch.cuda.is_available():
     pytest.skip("this machine has no GPU", allow_module_level=True)
-if not torch._C._dispatch_has_kernel_for_dispatch_key("ikattn::spectral_features", "CUDA"):
-    pytest.skip("ikattn was built without its CUDA kernels", allow_module_level=True)
+if reason := torch.ops.ikattn.why_no_kernels(torch.device("cuda")):
+    pytest.skip(reason, allow_module_level=True)
 
 
 def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, Any]:

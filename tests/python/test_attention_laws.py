@@ -11,9 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ikattn
 from agreement import assert_close, assert_identical, direction, gradient_scales, gradients
+from devices import on_test_device
 from samples import BY_NAME, DTYPES, SAMPLES, TINY, Arguments, Sample, name_of, of_weights
 
-attention = ikattn.implicit_kernel_attention
+attention = on_test_device(ikattn.implicit_kernel_attention)
 
 # Sizes that leave the first tile in both directions, and every kind of side input.
 PLAIN = Sample("laws", B=3, H=4, L=67, S=130, d=16, d_v=10, M=9, key_bias="BHS")

@@ -19,10 +19,12 @@ from agreement import (
     gradients,
     in_float64,
 )
+from devices import on_test_device
 from samples import DTYPES, Arguments, Sample, name_of, of_weights
 
-attention = ikattn.implicit_kernel_attention
-weights = ikattn.implicit_kernel_weights
+attention = on_test_device(ikattn.implicit_kernel_attention)
+weights = on_test_device(ikattn.implicit_kernel_weights)
+with_normalizer = on_test_device(torch.ops.ikattn.implicit_kernel_attention)
 reference = ikattn.reference.implicit_kernel_attention
 
 INF, NAN = float("inf"), float("nan")
@@ -333,7 +335,7 @@ def test_rows_that_see_no_key_are_zero_and_have_no_gradient(
     arguments["attn_mask"] = mask.expand(70, 140)
     clean = arguments | {"query": arguments["query"].clone()}
     arguments["query"][:, :, blind] = rubbish
-    output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(**arguments)
+    output, log_normalizer = with_normalizer(**arguments)
     assert (output[:, :, blind] == 0).all()
     assert (log_normalizer[:, :, blind] == -INF).all()
     assert (weights(**of_weights(arguments))[:, :, blind] == 0).all()
