@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "cuda-check"
-ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100", "sm_120"]
 INCLUDES = ["-Icsrc", "-Icsrc/include"]
 
 
@@ -177,8 +177,8 @@ def main() -> int:
 
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
     if nvcc is None:
-        print("cuda-check: not run, there is no nvcc here (CUDA toolkit 13; or set NVCC)")
-        return 0
+        print("error: there is no nvcc here (CUDA toolkit 13; or set NVCC)", file=sys.stderr)
+        return 1
     sources = [path.resolve() for path in arguments.sources] or [
         *sorted((ROOT / "csrc").rglob("*.cu")),
         *sorted((ROOT / "tests/cpp").rglob("*.cu")),
@@ -201,10 +201,12 @@ def main() -> int:
             jobs += [
                 pool.submit(check_glue, path, Path(torch.origin).parent, headers) for path in glue
             ]
-        elif glue:
-            print("cuda-check: glue files not checked, torch or CUDA's headers are missing")
         compilations = [job.result() for job in jobs]
-    return 0 if report(compilations) else 1
+    all_is_well = report(compilations)
+    if glue and not (torch and torch.origin and headers):
+        print("error: no torch, or no headers of CUDA, to check the glue with", file=sys.stderr)
+        return 1
+    return 0 if all_is_well else 1
 
 
 if __name__ == "__main__":

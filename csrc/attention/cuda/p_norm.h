@@ -7,6 +7,14 @@
 namespace ikattn::cuda {
 namespace {
 
+// x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less; and
+// a power in float64 costs tenfold.
+__device__ __forceinline__ double power_of_element(double x, double p, ElementType type) {
+  const bool is_half = type == ElementType::kFloat16 || type == ElementType::kBFloat16;
+  return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
+                 : pow(x, p);
+}
+
 // |k|_p of a row of a warp's own. Scaled by the largest element, so that powers neither overflow
 // nor vanish; squares of what is at most float32 do neither in float64.
 __device__ __forceinline__ double p_norm(const Tokens& key, int64_t j, int64_t d, double p,
@@ -25,7 +33,7 @@ __device__ __forceinline__ double p_norm(const Tokens& key, int64_t j, int64_t d
   double sum = 0;
   for (int64_t c = lane; c < d && largest > 0; c += 32) {
     const double x = fabs(key.load<double>(j, c)) / largest;
-    sum += p == 2 ? x * x : p == 1 ? x : pow(x, p);
+    sum += p == 2 ? x * x : p == 1 ? x : power_of_element(x, p, key.array->type);
   }
   sum = sum_of_lanes(sum);
   return largest == 0 ? 0 : largest * (p == 2 ? sqrt(sum) : p == 1 ? sum : pow(sum, 1 / p));

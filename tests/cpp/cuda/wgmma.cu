@@ -5,6 +5,7 @@
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include
 //     tests/cpp/cuda/wgmma.cu -o wgmma
 #include <cstdio>
+#include <cstdlib>
 
 #include "attention/cuda/warpgroup_tiles.h"
 
@@ -69,7 +70,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 template <typename T>
 T* take(int count) {
   T* numbers = nullptr;
-  cudaMallocManaged(&numbers, count * sizeof(T));
+  const cudaError_t status = cudaMallocManaged(&numbers, count * sizeof(T));
+  if (status != cudaSuccess) {
+    std::printf("no memory: %s\n", cudaGetErrorString(status));
+    std::exit(1);
+  }
   return numbers;
 }
 

@@ -12,8 +12,9 @@ namespace {
 
 using sample::CopyMisuse;
 
-constexpr int kRows = 150, kColumns = 72, kRowBoxes = 3, kColumnBoxes = 2;
-constexpr int kBox = sample::kBoxRows * sample::kBoxColumns;
+using sample::Heads;
+using sample::kBox;
+using sample::Rows;
 
 struct Copied {
   std::string error;
@@ -21,20 +22,17 @@ struct Copied {
   std::vector<float> numbers;
 };
 
-// Heads beside one another in a row, or one after another.
-Copied copied(CopyMisuse misuse, bool interleaved = false) {
-  const int64_t head_stride = interleaved ? kColumns : kRows * kColumns;
-  const int64_t row_stride = interleaved ? 3 * kColumns : kColumns;
+Copied copied(CopyMisuse misuse, Rows rows = {150, 72, Heads::kApart}) {
+  const int tiles = rows.row_boxes() * rows.column_boxes();
   Copied result;
-  result.x.resize(2 * 3 * kRows * kColumns);
+  result.x.resize(2 * 3 * rows.rows * rows.columns);
   for (size_t i = 0; i < result.x.size(); ++i) result.x[i] = static_cast<uint16_t>(i % 65521 + 1);
-  result.boxes.resize(kRowBoxes * kColumnBoxes * kBox, 0xffff);
-  result.numbers.resize(kRowBoxes * kColumnBoxes * 64);
+  result.boxes.resize(tiles * kBox, 0xffff);
+  result.numbers.resize(tiles * 64);
   alignas(16) float numbers[64];
   for (int i = 0; i < 64; ++i) numbers[i] = static_cast<float>(i);
-  const char* error =
-      sample::copy_boxes(result.x.data(), kRows, kColumns, head_stride, row_stride, numbers,
-                         result.boxes.data(), result.numbers.data(), misuse);
+  const char* error = sample::copy_boxes(result.x.data(), rows, numbers, result.boxes.data(),
+                                         result.numbers.data(), misuse);
   if (error) result.error = error;
   return result;
 }
@@ -42,18 +40,14 @@ Copied copied(CopyMisuse misuse, bool interleaved = false) {
 TEST(BulkCopies, AreBoxesOfRows) {
   for (const simt::Order order : simt::kEveryOrder) {
     simt::set_order(order);
-    for (const bool interleaved : {false, true}) {
-      const Copied got = copied(CopyMisuse::kNone, interleaved);
+    for (const Heads heads : sample::kEveryHeads) {
+      const Rows rows{150, 72, heads};
+      const Copied got = copied(CopyMisuse::kNone, rows);
       ASSERT_EQ(got.error, "");
-      const int64_t head_stride = interleaved ? kColumns : kRows * kColumns;
-      const int64_t row_stride = interleaved ? 3 * kColumns : kColumns;
-      for (int tile = 0; tile < kRowBoxes * kColumnBoxes; ++tile) {
+      for (int tile = 0; tile < rows.row_boxes() * rows.column_boxes(); ++tile) {
         for (int at = 0; at < kBox; ++at) {
-          const int row = tile / kColumnBoxes * sample::kBoxRows + at / sample::kBoxColumns;
-          const int column = tile % kColumnBoxes * sample::kBoxColumns + at % sample::kBoxColumns;
-          const bool there = row < kRows && column < kColumns;
-          const int64_t place = (3 + 2) * head_stride + row * row_stride + column;
-          ASSERT_EQ(got.boxes[tile * kBox + at], there ? got.x[place] : 0) << tile << " " << at;
+          ASSERT_EQ(got.boxes[tile * kBox + at], rows.expected(got.x.data(), tile, at))
+              << tile << " " << at;
         }
         for (int i = 0; i < 64; ++i) ASSERT_EQ(got.numbers[tile * 64 + i], i + 1);
       }
@@ -92,14 +86,14 @@ TEST(BulkCopies, MustNotComeWhileOthersRead) {
 
 TEST(BulkCopies, NeedRowsThatAreAligned) {
   std::vector<uint16_t> x(4096);
-  const auto error_of = [&](const uint16_t* from, int64_t row_stride) {
-    const char* error = sample::copy_boxes(from, 2, 8, 64, row_stride, nullptr, nullptr, nullptr,
-                                           CopyMisuse::kNone);
+  const auto error_of = [&](const uint16_t* from, Rows rows) {
+    const char* error =
+        sample::copy_boxes(from, rows, nullptr, nullptr, nullptr, CopyMisuse::kNone);
     return std::string(error ? error : "");
   };
-  EXPECT_NE(error_of(x.data() + 1, 8).find("TMA cannot copy"), std::string::npos);
-  EXPECT_NE(error_of(x.data(), 12).find("TMA cannot copy"), std::string::npos);
-  EXPECT_NE(error_of(x.data(), 0).find("TMA cannot copy"), std::string::npos);
+  EXPECT_NE(error_of(x.data() + 1, {2, 8, Heads::kApart}).find("TMA cannot copy"),
+            std::string::npos);
+  EXPECT_NE(error_of(x.data(), {2, 12, Heads::kApart}).find("TMA cannot copy"), std::string::npos);
 }
 
 }  // namespace

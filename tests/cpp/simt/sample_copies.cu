@@ -83,16 +83,15 @@ __global__ void __launch_bounds__(64)
 
 }  // namespace
 
-const char* copy_boxes(const uint16_t* x, int rows, int columns, int64_t head_stride,
-                       int64_t row_stride, const float* numbers, uint16_t* out, float* numbers_out,
-                       CopyMisuse misuse) {
+const char* copy_boxes(const uint16_t* x, const Rows& rows, const float* numbers, uint16_t* out,
+                       float* numbers_out, CopyMisuse misuse) {
   RowMap map;
-  const char* error = map_rows(map, x, {2, 3, rows, columns},
-                               {3 * head_stride, head_stride, row_stride, 1}, kBoxRows);
+  const char* error =
+      map_rows(map, x, {2, 3, rows.rows, rows.columns},
+               {rows.batch_stride(), rows.head_stride(), rows.row_stride(), 1}, kBoxRows);
   if (error != nullptr) return error;
   return launch(copy_kernel, 1, 64, kSharedBytes, nullptr, map, numbers, out, numbers_out,
-                (rows + kBoxRows - 1) / kBoxRows, (columns + kBoxColumns - 1) / kBoxColumns,
-                misuse);
+                rows.row_boxes(), rows.column_boxes(), misuse);
 }
 
 }  // namespace ikattn::sample
