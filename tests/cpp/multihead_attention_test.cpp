@@ -108,7 +108,8 @@ TEST_P(LikeUpstream, ValuesWeightsGradientsAndInitialValues) {
 
   const Tokens x(GetParam().kdim, GetParam().vdim);
   // upstream's C++ module adds a bool attn_mask as ones
-  const auto mask = torch::zeros({L, S}, on_device(torch::kDouble)).masked_fill(causal_mask(), -kInfinity);
+  const auto mask =
+      torch::zeros({L, S}, on_device(torch::kDouble)).masked_fill(causal_mask(), -kInfinity);
   const auto loss_of = [&](auto& module) {
     auto [output, weights] =
         module->forward(x.query, x.key, x.value, some_padding(), true, mask, true);
@@ -207,7 +208,8 @@ TEST(MultiheadAttention, LayoutsAndMaskTypesAgree) {
   const Tokens x;
   const auto mask = causal_mask();
   const auto as_float = [](const Tensor& ignored) {
-    return torch::zeros(ignored.sizes(), on_device(torch::kDouble)).masked_fill(ignored, -kInfinity);
+    return torch::zeros(ignored.sizes(), on_device(torch::kDouble))
+        .masked_fill(ignored, -kInfinity);
   };
   const auto flip = [](const Tensor& tokens) { return tokens.transpose(0, 1); };
   for (const auto kernel : kKernels) {
