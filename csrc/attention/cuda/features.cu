@@ -1,6 +1,6 @@
 // Tokens to features, on the ordinary units, and logits.
 #include "attention/cuda/angles.h"
-#include "attention/cuda/p_norm.h"
+#include "attention/cuda/token_rows.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -19,39 +19,42 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   });
 }
 
-// The keys' logits: one warp per key.
+// The keys' logits.
 template <typename T>
-__global__ void __launch_bounds__(kTokenThreads, 2)
+__global__ void __launch_bounds__(kRowThreads, 2)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
-  constexpr int kWarps = kTokenThreads / 32;
-  const int lane = threadIdx.x % 32;
-  const int64_t keys = params.B * params.key_heads * params.S;
-  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (index >= keys) return;  // the whole warp
-  const int64_t j = index % params.S, bh = index / params.S;
-  const int64_t b = bh / params.key_heads, head = bh % params.key_heads;
-  const int64_t group = head * params.G / params.key_heads;
-  const Tokens key(params.key, b, group), value(params.value, b, group);
+  const RowPlace at(params.S);
+  const unsigned heads = static_cast<unsigned>(params.key_heads);
+  const unsigned b = at.bh / heads, head = at.bh % heads;
+  const unsigned group = head / (heads / static_cast<unsigned>(params.G));
+  const int64_t j = at.row, index = at.bh * params.S + j;
+  const bool there = j < params.S;
   double logit = 0;
-  if (params.key_bias.type != ElementType::kNone) {
+  if (there && params.key_bias.type != ElementType::kNone) {
     const int64_t* stride = params.key_bias.stride;
     logit = load_element<double>(params.key_bias, b * stride[0] + head * stride[1] + j * stride[2]);
   }
-  bool finite = true;  // by &, not &&: no load waits for what the one before brought
-  for (int64_t c = lane; c < params.d; c += 32) finite &= is_finite(key.load<T>(j, c));
-  if (params.value.type != ElementType::kNone) {
-    for (int64_t c = lane; c < params.d_v; c += 32) finite &= is_finite(value.load<T>(j, c));
-  }
-  finite = __all_sync(0xffffffffu, finite);
+  const Row key(params.key, b, group, j), value(params.value, b, group, j);
+  bool finite = true;
+  const auto look_at = [&](const Row& row, int64_t columns) {
+    row.visit<T>(at.lane, there ? columns : 0, [&](const T(&x)[8]) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) finite &= is_finite(x[i]);
+    });
+  };
+  look_at(key, params.d);
+  if (params.value.type != ElementType::kNone) look_at(value, params.d_v);
+  finite = all_of_row(finite);
   double norm = 0;
+  if (params.p > 0) {
+    const bool counts = there && finite && logit != minus_infinity<double>();
+    norm = p_norm<T>(key, at.lane, counts ? params.d : 0, params.p);
+  }
+  if (!there || at.lane != 0) return;
   if (logit != minus_infinity<double>()) {
-    if (params.p > 0 && finite) {
-      norm = p_norm(key, j, params.d, params.p, lane);
-      logit += params.magnitude_scale * norm * norm;
-    }
+    logit += params.magnitude_scale * norm * norm;
     if (!finite || !is_finite(logit)) logit = NAN;
   }
-  if (lane != 0) return;
   store_split(logits, index, logit);
   if (logits.norms != nullptr)
     logits.norms[index] = finite ? static_cast<T>(norm) : static_cast<T>(NAN);
@@ -104,9 +107,8 @@ const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& 
   logits.low = executor.take<T>(keys);
   // The slope of |k|_p^2 needs the norm, but for p = 2.
   logits.norms = params.p > 0 && params.p != 2 ? executor.take<T>(keys) : nullptr;
-  constexpr int kWarps = kTokenThreads / 32;
-  return launch(logit_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, kWarps))),
-                dim3(kTokenThreads), 0, executor.stream, params, logits);
+  return launch(logit_kernel<T>, row_blocks(params.B * params.key_heads, params.S),
+                dim3(kRowThreads), 0, executor.stream, params, logits);
 }
 
 template <typename T>

@@ -2,8 +2,8 @@
 #include <cmath>
 
 #include "attention/cuda/folded.h"
-#include "attention/cuda/p_norm.h"
 #include "attention/cuda/tiles.h"
+#include "attention/cuda/token_rows.h"
 #include "attention/cuda/turn_products.h"
 
 namespace ikattn::cuda {
@@ -68,18 +68,16 @@ __global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, 
   if (index < count) bounds[index] = 0;
 }
 
-// bounds [B, key_heads]. A warp per key; what a hidden one holds may be anything.
-__global__ void __launch_bounds__(128, 2)
+// bounds [B, key_heads]. What a hidden key holds may be anything.
+__global__ void __launch_bounds__(kRowThreads, 2)
     value_bound_kernel(AttentionParams params, const float* logits, uint32_t* bounds) {
-  const int lane = threadIdx.x % 32;
-  const int64_t index = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
-  if (index >= params.B * params.key_heads * params.S) return;  // the whole warp
-  if (logits[index] == minus_infinity<float>()) return;
-  const int64_t bk = index / params.S;
-  const Tokens value(params.value, bk / params.key_heads,
-                     bk % params.key_heads * params.G / params.key_heads);
-  const double norm = p_norm(value, index % params.S, params.d_v, 2, lane);
-  if (lane == 0) raise(bounds + bk, norm);
+  const RowPlace at(params.S);
+  const unsigned heads = static_cast<unsigned>(params.key_heads);
+  const unsigned group = at.bh % heads / (heads / static_cast<unsigned>(params.G));
+  const bool counts =
+      at.row < params.S && logits[at.bh * params.S + at.row] != minus_infinity<float>();
+  const Row value(params.value, at.bh / heads, group, at.row);
+  raise_by_warp(bounds + at.bh, p_norm<float>(value, at.lane, counts ? params.d_v : 0, 2));
 }
 
 // The value in 16 bits, rows padded with zeros; of float32 multiplied with its scale. What is not
@@ -118,9 +116,8 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
   if (is_scaled || for_backward) {
     const float* high = logits.high;
     if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;
-    const auto blocks = static_cast<unsigned>(ceil_div(key_heads * params.S, 4));
-    if (const char* error = launch(value_bound_kernel, dim3(blocks), dim3(128), 0, executor.stream,
-                                   params, high, bounds)) {
+    if (const char* error = launch(value_bound_kernel, row_blocks(key_heads, params.S),
+                                   dim3(kRowThreads), 0, executor.stream, params, high, bounds)) {
       return error;
     }
   }

@@ -14,6 +14,7 @@
 #include "attention/cuda/tokens.h"
 #include "attention/fast_path.h"
 #include "support/cuda/float16.h"
+#include "support/cuda/warps.h"
 
 namespace ikattn::cuda {
 
@@ -72,6 +73,11 @@ __device__ __forceinline__ float fitting_power(float bound) {
 __device__ __forceinline__ void raise(uint32_t* bound, double x) {
   constexpr double kLargest = 3e38;
   if (x - x == 0) atomicMax(bound, __float_as_uint(static_cast<float>(min(x, kLargest))));
+}
+// By a whole warp, whose numbers are of one bound.
+__device__ __forceinline__ void raise_by_warp(uint32_t* bound, double x) {
+  const double most = max_of_lanes(x - x == 0 ? x : 0.0);
+  if (threadIdx.x % 32 == 0 && most > 0) raise(bound, most);
 }
 constexpr uint32_t kGeneral = 1, kUnclean = 2;
 

@@ -3,63 +3,69 @@
 // blocks run.
 #include "attention/cuda/folded_backward.h"
 #include "attention/cuda/folded_tiles.h"
-#include "attention/cuda/p_norm.h"
+#include "attention/cuda/token_rows.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// A warp per query.
-__global__ void __launch_bounds__(kFoldedThreads, 2)
+__global__ void __launch_bounds__(kRowThreads, 2)
     gradient_bound_kernel(AttentionBackwardParams params, FoldedRows rows) {
-  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (index >= params.B * params.H * params.L) return;  // the whole warp
-  const int64_t bh = index / params.L;
-  const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
-  const int lane = threadIdx.x % 32;
-  const double norm = p_norm(gradient, index % params.L, params.d_v, 2, lane);
-  if (lane == 0) raise(rows.gradient_bound + key_head_of(params, bh), norm);
+  const RowPlace at(params.L);
+  const unsigned heads = static_cast<unsigned>(params.H);
+  const Row gradient(params.grad_output, at.bh / heads, at.bh % heads, at.row);
+  const double norm = p_norm<float>(gradient, at.lane, at.row < params.L ? params.d_v : 0, 2);
+  raise_by_warp(rows.gradient_bound + key_head_of(params, at.bh), norm);
 }
 
-// A warp per query, those of the padding included.
+// Every query, those of the padding included.
 template <typename T>
-__global__ void __launch_bounds__(kFoldedThreads, 2)
+__global__ void __launch_bounds__(kRowThreads, 2)
     folded_row_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows) {
-  const int64_t V = padded_columns(params.d_v);
-  const int lane = threadIdx.x % 32;
-  const int64_t padded = padded_tokens(params.L);
-  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (index >= params.B * params.H * padded) return;  // the whole warp
-  const int64_t bh = index / padded, i = index % padded, bk = key_head_of(params, bh);
+  const int64_t V = padded_columns(params.d_v), padded = padded_tokens(params.L);
+  const RowPlace at(padded);
+  const int64_t i = at.row, index = at.bh * padded + i, bk = key_head_of(params, at.bh);
+  const unsigned heads = static_cast<unsigned>(params.H), b = at.bh / heads, h = at.bh % heads;
+  const bool there = i < params.L;
+  const Row output(params.output, b, h, i), gradient(params.grad_output, b, h, i);
+  double square = 0, delta = 0;
+  bool finite = true;
+  gradient.visit<float>(at.lane, there ? params.d_v : 0, [&](const float (&x)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      finite &= is_finite(x[c]);
+      square += static_cast<double>(x[c]) * static_cast<double>(x[c]);
+    }
+  });
+  finite = all_of_row(finite);
+  const float gradient_scale = gradient_scale_of(rows, bk);
+  const float value_scale = value_scale_of(tokens, value_head_of(params, b, h));
+  // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
+  T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + i) * V;
+  for (int64_t column = at.lane * 8; there && column < V; column += 8 * kTokenLanes) {
+    float incoming[8], attended[8];
+    gradient.load(incoming, column, finite ? params.d_v : 0);
+    output.load(attended, column, finite ? params.d_v : 0);
+    uint32_t packed[4];
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      packed[pair] =
+          pack<T>(incoming[2 * pair] * gradient_scale, incoming[2 * pair + 1] * gradient_scale);
+      const float2 rounded = unpack<T>(packed[pair]);
+      delta += static_cast<double>(attended[2 * pair]) * static_cast<double>(rounded.x);
+      delta += static_cast<double>(attended[2 * pair + 1]) * static_cast<double>(rounded.y);
+    }
+    store_vector(row + column, make_uint4(packed[0], packed[1], packed[2], packed[3]));
+  }
+  delta = sum_of_lanes<kTokenLanes>(delta) * value_scale;
+  const double kept = dropout_rescale(params.dropout_threshold);
+  const double size = sqrt(sum_of_lanes<kTokenLanes>(square)) * kept * gradient_scale;
+
   const bool general = (tokens.state[bk] & kGeneral) != 0;
   float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
-  double delta = 0;
-  if (i < params.L) {  // the whole warp
-    const Tokens output(params.output, bh / params.H, bh % params.H);
-    const Tokens gradient(params.grad_output, bh / params.H, bh % params.H);
-    double square = 0;
-    bool finite = true;
-    for (int64_t c = lane; c < params.d_v; c += 32) {
-      const double incoming = gradient.load<double>(i, c);
-      finite = finite && is_finite(incoming);
-      square += incoming * incoming;
-    }
-    finite = __all_sync(0xffffffffu, finite);
-    const float gradient_scale = gradient_scale_of(rows, bk);
-    const float value_scale =
-        value_scale_of(tokens, value_head_of(params, bh / params.H, bh % params.H));
-    // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
-    T* row = static_cast<T*>(rows.gradients) + (bh * params.L + i) * V;
-    for (int64_t c = lane; c < V; c += 32) {
-      const bool there = finite && c < params.d_v;
-      const T rounded = from_float<T>(there ? gradient.load<float>(i, c) * gradient_scale : 0.0f);
-      if (there) delta += output.load<double>(i, c) * static_cast<double>(to_float(rounded));
-      row[c] = rounded;
-    }
-    delta = sum_of_lanes(delta) * value_scale;
+  double bound = 0;
+  if (there) {
     const double log_normalizer =
-        static_cast<const double*>(params.log_normalizer.data)[bh * params.L + i];
-    const double kept = dropout_rescale(params.dropout_threshold);
-    const double size = sqrt(sum_of_lanes(square)) * kept * gradient_scale;
+        static_cast<const double*>(params.log_normalizer.data)[at.bh * params.L + i];
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
     float by_query = limit, by_key = limit;  // what bounds the score's factor
     if (log_normalizer != minus_infinity<double>()) {
@@ -78,12 +84,13 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         by_query = root > 0 ? 1 / root : 0.0f;
         by_key = scaled_root < limit ? scaled_root : limit;
       }
-      if (lane == 0 && normalizer == normalizer) raise(rows.row_bound + bk, size * by_key);
+      if (normalizer == normalizer) bound = size * by_key;
     }
     const float value_bound = __uint_as_float(tokens.value_bounds[bk]) * value_scale;
     fit = fit_of(2 * static_cast<float>(size) * value_bound * by_query);
   }
-  if (lane != 0) return;
+  raise_by_warp(rows.row_bound + bk, bound);
+  if (at.lane != 0) return;
   rows.normalizer[index] = normalizer;
   rows.low[index] = low;
   rows.delta[index] = static_cast<float>(delta);
@@ -97,7 +104,6 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
                             const PairGradients<float>& gradients) {
   const int64_t heads = params.B * params.H, key_heads = params.B * params.key_heads;
   const int64_t padded = heads * padded_tokens(params.L);
-  const auto blocks = [](int64_t count) { return dim3(static_cast<unsigned>(count)); };
   const Stream stream = executor.stream;
   const float* high = logits.high;
   FoldedRows rows = {};
@@ -111,16 +117,15 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
   if (const char* error = clear_bounds(rows.row_bound, key_heads, stream)) return error;
   if (rows.gradient_bound != nullptr) {
     if (const char* error = clear_bounds(rows.gradient_bound, key_heads, stream)) return error;
-    if (const char* error =
-            launch(gradient_bound_kernel, blocks(ceil_div(heads * params.L, kWarps)),
-                   dim3(kFoldedThreads), 0, stream, params, rows)) {
+    if (const char* error = launch(gradient_bound_kernel, row_blocks(heads, params.L),
+                                   dim3(kRowThreads), 0, stream, params, rows)) {
       return error;
     }
   }
   const char* error = launch_type(params, [&]<typename T>() {
     rows.gradients = executor.take<T>(heads * params.L * padded_columns(params.d_v));
-    return launch(folded_row_kernel<T>, blocks(ceil_div(padded, kWarps)), dim3(kFoldedThreads), 0,
-                  stream, params, tokens, rows);
+    return launch(folded_row_kernel<T>, row_blocks(heads, padded_tokens(params.L)),
+                  dim3(kRowThreads), 0, stream, params, tokens, rows);
   });
   if (error == nullptr && wants_queries(params)) {
     const auto of_queries = is_wide(params) ? wide_query_gradients : folded_query_gradients;

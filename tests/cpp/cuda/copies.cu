@@ -5,29 +5,18 @@
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include -Itests/cpp
 //     tests/cpp/cuda/copies.cu tests/cpp/simt/sample_copies.cu -o copies
 #include <cstdio>
-#include <cstdlib>
 
+#include "cuda/managed.h"
 #include "simt/sample_copies.h"
 #include "support/cuda/launch.h"
 
 namespace ikattn::sample {
 namespace {
 
-template <typename T>
-T* take(int64_t count) {
-  T* numbers = nullptr;
-  const cudaError_t status = cudaMallocManaged(&numbers, count * sizeof(T));
-  if (status != cudaSuccess) {
-    std::printf("no memory: %s\n", cudaGetErrorString(status));
-    std::exit(1);
-  }
-  return numbers;
-}
-
 bool is_right(const Rows& rows, const char* name) {
   const int tiles = rows.row_boxes() * rows.column_boxes(), elements = 6 * rows.rows * rows.columns;
-  uint16_t *x = take<uint16_t>(elements), *boxes = take<uint16_t>(tiles * kBox);
-  float *numbers = take<float>(64), *numbers_out = take<float>(tiles * 64);
+  uint16_t *x = take_managed<uint16_t>(elements), *boxes = take_managed<uint16_t>(tiles * kBox);
+  float *numbers = take_managed<float>(64), *numbers_out = take_managed<float>(tiles * 64);
   for (int i = 0; i < elements; ++i) x[i] = static_cast<uint16_t>(i % 65521 + 1);
   for (int i = 0; i < 64; ++i) numbers[i] = static_cast<float>(i);
   const char* error = copy_boxes(x, rows, numbers, boxes, numbers_out, CopyMisuse::kNone);

@@ -2,12 +2,12 @@
 // integers, whose sums are exact: tells which one is wrong where a kernel is. Exits with 1 if one
 // is.
 //
-//   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include
+//   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include -Itests/cpp
 //     tests/cpp/cuda/wgmma.cu -o wgmma
 #include <cstdio>
-#include <cstdlib>
 
 #include "attention/cuda/warpgroup_tiles.h"
+#include "cuda/managed.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -67,22 +67,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 #endif
 }
 
-template <typename T>
-T* take(int count) {
-  T* numbers = nullptr;
-  const cudaError_t status = cudaMallocManaged(&numbers, count * sizeof(T));
-  if (status != cudaSuccess) {
-    std::printf("no memory: %s\n", cudaGetErrorString(status));
-    std::exit(1);
-  }
-  return numbers;
-}
-
 template <typename T, Form kForm, int N, int K>
 bool is_right(const char* name) {
   constexpr int kRows = kWarpgroupRows;
-  T *a = take<T>(kRows * K), *b = take<T>(N * K);
-  float *out = take<float>(kRows * N), *before = take<float>(kRows * N);
+  T *a = take_managed<T>(kRows * K), *b = take_managed<T>(N * K);
+  float *out = take_managed<float>(kRows * N), *before = take_managed<float>(kRows * N);
   uint32_t seed = 1;
   const auto draw = [&] {
     seed = seed * 1664525 + 1013904223;

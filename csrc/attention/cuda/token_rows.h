@@ -1,0 +1,145 @@
+// Kernels that own whole tokens: eight lanes a token, each of them eight columns at a time, one
+// access where these begin at a multiple of 16 bytes.
+#pragma once
+
+#include "attention/cuda/tiles.h"
+#include "support/cuda/warps.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kRowThreads = 256, kTokenLanes = 8, kRowsOfBlock = kRowThreads / kTokenLanes;
+
+// For N tokens of each head; a block has those of one.
+inline dim3 row_blocks(int64_t heads, int64_t N) {
+  return dim3(static_cast<unsigned>(heads * ceil_div(N, kRowsOfBlock)));
+}
+
+struct RowPlace {
+  unsigned bh;  // the head, of all batches'
+  int64_t row;  // may be N and more
+  int lane;     // of eight
+
+  __device__ explicit RowPlace(int64_t N) {
+    const unsigned blocks = static_cast<unsigned>((N + kRowsOfBlock - 1) / kRowsOfBlock);
+    bh = blockIdx.x / blocks;
+    row = int64_t{blockIdx.x % blocks} * kRowsOfBlock + threadIdx.x / kTokenLanes;
+    lane = threadIdx.x % kTokenLanes;
+  }
+};
+
+// The columns of one token of an array [B, H, N, width].
+class Row {
+ public:
+  __device__ Row(const Array& array, int64_t b, int64_t h, int64_t token)
+      : array_(array), base_(b * array.stride[0] + h * array.stride[1] + token * array.stride[2]) {
+    const int64_t bytes = is_half() ? 2 : 4;
+    is_together_ = array.type != ElementType::kFloat64 && array.stride[3] == 1 &&
+                   (reinterpret_cast<uintptr_t>(array.data) + base_ * bytes) % 16 == 0;
+  }
+
+  // 16-bit numbers, which hold less than others.
+  __device__ __forceinline__ bool is_half() const {
+    return array_.type == ElementType::kFloat16 || array_.type == ElementType::kBFloat16;
+  }
+
+  // Columns `column`, a multiple of 8, and on; zeros from `columns` on.
+  template <typename T>
+  __device__ __forceinline__ void load(T (&x)[8], int64_t column, int64_t columns) const {
+    const int64_t at = base_ + column * array_.stride[3];
+    if (is_together_ && column + 8 <= columns) {
+      if (array_.type == ElementType::kFloat32) {
+        load_floats(x, static_cast<const float*>(array_.data) + at);
+      } else if (array_.type == ElementType::kBFloat16) {
+        load_halves(x, static_cast<const BFloat16*>(array_.data) + at);
+      } else {
+        load_halves(x, static_cast<const Half*>(array_.data) + at);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[i] = column + i < columns ? load_element<T>(array_, at + i * array_.stride[3]) : T(0);
+    }
+  }
+  // visit(eight columns) for all that are the lane's.
+  template <typename T, typename Visit>
+  __device__ __forceinline__ void visit(int lane, int64_t columns, const Visit& visit) const {
+    for (int64_t column = lane * 8; column < columns; column += 8 * kTokenLanes) {
+      T x[8];
+      load(x, column, columns);
+      visit(x);
+    }
+  }
+
+ private:
+  template <typename T>
+  __device__ __forceinline__ static void load_floats(T (&x)[8], const float* from) {
+    const float4 low = load_vector<float4>(from), high = load_vector<float4>(from + 4);
+    const float eight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = static_cast<T>(eight[i]);
+  }
+  template <typename T, typename S>
+  __device__ __forceinline__ static void load_halves(T (&x)[8], const S* from) {
+    const uint4 packed = load_vector<uint4>(from);
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = unpack<S>(words[i]);
+      x[2 * i] = static_cast<T>(two.x);
+      x[2 * i + 1] = static_cast<T>(two.y);
+    }
+  }
+
+  const Array& array_;
+  int64_t base_;
+  bool is_together_;
+};
+
+// Of a token's eight lanes.
+__device__ __forceinline__ bool all_of_row(bool x) {
+  const unsigned votes = __ballot_sync(0xffffffffu, x);
+  return (votes >> (threadIdx.x % 32 / kTokenLanes * kTokenLanes) & 0xffu) == 0xffu;
+}
+
+// x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less; and
+// a power in float64 costs tenfold.
+__device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
+  return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
+                 : pow(x, p);
+}
+
+// |x|_p of a row, by its eight lanes; 0 of no columns. T: double for float64. Scaled by the largest
+// element, so that powers neither overflow nor vanish; squares of what is at most float32 do
+// neither in float64.
+template <typename T>
+__device__ __forceinline__ double p_norm(const Row& row, int lane, int64_t columns, double p) {
+  if (p == 2 && sizeof(T) == 4) {
+    double squares = 0;
+    row.visit<T>(lane, columns, [&](const T(&x)[8]) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+    });
+    return sqrt(sum_of_lanes<kTokenLanes>(squares));
+  }
+  double largest = 0, sum = 0;
+  row.visit<T>(lane, columns, [&](const T(&x)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = fmax(largest, fabs(static_cast<double>(x[i])));
+  });
+  largest = max_of_lanes<kTokenLanes>(largest);
+  const double unit = largest > 0 ? largest : 1;
+  row.visit<T>(lane, columns, [&](const T(&elements)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const double x = fabs(static_cast<double>(elements[i])) / unit;
+      sum += p == 2 ? x * x : p == 1 ? x : power_of_element(x, p, row.is_half());
+    }
+  });
+  sum = sum_of_lanes<kTokenLanes>(sum);
+  return largest == 0 ? 0 : largest * (p == 2 ? sqrt(sum) : p == 1 ? sum : pow(sum, 1 / p));
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
