@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from contributions import five_dimensional
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import ikattn
 
@@ -66,13 +67,17 @@ def flex(tensors: list[Tensor], causal: bool, compiled: bool = True) -> Callable
     Features and magnitudes are torch's own operators, compiled with it, and gradients go back to
     all five tensors.
     """
-    mask = None
-    if causal:
-        length = tensors[0].shape[2]
-        device = str(tensors[0].device)
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device)
+    length, device = tensors[0].shape[2], str(tensors[0].device)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    @functools.cache  # at the first call, where a failure is told of
+    def block_mask() -> BlockMask | None:
+        if not causal:
+            return None
+        return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device)
+
+    def attend(
+        mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor
+    ) -> Tensor:
         square = k.float().square().sum(-1)
         per_square = 1 / (2 * k.shape[-1] ** 0.5)
 
@@ -93,7 +98,7 @@ def flex(tensors: list[Tensor], causal: bool, compiled: bool = True) -> Callable
     if compiled:
         torch._dynamo.reset()  # after 8 compilations of a function it would run uncompiled
         attend = torch.compile(attend, dynamic=False)
-    return lambda: attend(*tensors)
+    return lambda: attend(block_mask(), *tensors)
 
 
 def backward_of(call: Callable[[], Tensor], leaves: list[Tensor]) -> Prepare:

@@ -26,6 +26,8 @@ auto with_memory_for(const char* function, const char* what, const Make& make) {
   } catch (const c10::OutOfMemoryError& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, function, ": no memory for ", what, ": ",
                      error.what_without_backtrace());
+  } catch (const c10::AcceleratorError&) {
+    throw;  // a fault of earlier work, which shows wherever the device is asked next
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, function, ": no memory for ", what, ": ", error.what_without_backtrace());
   }

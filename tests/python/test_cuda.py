@@ -133,7 +133,8 @@ def test_blocks_enough_that_none_shares_its_keys(
 @pytest.mark.parametrize("form", ["plain", "causal", "float mask"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
-    call = drawn_on_gpu(2, 4, 2048, 2048, 64, 64, dtype) | {"is_causal": form == "causal"}
+    """288 of 128 queries: enough that no block shares its keys, causal or not."""
+    call = drawn_on_gpu(2, 9, 2048, 2048, 64, 64, dtype) | {"is_causal": form == "causal"}
     names = ["query", "key", "value", "w1", "w2"]
     if form == "float mask":
         call["attn_mask"] = torch.randn(2048, 2048, device="cuda", dtype=dtype)
@@ -153,6 +154,50 @@ def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
     for name in names:
         tolerance = 2 * torch.finfo(dtype).eps
         assert_close(got[name], expected[name], tolerance, name, scales[name])
+
+
+@pytest.mark.parametrize("frequencies", ["of keys", "of queries"])
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
+def test_many_blocks_of_grouped_heads_inside_the_tokens(
+    frequencies: str, dtype: torch.dtype
+) -> None:
+    """264 of 128 queries, heads of a token side by side, two heads of queries for each of keys."""
+    names = ["query", "key", "value", "w1", "w2"]
+    call = drawn_on_gpu(2, 66, 256, 1000, 64, 64, dtype) | {"enable_gqa": True}
+    for name in names[1:3] if frequencies == "of queries" else names[1:]:
+        call[name] = call[name][..., ::2, :, :]
+    for name in names[:3]:
+        call[name] = call[name].transpose(1, 2).contiguous().transpose(1, 2)
+    wide = converted(call, torch.float64)
+    output = ikattn.implicit_kernel_attention(**call)
+    tolerance = 2 * torch.finfo(dtype).eps
+    assert_close(output, reference(**wide), tolerance)
+    incoming = direction(output)
+    got = gradients(ikattn.implicit_kernel_attention, call, names, incoming)
+    expected = gradients(reference, wide, names, incoming.double())
+    for name in names:
+        assert_close(got[name], expected[name], tolerance, name)
+
+
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
+def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
+    dtype: torch.dtype, rubbish: float
+) -> None:
+    names = ["query", "key", "value", "w1", "w2"]
+    call = drawn_on_gpu(4, 33, 256, 1000, 64, 64, dtype)
+    hidden = torch.arange(1000, device="cuda") % 7 == 3
+    call["key_bias"] = torch.zeros(1000, device="cuda", dtype=dtype).masked_fill(hidden, -torch.inf)
+
+    def results(held: float) -> list[Tensor]:
+        spoilt = {name: call[name].clone() for name in ("key", "value")}
+        for tokens in spoilt.values():
+            tokens[..., hidden, :] = held
+        output = ikattn.implicit_kernel_attention(**call | spoilt)
+        found = gradients(ikattn.implicit_kernel_attention, call | spoilt, names, direction(output))
+        return [output, *found.values()]
+
+    assert_identical([x.cpu() for x in results(rubbish)], [x.cpu() for x in results(0.0)])
 
 
 @pytest.mark.parametrize(("frequencies", "d_v"), [(128, 64), (64, 256), (160, 200)])

@@ -107,6 +107,7 @@ struct TileBarriers {
 template <typename Copy>
 __device__ __forceinline__ void copy_tiles(const TileBarriers& barriers, int tiles, uint32_t bytes,
                                            const Copy& copy) {
+  __syncwarp();  // one thread may have begun copies before
   give_registers<kCopyRegisters>();
   if (threadIdx.x != kProductThreads) return;
   TileStage stage;
