@@ -91,17 +91,19 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
     params.norms[n] = {keys.weights[n].const_data_ptr(), block.centered[n]};
   }
   bool needed = block.maps[kValueNorms];
-  if (needed) {
-    keys.value_norms = at::empty({B, H, S}, options);
-    params.value_norms = keys.value_norms.mutable_data_ptr();
-  }
-  const int64_t blocks = (S + kFactorBlock - 1) / kFactorBlock;
-  for (int variant = 0; variant < 3; ++variant) {
-    if (!needs_variant(block, variant)) continue;
-    needed = true;
-    keys.factors[variant] = at::zeros({B, blocks, triangle(H), kFactorBlock}, options);
-    params.factors[variant] = keys.factors[variant].mutable_data_ptr();
-  }
+  with_memory_for("contributions", "the value norms and factors of the keys", [&] {
+    if (needed) {
+      keys.value_norms = at::empty({B, H, S}, options);
+      params.value_norms = keys.value_norms.mutable_data_ptr();
+    }
+    const int64_t blocks = (S + kFactorBlock - 1) / kFactorBlock;
+    for (int variant = 0; variant < 3; ++variant) {
+      if (!needs_variant(block, variant)) continue;
+      needed = true;
+      keys.factors[variant] = at::zeros({B, blocks, triangle(H), kFactorBlock}, options);
+      params.factors[variant] = keys.factors[variant].mutable_data_ptr();
+    }
+  });
   if (needed) Device::factors(params, keys, sizes);
   return keys;
 }
@@ -232,8 +234,8 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
     for (int map = kSummed; map < kMixingRatios; ++map) {
       if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.T, sizes.S}, options);
     }
+    if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
   });
-  if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
 
   const bool at_once = call.source.attn_weights.defined() && !needs_own;
   const int64_t step =

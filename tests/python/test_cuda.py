@@ -77,6 +77,23 @@ def test_gradients_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
     )
 
 
+OF_TOKENS = ["query", "key", "value", "w1", "w2"]
+
+
+def assert_output_and_gradients(call: Arguments, scales: dict[str, float] | None = None) -> None:
+    """Within two roundings of those of the float64 reference there; scales: of agreement.py."""
+    tolerance = 2 * torch.finfo(call["query"].dtype).eps
+    wide = converted(call, torch.float64)
+    output = ikattn.implicit_kernel_attention(**call)
+    assert_close(output, reference(**wide), tolerance)
+    incoming = direction(output)
+    got = gradients(ikattn.implicit_kernel_attention, call, OF_TOKENS, incoming)
+    expected = gradients(reference, wide, OF_TOKENS, incoming.double())
+    for name in OF_TOKENS:
+        scale = 0.0 if scales is None else scales[name]
+        assert_close(got[name], expected[name], tolerance, name, scale)
+
+
 @pytest.fixture
 def matmul() -> Iterator[Any]:
     """torch's settings of matrix products on CUDA, which are afterwards what they were."""
@@ -135,25 +152,17 @@ def test_blocks_enough_that_none_shares_its_keys(
 def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
     """288 of 128 queries: enough that no block shares its keys, causal or not."""
     call = drawn_on_gpu(2, 9, 2048, 2048, 64, 64, dtype) | {"is_causal": form == "causal"}
-    names = ["query", "key", "value", "w1", "w2"]
     if form == "float mask":
         call["attn_mask"] = torch.randn(2048, 2048, device="cuda", dtype=dtype)
-    wide = converted(call, torch.float64)
-    output = ikattn.implicit_kernel_attention(**call)
-    assert_close(output, reference(**wide), 2 * torch.finfo(dtype).eps)
-    incoming = direction(output)
-    got = gradients(ikattn.implicit_kernel_attention, call, names, incoming)
-    expected = gradients(reference, wide, names, incoming.double())
     # Where a causal row sees few keys its gradients are what the rounded output leaves of larger
     # terms: they err relative to these, as agreement.py says.
-    scales = dict.fromkeys(names, 0.0)
+    scales = None
     if form == "causal":
-        there = {name: call[name].cpu() for name in names}
+        incoming = direction(call["query"][..., : call["value"].shape[-1]])
+        there = {name: call[name].cpu() for name in OF_TOKENS}
         sides = {"is_causal": True, "attn_mask": None, "key_bias": None}
         scales = gradient_scales(there | sides, incoming.cpu())
-    for name in names:
-        tolerance = 2 * torch.finfo(dtype).eps
-        assert_close(got[name], expected[name], tolerance, name, scales[name])
+    assert_output_and_gradients(call, scales)
 
 
 @pytest.mark.parametrize("frequencies", ["of keys", "of queries"])
@@ -162,21 +171,12 @@ def test_many_blocks_of_grouped_heads_inside_the_tokens(
     frequencies: str, dtype: torch.dtype
 ) -> None:
     """264 of 128 queries, heads of a token side by side, two heads of queries for each of keys."""
-    names = ["query", "key", "value", "w1", "w2"]
     call = drawn_on_gpu(2, 66, 256, 1000, 64, 64, dtype) | {"enable_gqa": True}
-    for name in names[1:3] if frequencies == "of queries" else names[1:]:
+    for name in OF_TOKENS[1:3] if frequencies == "of queries" else OF_TOKENS[1:]:
         call[name] = call[name][..., ::2, :, :]
-    for name in names[:3]:
+    for name in OF_TOKENS[:3]:
         call[name] = call[name].transpose(1, 2).contiguous().transpose(1, 2)
-    wide = converted(call, torch.float64)
-    output = ikattn.implicit_kernel_attention(**call)
-    tolerance = 2 * torch.finfo(dtype).eps
-    assert_close(output, reference(**wide), tolerance)
-    incoming = direction(output)
-    got = gradients(ikattn.implicit_kernel_attention, call, names, incoming)
-    expected = gradients(reference, wide, names, incoming.double())
-    for name in names:
-        assert_close(got[name], expected[name], tolerance, name)
+    assert_output_and_gradients(call)
 
 
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf], ids=str)
@@ -184,7 +184,6 @@ def test_many_blocks_of_grouped_heads_inside_the_tokens(
 def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
     dtype: torch.dtype, rubbish: float
 ) -> None:
-    names = ["query", "key", "value", "w1", "w2"]
     call = drawn_on_gpu(4, 33, 256, 1000, 64, 64, dtype)
     hidden = torch.arange(1000, device="cuda") % 7 == 3
     call["key_bias"] = torch.zeros(1000, device="cuda", dtype=dtype).masked_fill(hidden, -torch.inf)
@@ -194,7 +193,9 @@ def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
         for tokens in spoilt.values():
             tokens[..., hidden, :] = held
         output = ikattn.implicit_kernel_attention(**call | spoilt)
-        found = gradients(ikattn.implicit_kernel_attention, call | spoilt, names, direction(output))
+        found = gradients(
+            ikattn.implicit_kernel_attention, call | spoilt, OF_TOKENS, direction(output)
+        )
         return [output, *found.values()]
 
     assert_identical([x.cpu() for x in results(rubbish)], [x.cpu() for x in results(0.0)])
@@ -206,21 +207,12 @@ def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
 def test_wide_rows(frequencies: int, d_v: int, form: str, dtype: torch.dtype) -> None:
     """More than 128 features, or columns of the value, go by slices of 128."""
     call = drawn_on_gpu(2, 3, 300, 500, d_v, frequencies, dtype)
-    names = ["query", "key", "value", "w1", "w2"]
     if form == "bool mask":
         call["attn_mask"] = torch.rand(300, 500, device="cuda") < 0.7
     elif form == "float mask":
         call["attn_mask"] = torch.randn(300, 500, device="cuda", dtype=dtype)
-    assert ikattn.why_not_fast(*(call[name] for name in names)) is None
-    output = ikattn.implicit_kernel_attention(**call)
-    wide = converted(call, torch.float64)
-    tolerance = 2 * torch.finfo(dtype).eps
-    assert_close(output, reference(**wide), tolerance)
-    incoming = direction(output)
-    got = gradients(ikattn.implicit_kernel_attention, call, names, incoming)
-    expected = gradients(reference, wide, names, incoming.double())
-    for name in names:
-        assert_close(got[name], expected[name], tolerance, name)
+    assert ikattn.why_not_fast(*(call[name] for name in OF_TOKENS)) is None
+    assert_output_and_gradients(call)
 
 
 @every_sample

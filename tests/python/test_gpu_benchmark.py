@@ -15,21 +15,34 @@ from agreement import assert_close
 from programs import run_checked
 
 
-@pytest.mark.parametrize("what", ["attention", "contributions"])
-def test_a_dry_run(source_tree: Path, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("choice", "comparisons"),
+    [
+        ([], 12),  # causal or not, two masks, two of few queries: forward and backward
+        (["--lengths", "16", "64"], 8),
+        (["--contributions"], 1),
+    ],
+)
+def test_a_dry_run(source_tree: Path, tmp_path: Path, choice: list[str], comparisons: int) -> None:
     table = tmp_path / "table.md"
     program = source_tree / "benchmarks" / "gpu.py"
     options = ["--device", "cpu", "--tokens", 64, "--heads", 2, "--rounds", 1, "--no-flex"]
-    options += ["--contributions"] if what == "contributions" else ["--lengths", 16, 64]
     printed = run_checked(
-        sys.executable, program, *options, "--commit", "abc", "--output", table, cwd=tmp_path
+        sys.executable,
+        program,
+        *options,
+        *choice,
+        "--commit",
+        "abc",
+        "--output",
+        table,
+        cwd=tmp_path,
     )
     assert table.read_text() == printed
     assert "cannot" not in printed
     assert f"ikattn {ikattn.__version__} at abc" in printed.splitlines()[0]
     ours = re.findall(r"^  ikattn .* median +([\d.]+)  x ikattn +1.00$", printed, re.MULTILINE)
-    # two lengths, causal or not, forward and backward; or one length of maps
-    assert len(ours) == (1 if what == "contributions" else 8)
+    assert len(ours) == comparisons
     assert all(float(time) > 0 for time in ours)
 
 

@@ -1,7 +1,7 @@
 // Where features come from, and who makes them.
 #pragma once
 
-#include "attention/cuda/kernels.h"
+#include "attention/cuda/tokens.h"
 #include "support/cuda/launch.h"
 
 namespace ikattn::cuda {
@@ -14,19 +14,13 @@ struct FeatureSource {
 
   __host__ __device__ bool stationary() const { return w2.type == ElementType::kNone; }
   // What a head of a batch has of x, w1 and w2.
-  __device__ int64_t x_head(int64_t head) const { return shared_head(head, x_heads); }
+  __device__ int64_t x_head(int64_t head) const {
+    return shared_head(static_cast<unsigned>(head), heads, x_heads);
+  }
   __device__ int64_t frequency_head(int64_t head) const {
-    return shared_head(head, frequency_heads);
+    return shared_head(static_cast<unsigned>(head), heads, frequency_heads);
   }
   __device__ int64_t frequency_batch(int64_t b) const { return frequency_batches == 1 ? 0 : b; }
-
- private:
-  // Which of `count` heads, that serve all, serves `head`. A grid has no 2^32 blocks, so there are
-  // no more heads; and a division in 64 bits would be a call.
-  __device__ int64_t shared_head(int64_t head, int64_t count) const {
-    const auto each = static_cast<unsigned>(heads) / static_cast<unsigned>(count);
-    return static_cast<unsigned>(head) / each;
-  }
 };
 
 // Of the queries, or the keys, of a call; of ikattn::features.

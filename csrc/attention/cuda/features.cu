@@ -23,18 +23,17 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
-  const RowPlace at(params.S);
-  const unsigned heads = static_cast<unsigned>(params.key_heads);
-  const unsigned b = at.bh / heads, head = at.bh % heads;
-  const unsigned group = head / (heads / static_cast<unsigned>(params.G));
+  const RowPlace at(params.key_heads, params.S);
+  const unsigned group = shared_head(at.head, params.key_heads, params.G);
   const int64_t j = at.row, index = at.bh * params.S + j;
   const bool there = j < params.S;
   double logit = 0;
   if (there && params.key_bias.type != ElementType::kNone) {
     const int64_t* stride = params.key_bias.stride;
-    logit = load_element<double>(params.key_bias, b * stride[0] + head * stride[1] + j * stride[2]);
+    logit = load_element<double>(params.key_bias,
+                                 at.b * stride[0] + at.head * stride[1] + j * stride[2]);
   }
-  const Row key(params.key, b, group, j), value(params.value, b, group, j);
+  const Row key(params.key, at.b, group, j), value(params.value, at.b, group, j);
   bool finite = true;
   const auto look_at = [&](const Row& row, int64_t columns) {
     row.visit<T>(at.lane, there ? columns : 0, [&](const T(&x)[8]) {

@@ -71,12 +71,10 @@ __global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, 
 // bounds [B, key_heads]. What a hidden key holds may be anything.
 __global__ void __launch_bounds__(kRowThreads, 2)
     value_bound_kernel(AttentionParams params, const float* logits, uint32_t* bounds) {
-  const RowPlace at(params.S);
-  const unsigned heads = static_cast<unsigned>(params.key_heads);
-  const unsigned group = at.bh % heads / (heads / static_cast<unsigned>(params.G));
+  const RowPlace at(params.key_heads, params.S);
   const bool counts =
       at.row < params.S && logits[at.bh * params.S + at.row] != minus_infinity<float>();
-  const Row value(params.value, at.bh / heads, group, at.row);
+  const Row value(params.value, at.b, shared_head(at.head, params.key_heads, params.G), at.row);
   raise_by_warp(bounds + at.bh, p_norm<float>(value, at.lane, counts ? params.d_v : 0, 2));
 }
 

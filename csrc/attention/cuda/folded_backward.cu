@@ -10,9 +10,8 @@ namespace {
 
 __global__ void __launch_bounds__(kRowThreads, 2)
     gradient_bound_kernel(AttentionBackwardParams params, FoldedRows rows) {
-  const RowPlace at(params.L);
-  const unsigned heads = static_cast<unsigned>(params.H);
-  const Row gradient(params.grad_output, at.bh / heads, at.bh % heads, at.row);
+  const RowPlace at(params.H, params.L);
+  const Row gradient(params.grad_output, at.b, at.head, at.row);
   const double norm = p_norm<float>(gradient, at.lane, at.row < params.L ? params.d_v : 0, 2);
   raise_by_warp(rows.gradient_bound + key_head_of(params, at.bh), norm);
 }
@@ -22,11 +21,11 @@ template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     folded_row_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows) {
   const int64_t V = padded_columns(params.d_v), padded = padded_tokens(params.L);
-  const RowPlace at(padded);
+  const RowPlace at(params.H, padded);
   const int64_t i = at.row, index = at.bh * padded + i, bk = key_head_of(params, at.bh);
-  const unsigned heads = static_cast<unsigned>(params.H), b = at.bh / heads, h = at.bh % heads;
   const bool there = i < params.L;
-  const Row output(params.output, b, h, i), gradient(params.grad_output, b, h, i);
+  const Row output(params.output, at.b, at.head, i);
+  const Row gradient(params.grad_output, at.b, at.head, i);
   double square = 0, delta = 0;
   bool finite = true;
   gradient.visit<float>(at.lane, there ? params.d_v : 0, [&](const float (&x)[8]) {
@@ -38,7 +37,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   });
   finite = all_of_row(finite);
   const float gradient_scale = gradient_scale_of(rows, bk);
-  const float value_scale = value_scale_of(tokens, value_head_of(params, b, h));
+  const float value_scale = value_scale_of(tokens, value_head_of(params, at.b, at.head));
   // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
   T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + i) * V;
   for (int64_t column = at.lane * 8; there && column < V; column += 8 * kTokenLanes) {

@@ -16,13 +16,15 @@ inline dim3 row_blocks(int64_t heads, int64_t N) {
 }
 
 struct RowPlace {
-  unsigned bh;  // the head, of all batches'
-  int64_t row;  // may be N and more
-  int lane;     // of eight
+  unsigned bh, b, head;  // bh: the head, of all batches'
+  int64_t row;           // may be N and more
+  int lane;              // of eight
 
-  __device__ explicit RowPlace(int64_t N) {
+  __device__ RowPlace(int64_t heads, int64_t N) {
     const unsigned blocks = static_cast<unsigned>((N + kRowsOfBlock - 1) / kRowsOfBlock);
     bh = blockIdx.x / blocks;
+    b = bh / static_cast<unsigned>(heads);
+    head = bh % static_cast<unsigned>(heads);
     row = int64_t{blockIdx.x % blocks} * kRowsOfBlock + threadIdx.x / kTokenLanes;
     lane = threadIdx.x % kTokenLanes;
   }
@@ -103,8 +105,7 @@ __device__ __forceinline__ bool all_of_row(bool x) {
   return (votes >> (threadIdx.x % 32 / kTokenLanes * kTokenLanes) & 0xffu) == 0xffu;
 }
 
-// x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less; and
-// a power in float64 costs tenfold.
+// x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less.
 __device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
   return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
                  : pow(x, p);

@@ -35,6 +35,12 @@ template <typename T>
 const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                            PreparedTokens<T>& prepared);
 
+// Which of `count` heads, that serve all `heads`, serves `head`. A grid has no 2^32 blocks, so
+// there are no more heads; and a division in 64 bits would be a call.
+__host__ __device__ inline unsigned shared_head(unsigned head, int64_t heads, int64_t count) {
+  return head / (static_cast<unsigned>(heads) / static_cast<unsigned>(count));
+}
+
 // The key head, of all batches', that a query head of all batches' attends to.
 __host__ __device__ inline int64_t key_head_of(const AttentionParams& params, int64_t bh) {
   return bh / params.H * params.key_heads + bh % params.H * params.key_heads / params.H;

@@ -128,8 +128,8 @@ inline const char* why_not_here(void (*kernel)(Parameters...)) {
 }
 
 // Lets a kernel have so much dynamic shared memory on the current device, or more: another thread
-// may be about to launch it with what it asked for. What it has is remembered, for a question to
-// the runtime takes as long as a launch.
+// may be about to launch it with what it asked for. What it has is remembered: the runtime is
+// asked once.
 inline cudaError_t allow_dynamic_shared(const void* kernel, int bytes) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, int> allowed;  // by kernel and device

@@ -17,12 +17,33 @@ TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
       one_head({.name = "causal", .L = 300, .S = 300, .d_v = 16, .causal = true}),
       one_head({.name = "more_keys", .L = 129, .S = 300, .d_v = 8, .causal = true}),
       one_head({.name = "fewer_keys", .L = 300, .S = 70, .d_v = 8, .causal = true}),
-      {.name = "grouped", .H = 4, .G = 2, .L = 20, .S = 140, .d_v = 8, .causal = true},
+      {.name = "one_set_of_frequencies",
+       .H = 4,
+       .G = 2,
+       .L = 20,
+       .S = 140,
+       .d_v = 8,
+       .frequency_heads = 1,
+       .causal = true},
+      // each key head passes the tiles of its query heads one after the other
+      {.name = "grouped_tiles", .H = 4, .G = 2, .L = 140, .S = 140, .d_v = 8},
+      {.name = "grouped_tiles_and_causal",
+       .H = 4,
+       .G = 2,
+       .L = 140,
+       .S = 140,
+       .d_v = 8,
+       .causal = true},
+      {.name = "own_frequencies", .H = 4, .G = 2, .L = 20, .S = 140, .frequency_heads = 4},
+      {.name = "frequencies_per_sample", .L = 20, .S = 140, .d_v = 8, .frequency_batches = 2},
+      {.name = "stationary", .L = 20, .S = 140, .d_v = 8, .stationary = true},
+      {.name = "p_3", .L = 20, .S = 140, .d_v = 8, .p = 3},
+      {.name = "sides_of_16_bits", .L = 20, .S = 140, .d_v = 8, .bias = true, .half_sides = true},
+      {.name = "largest_eps", .L = 20, .S = 140, .d_v = 8, .eps = 0.9},
       {.name = "general", .L = 70, .S = 140, .d_v = 8, .causal = true, .magnitude = 40},
   };
   for (Case c : cases) {
     SCOPED_TRACE(c.name);
-    c.frequency_heads = 1;
     for (const ElementType type : kTypes) {
       Call call(c = of_type(c, type));
       const int before = simt::launches_of("warpgroup_");
