@@ -358,7 +358,7 @@ const char* attention_backward(const AttentionBackwardParams& params,
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {
       FoldedTokens folded;
-      if (const char* error = prepare_turns(params, executor, operands)) return error;
+      if (const char* error = prepare_turns(params, executor, true, operands)) return error;
       if (const char* error = fold_tokens(params, executor, operands, tokens.keys, true, folded)) {
         return error;
       }

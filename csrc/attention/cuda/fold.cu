@@ -163,6 +163,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   const double root = four_m * c, K = root * root;
   Half* phi_q = executor.take<Half>(params.B * params.H * params.L * F);
   Half* phi_k = executor.take<Half>(keys * F);
+  float* poison = for_backward ? nullptr : executor.take<float>(params.B * params.H * params.L);
   float* scales = executor.take<float>(keys);
   float* terms = executor.take<float>(key_heads * padded_tokens(params.S));
   float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
@@ -171,6 +172,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   folded = {};
   folded.phi_q = phi_q;
   folded.phi_k = phi_k;
+  folded.poison = poison;
   folded.scales = scales;
   folded.terms = terms;
   folded.lows = lows;
@@ -194,7 +196,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = fold_values(params, executor, logits, for_backward, folded)) {
     return error;
   }
-  return write_turn_features(params, operands, {phi_q, phi_k, logits.high, scales}, for_backward,
+  return write_turn_features(params, operands, {phi_q, poison, phi_k, logits.high, scales},
                              executor.stream);
 }
 

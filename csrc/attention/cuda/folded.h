@@ -32,7 +32,10 @@ inline bool is_wide(const AttentionParams& params) {
 __host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 127) / 128 * 128; }
 
 struct FoldedTokens {
-  const Half* phi_q;    // [B, H, L, padded F]
+  const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
+  // [B, H, L]  added to a row's sum of weights, if it sees a key: NaN where the query is poisoned,
+  // else 0. Of the forward; the backward has the normalizer
+  const float* poison;
   const Half* phi_k;    // [B, key_heads, S, padded F]
   const float* scales;  // [B, key_heads, S]  of phi_k'; 0: hidden or poisoned
   // [B, key_heads, padded S]  folded: K eps e_j, 0: hidden; general: the logit, -inf: hidden. NaN:
@@ -96,7 +99,7 @@ struct TurnOperands;
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
-// for_backward: with the value's bounds, and features that are not finite become zero.
+// for_backward: with the value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const TurnOperands& operands, const SplitLogits<float>& logits,
                         bool for_backward, FoldedTokens& folded);

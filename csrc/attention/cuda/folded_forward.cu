@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
     for (int n = 0; n < V / 32; ++n) output[n] += columns[n * 32 + lane] * rescale;
   }
+  sum = with_poison(tokens, row, sum);
   if (lane == 0 && first == 0) {
     static_cast<double*>(params.log_normalizer.data)[row] =
         log_normalizer_of(sum, general ? reference_of<T, true>(tokens, bk, largest)

@@ -39,6 +39,10 @@ __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64
   return kGeneral ? static_cast<double>(largest) - log(static_cast<double>(kWeightScale<T>))
                   : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
 }
+// A query that is not finite spoils its row, if it sees a key.
+__device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {
+  return sum == 0 ? sum : sum + tokens.poison[row];
+}
 // kept: the rescale of dropout, over the scale of the value.
 __device__ __forceinline__ float attended(float weighted, float sum, float kept) {
   return sum == 0 ? 0.0f : sum != sum ? sum : weighted * (kept / sum);
@@ -65,6 +69,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
     });
     return;
   }
+  sum = with_poison(tokens, row, sum);
   if (tells) {
     static_cast<double*>(params.log_normalizer.data)[row] =
         log_normalizer_of(sum, reference_of<T, kGeneral>(tokens, at.bk, largest));

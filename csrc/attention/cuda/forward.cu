@@ -135,7 +135,7 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
     if (why_no_tensor_cores(params) == nullptr) {
       TurnOperands operands;
       FoldedTokens folded;
-      if (const char* error = prepare_turns(params, executor, operands)) return error;
+      if (const char* error = prepare_turns(params, executor, false, operands)) return error;
       if (const char* error = fold_tokens(params, executor, operands, tokens.keys, false, folded)) {
         return error;
       }

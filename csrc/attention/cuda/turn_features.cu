@@ -1,16 +1,21 @@
 // Tokens to features, on tensor cores.
+#include "attention/cuda/turn_numbers.h"
 #include "attention/cuda/turn_products.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// What a feature is multiplied with, and where the features go.
+// Where the features of one side go.
 struct FeatureRows {
   Half* phi;  // [B, heads, N, width]
-  int64_t width;
-  const float* logits;  // [B, heads, N]  where it is NaN or -inf, features are zero; nullptr: none
-  const float* scales;  // [B, heads, N]; nullptr: 1
-  bool clean;
+  int width;
+  // Of keys: where the logit is NaN or -inf, features are zero, others are multiplied with their
+  // scale. nullptr: of queries
+  const float* logits;  // [B, heads, N]
+  const float* scales;  // [B, heads, N]
+  // Of queries, whose features become zero where they are not finite: NaN there, else 0; nullptr:
+  // not wanted
+  float* poison;  // [B, heads, N]
 
   // Of a token's sums of two cosines, or sines.
   __device__ __forceinline__ float scale_of(int64_t index) const {
@@ -18,10 +23,6 @@ struct FeatureRows {
     const float logit = logits[index];
     // A hidden key may hold anything, and is multiplied with weights of 0.
     return logit == logit && logit != minus_infinity<float>() ? scales[index] : 0.0f;
-  }
-  __device__ __forceinline__ float feature(float sum, float scale) const {
-    const float x = scale == 0.0f ? 0.0f : sum * scale;
-    return clean && !is_finite(x) ? 0.0f : x;
   }
 };
 
@@ -39,85 +40,184 @@ __device__ __forceinline__ void store_features(Half* row, bool there, uint32_t t
   store_vector(row + (odd ? 8 : 0) + t / 2 * 4, four);
 }
 
-template <typename T, int kSets>
-__global__ void __launch_bounds__(kProductThreads, 3)
-    turn_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
-  const TokenTile<T, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
-  const int t = threadIdx.x % 4, sine = sine_step(rows.width);
-  float scales[2][2] = {};
+// The features of a warp's 32 tokens, 32 frequencies at a time, of their turns as products leave
+// them: rows g and g + 8 of two tiles of 16.
+template <int kSets>
+class WarpFeatures {
+ public:
+  // Of the tokens from `first` of the head `bh`, of N.
+  __device__ __forceinline__ WarpFeatures(const FeatureRows& rows, int64_t bh, int64_t first,
+                                          int64_t N)
+      : rows_(rows),
+        first_row_(bh * N + first),
+        tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t token = tile.first + tile.row(m, half);
-      if (token < source.N) scales[m][half] = rows.scale_of(tile.bh * source.N + token);
+    for (int i = 0; i < 4; ++i) {
+      scales_[i] = 0;
+      if (row(i) < tokens_) scales_[i] = rows.scale_of(first_row_ + row(i));
     }
   }
-  for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kTurnFrequencies) {
-    float turns[2][2 * kSets][2][4] = {};
-    tile.make_turns(m0, 0, turns, [] {});
-    Half* phi =
-        rows.phi + (tile.bh * source.N + tile.first) * rows.width + cosine_column(m0, rows.width);
+
+  // Those of 16 frequencies from m0 on, of M. turn(m, set, j, i), in units of `unit`: of tile m of
+  // tokens and j of 8 frequencies.
+  template <typename Turn>
+  __device__ __forceinline__ void store(int m0, int M, float unit, const Turn& turn) {
+    const int sine_at = sine_step(rows_.width);
+    const int left = M - m0 - static_cast<int>(threadIdx.x) % 4 * 2;
+    // Bits of pairs of features, ones where there is a frequency.
+    const uint32_t present[2] = {left > 1   ? 0xffffffffu
+                                 : left > 0 ? 0x0000ffffu
+                                            : 0u,
+                                 left > 9   ? 0xffffffffu
+                                 : left > 8 ? 0x0000ffffu
+                                            : 0u};
+    Half* phi = rows_.phi + first_row_ * rows_.width + cosine_column(m0, rows_.width);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int i = 0; i < 4; ++i) {
+      const int m = i / 2, half = i % 2;
+      const float scale = kSets == 1 ? 2 * scales_[i] : scales_[i];
+      // By bits: what a hidden key holds may be NaN.
+      const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
+      const bool there = row(i) < tokens_;
+      uint32_t cosines[2], sines[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile.row(m, half);
-        const float scale = scales[m][half];
+      for (int j = 0; j < 2; ++j) {
+        float cosine[2], sine[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          uint32_t cosines[2], sines[2];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float cosine[2], sine_of[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              float sine2, cosine2;
-              fast_sincos_turns(turns[m][n][j][2 * half + c], &sine_of[c], &cosine[c]);
-              if constexpr (kSets == 2) {
-                fast_sincos_turns(turns[m][2 + n][j][2 * half + c], &sine2, &cosine2);
-              } else {
-                sine2 = sine_of[c];
-                cosine2 = cosine[c];
-              }
-              const bool is_one = m0 + 16 * n + 8 * j + 2 * t + c < source.M;
-              cosine[c] = rows.feature(cosine[c] + cosine2, is_one ? scale : 0.0f);
-              sine_of[c] = rows.feature(sine_of[c] + sine2, is_one ? scale : 0.0f);
-            }
-            cosines[j] = pack_f16x2(cosine[0], cosine[1]);
-            sines[j] = pack_f16x2(sine_of[0], sine_of[1]);
+        for (int c = 0; c < 2; ++c) {
+          fast_sincos_of_turn(turn_remainder(turn(m, 0, j, 2 * half + c), unit), &sine[c],
+                              &cosine[c]);
+          if constexpr (kSets == 2) {
+            float sine2, cosine2;
+            fast_sincos_of_turn(turn_remainder(turn(m, 1, j, 2 * half + c), unit), &sine2,
+                                &cosine2);
+            cosine[c] += cosine2;
+            sine[c] += sine2;
           }
-          const bool there = tile.first + row < source.N;
-          Half* to = phi + row * rows.width + 16 * n;
-          store_features(to, there, cosines[0], cosines[1]);
-          store_features(to + sine, there, sines[0], sines[1]);
+          not_finite_[i] = fmaf(cosine[c], 0.0f, not_finite_[i]);
+          cosine[c] *= scale;
+          sine[c] *= scale;
         }
+        cosines[j] = pack_f16x2(cosine[0], cosine[1]) & present[j] & counts;
+        sines[j] = pack_f16x2(sine[0], sine[1]) & present[j] & counts;
+      }
+      Half* to = phi + row(i) * rows_.width;
+      store_features(to, there, cosines[0], cosines[1]);
+      store_features(to + sine_at, there, sines[0], sines[1]);
+    }
+  }
+
+  // After all frequencies, of queries: what is not finite.
+  __device__ __forceinline__ void finish() {
+    if (rows_.logits != nullptr) return;
+    __syncwarp();  // rows are stored
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float poison = sum_of_lanes<4>(not_finite_[i]);
+      if (row(i) >= tokens_) continue;
+      if (rows_.poison != nullptr && t == 0) rows_.poison[first_row_ + row(i)] = poison;
+      if (poison == poison) continue;
+      Half* to = rows_.phi + (first_row_ + row(i)) * rows_.width;
+#pragma unroll 1
+      for (int column = 8 * t; column < rows_.width; column += 32) {
+        store_vector(to + column, make_uint4(0, 0, 0, 0));
       }
     }
   }
+
+ private:
+  // Of a thread's four.
+  __device__ __forceinline__ static int row(int i) {
+    return i / 2 * 16 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+
+  const FeatureRows& rows_;
+  int64_t first_row_;
+  int tokens_;
+  float scales_[4];
+  float not_finite_[4] = {};  // 0, or NaN
+};
+
+// Of float32: a block has 128 tokens.
+template <int kSets>
+__global__ void __launch_bounds__(kProductThreads, 3)
+    turn_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
+  const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
+  WarpFeatures<kSets> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32, source.N);
+  for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kTurnFrequencies) {
+    float turns[2][2 * kSets][2][4] = {};
+    tile.make_turns(m0, 0, turns, [] {});
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      features.store(static_cast<int>(m0) + 16 * n, static_cast<int>(source.M), 1,
+                     [&](int m, int set, int j, int i) { return turns[m][2 * set + n][j][i]; });
+    }
+  }
+  features.finish();
 }
 
-const char* write_side(const FeatureSource& source, const FrequencyRows& frequencies,
+// Of 16 bits: a block has 256 tokens at a time, tiles_each times.
+template <typename T, int kSets>
+__global__ void __launch_bounds__(kNumberThreads, 2)
+    number_feature_kernel(FeatureSource source, FrequencyNumbers frequencies, FeatureRows rows,
+                          int tiles_each) {
+  const int tiles = static_cast<int>((source.N + kNumberTokens - 1) / kNumberTokens);
+  const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
+  const int64_t bh = blockIdx.x / ranges;
+  const int first_tile = static_cast<int>(blockIdx.x % ranges) * tiles_each;
+  NumberTile<T, kSets> tile(source, frequencies, bh, dynamic_shared<unsigned char>());
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  for (int index = first_tile; index < min(first_tile + tiles_each, tiles); ++index) {
+    const int64_t first = int64_t{index} * kNumberTokens + warp * 32;
+    const bool has_tokens = first < source.N;  // the whole warp
+    WarpFeatures<kSets> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
+    for (int m0 = 0; m0 < rows.width / 2; m0 += 16) {
+      float turns[kSets][2][2][4] = {};
+      tile.make_turns(index, m0, has_tokens, turns);
+      if (!has_tokens) continue;
+      features.store(m0, static_cast<int>(source.M), tile.unit(),
+                     [&](int m, int set, int j, int i) { return turns[set][m][j][i]; });
+    }
+    if (has_tokens) features.finish();
+  }
+}
+
+const char* write_side(const FeatureSource& source, const TurnOperands& operands,
                        const FeatureRows& rows, Stream stream) {
+  const int64_t heads = source.B * source.heads;
   return launch_turns(source, [&]<typename T, int kSets>() {
-    const int64_t blocks = source.B * source.heads * ceil_div(source.N, kTurnTokens);
-    return launch(turn_feature_kernel<T, kSets>, dim3(static_cast<unsigned>(blocks)),
-                  dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source, frequencies,
-                  rows);
+    if constexpr (sizeof(T) == 4) {
+      const int64_t blocks = heads * ceil_div(source.N, kTurnTokens);
+      return launch(turn_feature_kernel<kSets>, dim3(static_cast<unsigned>(blocks)),
+                    dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
+                    operands.frequencies, rows);
+    } else {
+      // Frequencies are copied once for all tiles of a block; blocks should be several for every
+      // place that there is.
+      const int64_t tiles = ceil_div(source.N, kNumberTokens);
+      const int64_t each = heads * tiles / (int64_t{8} * multiprocessors());
+      const int tiles_each = static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
+      return launch(number_feature_kernel<T, kSets>,
+                    dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
+                    dim3(kNumberThreads), NumberTile<T, kSets>::kBytes, stream, source,
+                    operands.numbers, rows, tiles_each);
+    }
   });
 }
 
 }  // namespace
 
 const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
-                                const FeatureDestination& destination, bool clean, Stream stream) {
-  const int64_t width = padded_columns(2 * params.M);
-  if (const char* error = write_side(operands.queries, operands.frequencies,
-                                     {destination.phi_q, width, nullptr, nullptr, clean}, stream)) {
+                                const FeatureDestination& destination, Stream stream) {
+  const int width = static_cast<int>(padded_columns(2 * params.M));
+  if (const char* error =
+          write_side(operands.queries, operands,
+                     {destination.phi_q, width, nullptr, nullptr, destination.poison}, stream)) {
     return error;
   }
-  return write_side(operands.keys, operands.frequencies,
-                    {destination.phi_k, width, destination.logits, destination.scales, false},
+  return write_side(operands.keys, operands,
+                    {destination.phi_k, width, destination.logits, destination.scales, nullptr},
                     stream);
 }
 

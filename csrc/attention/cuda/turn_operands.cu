@@ -21,6 +21,54 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   data[index] = c < source.d && m < source.M ? load_element<float>(w, from) : 0.0f;
 }
 
+// A block per set of frequencies.
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads, 2)
+    frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices, T* data,
+                            float* units) {
+  IKATTN_SHARED(float, maxima, kCopyThreads / 32);
+  const int64_t which = blockIdx.x, d = source.d, M = source.M;
+  const int64_t batch = which / source.frequency_heads, head = which % source.frequency_heads;
+  const auto load = [&](int64_t set, int64_t c, int64_t m) {
+    const Array& w = set == 0 ? source.w1 : source.w2;
+    const int64_t from =
+        batch * w.stride[0] + head * w.stride[1] + c * w.stride[2] + m * w.stride[3];
+    return c < d && m < M ? load_element<float>(w, from) : 0.0f;
+  };
+  float scale = 1;
+  if constexpr (std::is_same_v<T, Half>) {
+    float most = 0;
+    for (int64_t index = threadIdx.x; index < sets * d * M; index += kCopyThreads) {
+      const float size = fabsf(load(index / M / d, index / M % d, index % M));
+      if (is_finite(size) && size > most) most = size;
+    }
+    most = max_of_lanes(most);
+    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = most;
+    __syncthreads();
+    for (int warp = 0; warp < kCopyThreads / 32; ++warp) {
+      const float other = maxima[warp];
+      most = other > most ? other : most;
+    }
+    scale = fitting_power(most);
+  }
+  if (threadIdx.x == 0) units[which] = 1 / scale;
+  const int64_t count = int64_t{pieces} * slices * sets * (kTurnFrequencies * kSliceColumns);
+  T* out = data + which * count * kNumbersOf<T>;
+  for (int64_t index = threadIdx.x; index < count; index += kCopyThreads) {
+    const int m = static_cast<int>(index % kTurnFrequencies);
+    const int c = static_cast<int>(index / kTurnFrequencies % kSliceColumns);
+    const int64_t tile = index / (kTurnFrequencies * kSliceColumns), set = tile % sets;
+    const int64_t slice = tile / sets % slices, piece = tile / sets / slices;
+    float rest = load(set, slice * kSliceColumns + c, piece * kTurnFrequencies + m) * scale;
+#pragma unroll
+    for (int number = 0; number < kNumbersOf<T>; ++number) {
+      const T rounded = from_float<T>(rest);
+      out[((tile * kNumbersOf<T> + number) * kTurnFrequencies + m) * kSliceColumns + c] = rounded;
+      rest -= to_float(rounded);
+    }
+  }
+}
+
 // copy [B, x_heads, N, columns], of the tokens' own type.
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads, 2)
@@ -59,20 +107,45 @@ const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source
 }  // namespace
 
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          TurnOperands& operands) {
+                          bool for_backward, TurnOperands& operands) {
+  operands = {};
   operands.queries = source_of(params, false);
   operands.keys = source_of(params, true);
+  const FeatureSource& source = operands.queries;
   if (const char* error = prepare_tokens(executor, operands.queries)) return error;
   if (const char* error = prepare_tokens(executor, operands.keys)) return error;
+  const int sets = params.w2 ? 2 : 1;
+  const int64_t heads = params.frequency_batches * params.frequency_heads;
+  const bool is_float = source.x.type == ElementType::kFloat32;
+  if (!is_float) {
+    FrequencyNumbers& numbers = operands.numbers;
+    numbers.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kTurnFrequencies);
+    numbers.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
+    float* units = executor.take<float>(heads);
+    numbers.units = units;
+    const int64_t count =
+        heads * numbers.pieces * numbers.slices * sets * kTurnFrequencies * int64_t{kSliceColumns};
+    const auto make_numbers = [&]<typename T>() {
+      T* data = executor.take<T>(count * kNumbersOf<T>);
+      numbers.data = data;
+      return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(heads)),
+                    dim3(kCopyThreads), 0, executor.stream, source, sets, numbers.pieces,
+                    numbers.slices, data, units);
+    };
+    const char* error = source.x.type == ElementType::kBFloat16
+                            ? make_numbers.template operator()<BFloat16>()
+                            : make_numbers.template operator()<Half>();
+    if (error != nullptr) return error;
+  }
+  if (!is_float && !for_backward) return nullptr;
   FrequencyRows& rows = operands.frequencies;
   rows.rows = ceil_div(params.M, kSliceColumns) * kSliceColumns;
   rows.columns = ceil_div(params.d, kSliceColumns) * kSliceColumns;
-  const int sets = params.w2 ? 2 : 1;
-  const int64_t count = params.frequency_batches * params.frequency_heads * sets * rows.set_size();
+  const int64_t count = heads * sets * rows.set_size();
   float* data = executor.take<float>(count);
   rows.data = data;
   return launch(frequency_rows_kernel, copy_blocks(count), dim3(kCopyThreads), 0, executor.stream,
-                operands.queries, rows, data, sets, count);
+                source, rows, data, sets, count);
 }
 
 }  // namespace ikattn::cuda

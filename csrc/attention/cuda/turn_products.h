@@ -7,6 +7,8 @@
 // good to 1e-6.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cuda/feature_source.h"
 #include "attention/cuda/folded.h"
 #include "attention/cuda/tensor_products.h"
@@ -22,24 +24,39 @@ struct FrequencyRows {
   __host__ __device__ int64_t set_size() const { return rows * columns; }
 };
 
+// Frequencies as sums of numbers of 16 bits, the largest first, by pieces of 32 frequencies and
+// slices of 64 dimensions: [frequency_batches, frequency_heads, pieces, slices, w1 and w2, numbers,
+// 32, 64], zeros where there is none.
+struct FrequencyNumbers {
+  const void* data;
+  const float* units;  // [frequency_batches, frequency_heads]  what the sums are multiplied with
+  int pieces, slices;
+};
+// bfloat16: 24 bits. Half: 22, of what fits it times a power of two.
+template <typename T>
+constexpr int kNumbersOf = sizeof(T) == 4                ? 1
+                           : std::is_same_v<T, BFloat16> ? 3
+                                                         : 2;
+
 // What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
 struct TurnOperands {
   FeatureSource queries, keys;
-  FrequencyRows frequencies;
+  FrequencyRows frequencies;  // for tokens of float32, and the backward
+  FrequencyNumbers numbers;   // for tokens of 16 bits
 };
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          TurnOperands& operands);
+                          bool for_backward, TurnOperands& operands);
 
 // Where the features go, as rows of Half, and what those of keys are multiplied with.
 struct FeatureDestination {
-  Half* phi_q;          // [B, H, L, padded F]
+  Half* phi_q;          // [B, H, L, padded F]  what is not finite becomes zero
+  float* poison;        // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
   Half* phi_k;          // [B, key_heads, S, padded F]
   const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
   const float* scales;  // [B, key_heads, S]
 };
-//   clean: features of queries that are not finite become zero
 const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
-                                const FeatureDestination& destination, bool clean, Stream stream);
+                                const FeatureDestination& destination, Stream stream);
 
 // token_gradients() of gradients of features in rows as tensor cores have them.
 const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
@@ -54,7 +71,7 @@ const char* turn_frequency_gradients(const FeatureSource& source, const Frequenc
 namespace {
 
 constexpr int kTurnTokens = 128;
-constexpr int kTurnFrequencies = 32;
+constexpr int kTurnFrequencies = 32;  // of a piece
 
 // sums[m][n] += left(m) right(n)^T: 16 rows from left_row(m) and from right_row(n) on, along 64
 // columns.

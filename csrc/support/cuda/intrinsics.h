@@ -142,9 +142,10 @@ __device__ __forceinline__ float tf32_rounded(float x) {
   return __uint_as_float(bits);
 }
 
-// Sine and cosine of 2 pi turns, absolute error about 5e-7: __sincosf is that good near zero only.
-__device__ __forceinline__ void fast_sincos_turns(float turns, float* sine, float* cosine) {
-  __sincosf(6.2831853f * (turns - rintf(turns)), sine, cosine);
+// Sine and cosine of 2 pi turns, at most half a turn: absolute error about 5e-7, for __sincosf is
+// that good near zero only.
+__device__ __forceinline__ void fast_sincos_of_turn(float turn, float* sine, float* cosine) {
+  __sincosf(6.2831853f * turn, sine, cosine);
 }
 
 }  // namespace ikattn
@@ -168,6 +169,17 @@ template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t packed) {
   return make_float2(to_float(T{static_cast<uint16_t>(packed)}),
                      to_float(T{static_cast<uint16_t>(packed >> 16)}));
+}
+
+// What x unit is off a whole number of turns. Rounded by an addition: an instruction that rounds
+// takes the place of a sine. Beyond 2^22 the whole number is not the nearest.
+__device__ __forceinline__ float turn_remainder(float x, float unit = 1.0f) {
+  constexpr float kLastBitIsOne = 12582912.0f;  // 1.5 2^23
+  const float whole = fmaf(x, unit, kLastBitIsOne) - kLastBitIsOne;
+  return fmaf(x, unit, -whole);
+}
+__device__ __forceinline__ void fast_sincos_turns(float turns, float* sine, float* cosine) {
+  fast_sincos_of_turn(turn_remainder(turns), sine, cosine);
 }
 
 // The leading part of x that TF32 holds exactly; x minus it is the next part.
