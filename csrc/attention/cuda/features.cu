@@ -21,33 +21,43 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
 
 // The keys' logits.
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads, 2)
+__global__ void __launch_bounds__(kRowThreads, 3)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
   const RowPlace at(params.key_heads, params.S);
   const unsigned group = shared_head(at.head, params.key_heads, params.G);
   const int64_t j = at.row, index = at.bh * params.S + j;
   const bool there = j < params.S;
+  const Row key(params.key, at.b, group, j), value(params.value, at.b, group, j);
+  const int64_t d = there ? params.d : 0;
+  const int64_t d_v = there && params.value.type != ElementType::kNone ? params.d_v : 0;
+  // The first columns of both are under way before either is looked at.
+  T of_key[8], of_value[8];
+  key.load(of_key, at.lane * 8, d);
+  value.load(of_value, at.lane * 8, d_v);
   double logit = 0;
   if (there && params.key_bias.type != ElementType::kNone) {
     const int64_t* stride = params.key_bias.stride;
     logit = load_element<double>(params.key_bias,
                                  at.b * stride[0] + at.head * stride[1] + j * stride[2]);
   }
-  const Row key(params.key, at.b, group, j), value(params.value, at.b, group, j);
-  bool finite = true;
-  const auto look_at = [&](const Row& row, int64_t columns) {
-    row.visit<T>(at.lane, there ? columns : 0, [&](const T(&x)[8]) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) finite &= is_finite(x[i]);
-    });
-  };
-  look_at(key, params.d);
-  if (params.value.type != ElementType::kNone) look_at(value, params.d_v);
+  bool finite = all_finite(of_key) && all_finite(of_value);
+  double squares = squares_of(of_key, key.is_half());
+  key.visit<T>(
+      at.lane, d,
+      [&](const T(&x)[8]) {
+        finite &= all_finite(x);
+        squares += squares_of(x, key.is_half());
+      },
+      kLaneColumns);
+  value.visit<T>(at.lane, d_v, [&](const T(&x)[8]) { finite &= all_finite(x); }, kLaneColumns);
   finite = all_of_row(finite);
   double norm = 0;
   if (params.p > 0) {
     const bool counts = there && finite && logit != minus_infinity<double>();
-    norm = p_norm<T>(key, at.lane, counts ? params.d : 0, params.p);
+    // Squares of float64 may leave its range.
+    norm = params.p == 2 && sizeof(T) == 4
+               ? sqrt(sum_of_lanes<kTokenLanes>(counts ? squares : 0.0))
+               : p_norm<T>(key, at.lane, counts ? params.d : 0, params.p);
   }
   if (!there || at.lane != 0) return;
   if (logit != minus_infinity<double>()) {

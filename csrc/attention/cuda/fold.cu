@@ -72,10 +72,11 @@ __global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, 
 __global__ void __launch_bounds__(kRowThreads, 2)
     value_bound_kernel(AttentionParams params, const float* logits, uint32_t* bounds) {
   const RowPlace at(params.key_heads, params.S);
-  const bool counts =
-      at.row < params.S && logits[at.bh * params.S + at.row] != minus_infinity<float>();
+  const bool there = at.row < params.S;
   const Row value(params.value, at.b, shared_head(at.head, params.key_heads, params.G), at.row);
-  raise_by_warp(bounds + at.bh, p_norm<float>(value, at.lane, counts ? params.d_v : 0, 2));
+  const double norm = p_norm<float>(value, at.lane, there ? params.d_v : 0, 2);
+  const bool counts = there && logits[at.bh * params.S + at.row] != minus_infinity<float>();
+  raise_by_warp(bounds + at.bh, counts ? norm : 0.0);
 }
 
 // The value in 16 bits, rows padded with zeros; of float32 multiplied with its scale. What is not

@@ -26,29 +26,40 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const bool there = i < params.L;
   const Row output(params.output, at.b, at.head, i);
   const Row gradient(params.grad_output, at.b, at.head, i);
-  double square = 0, delta = 0;
-  bool finite = true;
-  gradient.visit<float>(at.lane, there ? params.d_v : 0, [&](const float (&x)[8]) {
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      finite &= is_finite(x[c]);
-      square += static_cast<double>(x[c]) * static_cast<double>(x[c]);
-    }
-  });
+  const int64_t d_v = there ? params.d_v : 0;
+  // The first columns of both are under way before either is looked at.
+  float incoming[8], attended[8];
+  gradient.load(incoming, at.lane * 8, d_v);
+  output.load(attended, at.lane * 8, d_v);
+  const double log_normalizer =
+      there ? static_cast<const double*>(params.log_normalizer.data)[at.bh * params.L + i]
+            : minus_infinity<double>();
+  double square = squares_of(incoming, gradient.is_half()), delta = 0;
+  bool finite = all_finite(incoming);
+  gradient.visit<float>(
+      at.lane, d_v,
+      [&](const float (&x)[8]) {
+        finite &= all_finite(x);
+        square += squares_of(x, gradient.is_half());
+      },
+      kLaneColumns);
   finite = all_of_row(finite);
   const float gradient_scale = gradient_scale_of(rows, bk);
   const float value_scale = value_scale_of(tokens, value_head_of(params, at.b, at.head));
   // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
   T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + i) * V;
-  for (int64_t column = at.lane * 8; there && column < V; column += 8 * kTokenLanes) {
-    float incoming[8], attended[8];
-    gradient.load(incoming, column, finite ? params.d_v : 0);
-    output.load(attended, column, finite ? params.d_v : 0);
+  for (int64_t column = at.lane * 8; there && column < V; column += kLaneColumns) {
+    if (column >= kLaneColumns) {
+      gradient.load(incoming, column, params.d_v);
+      output.load(attended, column, params.d_v);
+    }
     uint32_t packed[4];
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      packed[pair] =
-          pack<T>(incoming[2 * pair] * gradient_scale, incoming[2 * pair + 1] * gradient_scale);
+      packed[pair] = finite ? pack<T>(incoming[2 * pair] * gradient_scale,
+                                      incoming[2 * pair + 1] * gradient_scale)
+                            : 0;
+      if (!finite) continue;
       const float2 rounded = unpack<T>(packed[pair]);
       delta += static_cast<double>(attended[2 * pair]) * static_cast<double>(rounded.x);
       delta += static_cast<double>(attended[2 * pair + 1]) * static_cast<double>(rounded.y);
@@ -63,8 +74,6 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
   double bound = 0;
   if (there) {
-    const double log_normalizer =
-        static_cast<const double*>(params.log_normalizer.data)[at.bh * params.L + i];
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
     float by_query = limit, by_key = limit;  // what bounds the score's factor
     if (log_normalizer != minus_infinity<double>()) {

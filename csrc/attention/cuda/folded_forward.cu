@@ -189,12 +189,13 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t value_head = value_head_of(params, bh / params.H, bh % params.H);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
                      value_scale_of(tokens, value_head);
+  const float scale = kept / sum;  // NaN where the row is
   const Tokens out(params.output, bh / params.H, bh % params.H);
 #pragma unroll
   for (int n = 0; n < V / 32; ++n) {
     const int64_t column = first + n * 32 + lane;
     if (column < params.d_v) {
-      out.store<float>(row % params.L, column, attended(output[n], sum, kept));
+      out.store<float>(row % params.L, column, sum == 0 ? 0.0f : output[n] * scale);
     }
   }
 }

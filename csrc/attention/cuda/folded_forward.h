@@ -43,13 +43,9 @@ __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64
 __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {
   return sum == 0 ? sum : sum + tokens.poison[row];
 }
-// kept: the rescale of dropout, over the scale of the value.
-__device__ __forceinline__ float attended(float weighted, float sum, float kept) {
-  return sum == 0 ? 0.0f : sum != sum ? sum : weighted * (kept / sum);
-}
-
 // What a block has found of query i, of V columns of its row from `first` on: its part, or the
-// results. weighted(n, c): what the thread's columns have added up to.
+// results. weighted(n, c): what the thread's columns have added up to; kept: the rescale of
+// dropout, over the scale of the value.
 template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,
@@ -77,10 +73,10 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
   const int64_t* stride = params.output.stride;
   const RowPairs pairs(params.output);
   const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
-  for_pairs<V>([&](int column, int n) {
-    pairs.store(
-        to, first + column, params.d_v,
-        make_float2(attended(weighted(n, 0), sum, kept), attended(weighted(n, 1), sum, kept)));
+  const float scale = kept / sum;  // NaN where the row is
+  pairs.store<V>(to, first, params.d_v, [&](int n) {
+    return sum == 0 ? make_float2(0, 0)
+                    : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);
   });
 }
 

@@ -102,11 +102,10 @@ __device__ __forceinline__ void store_value_gradients(const AttentionBackwardPar
   const int64_t head = b * grad_value.stride[0] + key_head * grad_value.stride[1];
   for_keys(
       params, logits, b * params.key_heads + key_head, j0, [&](int half, int64_t j, bool hidden) {
-        for_pairs<V>([&](int column, int n) {
-          pairs.store(
-              head + j * grad_value.stride[2], first + column, params.d_v,
-              hidden ? make_float2(0, 0)
-                     : make_float2(sum(half, n, 0) * scales.value, sum(half, n, 1) * scales.value));
+        pairs.store<V>(head + j * grad_value.stride[2], first, params.d_v, [&](int n) {
+          return hidden
+                     ? make_float2(0, 0)
+                     : make_float2(sum(half, n, 0) * scales.value, sum(half, n, 1) * scales.value);
         });
       });
 }

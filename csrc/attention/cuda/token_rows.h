@@ -9,6 +9,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kRowThreads = 256, kTokenLanes = 8, kRowsOfBlock = kRowThreads / kTokenLanes;
+constexpr int kLaneColumns = 8 * kTokenLanes;  // that a token's lanes have at a time
 
 // For N tokens of each head; a block has those of one.
 inline dim3 row_blocks(int64_t heads, int64_t N) {
@@ -64,10 +65,11 @@ class Row {
       x[i] = column + i < columns ? load_element<T>(array_, at + i * array_.stride[3]) : T(0);
     }
   }
-  // visit(eight columns) for all that are the lane's.
+  // visit(eight columns) for all that are the lane's, from column `first` on.
   template <typename T, typename Visit>
-  __device__ __forceinline__ void visit(int lane, int64_t columns, const Visit& visit) const {
-    for (int64_t column = lane * 8; column < columns; column += 8 * kTokenLanes) {
+  __device__ __forceinline__ void visit(int lane, int64_t columns, const Visit& visit,
+                                        int64_t first = 0) const {
+    for (int64_t column = first + lane * 8; column < columns; column += kLaneColumns) {
       T x[8];
       load(x, column, columns);
       visit(x);
@@ -105,6 +107,32 @@ __device__ __forceinline__ bool all_of_row(bool x) {
   return (votes >> (threadIdx.x % 32 / kTokenLanes * kTokenLanes) & 0xffu) == 0xffu;
 }
 
+// The sum of the squares of eight elements. Those of 16 bits have exact squares in float32, and
+// eight of them are added there.
+template <typename T>
+__device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
+  if (is_half) {
+    float sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = static_cast<float>(x[2 * i]), high = static_cast<float>(x[2 * i + 1]);
+      sums[i] = low * low + high * high;
+    }
+    return static_cast<double>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+  double squares = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  return squares;
+}
+template <typename T>
+__device__ __forceinline__ bool all_finite(const T (&x)[8]) {
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) finite &= is_finite(x[i]);
+  return finite;
+}
+
 // x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less.
 __device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
   return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
@@ -118,10 +146,7 @@ template <typename T>
 __device__ __forceinline__ double p_norm(const Row& row, int lane, int64_t columns, double p) {
   if (p == 2 && sizeof(T) == 4) {
     double squares = 0;
-    row.visit<T>(lane, columns, [&](const T(&x)[8]) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-    });
+    row.visit<T>(lane, columns, [&](const T(&x)[8]) { squares += squares_of(x, row.is_half()); });
     return sqrt(sum_of_lanes<kTokenLanes>(squares));
   }
   double largest = 0, sum = 0;

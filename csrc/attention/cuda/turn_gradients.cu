@@ -6,6 +6,8 @@ namespace {
 
 // grad_x of 128 tokens and 64 dimensions.
 //   grad_phi [B, heads, N, width], out [B, heads, N, d]
+constexpr int kFloatPitch = Slice<float>::kRowBytes / 4;
+
 template <typename T, int kSets>
 struct TokenGradientLayout {
   static constexpr uint32_t kGradients = TokenTile<T, kSets>::kBytes;
@@ -61,6 +63,22 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       }
     }
   }
+  // Slopes with a power are long code: once, where the gradients were, and not for every sum.
+  const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
+  if (has_powers) {
+    __syncthreads();
+    Shared<float> slopes = shared_cast<float>(incoming.memory);
+#pragma unroll 1
+    for (int index = threadIdx.x; index < kTurnTokens * kSliceColumns; index += kProductThreads) {
+      const int row = index / kSliceColumns, column = index % kSliceColumns;
+      if (row >= left) continue;
+      const KeyMagnitude<float> own(magnitude, tile.bh * source.N + tile.first + row);
+      const float2 x = tile.x.pair(row, column & ~1);
+      slopes[row * kFloatPitch + column] =
+          own.factor == 0 ? 0.0f : own.slope(column % 2 == 0 ? x.x : x.y, magnitude.p);
+    }
+    __syncthreads();
+  }
   const int64_t c0 = int64_t{last} * kSliceColumns;
   const RowPairs pairs(out);
 #pragma unroll
@@ -72,20 +90,25 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       const int64_t token = tile.first + row;
       const KeyMagnitude<float> own(magnitude, tile.bh * source.N + token);
       const int64_t to = tile.b * out.stride[0] + tile.head * out.stride[1] + token * out.stride[2];
+      if (has_powers || own.factor != 0) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int column = 16 * n + 8 * j + 2 * t;
-          float2 sum = make_float2(sums[m][n][j][2 * half], sums[m][n][j][2 * half + 1]);
-          if (own.factor != 0) {
+        for (int n = 0; n < 8; ++n) {
+          const int column = 8 * n + 2 * t;
+          float2 slope;
+          if (has_powers) {
+            slope = incoming.pair(row, column);
+          } else {
             const float2 x = tile.x.pair(row, column);
-            sum.x += own.slope(x.x, magnitude.p);
-            sum.y += own.slope(x.y, magnitude.p);
+            slope = make_float2(own.factor * x.x, own.factor * x.y);
           }
-          pairs.store(to, c0 + column, source.d, sum);
+          sums[m][n / 2][n % 2][2 * half] += slope.x;
+          sums[m][n / 2][n % 2][2 * half + 1] += slope.y;
         }
       }
+      pairs.store<kSliceColumns>(to, c0, source.d, [&](int n) {
+        const float (&two)[4] = sums[m][n / 2][n % 2];
+        return make_float2(two[2 * half], two[2 * half + 1]);
+      });
     }
   }
 }

@@ -49,8 +49,8 @@ __device__ __forceinline__ double turn_units(bool stationary) {
 // A hidden token may hold NaN, and has no gradient.
 template <typename T>
 __device__ __forceinline__ T turn_gradient(T units, T sine, T cosine, T grad_sin, T grad_cos) {
-  if (grad_cos == T(0) && grad_sin == T(0)) return 0;
-  return units * (cosine * grad_sin - sine * grad_cos);
+  const T gradient = units * (cosine * grad_sin - sine * grad_cos);
+  return grad_cos == T(0) && grad_sin == T(0) ? T(0) : gradient;
 }
 
 // x^exponent for x > 0; of float32 to a relative error of some |exponent log2 x| 1e-7.

@@ -41,38 +41,62 @@ __device__ __forceinline__ void store_element(const Array& array, int64_t offset
   }
 }
 
-// Two neighbours at a time, in one access where they lie side by side.
-struct RowPairs {
-  const Array& array;
-  bool together;  // and every pair from an even column on at a multiple of its size
-
-  __device__ explicit RowPairs(const Array& rows) : array(rows) {
-    const int64_t element = rows.type == ElementType::kFloat32 ? 4 : 2;
-    together = rows.type != ElementType::kFloat64 && rows.stride[3] == 1 &&
-               ((rows.stride[0] | rows.stride[1] | rows.stride[2]) & 1) == 0 &&
-               reinterpret_cast<uintptr_t>(rows.data) % (2 * element) == 0;
+// Rows of float32 or 16 bits that the lanes of a product's sums store: each has two neighbours of
+// every eight columns. What decides how they are stored is asked once for a row, not for a pair:
+// the code of every pair is there as often as pairs are.
+class RowPairs {
+ public:
+  __device__ __forceinline__ explicit RowPairs(const Array& rows)
+      : data_(rows.data), type_(rows.type), stride_(rows.stride[3]) {
+    // Every pair from an even column on lies at a multiple of its size.
+    const int64_t pair_bytes = rows.type == ElementType::kFloat32 ? 8 : 4;
+    is_together_ = rows.stride[3] == 1 &&
+                   ((rows.stride[0] | rows.stride[1] | rows.stride[2]) & 1) == 0 &&
+                   reinterpret_cast<uintptr_t>(rows.data) % pair_bytes == 0;
   }
-  // Columns `column`, which is even, and the next, of those below `columns`; of the row at
-  // `offset`.
-  __device__ __forceinline__ void store(int64_t offset, int64_t column, int64_t columns,
-                                        float2 two) const {
-    if (together && column + 1 < columns) {
-      const int64_t at = offset + column;
-      switch (array.type) {
-        case ElementType::kFloat32:
-          store_vector(static_cast<float*>(array.data) + at, two);
-          break;
-        case ElementType::kBFloat16:
-          store_vector(static_cast<uint16_t*>(array.data) + at, pack_bf16x2(two.x, two.y));
-          break;
-        default:
-          store_vector(static_cast<uint16_t*>(array.data) + at, pack_f16x2(two.x, two.y));
+  // kWidth columns from the even column `first` on, of those below `columns`, of the row at
+  // `offset`; pair(n): of the n-th eight columns.
+  template <int kWidth, typename Pair>
+  __device__ __forceinline__ void store(int64_t offset, int64_t first, int64_t columns,
+                                        const Pair& pair) const {
+    const int64_t own = first + threadIdx.x % 4 * 2;
+    if (!is_together_ || first + kWidth > columns) {
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const float2 two = pair(n);
+        const int64_t column = own + 8 * n;
+        if (column < columns) store_one(offset + column * stride_, two.x);
+        if (column + 1 < columns) store_one(offset + (column + 1) * stride_, two.y);
       }
-      return;
+    } else if (type_ == ElementType::kFloat32) {
+      float* row = static_cast<float*>(data_) + offset + own;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) store_vector(row + 8 * n, pair(n));
+    } else {
+      const bool is_half = type_ == ElementType::kFloat16;
+      uint16_t* row = static_cast<uint16_t*>(data_) + offset + own;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const float2 two = pair(n);
+        store_vector(row + 8 * n, is_half ? pack_f16x2(two.x, two.y) : pack_bf16x2(two.x, two.y));
+      }
     }
-    if (column < columns) store_element(array, offset + column * array.stride[3], two.x);
-    if (column + 1 < columns) store_element(array, offset + (column + 1) * array.stride[3], two.y);
   }
+
+ private:
+  __device__ __forceinline__ void store_one(int64_t offset, float x) const {
+    if (type_ == ElementType::kFloat32) {
+      static_cast<float*>(data_)[offset] = x;
+    } else {
+      const uint32_t bits = type_ == ElementType::kFloat16 ? pack_f16x2(x, 0) : pack_bf16x2(x, 0);
+      static_cast<uint16_t*>(data_)[offset] = static_cast<uint16_t>(bits);
+    }
+  }
+
+  void* data_;
+  ElementType type_;
+  int64_t stride_;  // of columns
+  bool is_together_;
 };
 
 }  // namespace

@@ -212,6 +212,44 @@ TEST(HalfAttentionOnDevice, SlicesGiveTheSameInEveryOrder) {
   expect_the_same_in_every_order(call, c);
 }
 
+// Padding on the left, hidden by key_bias, under causality: its queries see nothing, and may hold
+// anything, too.
+void expect_that_blind_queries_may_hold_anything(ElementType type, bool causal, int64_t d_v) {
+  constexpr int64_t kPadding = 66;
+  Case c = one_head({.name = "blind", .L = 150, .S = 150, .d_v = d_v});
+  c.causal = causal;
+  c.bias = true;
+  c = of_type(c, type);
+  Call call(c), clean(c);
+  for (Call* each : {&call, &clean}) {
+    for (int64_t j = 0; j < (causal ? kPadding : c.S); ++j) {
+      write(each->bias.array, j, -INFINITY);
+    }
+  }
+  for (int64_t index = 0; index < kPadding * c.d; ++index) {
+    write(call.query.array, index, NAN);
+    write(call.key.array, index, NAN);
+  }
+  const Results got = device_results(call, c), expected = device_results(clean, c);
+  compare_gradients(got, expected, c, 1e-7);
+  expect_close(got.output, expected.output, 0, "output");
+  for (int64_t i = 0; i < (causal ? kPadding : c.L); ++i) {
+    ASSERT_EQ(read(got.log_normalizer.array, i), -INFINITY) << i;
+    ASSERT_EQ(read(got.output.array, i * d_v), 0) << i;
+  }
+}
+TEST(HalfAttentionOnDevice, QueriesThatSeeNoKeyMayHoldAnything) {
+  for (const bool causal : {false, true}) {
+    for (const ElementType type : kTypes) {
+      expect_that_blind_queries_may_hold_anything(type, causal, 8);
+    }
+    expect_that_blind_queries_may_hold_anything(ElementType::kBFloat16, causal, 136);
+    simt::set_warpgroups(true);
+    expect_that_blind_queries_may_hold_anything(ElementType::kBFloat16, causal, 8);
+    simt::set_warpgroups(false);
+  }
+}
+
 // What padding of the queries alone meets is not seen either.
 TEST(HalfAttentionOnDevice, NanThatNoQuerySeesStaysAlone) {
   for (const bool warpgroups : {false, true}) {
