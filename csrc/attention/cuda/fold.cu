@@ -15,7 +15,7 @@ namespace {
 __global__ void __launch_bounds__(256, 2)
     fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
                 float most_spread, float* scales, float* terms, float* lows, float* largest,
-                uint32_t* state) {
+                uint32_t* state, unsigned* items_taken) {
   IKATTN_SHARED(float, maxima, 8);
   IKATTN_SHARED(float, minima, 8);
   const int64_t S = params.S, padded = padded_tokens(S);
@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(256, 2)
   }
   const float reference = most == -INFINITY ? 0.0f : most;
   const bool general = most_spread < 0 || most - least > most_spread;
+  if (blockIdx.x == 0 && threadIdx.x < 2) items_taken[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     largest[blockIdx.x] = reference;
     state[blockIdx.x] = (general ? kGeneral : 0u) | (any_unclean ? kUnclean : 0u);
@@ -170,6 +171,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
   float* largest = executor.take<float>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
+  unsigned* items_taken = executor.take<unsigned>(2);
   folded = {};
   folded.phi_q = phi_q;
   folded.phi_k = phi_k;
@@ -179,6 +181,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   folded.lows = lows;
   folded.largest = largest;
   folded.state = state;
+  folded.items_taken = items_taken;
   folded.root_scale = static_cast<float>(root);
   folded.log_scale = static_cast<float>(std::log(K));
   // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
@@ -191,7 +194,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error =
           launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,
                  params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
-                 most_spread, scales, terms, lows, largest, state)) {
+                 most_spread, scales, terms, lows, largest, state, items_taken)) {
     return error;
   }
   if (const char* error = fold_values(params, executor, logits, for_backward, folded)) {

@@ -52,6 +52,7 @@ struct FoldedTokens {
   // [B, G]  a power of two that float32 was multiplied with, so that its largest are Half's
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
+  unsigned* items_taken;         // [2]  of kernels whose blocks take items, 0 at first
   const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
   float root_scale;              // sqrt(K)
   float log_scale;               // log K

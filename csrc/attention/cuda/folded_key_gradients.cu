@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                       const float* logits, PairGradients<float> gradients) {
   using L = KeyLayout<F, V, kPairs>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const KeyBlock at(params, kStep, params.is_causal);
+  const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0, b = at.b, key_head = at.key_head, group = at.group;
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
 

@@ -170,9 +170,10 @@ struct KeyBlock {
   int first_tile, tiles;  // of kStep queries, of each of these heads
   int steps;              // tiles of all of them
 
-  __device__ __forceinline__ KeyBlock(const AttentionParams& params, int rows, bool is_causal) {
+  __device__ __forceinline__ KeyBlock(const AttentionParams& params, int rows, bool is_causal,
+                                      int64_t index) {
     const int blocks = static_cast<int>((params.S + rows - 1) / rows);
-    const int at = static_cast<int>(blockIdx.x), key_heads = static_cast<int>(params.key_heads);
+    const int at = static_cast<int>(index), key_heads = static_cast<int>(params.key_heads);
     bk = at / blocks;
     // The first keys first: under causality they have the most to do.
     j0 = at % blocks * rows;

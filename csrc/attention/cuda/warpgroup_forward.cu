@@ -1,4 +1,4 @@
-// The forward pass of the folded form on Hopper: a block is 128 queries, two warpgroups of 64, and
+// The forward pass of the folded form on Hopper: an item is 128 queries, two warpgroups of 64, and
 // passes along the keys, 128 at a time. While a tile's weights are made, the tensor cores multiply
 // those of the tile before with its values:
 //
@@ -18,9 +18,17 @@ constexpr int kKeys = 128;  // of a tile
 template <typename T, int F, int V>
 struct ForwardLayout {
   using Tiles = KeyTiles<T, F, V, kKeys>;
-  static constexpr uint32_t kTerms = kTilesInFlight * Tiles::kStage;  // [stage][kKeys]
+  using Queries = Boxes<kWarpgroupRows, F>;
+  using Barriers = TileBarriers<1>;
+  static constexpr uint32_t kQueries = kTilesInFlight * Tiles::kStage;
+  static constexpr uint32_t kTerms = kQueries + Queries::kBytes;  // [stage][kKeys]
   static constexpr uint32_t kBarriers = kTerms + kTilesInFlight * kKeys * 4;
-  static constexpr int64_t kBytes = kBarriers + TileBarriers::kBytes;
+  static constexpr uint32_t kNumbers = kBarriers + Barriers::kBytes;
+  static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
+};
+struct ForwardMaps {
+  RowMap queries;
+  KeyMaps keys;
 };
 
 // Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
@@ -44,91 +52,118 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
 
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens,
-                             const __grid_constant__ KeyMaps maps) {
+    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens, Items items,
+                             const __grid_constant__ ForwardMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const QueryBlock at(params, kWarpgroupRows, blockIdx.x);
-  const uint32_t state = tokens.state[at.bk];
-  if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
-
-  const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
-  const int tiles = static_cast<int>((end + kKeys - 1) / kKeys);
+  const auto tiles_of = [&](const QueryBlock& at) {
+    const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
+    return static_cast<int>((end + kKeys - 1) / kKeys);
+  };
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const TileBarriers barriers(base + L::kBarriers, kProductThreads);
+  Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
+  const typename L::Barriers barriers(base + L::kBarriers);
   if (threadIdx.x >= kProductThreads) {
-    constexpr uint32_t kCopied = L::Tiles::kStage + kKeys * 4;
-    const float* terms = tokens.terms + at.bk * padded_tokens(params.S);
-    copy_tiles(barriers, tiles, kCopied, [&](int tile, int stage, uint32_t barrier) {
-      L::Tiles::copy(base + stage * L::Tiles::kStage, maps, at, tile, barrier);
-      begin_bytes(base + L::kTerms + stage * kKeys * 4, terms + tile * int64_t{kKeys}, kKeys * 4,
-                  barrier);
-    });
+    int bk = 0, batch = 0, value_head = 0;  // of the item
+    const float* terms = nullptr;
+    copy_items(
+        barriers, items, numbers, L::Queries::kBytes, L::Tiles::kStage + kKeys * 4,
+        [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
+        [&](int index, int, uint32_t barrier) {
+          const QueryBlock at(params, kWarpgroupRows, index);
+          L::Queries::copy(base + L::kQueries, maps.queries, 0, at.bh, at.i0, barrier);
+          batch = at.b;
+          bk = at.bk;
+          value_head = at.value_head;
+          terms = tokens.terms + at.bk * padded_tokens(params.S);
+          return tiles_of(at);
+        },
+        [&](int tile, int stage, uint32_t barrier) {
+          L::Tiles::copy(base + stage * L::Tiles::kStage, maps.keys, bk, batch, value_head, tile,
+                         barrier);
+          begin_bytes(base + L::kTerms + stage * kKeys * 4, terms + tile * int64_t{kKeys},
+                      kKeys * 4, barrier);
+        });
     return;
   }
   take_registers<kProductRegisters>();
 
-  const int row0 = at.i0 + warp * 16 + g;
-  const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
-  uint32_t phi_q[F / 16][4];
-  load_left<F>(phi_q, tokens.phi_q + (at.bh * params.L + row0) * F, F, there, F);
-  float s[kKeys / 2];
-  uint32_t weights[kKeys / 16][4];  // of the tile before
-  float output[V / kBoxColumns][32] = {};
-  float sums[2] = {};
-  const auto begin_output = [&](int stage) {
-    wgmma_fence();
-    begin_by_rows<T, kKeys, V>(output, weights,
-                               base + stage * L::Tiles::kStage + L::Tiles::kValues);
-    wgmma_commit();
-  };
-
   TileStage stage;
-  int before = 0;  // the stage of the tile before
-  for (int tile = 0; tile < tiles; ++tile) {
-    barriers.wait(stage);
-    const uint32_t place = stage.index * L::Tiles::kStage;
-    if ((state & kUnclean) != 0) L::Tiles::clean(shared + place, barriers, tile);
-    wgmma_fence();
-    begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
-    wgmma_commit();
-    if (tile > 0) {
-      begin_output(before);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    Shared<const float> terms = shared_cast<float>(shared + (L::kTerms + stage.index * kKeys * 4));
-    const int diagonal = row0 - tile * kKeys;
-    if (kCausal && diagonal - g < kKeys - 1) {
-      to_weights<true>(s, terms, diagonal, sums);
-    } else if (is_passing(params, tile * int64_t{kKeys})) {
-      to_weights<false>(s, terms, 0, sums);
-    }
-    wgmma_wait<0>();
-    if (tile > 0) barriers.release(before);
-    pack_left<T, kKeys / 8>(s, weights);
-    before = stage.index;
-    stage.next();
-  }
-  if (tiles > 0) {
-    begin_output(before);
-    wgmma_wait<0>();
-  }
+  ItemPlace<1> item;
+  uint32_t meeting = 0;  // parity
+  for (;; item.next()) {
+    barrier_wait(barriers.item_full(0), item.parity);
+    const int index = numbers[0];
+    const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
+    if (index < 0) break;
+    uint32_t phi_q[F / 16][4];
+    load_left<F>(phi_q, base + L::kQueries);
+    barriers.release_item(0);
+    const QueryBlock at(params, kWarpgroupRows, index);
+    const int tiles = tiles_of(at), row0 = at.i0 + warp * 16 + g;
+    float s[kKeys / 2];
+    uint32_t weights[kKeys / 16][4];  // of the tile before
+    float output[V / kBoxColumns][32] = {};
+    float sums[2] = {};
+    const auto begin_output = [&](int place) {
+      wgmma_fence();
+      begin_by_rows<T, kKeys, V>(output, weights,
+                                 base + place * L::Tiles::kStage + L::Tiles::kValues);
+      wgmma_commit();
+    };
 
-  const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
+    int before = 0;  // the stage of the tile before
+    for (int tile = 0; tile < tiles; ++tile) {
+      barriers.wait(stage);
+      const uint32_t place = stage.index * L::Tiles::kStage;
+      if ((state & kUnclean) != 0) {
+        L::Tiles::clean(shared + place, barriers.meeting(), meeting);
+        meeting ^= 1;
+      }
+      wgmma_fence();
+      begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
+      wgmma_commit();
+      if (tile > 0) {
+        begin_output(before);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      Shared<const float> terms =
+          shared_cast<float>(shared + (L::kTerms + stage.index * kKeys * 4));
+      const int diagonal = row0 - tile * kKeys;
+      if (kCausal && diagonal - g < kKeys - 1) {
+        to_weights<true>(s, terms, diagonal, sums);
+      } else if (is_passing(params, tile * int64_t{kKeys})) {
+        to_weights<false>(s, terms, 0, sums);
+      }
+      wgmma_wait<0>();
+      if (tile > 0) barriers.release(before);
+      pack_left<T, kKeys / 8>(s, weights);
+      before = stage.index;
+      stage.next();
+    }
+    if (tiles > 0) {
+      begin_output(before);
+      wgmma_wait<0>();
+      barriers.release(before);
+    }
+
+    const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = sum_of_lanes<4>(sums[half]);
-    if (!there[half]) continue;
-    store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, 0, kept,
-                           [&](int n, int c) { return sum_at(output, half, n, c); });
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_of_lanes<4>(sums[half]);
+      if (row0 + 8 * half >= params.L) continue;
+      store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, 0, kept,
+                             [&](int n, int c) { return sum_at(output, half, n, c); });
+    }
   }
 #else
   (void)params;
   (void)tokens;
+  (void)items;
   (void)maps;
   __trap();
 #endif
@@ -139,12 +174,15 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const int64_t blocks = params.B * params.H * ceil_div(params.L, kWarpgroupRows);
-    KeyMaps maps;
-    if (const char* error = map_keys<F, kKeys>(maps, params, tokens)) return error;
+    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    ForwardMaps maps;
+    const char* error =
+        map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
+    if (error == nullptr) error = map_keys<F, kKeys>(maps.keys, params, tokens);
+    if (error != nullptr) return error;
     const auto queue = [&](auto kernel) {
-      return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarpgroupThreads),
-                    ForwardLayout<T, F, V>::kBytes, executor.stream, params, tokens, maps);
+      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes,
+                    executor.stream, params, tokens, items, maps);
     };
     return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true>)
                             : queue(warpgroup_forward_kernel<T, F, V, false>);

@@ -1,4 +1,4 @@
-// The query side of the folded form's backward on Hopper: grad_phi_q. A block owns 128 queries, two
+// The query side of the folded form's backward on Hopper: grad_phi_q. An item is 128 queries, two
 // warpgroups of 64, and passes along the keys, 64 at a time. While the products of a tile are made,
 // the tensor cores multiply those of the tile before with its keys.
 //
@@ -26,103 +26,148 @@ __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (
 template <typename T, int F, int V>
 struct QueryLayout {
   using Tiles = KeyTiles<T, F, V, kStep>;
-  static constexpr uint32_t kBarriers = kTilesInFlight * Tiles::kStage;
-  static constexpr int64_t kBytes = kBarriers + TileBarriers::kBytes;
+  using Queries = Boxes<kWarpgroupRows, F>;
+  using Gradients = Boxes<kWarpgroupRows, V>;
+  using Barriers = TileBarriers<1>;
+  static constexpr uint32_t kQueries = kTilesInFlight * Tiles::kStage;
+  static constexpr uint32_t kGradients = kQueries + Queries::kBytes;
+  static constexpr uint32_t kFits = kGradients + Gradients::kBytes;  // [kWarpgroupRows]
+  static constexpr uint32_t kDeltas = kFits + kWarpgroupRows * 4;
+  static constexpr uint32_t kBarriers = kDeltas + kWarpgroupRows * 4;
+  static constexpr uint32_t kNumbers = kBarriers + Barriers::kBytes;
+  static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
+};
+struct QueryMaps {
+  RowMap queries, gradients;
+  KeyMaps keys;
 };
 
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                           float* grad_phi_q, const __grid_constant__ KeyMaps maps) {
+                           Items items, float* grad_phi_q, const __grid_constant__ QueryMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = QueryLayout<T, F, V>;
   using Tiles = typename L::Tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const QueryBlock at(params, kWarpgroupRows, blockIdx.x);
-  const uint32_t state = tokens.state[at.bk];
-  if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
-
-  const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
-  const int tiles = static_cast<int>((end + kStep - 1) / kStep);
+  const auto tiles_of = [&](const QueryBlock& at) {
+    const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
+    return static_cast<int>((end + kStep - 1) / kStep);
+  };
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const TileBarriers barriers(base + L::kBarriers, kProductThreads);
+  Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
+  const typename L::Barriers barriers(base + L::kBarriers);
   if (threadIdx.x >= kProductThreads) {
-    copy_tiles(barriers, tiles, Tiles::kStage, [&](int tile, int stage, uint32_t barrier) {
-      Tiles::copy(base + stage * Tiles::kStage, maps, at, tile, barrier);
-    });
+    constexpr uint32_t kRowNumbers = kWarpgroupRows * 4;
+    int bk = 0, batch = 0, value_head = 0;  // of the item
+    copy_items(
+        barriers, items, numbers, L::Queries::kBytes + L::Gradients::kBytes + 2 * kRowNumbers,
+        Tiles::kStage,
+        [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
+        [&](int index, int, uint32_t barrier) {
+          const QueryBlock at(params, kWarpgroupRows, index);
+          L::Queries::copy(base + L::kQueries, maps.queries, 0, at.bh, at.i0, barrier);
+          L::Gradients::copy(base + L::kGradients, maps.gradients, 0, at.bh, at.i0, barrier);
+          const int64_t row = at.bh * padded_tokens(params.L) + at.i0;
+          begin_bytes(base + L::kFits, rows.fit + row, kRowNumbers, barrier);
+          begin_bytes(base + L::kDeltas, rows.delta + row, kRowNumbers, barrier);
+          batch = at.b;
+          bk = at.bk;
+          value_head = at.value_head;
+          return tiles_of(at);
+        },
+        [&](int tile, int stage, uint32_t barrier) {
+          Tiles::copy(base + stage * Tiles::kStage, maps.keys, bk, batch, value_head, tile,
+                      barrier);
+        });
     return;
   }
   take_registers<kProductRegisters>();
 
-  const int row0 = at.i0 + warp * 16 + g;
-  const int64_t row_base = at.bh * padded_tokens(params.L);
-  const bool there[2] = {row0 < params.L, row0 + 8 < params.L};
-  uint32_t phi_q[F / 16][4], gradients[V / 16][4];
-  load_left<F>(phi_q, tokens.phi_q + (at.bh * params.L + row0) * F, F, there, F);
-  load_left<V>(gradients, static_cast<const T*>(rows.gradients) + (at.bh * params.L + row0) * V, V,
-               there, V);
-  float fit[2], fitting_delta[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    fit[half] = there[half] ? rows.fit[row_base + row0 + 8 * half] : 0.0f;
-    fitting_delta[half] = there[half] ? rows.delta[row_base + row0 + 8 * half] * fit[half] : 0.0f;
-  }
-  float s[kStep / 2], x[kStep / 2];
-  uint32_t products[kStep / 16][4];  // of the tile before
-  float sums[F / kBoxColumns][32] = {};
-  const auto begin_sums = [&](int stage) {
-    wgmma_fence();
-    begin_by_rows<Half, kStep, F>(sums, products, base + stage * Tiles::kStage);
-    wgmma_commit();
-  };
-
   TileStage stage;
-  int before = 0;  // the stage of the tile before
-  for (int tile = 0; tile < tiles; ++tile) {
-    barriers.wait(stage);
-    const uint32_t place = stage.index * Tiles::kStage;
-    if ((state & kUnclean) != 0) Tiles::clean(shared + place, barriers, tile);
-    wgmma_fence();
-    begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
-    begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
-    wgmma_commit();
-    if (tile > 0) {
-      begin_sums(before);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    const int diagonal = row0 - tile * kStep;
-    if (kCausal && diagonal - g < kStep - 1) {
-      to_products<true>(s, x, fit, fitting_delta, diagonal);
-    } else if (is_passing(params, tile * int64_t{kStep})) {
-      to_products<false>(s, x, fit, fitting_delta, 0);
-    }
-    wgmma_wait<0>();
-    if (tile > 0) barriers.release(before);
-    pack_left<Half, kStep / 8>(s, products);
-    before = stage.index;
-    stage.next();
-  }
-  if (tiles > 0) {
-    begin_sums(before);
-    wgmma_wait<0>();
-  }
-
-  const float units =
-      gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);
+  ItemPlace<1> item;
+  uint32_t meeting = 0;  // parity
+  for (;; item.next()) {
+    barrier_wait(barriers.item_full(0), item.parity);
+    const int index = numbers[0];
+    const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
+    if (index < 0) break;
+    uint32_t phi_q[F / 16][4], gradients[V / 16][4];
+    load_left<F>(phi_q, base + L::kQueries);
+    load_left<V>(gradients, base + L::kGradients);
+    Shared<const float> fits = shared_cast<float>(shared + L::kFits);
+    Shared<const float> deltas = shared_cast<float>(shared + L::kDeltas);
+    float fit[2], fitting_delta[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!there[half]) continue;
-    store_query_gradients<F, false>(
-        params, rows, at, row0 + 8 * half, 0, fit[half], units,
-        [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp * 16 + g + 8 * half;
+      fit[half] = fits[row];
+      fitting_delta[half] = deltas[row] * fit[half];
+    }
+    barriers.release_item(0);
+    const QueryBlock at(params, kWarpgroupRows, index);
+    const int tiles = tiles_of(at), row0 = at.i0 + warp * 16 + g;
+    float s[kStep / 2], x[kStep / 2];
+    uint32_t products[kStep / 16][4];  // of the tile before
+    float sums[F / kBoxColumns][32] = {};
+    const auto begin_sums = [&](int place) {
+      wgmma_fence();
+      begin_by_rows<Half, kStep, F>(sums, products, base + place * Tiles::kStage);
+      wgmma_commit();
+    };
+
+    int before = 0;  // the stage of the tile before
+    for (int tile = 0; tile < tiles; ++tile) {
+      barriers.wait(stage);
+      const uint32_t place = stage.index * Tiles::kStage;
+      if ((state & kUnclean) != 0) {
+        Tiles::clean(shared + place, barriers.meeting(), meeting);
+        meeting ^= 1;
+      }
+      wgmma_fence();
+      begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
+      begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
+      wgmma_commit();
+      if (tile > 0) {
+        begin_sums(before);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      const int diagonal = row0 - tile * kStep;
+      if (kCausal && diagonal - g < kStep - 1) {
+        to_products<true>(s, x, fit, fitting_delta, diagonal);
+      } else if (is_passing(params, tile * int64_t{kStep})) {
+        to_products<false>(s, x, fit, fitting_delta, 0);
+      }
+      wgmma_wait<0>();
+      if (tile > 0) barriers.release(before);
+      pack_left<Half, kStep / 8>(s, products);
+      before = stage.index;
+      stage.next();
+    }
+    if (tiles > 0) {
+      begin_sums(before);
+      wgmma_wait<0>();
+      barriers.release(before);
+    }
+
+    const float units =
+        gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row0 + 8 * half >= params.L) continue;
+      store_query_gradients<F, false>(
+          params, rows, at, row0 + 8 * half, 0, fit[half], units,
+          [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
+    }
   }
 #else
   (void)params;
   (void)tokens;
   (void)rows;
+  (void)items;
   (void)grad_phi_q;
   (void)maps;
   __trap();
@@ -135,12 +180,19 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Str
                                       const FoldedTokens& tokens, const FoldedRows& rows,
                                       float* grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const int64_t blocks = params.B * params.H * ceil_div(params.L, kWarpgroupRows);
-    KeyMaps maps;
-    if (const char* error = map_keys<F, kStep>(maps, params, tokens)) return error;
+    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    QueryMaps maps;
+    const char* error =
+        map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
+    if (error == nullptr) {
+      error = map_features<V, kWarpgroupRows>(maps.gradients, rows.gradients, params.B * params.H,
+                                              params.L);
+    }
+    if (error == nullptr) error = map_keys<F, kStep>(maps.keys, params, tokens);
+    if (error != nullptr) return error;
     const auto queue = [&](auto kernel) {
-      return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarpgroupThreads),
-                    QueryLayout<T, F, V>::kBytes, stream, params, tokens, rows, grad_phi_q, maps);
+      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), QueryLayout<T, F, V>::kBytes,
+                    stream, params, tokens, rows, items, grad_phi_q, maps);
     };
     return params.is_causal ? queue(warpgroup_query_kernel<T, F, V, true>)
                             : queue(warpgroup_query_kernel<T, F, V, false>);

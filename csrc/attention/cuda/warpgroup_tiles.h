@@ -2,6 +2,10 @@
 // the third begins the copies, up to three tiles ahead of those who read. Nobody else waits for
 // anybody: a stage has a barrier for its tile to be there, and one for it to be read.
 //
+// There are no more blocks than run at once. An item is 128 tokens of a head, and what they meet:
+// a block takes one after the other, and the first tiles of the next are on their way while the
+// results of the one before are stored.
+//
 // Tiles lie in shared memory as wgmma takes them, boxes of 64 columns: rows of 128 bytes, whose
 // 16-byte chunks are turned by the row.
 #pragma once
@@ -65,22 +69,48 @@ struct TileStage {
     index = 0;
     parity ^= 1;
   }
+  // The index of the stage before.
+  __device__ __forceinline__ int before() const {
+    return index == 0 ? kTilesInFlight - 1 : index - 1;
+  }
 };
 
-// In shared memory from `first` on: for each stage that its tile is there, and that it is read; and
-// one more, for what a kernel needs.
+// The items of a kernel.
+struct Items {
+  unsigned* taken;  // of them, beyond the first of each block; 0 at first
+  int count;
+
+  Items(unsigned* counter, int64_t items) : taken(counter), count(static_cast<int>(items)) {}
+  dim3 blocks() const {
+    return dim3(static_cast<unsigned>(count < multiprocessors() ? count : multiprocessors()));
+  }
+  __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }
+  __device__ __forceinline__ int next() const {
+    return static_cast<int>(gridDim.x + atomicAdd(taken, 1u));
+  }
+};
+// What those who multiply hear of an item; in shared memory.
+constexpr int kItemNumbers = 2;  // its index, or -1 after the last, and the state of its head
+
+// In shared memory from `first` on: for each stage that its tile is there, and that it is read; the
+// same of kItems places of an item's own tokens; and one for those who multiply.
+template <int kItems>
 struct TileBarriers {
-  static constexpr uint32_t kBytes = (2 * kTilesInFlight + 1) * 8;
+  static constexpr uint32_t kBytes = (2 * kTilesInFlight + 2 * kItems + 1) * 8;
   uint32_t first;
 
   // By the whole block, which meets.
-  __device__ __forceinline__ TileBarriers(uint32_t place, int other_arrivals) : first(place) {
+  __device__ __forceinline__ explicit TileBarriers(uint32_t place) : first(place) {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kTilesInFlight; ++stage) {
         barrier_init(full(stage), 1);
         barrier_init(read(stage), kProductThreads / 32);
       }
-      barrier_init(other(), other_arrivals);
+      for (int item = 0; item < kItems; ++item) {
+        barrier_init(item_full(item), 1);
+        barrier_init(item_read(item), kProductThreads / 32);
+      }
+      barrier_init(meeting(), kProductThreads);
       fence_barriers();
     }
     __syncthreads();
@@ -89,34 +119,76 @@ struct TileBarriers {
   __device__ __forceinline__ uint32_t read(int stage) const {
     return first + (kTilesInFlight + stage) * 8;
   }
-  __device__ __forceinline__ uint32_t other() const { return first + 2 * kTilesInFlight * 8; }
+  __device__ __forceinline__ uint32_t item_full(int item) const {
+    return first + (2 * kTilesInFlight + item) * 8;
+  }
+  __device__ __forceinline__ uint32_t item_read(int item) const {
+    return first + (2 * kTilesInFlight + kItems + item) * 8;
+  }
+  __device__ __forceinline__ uint32_t meeting() const {
+    return first + (2 * kTilesInFlight + 2 * kItems) * 8;
+  }
 
   // The tile is there.
   __device__ __forceinline__ void wait(const TileStage& stage) const {
     barrier_wait(full(stage.index), stage.parity);
   }
   // The warp has read it, its products included.
-  __device__ __forceinline__ void release(int stage) const {
+  __device__ __forceinline__ void release(int stage) const { arrive_as_warp(read(stage)); }
+  __device__ __forceinline__ void release_item(int item) const { arrive_as_warp(item_read(item)); }
+
+ private:
+  __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(read(stage));
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   }
 };
 
-// What the third warpgroup does: copy(tile, stage, barrier) begins the copies, `bytes` of them, of
-// each of `tiles` tiles.
-template <typename Copy>
-__device__ __forceinline__ void copy_tiles(const TileBarriers& barriers, int tiles, uint32_t bytes,
+// Where an item's own tokens are, and how often the place has been used before, in parity.
+template <int kItems>
+struct ItemPlace {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++index < kItems) return;
+    index = 0;
+    parity ^= 1;
+  }
+};
+
+// What the third warpgroup does. For each item, state_of(index) is the state of its head;
+// begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and returns
+// how many tiles it passes; copy(tile, stage, barrier) begins those of a tile.
+template <int kItems, typename StateOf, typename Begin, typename Copy>
+__device__ __forceinline__ void copy_items(const TileBarriers<kItems>& barriers, const Items& items,
+                                           Shared<int> numbers, uint32_t bytes, uint32_t tile_bytes,
+                                           const StateOf& state_of, const Begin& begin,
                                            const Copy& copy) {
-  __syncwarp();  // one thread may have begun copies before
   give_registers<kCopyRegisters>();
   if (threadIdx.x != kProductThreads) return;
   TileStage stage;
+  ItemPlace<kItems> place;
 #pragma unroll 1  // registers are few
-  for (int tile = 0; tile < tiles; ++tile, stage.next()) {
-    barrier_wait(barriers.read(stage.index), stage.parity ^ 1);
-    barrier_arrive(barriers.full(stage.index), bytes);
-    copy(tile, stage.index, barriers.full(stage.index));
+  for (int index = items.first(); index < items.count; index = items.next()) {
+    const uint32_t state = state_of(index);
+    if (is_of_other_form<Pairs::kAll>(state)) continue;
+    barrier_wait(barriers.item_read(place.index), place.parity ^ 1);
+    numbers[place.index * kItemNumbers] = index;
+    numbers[place.index * kItemNumbers + 1] = static_cast<int>(state);
+    barrier_arrive(barriers.item_full(place.index), bytes);
+    const int tiles = begin(index, place.index, barriers.item_full(place.index));
+    place.next();
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile, stage.next()) {
+      barrier_wait(barriers.read(stage.index), stage.parity ^ 1);
+      barrier_arrive(barriers.full(stage.index), tile_bytes);
+      copy(tile, stage.index, barriers.full(stage.index));
+    }
   }
+  barrier_wait(barriers.item_read(place.index), place.parity ^ 1);
+  numbers[place.index * kItemNumbers] = -1;
+  barrier_arrive(barriers.item_full(place.index));
 }
 
 // True of a tile's first key, which the compiler does not see: in the same block of code it would
@@ -126,10 +198,10 @@ __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_
   return j0 < params.S;
 }
 
-// Features of one side, [B, heads, N, F], by boxes of kRows rows.
+// Features, or gradients, of all batches' heads, [heads, N, F], by boxes of kRows rows.
 template <int F, int kRows>
-const char* map_features(RowMap& map, const Half* features, int64_t B, int64_t heads, int64_t N) {
-  return map_rows(map, features, {B, heads, N, F}, {heads * N * F, N * F, F, 1}, kRows);
+const char* map_features(RowMap& map, const void* features, int64_t heads, int64_t N) {
+  return map_rows(map, features, {1, heads, N, F}, {heads * N * F, N * F, F, 1}, kRows);
 }
 template <int kRows>
 const char* map_values(RowMap& map, const AttentionParams& params, const FoldedTokens& tokens) {
@@ -144,7 +216,7 @@ struct KeyMaps {
 template <int F, int kRows>
 const char* map_keys(KeyMaps& maps, const AttentionParams& params, const FoldedTokens& tokens) {
   const char* error =
-      map_features<F, kRows>(maps.keys, tokens.phi_k, params.B, params.key_heads, params.S);
+      map_features<F, kRows>(maps.keys, tokens.phi_k, params.B * params.key_heads, params.S);
   return error != nullptr ? error : map_values<kRows>(maps.values, params, tokens);
 }
 
@@ -155,37 +227,32 @@ struct KeyTiles {
   using Values = Boxes<kKeys, V>;
   static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
 
-  // Begins to copy a tile to `place`.
-  __device__ __forceinline__ static void copy(uint32_t place, const KeyMaps& maps,
-                                              const QueryBlock& at, int tile, uint32_t barrier) {
-    Keys::copy(place, maps.keys, at.b, at.key_head, tile * kKeys, barrier);
-    Values::copy(place + kValues, maps.values, at.b, at.value_head, tile * kKeys, barrier);
+  // Begins to copy a tile to `place`. bk: the key head, of all batches'.
+  __device__ __forceinline__ static void copy(uint32_t place, const KeyMaps& maps, int bk,
+                                              int batch, int value_head, int tile,
+                                              uint32_t barrier) {
+    Keys::copy(place, maps.keys, 0, bk, tile * kKeys, barrier);
+    Values::copy(place + kValues, maps.values, batch, value_head, tile * kKeys, barrier);
   }
-  // By all that multiply: what is not finite among the values of the tile at `place` becomes zero.
-  __device__ __forceinline__ static void clean(Shared<unsigned char> place,
-                                               const TileBarriers& barriers, int tile) {
+  // By all that multiply, whose phase at their meeting is of parity `parity`: what is not finite
+  // among the values of the tile at `place` becomes zero.
+  __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t meeting,
+                                               uint32_t parity) {
     clean_values<T, kKeys * V, kProductThreads>(place + kValues);
     fence_products();
-    barrier_arrive(barriers.other());
-    barrier_wait(barriers.other(), tile % 2);
+    barrier_arrive(meeting);
+    barrier_wait(meeting, parity);
   }
 };
 
-// A thread's rows of a block as A: `from` is its first, and 8 rows on the second; zeros where there
-// is none, and beyond `columns`.
-template <int kWidth, typename T>
-__device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], const T* from,
-                                          int64_t stride, const bool (&there)[2], int columns) {
-  const int t = threadIdx.x % 4;
+// The warp's 16 rows of an item's tokens at `tokens`, Boxes<kWarpgroupRows, kWidth>, as A.
+template <int kWidth>
+__device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], uint32_t tokens) {
+  const FragmentPlaces places =
+      FragmentPlaces::of_rows(tokens + threadIdx.x / 32 * (16 * 128), 128);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int k = 0; k < kWidth / 8; ++k) {
-      const int column = 8 * k + 2 * t;
-      const T* row = from + half * 8 * stride + column;
-      const bool inside = there[half] && column < columns;
-      a[k / 2][half + k % 2 * 2] = inside ? load_vector<uint32_t>(row) : 0;
-    }
+  for (int k = 0; k < kWidth / 16; ++k) {
+    ldmatrix_x4(a[k], places.place[k % 4] + k / 4 * Boxes<kWarpgroupRows, kWidth>::kBox);
   }
 }
 

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     wide_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                     const float* logits, PairGradients<float> gradients) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const KeyBlock at(params, kStep, params.is_causal);
+  const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0;
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
 

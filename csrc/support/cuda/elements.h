@@ -46,8 +46,7 @@ __device__ __forceinline__ void store_element(const Array& array, int64_t offset
 // the code of every pair is there as often as pairs are.
 class RowPairs {
  public:
-  __device__ __forceinline__ explicit RowPairs(const Array& rows)
-      : data_(rows.data), type_(rows.type), stride_(rows.stride[3]) {
+  __device__ __forceinline__ explicit RowPairs(const Array& rows) : rows_(rows) {
     // Every pair from an even column on lies at a multiple of its size.
     const int64_t pair_bytes = rows.type == ElementType::kFloat32 ? 8 : 4;
     is_together_ = rows.stride[3] == 1 &&
@@ -65,16 +64,16 @@ class RowPairs {
       for (int n = 0; n < kWidth / 8; ++n) {
         const float2 two = pair(n);
         const int64_t column = own + 8 * n;
-        if (column < columns) store_one(offset + column * stride_, two.x);
-        if (column + 1 < columns) store_one(offset + (column + 1) * stride_, two.y);
+        if (column < columns) store_one(offset + column * rows_.stride[3], two.x);
+        if (column + 1 < columns) store_one(offset + (column + 1) * rows_.stride[3], two.y);
       }
-    } else if (type_ == ElementType::kFloat32) {
-      float* row = static_cast<float*>(data_) + offset + own;
+    } else if (rows_.type == ElementType::kFloat32) {
+      float* row = static_cast<float*>(rows_.data) + offset + own;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) store_vector(row + 8 * n, pair(n));
     } else {
-      const bool is_half = type_ == ElementType::kFloat16;
-      uint16_t* row = static_cast<uint16_t*>(data_) + offset + own;
+      const bool is_half = rows_.type == ElementType::kFloat16;
+      uint16_t* row = static_cast<uint16_t*>(rows_.data) + offset + own;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
         const float2 two = pair(n);
@@ -85,17 +84,16 @@ class RowPairs {
 
  private:
   __device__ __forceinline__ void store_one(int64_t offset, float x) const {
-    if (type_ == ElementType::kFloat32) {
-      static_cast<float*>(data_)[offset] = x;
+    if (rows_.type == ElementType::kFloat32) {
+      static_cast<float*>(rows_.data)[offset] = x;
     } else {
-      const uint32_t bits = type_ == ElementType::kFloat16 ? pack_f16x2(x, 0) : pack_bf16x2(x, 0);
-      static_cast<uint16_t*>(data_)[offset] = static_cast<uint16_t>(bits);
+      const uint32_t bits =
+          rows_.type == ElementType::kFloat16 ? pack_f16x2(x, 0) : pack_bf16x2(x, 0);
+      static_cast<uint16_t*>(rows_.data)[offset] = static_cast<uint16_t>(bits);
     }
   }
 
-  void* data_;
-  ElementType type_;
-  int64_t stride_;  // of columns
+  const Array& rows_;
   bool is_together_;
 };
 
