@@ -157,28 +157,35 @@ def product_rate(options: argparse.Namespace) -> float:
     return 2 * size**3 / (1e-3 * best)
 
 
-def show_kernels(call: Call, pairs: float, flops_per_pair: int, rate: float) -> None:
-    """The GPU's kernels of one call, and the rate of that of the pairs."""
+def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
+    """The GPU's kernels of one call; ``flops``: of those whose names contain the words."""
     call()
     torch.cuda.synchronize()
     times = 3
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(times):
-            call()
-        torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(times):
+                call()
+            torch.cuda.synchronize()
+    except Exception as failure:  # the next comparison may do better
+        print(f"    no kernels: {(str(failure) or repr(failure)).splitlines()[0][:90]}\n")
+        return
     kernels = [x for x in profile.key_averages() if x.self_device_time_total > 0]
     kernels.sort(key=lambda x: -x.self_device_time_total)
-    # Both forms are launched, and the blocks of one return at once: the longer one had the pairs.
-    of_pairs = next((x for x in kernels if "forward_kernel" in x.key), None)
-    for kernel in kernels[:6]:
+    total = sum(x.self_device_time_total for x in kernels) / times
+    for kernel in kernels[:12]:
         each = kernel.self_device_time_total / times
         name = kernel.key.replace("(anonymous namespace)::", "").replace("ikattn::cuda::", "")
         line = f"    {each:10.1f} us  {name.split('(')[0][:60]}"
-        if kernel is of_pairs:
-            reached = pairs * flops_per_pair / (1e-6 * each)
+        # Both forms are launched, and the blocks of one return at once: the longer one comes first,
+        # and had the pairs.
+        words = next((words for words in flops if words in kernel.key), None)
+        if words is not None:
+            reached = flops.pop(words) / (1e-6 * each)
             line += f"  {reached / 1e12:.0f} TFLOP/s, {reached / rate:.2f} of the product's"
         print(line)
+    print(f"    {total:10.1f} us  all kernels\n")
 
 
 def inputs(options: argparse.Namespace, batch: int, queries: int, keys: int) -> list[Tensor]:
@@ -211,19 +218,57 @@ def compare_both(
             rival: lambda call=call: call for rival, call in rivals.items()
         }
         compare(f"{name}, forward", prepared, options.device, options.rounds)
+        q, k, v, w1, _ = tensors
+        pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] / (2 if causal else 1)
+        features, columns = 2 * w1.shape[-1], v.shape[-1]
         if options.device == "cuda":
-            q, k, v, w1, _ = tensors
-            pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] / (2 if causal else 1)
-            flops = 2 * (2 * w1.shape[-1] + v.shape[-1])
-            try:
-                show_kernels(rivals["ikattn"], pairs, flops, options.rate)
-            except Exception as failure:  # the next comparison may do better
-                print(f"    no kernels: {(str(failure) or repr(failure)).splitlines()[0][:90]}")
+            flops = {"forward_kernel": pairs * 2 * (features + columns)}
+            show_kernels(rivals["ikattn"], flops, options.rate)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     backward: dict[str, Prepare] = {}
     for rival, call in gpu_rivals.attention(leaves, causal, mask, with_flex=options.flex).items():
         backward[rival] = gpu_rivals.backward_of(call, leaves)
     compare(f"{name}, backward", backward, options.device, options.rounds)
+    if options.device == "cuda":
+        of_backward = {
+            "query_kernel": pairs * 2 * (2 * features + columns),
+            "key_kernel": pairs * 2 * (2 * features + 2 * columns),
+        }
+        show_kernels(backward["ikattn"](), of_backward, options.rate)
+
+
+def show_errors(options: argparse.Namespace) -> None:
+    """Of output and gradients, beside those of the composition whose arithmetic has that type."""
+    length = min(512, options.tokens)
+    tensors = inputs(options, 1, length, length)
+    names = ["output", "grad_query", "grad_key", "grad_value", "grad_w1", "grad_w2"]
+    torch.manual_seed(1)
+    incoming = torch.randn_like(tensors[0])
+
+    def results(rival: str, dtype: torch.dtype | None, causal: bool) -> list[Tensor]:
+        leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
+        output = gpu_rivals.attention(leaves, causal)[rival]()
+        found = torch.autograd.grad(output, leaves, incoming.to(output.dtype))
+        return [output.detach(), *found]
+
+    print(
+        f"errors at N = {length}, {options.dtype}, of the largest element; the composition "
+        "computes in that type (in parentheses: in float32, from the same tensors)"
+    )
+    for causal in (False, True):
+        truth = results("eager", torch.float64, causal)
+        ours = results("ikattn", None, causal)
+        theirs = results("eager", None, causal)
+        narrow = results("eager", getattr(torch, options.dtype), causal)
+        for name, right, *found in zip(names, truth, ours, theirs, narrow, strict=True):
+            largest = right.abs().max()
+            errors = [((x.double() - right).abs().max() / largest).item() for x in found]
+            print(
+                f"  {name:12s} ikattn {errors[0]:.1e}"
+                f"  composition {errors[2]:.1e} ({errors[1]:.1e})"
+                f"  ratio {errors[0] / max(errors[2], 1e-30):.2f}{'  causal' if causal else ''}"
+            )
+    print()
 
 
 def compare_attention(options: argparse.Namespace) -> None:
@@ -262,6 +307,10 @@ def compare_contributions(options: argparse.Namespace) -> None:
             }
             title = f"N summed, H = 12, D = 768, T = S = {length}"
             compare(title, rivals, options.device, options.rounds)
+            for name in ("ikattn", "streamed"):
+                if options.device == "cuda":
+                    print(f"  kernels of {name}")
+                    show_kernels(rivals[name](), {}, options.rate)
 
 
 def main() -> None:
@@ -300,6 +349,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.contributions:
         compare_contributions(options)
     else:
+        show_errors(options)
         compare_attention(options)
 
 

@@ -147,6 +147,19 @@ def test_blocks_enough_that_none_shares_its_keys(
     assert_close(output, in_float64(reference, call), 2 * torch.finfo(dtype).eps)
 
 
+def causal_gradient_scales(call: Arguments, incoming: Tensor) -> dict[str, float]:
+    """As agreement.gradient_scales(), which holds [B, H, L, S, M]: 150 GB of it for large calls."""
+    leaves = {name: call[name].detach().double().requires_grad_() for name in OF_TOKENS}
+    q, k, v, w1, w2 = leaves.values()
+    phi_q, phi_k = (ikattn.reference.spectral_features(x, w1, w2) for x in (q, k))
+    s = phi_q @ phi_k.mT / (4 * w1.shape[-1])
+    logits = k.square().sum(-1) / (2 * k.shape[-1] ** 0.5)
+    weights = ((s.square() + 1e-5) * logits.unsqueeze(-2).exp()).tril()
+    output = weights / weights.sum(-1, keepdim=True).detach() @ v
+    found = torch.autograd.grad(output, list(leaves.values()), incoming.double())
+    return {name: x.abs().max().item() for name, x in zip(OF_TOKENS, found, strict=True)}
+
+
 @pytest.mark.parametrize("form", ["plain", "causal", "float mask"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
@@ -158,10 +171,7 @@ def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
     # terms: they err relative to these, as agreement.py says.
     scales = None
     if form == "causal":
-        incoming = direction(call["query"][..., : call["value"].shape[-1]])
-        there = {name: call[name].cpu() for name in OF_TOKENS}
-        sides = {"is_causal": True, "attn_mask": None, "key_bias": None}
-        scales = gradient_scales(there | sides, incoming.cpu())
+        scales = causal_gradient_scales(call, direction(call["query"]))
     assert_output_and_gradients(call, scales)
 
 

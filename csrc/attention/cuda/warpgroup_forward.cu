@@ -23,7 +23,7 @@ struct ForwardLayout {
   static constexpr uint32_t kQueries = kTilesInFlight * Tiles::kStage;
   static constexpr uint32_t kTerms = kQueries + Queries::kBytes;  // [stage][kKeys]
   static constexpr uint32_t kBarriers = kTerms + kTilesInFlight * kKeys * 4;
-  static constexpr uint32_t kNumbers = kBarriers + Barriers::kBytes;
+  static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 struct ForwardMaps {

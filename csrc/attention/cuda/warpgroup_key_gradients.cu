@@ -28,7 +28,7 @@ struct KeyLayout {
   // [stage][2][kStep], deltas behind normalizers
   static constexpr uint32_t kNormalizers = kOwnAt + kItems * kOwn;
   static constexpr uint32_t kBarriers = kNormalizers + kTilesInFlight * 2 * kStep * 4;
-  static constexpr uint32_t kNumbers = kBarriers + Barriers::kBytes;
+  static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItems * kItemNumbers * 4;
 };
 

@@ -34,7 +34,7 @@ struct QueryLayout {
   static constexpr uint32_t kFits = kGradients + Gradients::kBytes;  // [kWarpgroupRows]
   static constexpr uint32_t kDeltas = kFits + kWarpgroupRows * 4;
   static constexpr uint32_t kBarriers = kDeltas + kWarpgroupRows * 4;
-  static constexpr uint32_t kNumbers = kBarriers + Barriers::kBytes;
+  static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 struct QueryMaps {

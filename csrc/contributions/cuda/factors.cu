@@ -1,6 +1,5 @@
-// The triangular factor of a token's transformed vectors, by modified Gram-Schmidt; why this and
-// not the Gram matrix: contributions/cpu/factors.h. One block per token, a warp per vector at a
-// time.
+// The triangular factor of a token's transformed vectors, by modified Gram-Schmidt, as on the CPU:
+// in float64, and of many heads. One block per token, a warp per vector at a time.
 #include "contributions/cuda/kernels.h"
 #include "support/cuda/warps.h"
 
@@ -79,8 +78,15 @@ __global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorsOfVectors pa
   }
 }
 
+}  // namespace
+
+const char* gram_factors(const FactorsOfVectors& params, Stream stream);
+
+namespace {
+
 template <typename T>
 const char* token_factors(const FactorsOfVectors& params, void* scratch, Stream stream) {
+  if (takes_gram_matrices(params, sizeof(T) == 8)) return gram_factors(params, stream);
   return launch(factor_kernel<T>, dim3(static_cast<unsigned>(params.B * params.tokens)),
                 dim3(kThreads), 0, stream, params, static_cast<T*>(scratch));
 }

@@ -8,27 +8,34 @@ namespace ikattn {
 namespace {
 
 struct Cuda {
-  // The vectors are torch's products.
+  // The vectors are torch's products, of all heads at once.
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
     const auto [B, H, G, T, S, d_v, D] = sizes;
     const int64_t step = std::min(tokens_at_a_time(sizes, keys.value.device()), S);
     const at::Tensor buffer = at::empty({H * B * step * D}, keys.value.options());
     cuda::Call call("contributions", buffer);
-    void* scratch = call.allocate(buffer.numel() * buffer.element_size());
+    void* scratch = cuda::takes_gram_matrices(common, buffer.scalar_type() == at::kDouble)
+                        ? nullptr
+                        : call.allocate(buffer.numel() * buffer.element_size());
     const auto kernel = cuda::contribution_kernels.factors[compute_index(buffer)];
     FactorsOfVectors params{common};
     params.vectors = buffer.const_data_ptr();
+    const at::Tensor projections = keys.projection.view({D, H, d_v}).permute({1, 2, 0});
     for (params.j0 = 0; params.j0 < S; params.j0 += step) {
       params.tokens = std::min(step, S - params.j0);
-      const at::Tensor vectors =
+      at::Tensor vectors =
           buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
-      for (int64_t h = 0; h < H; ++h) {
-        at::Tensor target = vectors.select(0, h);
-        transform(keys, sizes, h, params.j0, params.tokens, target);
-      }
+      at::bmm_out(vectors, values_by_head(keys, sizes, params.j0, params.tokens), projections);
       call.check(kernel(params, scratch, call.stream()));
     }
+  }
+  // [H, B * tokens, d_v], of the tokens [j0, j0 + tokens).
+  static at::Tensor values_by_head(const Keys& keys, const ContributionSizes& sizes, int64_t j0,
+                                   int64_t tokens) {
+    at::Tensor heads = keys.value.narrow(2, j0, tokens).transpose(0, 1);
+    if (sizes.G != sizes.H) heads = heads.repeat_interleave(sizes.H / sizes.G, 0);
+    return heads.reshape({sizes.H, sizes.B * tokens, sizes.d_v});
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double) {
     const cuda::Call call("contributions", like);

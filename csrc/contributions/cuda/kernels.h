@@ -9,7 +9,7 @@ namespace ikattn::cuda {
 // Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
 // float64.
 struct ContributionKernels {
-  // scratch: as large as params.vectors
+  // scratch: as large as params.vectors, but for roots of Gram matrices
   const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);
   const char* (*pair_norms[2])(const PairParams&, Stream);
   // scratch: pair_gradient_scratch() elements
@@ -17,6 +17,11 @@ struct ContributionKernels {
 };
 
 extern const ContributionKernels contribution_kernels;
+
+// Whether factors come of Gram matrices: in float32, of so many heads as have room beside others.
+inline bool takes_gram_matrices(const FactorParams& params, bool in_float64) {
+  return !in_float64 && params.H <= 64;
+}
 
 int64_t pair_gradient_scratch(const PairGradientParams& params);
 

@@ -100,6 +100,7 @@ class Interpreter {
   void arrive(uint32_t barrier, uint32_t bytes, Place place);
   void wait_for_phase(uint32_t barrier, uint32_t parity, Place place);
   void begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place);
+  void expect_released(uint32_t address, uint32_t count, int except, const char* does, Place place);
 
   int current() const { return current_; }
   int current_warp() const { return current_warp_; }

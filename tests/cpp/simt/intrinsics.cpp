@@ -123,6 +123,21 @@ void mma_tf32(void* const* arguments, Place) {
   multiply_add(a, b, arguments);
 }
 
+void mma_f64(void* const* arguments, Place) {
+  double a[8][4], b[4][8];
+  for (int lane = 0; lane < warpSize; ++lane) {
+    const MmaF64& own = *static_cast<MmaF64*>(arguments[lane]);
+    a[lane / 4][lane % 4] = own.a;
+    b[lane % 4][lane / 4] = own.b;
+  }
+  for (int lane = 0; lane < warpSize; ++lane) {
+    for (int i = 0; i < 2; ++i) {
+      double& sum = static_cast<MmaF64*>(arguments[lane])->d[i];
+      for (int k = 0; k < 4; ++k) sum += a[lane / 4][k] * b[k][lane % 4 * 2 + i];
+    }
+  }
+}
+
 void load_matrices(void* const* arguments, Place place) {
   load_four_matrices<false>(arguments, place);
 }

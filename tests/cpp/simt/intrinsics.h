@@ -17,6 +17,12 @@ void mma_f16(void* const* arguments, Place place);
 void mma_bf16(void* const* arguments, Place place);
 void mma_tf32(void* const* arguments, Place place);
 
+struct MmaF64 {
+  double* d;
+  double a, b;
+};
+void mma_f64(void* const* arguments, Place place);
+
 struct LoadMatrices {
   uint32_t row_address;
   uint32_t* registers;
@@ -39,6 +45,12 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                              simt::Place place = simt::Place::current()) {
   simt::Mma argument{d, a, {b0, b1}};
   simt::warp_operation(simt::mma_tf32, &argument, 0xffffffffu, "mma_m16n8k8_tf32", place);
+}
+
+inline void mma_m8n8k4_f64(double (&d)[2], double a, double b,
+                           simt::Place place = simt::Place::current()) {
+  simt::MmaF64 argument{d, a, b};
+  simt::warp_operation(simt::mma_f64, &argument, 0xffffffffu, "mma_m8n8k4_f64", place);
 }
 
 inline void ldmatrix_x4(uint32_t (&registers)[4], uint32_t row_address,

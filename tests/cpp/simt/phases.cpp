@@ -64,6 +64,24 @@ void Interpreter::wait_for_phase(uint32_t address, uint32_t parity, Place place)
   join(pool_[current_]->known, barrier.released());
 }
 
+// Of bytes that this thread changes; what warps have read of them, but `except`, is over.
+void Interpreter::expect_released(uint32_t address, uint32_t count, int except, const char* does,
+                                  Place place) {
+  for (int warp = 0; warp * kWarp < threads_; ++warp) {
+    if (warp == except) continue;
+    uint32_t known = clock_;  // of all its threads
+    for (int t = warp * kWarp; t < std::min(threads_, (warp + 1) * kWarp); ++t) {
+      known = std::min(known, known_to(current_, t));
+    }
+    for (uint32_t at = address / 16; at <= (address + count - 1) / 16; ++at) {
+      if (reads_[at][static_cast<size_t>(warp)] <= known) continue;
+      fail(name_of_thread(current_) + " " + does + " byte " + std::to_string(at * 16) +
+               ", which warp " + std::to_string(warp) + " has read and not released",
+           place);
+    }
+  }
+}
+
 void Interpreter::begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place) {
   const auto count = static_cast<uint32_t>(copy.bytes.size());
   const auto who = static_cast<uint16_t>(current_);
@@ -73,18 +91,7 @@ void Interpreter::begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place
              ": out of bounds, or not aligned",
          place);
   }
-  for (int warp = 0; warp * kWarp < threads_; ++warp) {
-    uint32_t known = clock_;  // of all its threads
-    for (int t = warp * kWarp; t < std::min(threads_, (warp + 1) * kWarp); ++t) {
-      known = std::min(known, known_to(current_, t));
-    }
-    for (uint32_t at = copy.address / 16; at < (copy.address + count) / 16; ++at) {
-      if (reads_[at][static_cast<size_t>(warp)] <= known) continue;
-      fail("a copy to byte " + std::to_string(at * 16) + ", which warp " + std::to_string(warp) +
-               " has read and not released",
-           place);
-    }
-  }
+  expect_released(copy.address, count, -1, "begins a copy to", place);
   for (uint32_t i = copy.address; i < copy.address + count; ++i) {
     Cell& cell = cells_[i];
     if (cell.in_flight || !is_ordered(cell.write_clock, cell.writer, who)) {

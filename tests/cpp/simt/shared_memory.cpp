@@ -83,7 +83,11 @@ inline void Interpreter::check_write(Cell& cell, uint16_t thread, bool atomic, u
     return;
   }
   for (uint16_t reader : {cell.reader, cell.other_reader}) {
-    if (reader != kNobody && !is_ordered(cell.read_clock, reader, thread)) {
+    if (reader == kNobody) continue;
+    // Where phases order warps one by one, another may have read since.
+    uint32_t clock = cell.read_clock;
+    if (!barriers_.empty()) clock = std::min(clock, reads_[address / 16][reader / kWarp]);
+    if (!is_ordered(clock, reader, thread)) {
       report_race(cell, thread, does, reader, "read", cell.read_place, address, place);
       return;
     }
@@ -120,6 +124,11 @@ unsigned char* Interpreter::access(int thread, Access kind, uint32_t address, ui
     } else {
       check_write(cells[i], who, kind == Access::kAtomic, address + i, place);
     }
+  }
+  if (kind == Access::kWrite && !barriers_.empty() && bytes >= 4) {
+    // Two readers of a byte are known, and phases may order these and not others. Of smaller
+    // elements a neighbour may be another thread's.
+    expect_released(address, bytes, thread / kWarp, "writes", place);
   }
   if (kind == Access::kRead && !barriers_.empty()) {
     for (uint32_t at = address / 16; at <= (address + bytes - 1) / 16; ++at) {
