@@ -89,8 +89,9 @@ struct Items {
     return static_cast<int>(gridDim.x + atomicAdd(taken, 1u));
   }
 };
-// What those who multiply hear of an item; in shared memory.
-constexpr int kItemNumbers = 2;  // its index, or -1 after the last, and the state of its head
+// What those who multiply hear of an item, in shared memory: its index, or -1 after the last, and
+// the state of its head. Each has 16 bytes of its own.
+constexpr int kItemNumbers = 4;
 
 // In shared memory from `first` on: for each stage that its tile is there, and that it is read; the
 // same of kItems places of an item's own tokens; and one for those who multiply.

@@ -11,6 +11,7 @@
 #include "contributions/cuda/kernels.h"
 #include "simt/interpreter.h"
 #include "simt/memory.h"
+#include "support/cuda/float16.h"
 
 namespace ikattn::simt_truth {
 extern const ContributionKernels contribution_kernels;
@@ -201,7 +202,11 @@ const Case kCases[] = {
     {.name = "padding", .padding = true},
     {.name = "one_head", .H = 1},
     {.name = "twelve_heads", .B = 1, .H = 12, .T = 9, .S = 33, .D = 40},
+    {.name = "thirteen_heads", .B = 1, .H = 13, .T = 6, .S = 3, .D = 70},
+    {.name = "two_groups_of_heads", .B = 1, .H = 20, .T = 6, .S = 3, .D = 68},
+    {.name = "as_many_heads_as_a_gram_matrix_takes", .B = 1, .H = 64, .T = 2, .S = 2, .D = 130},
     {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
+    {.name = "many_heads_of_few_dimensions", .B = 1, .H = 40, .T = 5, .S = 3, .D = 6},
     {.name = "blocks", .B = 1, .H = 3, .T = 67, .S = 65, .D = 33, .padding = true},
     {.name = "shares", .B = 2, .H = 2, .T = 150, .S = 5, .D = 4},
     {.name = "a_query_at_a_time", .B = 1, .H = 100, .T = 6, .S = 3, .D = 5},
@@ -228,6 +233,76 @@ TEST_P(ContributionKernelsOnDevice, GradientsEqualTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Simt, ContributionKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
+
+// Weights may be narrower than the maps.
+TEST(ContributionKernelsOnDevice, WeightsMayBeOf16Bits) {
+  for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+    for (const int64_t heads : {3, 8, 17}) {
+      const Case c{.name = "narrow", .H = heads, .T = 9, .S = 35, .D = 12, .padding = true};
+      Call<float> call(c), rounded(c);
+      std::vector<uint16_t> narrow;
+      for (float& weight : rounded.weights) {
+        const bool is_half = type == ElementType::kFloat16;
+        narrow.push_back(is_half ? to_half(weight).bits : to_bfloat16(weight).bits);
+        weight = is_half ? to_float(Half{narrow.back()}) : to_float(BFloat16{narrow.back()});
+      }
+      std::vector<float> scratch(call.vectors.size());
+      const auto& kernels = cuda::contribution_kernels;
+      for (Call<float>* each : {&call, &rounded}) {
+        ASSERT_STREQ(kernels.factors[0](each->of_vectors(), scratch.data(), nullptr), nullptr);
+        PairParams pairs = each->pair_params();
+        if (each == &call) {
+          pairs.weights.data = narrow.data();
+          pairs.weights.type = type;
+        }
+        ASSERT_STREQ(kernels.pair_norms[0](pairs, nullptr), nullptr);
+      }
+      for (int variant = 0; variant < 3; ++variant) {
+        EXPECT_EQ(call.norms[variant], rounded.norms[variant]);
+      }
+    }
+  }
+}
+
+// Vectors whose squares leave the range of float32, and one that is the sum of two others.
+TEST(ContributionKernelsOnDevice, VectorsMayBeLargeOrDependOnOthers) {
+  const Case c{.name = "extreme", .B = 1, .H = 5, .T = 3, .S = 4, .D = 24};
+  for (const double size : {1e-25, 1.0, 1e25}) {
+    Call<float> call(c);
+    const int64_t pitch = c.S * c.D;
+    for (int64_t i = 0; i < c.H * pitch; ++i) call.vectors[i] *= static_cast<float>(size);
+    for (int64_t i = 0; i < pitch; ++i) {
+      call.vectors[2 * pitch + i] = call.vectors[i] + call.vectors[pitch + i];
+    }
+    std::vector<float> scratch(call.vectors.size());
+    const auto& kernels = cuda::contribution_kernels;
+    ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+    for (int64_t j = 0; j < c.S; ++j) {
+      for (int64_t i = 0; i < c.T; ++i) {
+        // |R a| against the sum itself, in float64
+        double square = 0, of_root = 0;
+        for (int64_t column = 0; column < c.D; ++column) {
+          double sum = 0;
+          for (int64_t h = 0; h < c.H; ++h) {
+            sum += static_cast<double>(call.weights[(h * c.T + i) * c.S + j]) *
+                   static_cast<double>(call.vectors[h * pitch + j * c.D + column]);
+          }
+          square += sum / size * (sum / size);
+        }
+        int64_t entry = 0;
+        for (int64_t h = 0; h < c.H; ++h) {
+          double sum = 0;
+          for (int64_t k = h; k < c.H; ++k, ++entry) {
+            sum += static_cast<double>(call.factors[0][entry * kFactorBlock + j]) *
+                   static_cast<double>(call.weights[(k * c.T + i) * c.S + j]);
+          }
+          of_root += sum / size * (sum / size);
+        }
+        EXPECT_NEAR(std::sqrt(of_root), std::sqrt(square), 1e-6 * std::sqrt(square)) << size;
+      }
+    }
+  }
+}
 
 // The glue makes as many vectors at a time as there is memory for.
 TEST(ContributionKernelsOnDevice, TokensMayComeInRounds) {

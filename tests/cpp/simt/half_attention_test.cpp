@@ -21,6 +21,16 @@ const Case kHalfCases[] = {
               .M = 66,
               .stationary = true,
               .p = 1.5}),
+    // several of 256 tokens for each block that makes features, of two pieces of frequencies
+    {.name = "tiles_of_a_block",
+     .B = 1,
+     .H = 6,
+     .G = 6,
+     .L = 700,
+     .S = 3,
+     .d_v = 8,
+     .M = 40,
+     .frequency_heads = 6},
     one_head({.name = "shares_of_tokens", .L = 530, .S = 20, .d = 8, .d_v = 8}),
     one_head(
         {.name = "wide_heads_and_odd_frequencies", .L = 70, .S = 65, .d = 70, .d_v = 8, .M = 33}),
@@ -248,6 +258,53 @@ TEST(HalfAttentionOnDevice, QueriesThatSeeNoKeyMayHoldAnything) {
     expect_that_blind_queries_may_hold_anything(ElementType::kBFloat16, causal, 8);
     simt::set_warpgroups(false);
   }
+}
+
+// Frequencies of any size as sums of 16-bit numbers: turns are as exact as in float32.
+TEST(HalfAttentionOnDevice, FrequenciesMayBeOfAnySize) {
+  for (const double size : {1e-6, 30.0}) {
+    for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
+      Case c = of_type(one_head({.name = "sizes", .L = 20, .S = 30, .d_v = 8}), type);
+      Call call(c);
+      for (const Tensor& w : {call.w1, call.w2}) {
+        for (int64_t i = 0; i < w.count; ++i) {
+          // one of them is so large that the others would vanish beside it in one number
+          const double own = i == 4 ? 1 : 1e-3;
+          write(w.array, i, size * own * read(w.array, i));
+        }
+      }
+      const Results truth = truth_of(call, c), got = device_results(call, c);
+      const Bounds bounds = bounds_of(call, c, truth, roundoff_of(type));
+      expect_within(got.output, truth.output, bounds.output, "output");
+    }
+  }
+}
+
+// Tokens around the edges of blocks and tiles of every kernel.
+TEST(HalfAttentionOnDevice, EdgesOfTiles) {
+  for (const bool warpgroups : {false, true}) {
+    simt::set_warpgroups(warpgroups);
+    for (const bool causal : {false, true}) {
+      for (const auto& [L, S] : {std::pair{63, 129},
+                                 {64, 128},
+                                 {65, 127},
+                                 {127, 65},
+                                 {128, 64},
+                                 {129, 63},
+                                 {128, 129},
+                                 {129, 128}}) {
+        SCOPED_TRACE(std::to_string(L) + " x " + std::to_string(S));
+        Case c = one_head({.name = "edges", .L = L, .S = S, .d_v = 8});
+        c.causal = causal;
+        Call call(c = of_type(c, ElementType::kBFloat16));
+        const Results truth = truth_of(call, c), got = device_results(call, c);
+        const Bounds bounds = bounds_of(call, c, truth, roundoff_of(c.type));
+        expect_within(got.output, truth.output, bounds.output, "output");
+        compare_gradients(got, truth, c, 6 * roundoff_of(c.type));
+      }
+    }
+  }
+  simt::set_warpgroups(false);
 }
 
 // What padding of the queries alone meets is not seen either.

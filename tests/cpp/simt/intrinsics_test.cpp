@@ -74,6 +74,27 @@ TEST(Intrinsics, Tf32ScoresAreThePlainLoop) {
   }
 }
 
+__global__ void gram_kernel(const double* rows, double* out) {
+  const double own = rows[threadIdx.x / 4 * 4 + threadIdx.x % 4];
+  double sums[2] = {1, 1};
+  mma_m8n8k4_f64(sums, own, own);
+  for (int i = 0; i < 2; ++i) out[threadIdx.x / 4 * 8 + threadIdx.x % 4 * 2 + i] = sums[i];
+}
+
+TEST(Intrinsics, RowsInFloat64TimesThemselvesAreThePlainLoop) {
+  const std::vector<float> values = random_values(8 * 4);
+  const std::vector<double> rows(values.begin(), values.end());
+  std::vector<double> out(8 * 8);
+  ASSERT_STREQ(launch(gram_kernel, 1, 32, 0, nullptr, rows.data(), out.data()), nullptr);
+  for (int i = 0; i < 8; ++i) {
+    for (int j = 0; j < 8; ++j) {
+      double expected = 1;
+      for (int k = 0; k < 4; ++k) expected += rows[i * 4 + k] * rows[j * 4 + k];
+      EXPECT_EQ(out[i * 8 + j], expected);
+    }
+  }
+}
+
 template <bool kTransposed>
 __global__ void load_tile(uint32_t* out) {
   Shared<uint16_t> tile = dynamic_shared<uint16_t>();
