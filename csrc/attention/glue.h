@@ -8,7 +8,6 @@
 
 #include "attention/arguments.h"
 #include "attention/params.h"
-#include "attention/weights_gradients.h"
 #include "support/glue.h"
 #include "support/philox.h"
 
@@ -337,32 +336,27 @@ struct AttentionOperators {
     check_wanted(function, wanted,
                  {true, true, true, is_present(w2), is_present(key_bias),
                   is_present(attn_mask) && attn_mask->is_floating_point()});
-    if constexpr (!Device::kHasWeightsBackward) {
-      return weights_gradients_by_part(grad_weights, query, key, w1, w2, options, average_heads,
-                                       wanted);
-    } else {
-      const auto compute = query.options().dtype(compute_type(query.scalar_type()));
-      const at::Tensor sums = at::empty({sizes.B, sizes.H, sizes.L, 1}, compute);
-      const at::Tensor log_normalizer =
-          at::empty({sizes.B, sizes.H, sizes.L}, compute.dtype(at::kDouble));
-      AttentionBackwardParams params;
-      Kept kept;
-      set_common(params, sizes, query, key, w1, w2, options, kept);
-      leave_out_unseen_keys(params);
-      params.grad_weights = array_of(average_heads ? grad_weights.unsqueeze(1) : grad_weights,
-                                     {sizes.B, sizes.H, sizes.L, sizes.S});
-      params.weights_share = average_heads ? 1 / static_cast<double>(sizes.H) : 1;
-      params.output = array_of(sums);
-      params.log_normalizer = array_of(log_normalizer);
-      AttentionParams forward = params;
-      forward.d_v = 1;
-      Device::forward(forward, query, pair_work(sizes));
-      const auto [a, b, c, d, e, f] = wanted;
-      const auto [of_query, of_key, of_value, of_w1, of_w2, of_bias, of_mask] =
-          run_backward(function, params, sizes, query, key, at::Tensor(), w1, options,
-                       {a, b, false, c, d, e, f});
-      return {of_query, of_key, of_w1, of_w2, of_bias, of_mask};
-    }
+    const auto compute = query.options().dtype(compute_type(query.scalar_type()));
+    const auto [sums, log_normalizer] = with_memory_for(function, "sums of rows", [&] {
+      return std::pair{at::empty({sizes.B, sizes.H, sizes.L, 1}, compute),
+                       at::empty({sizes.B, sizes.H, sizes.L}, compute.dtype(at::kDouble))};
+    });
+    AttentionBackwardParams params;
+    Kept kept;
+    set_common(params, sizes, query, key, w1, w2, options, kept);
+    leave_out_unseen_keys(params);
+    params.grad_weights = array_of(average_heads ? grad_weights.unsqueeze(1) : grad_weights,
+                                   {sizes.B, sizes.H, sizes.L, sizes.S});
+    params.weights_share = average_heads ? 1 / static_cast<double>(sizes.H) : 1;
+    params.output = array_of(sums);
+    params.log_normalizer = array_of(log_normalizer);
+    AttentionParams forward = params;
+    forward.d_v = 1;
+    Device::forward(forward, query, pair_work(sizes));
+    const auto [a, b, c, d, e, f] = wanted;
+    const auto [of_query, of_key, of_value, of_w1, of_w2, of_bias, of_mask] = run_backward(
+        function, params, sizes, query, key, at::Tensor(), w1, options, {a, b, false, c, d, e, f});
+    return {of_query, of_key, of_w1, of_w2, of_bias, of_mask};
   }
 
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,

@@ -27,9 +27,9 @@ struct AttentionParams {
   Array output;          // [B, H, L, d_v]
   Array log_normalizer;  // [B, H, L]
 
-  // The backward of weights, on the CPU: their gradient, [B, H, L, S], and how much of it each head
-  // gets. The forward, with d_v = 1, takes it for values that every query has of its own; the
-  // backward, with d_v = 0, takes it for dO V^T, and that output for O . dO.
+  // The backward of weights: their gradient, [B, H, L, S], and how much of it each head gets. The
+  // forward, with d_v = 1, takes it for values that every query has of its own; the backward, with
+  // d_v = 0, takes it for dO V^T, and that output for O . dO.
   Array grad_weights;
   double weights_share = 1;
 

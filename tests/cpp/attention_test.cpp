@@ -4,7 +4,6 @@
 #include <ikattn/attention.h>
 #include <torch/torch.h>
 
-#include "attention/weights_gradients.h"
 #include "device.h"
 
 namespace {
@@ -263,32 +262,6 @@ TEST(Weights, GradientsAreThoseOfTheOutput) {
             {weights}, sources, {incoming.matmul(in.value.detach().transpose(-2, -1))});
         for (size_t i = 0; i < sources.size(); ++i) expect_close(found[i], expected[i], 1e-12);
       }
-    }
-  }
-}
-
-// Where there is no kernel the reference's graph is gone through some 120 queries at a time.
-TEST(Weights, GradientsByPartAreThoseOfTheKernels) {
-  const Inputs in(150, 2100);
-  for (const bool average_heads : {false, true}) {
-    for (const double dropout_p : {0.0, 0.25}) {
-      ikattn::AttentionOptions options;
-      options.is_causal = !average_heads;
-      options.dropout_p = dropout_p;
-      options.dropout_seed = torch::tensor({7, 0}, on_device(at::kLong));
-      options.attn_mask = torch::randn({2, 1, 150, 2100}, on_device(at::kDouble)).requires_grad_();
-      const Tensor weights =
-          ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options, average_heads);
-      const std::vector<Tensor> sources = {in.query, in.key, in.w1, in.w2, *options.attn_mask};
-      Tensor incoming = torch::randn_like(weights);
-      // What nothing sees may be anything.
-      if (!average_heads) incoming.index_put_({0, 0, 3, 1000}, std::nan(""));
-      const auto expected = torch::autograd::grad({weights}, sources, {incoming});
-      const auto [query, key, w1, w2, bias, mask] =
-          ikattn::weights_gradients_by_part(incoming, in.query, in.key, in.w1, in.w2, options,
-                                            average_heads, {true, true, true, true, false, true});
-      const std::vector<Tensor> found = {query, key, w1, w2, mask};
-      for (size_t i = 0; i < found.size(); ++i) expect_close(found[i], expected[i], 1e-12);
     }
   }
 }

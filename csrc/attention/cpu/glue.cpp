@@ -35,8 +35,6 @@ const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool
 }
 
 struct Cpu {
-  static constexpr bool kHasWeightsBackward = true;
-
   static void forward(const AttentionParams& given, const at::Tensor& query, double work) {
     const AttentionParams params = with_context(given, query);
     const SixteenBitKernels* narrow = sixteen_bit_kernels(params, false);

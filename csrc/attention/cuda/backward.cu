@@ -3,7 +3,7 @@
 //
 //   P_ij = (s_ij^2 + eps) E_ij,  E_ij = exp(logit_ij - log Z_i),  x_ij = dP_ij - delta_i
 //   dlog_ij = P_ij x_ij,  ds_ij = 2 s_ij E_ij x_ij
-// with dP and P under dropout where they meet the value.
+// with dP and P under dropout where they meet the value. Of weights, dP is what comes in for them.
 #include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
 #include "attention/cuda/turn_products.h"
@@ -15,7 +15,8 @@ namespace {
 template <typename T>
 struct RowState {
   SplitLogits<T> log_normalizer;  // [B, H, L]
-  T* delta;                       // [B, H, L]  sum over d_v of output grad_output
+  // [B, H, L]  sum over d_v of output grad_output; of weights, the output alone is that sum
+  T* delta;
 };
 
 template <typename T>
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(128, 2)
     delta += output.load<double>(i, c) * incoming;
   }
   for (int64_t f = lane; f < F; f += 32) finite = finite && is_finite(phi_q[index * F + f]);
-  delta = sum_of_lanes(delta);
+  delta = is_of_weights(params) ? output.load<double>(i, 0) : sum_of_lanes(delta);
+  finite = finite && is_finite(delta);
   finite = __all_sync(0xffffffffu, finite);
   if (lane != 0) return;
   const double log_normalizer = static_cast<const double*>(params.log_normalizer.data)[index];
@@ -106,7 +108,10 @@ __device__ __forceinline__ void pair_tile(const AttentionBackwardParams& params,
       const T score = scores[r][c] * norm;
       const T weight = (score * score + eps) * similarity_weight;
       const T survives = dropout.keeps(r, c) ? kept : T(0);
-      const T x = grad_weights[r][c] * survives - rows.delta[row];
+      const T incoming = !is_of_weights(params) ? grad_weights[r][c]
+                         : survives == T(0)     ? T(0)
+                                                : weight_gradient<T>(params, b, h, i, j);
+      const T x = incoming * survives - rows.delta[row];
       tile.weights[r][c] = weight * survives;
       tile.grad_logits[r][c] = weight * x;
       tile.grad_scores[r][c] = 2 * norm * score * similarity_weight * x;

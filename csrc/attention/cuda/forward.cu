@@ -2,6 +2,8 @@
 //
 // The general form: a running maximum of the logits per row rescales what came before. The logits
 // do not depend on the scores, so that no score enters an exponential.
+//
+// Of weights, for their backward: what comes in for a pair is in the place of its value.
 #include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
 #include "attention/cuda/turn_products.h"
@@ -15,7 +17,7 @@ constexpr int64_t forward_shared() {
   return (2 * kDepth * kPitch + 2 * kTile * kPitch) * int64_t{sizeof(T)};
 }
 
-template <typename T>
+template <typename T, bool kOfWeights>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(AttentionParams params, PreparedTokens<T> tokens) {
   Shared<T> operands = dynamic_shared<T>();
@@ -34,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
 
   T output[kPerThread][kPerThread] = {};
+  T incoming[kPerThread] = {};  // of weights: the sums of what comes in
   T largest[kPerThread], sum[kPerThread];
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
@@ -71,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const T reference = largest[r] == minus_infinity<T>() ? T(0) : largest[r];
       const T rescale = before == minus_infinity<T>() ? T(0) : exponential(before - reference);
       sum[r] = before == minus_infinity<T>() ? sum[r] : sum[r] * rescale;
+      if (kOfWeights && before != minus_infinity<T>()) incoming[r] *= rescale;
 #pragma unroll
       for (int c = 0; c < kPerThread; ++c) {
         // Nothing but NaN can be there before the first finite logit.
@@ -80,9 +84,17 @@ __global__ void __launch_bounds__(kThreads, 1)
                              ? (score * score + eps) * exponential((high[c] - reference) + rest[c])
                              : T(0);
         sum[r] += weight;
-        weights[at.row(r) * kPitch + at.column(c)] = dropout.keeps(r, c) ? weight : T(0);
+        const bool keeps = dropout.keeps(r, c);
+        if constexpr (kOfWeights) {
+          // For what is hidden or dropped anything may come in.
+          if (!visible[c] || !keeps) continue;
+          incoming[r] += weight * weight_gradient<T>(params, b, h, i, j0 + at.column(c));
+        } else {
+          weights[at.row(r) * kPitch + at.column(c)] = keeps ? weight : T(0);
+        }
       }
     }
+    if constexpr (kOfWeights) continue;
     fill_tile<T>(values, [&](int key, int column) {
       if (j0 + key >= params.S || column0 + column >= params.d_v) return T(0);
       const T x = value.load<T>(j0 + key, column0 + column);
@@ -97,6 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int r = 0; r < kPerThread; ++r) {
     const int64_t i = i0 + at.row(r);
     const T total = sum_of_lanes<kRowLanes>(sum[r]);
+    const T own = kOfWeights ? sum_of_lanes<kRowLanes>(incoming[r]) : T(0);
     if (i >= params.L) continue;
     if (blockIdx.y == 0 && at.column_lane == 0) {
       static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
@@ -104,14 +117,18 @@ __global__ void __launch_bounds__(kThreads, 1)
                      : static_cast<double>(largest[r] == minus_infinity<T>() ? T(0) : largest[r]) +
                            log(static_cast<double>(total));
     }
+    if constexpr (kOfWeights) {
+      if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (kept / total));
+    } else {
 #pragma unroll
-    for (int c = 0; c < kPerThread; ++c) {
-      const int64_t column = column0 + slice_column(at, c);
-      if (column >= params.d_v) continue;
-      // A poisoned key's values are zero: what it does to the row is in the sum.
-      T result = total == 0 ? T(0) : output[r][c] * (kept / total);
-      if (total != total) result = total;
-      out.store<T>(i, column, result);
+      for (int c = 0; c < kPerThread; ++c) {
+        const int64_t column = column0 + slice_column(at, c);
+        if (column >= params.d_v) continue;
+        // A poisoned key's values are zero: what it does to the row is in the sum.
+        T result = total == 0 ? T(0) : output[r][c] * (kept / total);
+        if (total != total) result = total;
+        out.store<T>(i, column, result);
+      }
     }
   }
 }
@@ -123,8 +140,9 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
                               const PreparedTokens<T>& tokens) {
   const auto blocks = static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kTile));
   const auto slices = static_cast<unsigned>(params.d_v > 0 ? ceil_div(params.d_v, kTile) : 1);
-  return launch(forward_kernel<T>, dim3(blocks, slices), dim3(kThreads), forward_shared<T>(),
-                executor.stream, params, tokens);
+  return launch(params.grad_weights ? forward_kernel<T, true> : forward_kernel<T, false>,
+                dim3(blocks, slices), dim3(kThreads), forward_shared<T>(), executor.stream, params,
+                tokens);
 }
 
 template <typename T>

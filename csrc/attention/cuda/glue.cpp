@@ -8,8 +8,6 @@ namespace ikattn {
 namespace {
 
 struct Cuda {
-  static constexpr bool kHasWeightsBackward = false;
-
   static void forward(const AttentionParams& params, const at::Tensor& query, double) {
     run("implicit_kernel_attention", query, cuda::attention_kernels.forward, params);
   }

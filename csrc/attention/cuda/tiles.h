@@ -167,6 +167,19 @@ __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_
   return mask != minus_infinity<T>();
 }
 
+// What comes in for the weight of a pair, in the backward of weights.
+__device__ __forceinline__ bool is_of_weights(const AttentionParams& params) {
+  return params.grad_weights.type != ElementType::kNone;
+}
+template <typename T>
+__device__ __forceinline__ T weight_gradient(const AttentionParams& params, int64_t b, int64_t h,
+                                             int64_t i, int64_t j) {
+  const int64_t* stride = params.grad_weights.stride;
+  return load_element<T>(params.grad_weights,
+                         b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3]) *
+         static_cast<T>(params.weights_share);
+}
+
 // The dropout bytes of a thread's pairs; the query is the row where rows_are_queries.
 struct Dropout {
   uint32_t threshold;

@@ -209,6 +209,57 @@ Results truth_of(Call& call, const Case& c) {
   return r;
 }
 
+namespace {
+
+// The gradients of a call of weights, by kernels that run(true, params) and run(false, params) call
+// for the forward and the backward.
+template <typename Run>
+Results weights_gradients(Call& call, const Case& c, ElementType type, const Run& run) {
+  Results r = room(call.memory, c, type);
+  const Tensor incoming = make(call.memory, type, {c.B, c.H, c.L, c.S});
+  for (int64_t i = 0; i < incoming.count; ++i) {
+    write(incoming.array, i, std::sin(0.7 * static_cast<double>(i)));
+  }
+  const Tensor sums = make(call.memory, type, {c.B, c.H, c.L, 1});
+  AttentionBackwardParams params;
+  call.set(params);
+  params.value = Array();
+  params.grad_weights = incoming.array;
+  params.weights_share = 0.5;
+  params.output = sums.array;
+  params.log_normalizer = r.log_normalizer.array;
+  params.d_v = 1;
+  run(true, params);
+  params.d_v = 0;
+  set_gradients(params, c, r, Tensor());
+  params.grad_value = Array();
+  run(false, params);
+  return r;
+}
+
+}  // namespace
+
+Results truth_of_weights_gradients(Call& call, const Case& c) {
+  return weights_gradients(call, c, ElementType::kFloat64,
+                           [&](bool forward, const AttentionBackwardParams& params) {
+                             const auto& kernels = simt_truth::attention_kernels;
+                             forward ? kernels.forward[1](params, cpu_executor(call.memory))
+                                     : kernels.backward[1](params, cpu_executor(call.memory));
+                           });
+}
+
+Results device_weights_gradients(Call& call, const Case& c) {
+  const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
+  return weights_gradients(call, c, c.type,
+                           [&](bool forward, const AttentionBackwardParams& params) {
+                             const auto& kernels = cuda::attention_kernels;
+                             const auto executor = device_executor(call.memory);
+                             EXPECT_STREQ(forward ? kernels.forward[wide](params, executor)
+                                                  : kernels.backward[wide](params, executor),
+                                          nullptr);
+                           });
+}
+
 Results device_gradients(Call& call, const Case& c, const Results& forward) {
   Results r = room(call.memory, c, c.type);
   AttentionBackwardParams params;

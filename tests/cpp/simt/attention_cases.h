@@ -135,6 +135,10 @@ Results truth_of(Call& call, const Case& c);
 Results device_results(Call& call, const Case& c);
 Results device_gradients(Call& call, const Case& c, const Results& forward);
 
+// The gradients of a call of weights, for some numbers that come in, but of the value.
+Results truth_of_weights_gradients(Call& call, const Case& c);
+Results device_weights_gradients(Call& call, const Case& c);
+
 // The largest difference, relative to the largest element; NaN must meet NaN.
 // `smallest`: of the elements that are added up, where their sum may vanish.
 void expect_close(const Tensor& got, const Tensor& expected, double tolerance,

@@ -100,6 +100,19 @@ TEST_P(AttentionKernelsOnDevice, Float32ErrsByRounding) {
   compare(device_results(call, c), truth, c, 3e-6, 2e-5);
 }
 
+TEST_P(AttentionKernelsOnDevice, GradientsOfWeightsEqualTheCpu) {
+  for (const auto& [type, tolerance] :
+       {std::pair{ElementType::kFloat64, 1e-11}, {ElementType::kFloat32, 2e-5}}) {
+    Case c = GetParam();
+    c.type = type;
+    Call call(c);
+    const Results truth = truth_of_weights_gradients(call, c);
+    Results got = device_weights_gradients(call, c);
+    got.grad_value = truth.grad_value;  // there is none
+    compare_gradients(got, truth, c, tolerance);
+  }
+}
+
 // The frequencies' gradients, of more than a tile of them and of more tokens than a share. In
 // float32 that many rows hold some that follow from scores near zero.
 TEST(AttentionKernelsOnDevice, FrequenciesOfManyTokens) {

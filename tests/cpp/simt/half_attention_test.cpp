@@ -27,7 +27,7 @@ const Case kHalfCases[] = {
      .H = 6,
      .G = 6,
      .L = 700,
-     .S = 3,
+     .S = 30,
      .d_v = 8,
      .M = 40,
      .frequency_heads = 6},
@@ -294,7 +294,7 @@ TEST(HalfAttentionOnDevice, EdgesOfTiles) {
                                  {128, 129},
                                  {129, 128}}) {
         SCOPED_TRACE(std::to_string(L) + " x " + std::to_string(S));
-        Case c = one_head({.name = "edges", .L = L, .S = S, .d_v = 8});
+        Case c = one_head({.name = "edges", .L = L, .S = S, .d_v = 8, .M = 9});
         c.causal = causal;
         Call call(c = of_type(c, ElementType::kBFloat16));
         const Results truth = truth_of(call, c), got = device_results(call, c);
