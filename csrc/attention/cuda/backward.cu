@@ -347,29 +347,35 @@ const char* mask_gradient(const AttentionBackwardParams& params, const DeviceExe
                 backward_shared<T>(), executor.stream, params, tokens, rows);
 }
 
+const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
+                                     const DeviceExecutor& executor, const SplitLogits<float>& keys,
+                                     float* grad_logits) {
+  const int64_t width = padded_columns(2 * params.M);
+  const FoldedGradients gradients = {
+      FeatureGradients(executor, params.B * params.H, params.L, width),
+      FeatureGradients(executor, params.B * params.key_heads, params.S, width), grad_logits};
+  TurnOperands operands;
+  FoldedTokens folded;
+  if (const char* error = prepare_turns(params, executor, true, operands)) return error;
+  if (const char* error = fold_tokens(params, executor, operands, keys, true, folded)) return error;
+  if (const char* error = folded_backward(params, executor, keys, folded, gradients)) return error;
+  return turn_gradients(params, executor, operands, keys, gradients);
+}
+
 }  // namespace
 
 template <typename T>
 const char* attention_backward(const AttentionBackwardParams& params,
                                const DeviceExecutor& executor) {
   const bool folds = sizeof(T) == sizeof(float) && why_no_tensor_cores(params) == nullptr;
-  const int64_t F = folds ? padded_columns(2 * params.M) : 2 * params.M;
-  const int64_t keys = params.B * params.key_heads * params.S;
+  const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
-  TurnOperands operands;
   if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
-  const PairGradients<T> gradients = {executor.take<T>(params.B * params.H * params.L * F),
-                                      executor.take<T>(keys * F), executor.take<T>(keys)};
+  T* grad_logits = executor.take<T>(keys);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {
-      FoldedTokens folded;
-      if (const char* error = prepare_turns(params, executor, true, operands)) return error;
-      if (const char* error = fold_tokens(params, executor, operands, tokens.keys, true, folded)) {
-        return error;
-      }
-      if (const char* error = folded_backward(params, executor, tokens.keys, folded, gradients)) {
-        return error;
-      }
+      const char* error = backward_on_tensor_cores(params, executor, tokens.keys, grad_logits);
+      if (error != nullptr) return error;
     }
   }
   if (!folds || params.grad_mask) {
@@ -377,7 +383,12 @@ const char* attention_backward(const AttentionBackwardParams& params,
     if (const char* error = prepare_features(params, executor, tokens)) return error;
     if (const char* error = prepare_rows(params, executor, tokens, rows)) return error;
     if (!folds) {
+      const PairGradients<T> gradients = {executor.take<T>(params.B * params.H * params.L * F),
+                                          executor.take<T>(keys * F), grad_logits};
       if (const char* error = pair_gradients(params, executor, tokens, rows, gradients)) {
+        return error;
+      }
+      if (const char* error = token_gradients<T>(params, executor, tokens.keys, gradients)) {
         return error;
       }
     }
@@ -385,18 +396,10 @@ const char* attention_backward(const AttentionBackwardParams& params,
       if (const char* error = mask_gradient(params, executor, tokens, rows)) return error;
     }
   }
-  if (params.grad_key_bias) {
-    const T* read = gradients.logits;
-    if (const char* error =
-            launch(bias_gradient_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, 128))),
-                   dim3(128), 0, executor.stream, params, read)) {
-      return error;
-    }
-  }
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (folds) return turn_gradients(params, executor, operands, tokens.keys, gradients);
-  }
-  return token_gradients<T>(params, executor, tokens.keys, gradients);
+  if (!params.grad_key_bias) return nullptr;
+  const T* read = grad_logits;
+  return launch(bias_gradient_kernel<T>, dim3(static_cast<unsigned>(ceil_div(keys, 128))),
+                dim3(128), 0, executor.stream, params, read);
 }
 
 template const char* attention_backward<float>(const AttentionBackwardParams&,

@@ -94,6 +94,27 @@ __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params
   return params.mask.type == ElementType::kNone && !params.is_causal;
 }
 
+// Gradients of one side's features, as Half. A row, of 128 columns each where there are more, has a
+// scale of its own: its largest number is Half's.
+struct FeatureGradients {
+  Half* rows;     // [B, heads, N, padded F]
+  float* scales;  // [slices of 128 columns][B, heads, padded N]  of which they are to be multiplied
+
+  FeatureGradients(const DeviceExecutor& executor, int64_t heads, int64_t N, int64_t width)
+      : rows(executor.take<Half>(heads * N * width)),
+        scales(executor.take<float>((width + 127) / 128 * heads * padded_tokens(N))) {}
+};
+// Of a slice and a head among `heads`, all batches', that of the first token.
+__device__ __forceinline__ int64_t scale_place(int64_t slice, int64_t heads, int64_t bh,
+                                               int64_t N) {
+  return (slice * heads + bh) * padded_tokens(N);
+}
+// What the pairs leave to the tokens.
+struct FoldedGradients {
+  FeatureGradients phi_q, phi_k;
+  float* logits;  // [B, key_heads, S]
+};
+
 struct TurnOperands;
 
 // Bounds that raise() may be called with.
@@ -111,6 +132,6 @@ const char* folded_forward(const AttentionParams& params, const DeviceExecutor& 
 // As far as `gradients` and grad_value.
 const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             const SplitLogits<float>& logits, const FoldedTokens& tokens,
-                            const PairGradients<float>& gradients);
+                            const FoldedGradients& gradients);
 
 }  // namespace ikattn::cuda

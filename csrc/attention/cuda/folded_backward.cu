@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 
 const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             const SplitLogits<float>& logits, const FoldedTokens& tokens,
-                            const PairGradients<float>& gradients) {
+                            const FoldedGradients& gradients) {
   const int64_t heads = params.B * params.H, key_heads = params.B * params.key_heads;
   const int64_t padded = heads * padded_tokens(params.L);
   const Stream stream = executor.stream;

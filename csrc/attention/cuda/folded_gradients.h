@@ -31,24 +31,54 @@ __device__ __forceinline__ KeyScales key_scales_of(const AttentionParams& params
   return scales;
 }
 
+// One row of gradients of F features, from `first` on, of which the thread's parts are
+// sum(n, c) * scale; zeros for a row that hears of nothing. By the whole warp, there or not.
+template <int F, typename Sum>
+__device__ __forceinline__ void store_feature_row(const AttentionParams& params,
+                                                  const FeatureGradients& to, int64_t heads,
+                                                  int64_t bh, int64_t N, int64_t token, int first,
+                                                  bool is_zero, float scale, const Sum& sum) {
+  const int width = static_cast<int>(padded_columns(2 * params.M));
+  const bool there = token < N;
+  float most = 0;
+#pragma unroll
+  for (int n = 0; n < F / 8; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float size = fabsf(sum(n, c));
+      most = is_finite(size) && size > most ? size : most;
+    }
+  }
+  float fit = fitting_power(max_of_lanes<4>(most));
+  if (scale != scale) fit = scale;  // a poisoned row is NaN, not 0
+  if (there && threadIdx.x % 4 == 0) {
+    to.scales[scale_place(first / 128, heads, bh, N) + token] = is_zero ? 0.0f : scale / fit;
+  }
+  Half* row = to.rows + (bh * N + token) * width + first;
+#pragma unroll
+  for (int n = 0; n < F / 8; n += 2) {
+    if (n * 8 >= width - first) continue;  // a slice of 128, of 64 features
+    const uint32_t low = pack_f16x2(sum(n, 0) * fit, sum(n, 1) * fit);
+    const uint32_t high = pack_f16x2(sum(n + 1, 0) * fit, sum(n + 1, 1) * fit);
+    store_tiles(row + n * 8, there, is_zero ? 0 : low, is_zero ? 0 : high);
+  }
+}
+
 // grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
-// `units`.
+// `units`. By the whole warp, also where there is no such query.
 template <int F, bool kGeneral, typename Sum>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackwardParams& params,
                                                       const FoldedRows& rows, const QueryBlock& at,
                                                       int64_t i, int first, float fit, float units,
-                                                      const Sum& sum, float* grad_phi_q) {
-  const float normalizer = rows.normalizer[at.bh * padded_tokens(params.L) + i];
+                                                      const Sum& sum,
+                                                      const FeatureGradients& grad_phi_q) {
+  float normalizer = kGeneral ? INFINITY : 0.0f;
+  if (i < params.L) normalizer = rows.normalizer[at.bh * padded_tokens(params.L) + i];
   const bool blind = normalizer == (kGeneral ? INFINITY : 0.0f);
   const float norm = 1 / static_cast<float>(4 * params.M);
   const float scale = 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
-  const int width = static_cast<int>(padded_columns(2 * params.M));
-  float* row = grad_phi_q + (at.bh * params.L + i) * width + first;
-  for_pairs<F>([&](int f, int n) {
-    if (f >= width - first) return;  // a slice of 128, of 64 features
-    store_vector(row + f,
-                 blind ? make_float2(0, 0) : make_float2(sum(n, 0) * scale, sum(n, 1) * scale));
-  });
+  store_feature_row<F>(params, grad_phi_q, params.B * params.H, at.bh, params.L, i, first, blind,
+                       scale, sum);
 }
 
 // Calls visit(half, j, hidden) for a thread's two keys, j0 and 8 further on, that there are. A
@@ -65,7 +95,7 @@ __device__ __forceinline__ void for_keys(const AttentionBackwardParams& params, 
 // The gradients of two keys' logits, of which `sums` are those of all lanes.
 __device__ __forceinline__ void store_logit_gradients(const AttentionBackwardParams& params,
                                                       const float* logits,
-                                                      const PairGradients<float>& gradients,
+                                                      const FoldedGradients& gradients,
                                                       const KeyScales& scales, int64_t bk,
                                                       int64_t j0, const float (&sums)[2]) {
   if (threadIdx.x % 4 != 0) return;
@@ -73,23 +103,22 @@ __device__ __forceinline__ void store_logit_gradients(const AttentionBackwardPar
     gradients.logits[bk * params.S + j] = hidden ? 0 : sums[half] * scales.logit;
   });
 }
-// grad_phi_k of two keys, F features from `first` on; sum(half, n, c): the thread's parts.
+// grad_phi_k of two keys, F features from `first` on; sum(half, n, c): the thread's parts. By the
+// whole warp, also where there are no such keys.
 template <int F, typename Sum>
 __device__ __forceinline__ void store_feature_gradients(const AttentionBackwardParams& params,
                                                         const float* logits,
-                                                        const PairGradients<float>& gradients,
+                                                        const FoldedGradients& gradients,
                                                         const KeyScales& scales, int64_t bk,
                                                         int64_t j0, int first, const Sum& sum) {
-  const int width = static_cast<int>(padded_columns(2 * params.M));
-  for_keys(params, logits, bk, j0, [&](int half, int64_t j, bool hidden) {
-    float* row = gradients.phi_k + (bk * params.S + j) * width + first;
-    for_pairs<F>([&](int f, int n) {
-      if (f >= width - first) return;
-      store_vector(row + f, hidden ? make_float2(0, 0)
-                                   : make_float2(sum(half, n, 0) * scales.features,
-                                                 sum(half, n, 1) * scales.features));
-    });
-  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = j0 + 8 * half;
+    const bool hidden = j < params.S && logits[bk * params.S + j] == minus_infinity<float>();
+    store_feature_row<F>(params, gradients.phi_k, params.B * params.key_heads, bk, params.S, j,
+                         first, hidden, scales.features,
+                         [&](int n, int c) { return sum(half, n, c); });
+  }
 }
 // grad_value of two keys, V columns from `first` on.
 template <int V, typename Sum>
@@ -114,9 +143,9 @@ __device__ __forceinline__ void store_value_gradients(const AttentionBackwardPar
 // value_sum(half, n, c) are its parts.
 template <int F, int V, typename KeySum, typename ValueSum>
 __device__ __forceinline__ void store_key_gradients(
-    const AttentionBackwardParams& params, const float* logits,
-    const PairGradients<float>& gradients, const KeyScales& scales, int64_t b, int64_t key_head,
-    int64_t j0, const float (&logit_sums)[2], const KeySum& key_sum, const ValueSum& value_sum) {
+    const AttentionBackwardParams& params, const float* logits, const FoldedGradients& gradients,
+    const KeyScales& scales, int64_t b, int64_t key_head, int64_t j0, const float (&logit_sums)[2],
+    const KeySum& key_sum, const ValueSum& value_sum) {
   const int64_t bk = b * params.key_heads + key_head;
   const float sums[2] = {sum_of_lanes<4>(logit_sums[0]), sum_of_lanes<4>(logit_sums[1])};
   store_logit_gradients(params, logits, gradients, scales, bk, j0, sums);

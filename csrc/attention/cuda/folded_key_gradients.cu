@@ -25,7 +25,7 @@ struct KeyLayout {
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                      const float* logits, PairGradients<float> gradients) {
+                      const float* logits, FoldedGradients gradients) {
   using L = KeyLayout<F, V, kPairs>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
-                                 const float* logits, const PairGradients<float>& gradients) {
+                                 const float* logits, const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
       if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params)) {

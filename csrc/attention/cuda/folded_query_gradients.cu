@@ -21,7 +21,7 @@ struct QueryLayout {
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                        float* grad_phi_q) {
+                        FeatureGradients grad_phi_q) {
   using L = QueryLayout<F, V, kPairs>;
   constexpr int kRowTiles = L::kRowTiles, kQueries = L::kQueries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t i = warp_row + m * 16 + g + 8 * half;
-      if (i >= params.L) continue;
       store_query_gradients<F, kPairs == Pairs::kGeneral>(
           params, rows, at, i, 0, queries[m].fit[half], units,
           [&](int n, int c) { return sums[m][n][2 * half + c]; }, grad_phi_q);
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                   float* grad_phi_q) {
+                                   const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
       if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params)) {

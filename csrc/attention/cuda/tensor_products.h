@@ -173,6 +173,16 @@ struct Slice {
     }
     return result;
   }
+  // An element of 16 bits: where it is, and what. Eight rows further on it is in the same place of
+  // its row.
+  __device__ __forceinline__ static uint32_t place_of_element(int row, int column) {
+    return place(row, column / 8) + column % 8 * 2;
+  }
+  __device__ __forceinline__ float at(uint32_t place_of_element) const {
+    Shared<const uint16_t> own = shared_cast<uint16_t>(memory + place_of_element);
+    const uint16_t bits = own[0];
+    return to_float(T{bits});
+  }
   // Two neighbours, from an even column on.
   __device__ __forceinline__ float2 pair(int row, int column) const {
     const uint32_t at = place(row, column * sizeof(T) / 16) + column * sizeof(T) % 16;

@@ -66,7 +66,7 @@ inline T* data_of(const Array& array) {
 // What the pairs leave to the tokens.
 template <typename T>
 struct PairGradients {
-  T* phi_q;   // [B, H, L, F]; of tensor cores, in rows as folded.h has them
+  T* phi_q;   // [B, H, L, F]
   T* phi_k;   // [B, key_heads, S, F]
   T* logits;  // [B, key_heads, S], for the magnitude's part of grad_key and for key_bias
 };

@@ -26,20 +26,6 @@ struct FeatureRows {
   }
 };
 
-// Stores 16 features of a row, of which two tiles' lanes have two each, at `row`: four neighbours
-// from each lane, so that a row's are whole sectors.
-__device__ __forceinline__ void store_features(Half* row, bool there, uint32_t tile0,
-                                               uint32_t tile1) {
-  const int t = threadIdx.x % 4;
-  const bool odd = t % 2 != 0;
-  const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? tile0 : tile1, 1);
-  if (!there) return;
-  uint2 four;
-  four.x = odd ? other : tile0;
-  four.y = odd ? tile1 : other;
-  store_vector(row + (odd ? 8 : 0) + t / 2 * 4, four);
-}
-
 // The features of a warp's 32 tokens, 32 frequencies at a time, of their turns as products leave
 // them: rows g and g + 8 of two tiles of 16.
 template <int kSets>
@@ -102,8 +88,8 @@ class WarpFeatures {
         sines[j] = pack_f16x2(sine[0], sine[1]) & present[j] & counts;
       }
       Half* to = phi + row(i) * rows_.width;
-      store_features(to, there, cosines[0], cosines[1]);
-      store_features(to + sine_at, there, sines[0], sines[1]);
+      store_tiles(to, there, cosines[0], cosines[1]);
+      store_tiles(to + sine_at, there, sines[0], sines[1]);
     }
   }
 

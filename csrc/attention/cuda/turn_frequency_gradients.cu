@@ -13,32 +13,38 @@ template <typename T, int kSets>
 struct FrequencyLayout {
   static constexpr uint32_t kTokensAt = kSets * kTile * Slice<float>::kRowBytes;
   static constexpr uint32_t kCosines = kTokensAt + kFrequencyTokens * Slice<T>::kRowBytes;
-  static constexpr uint32_t kSines = kCosines + kFrequencyTokens * Slice<float>::kRowBytes;
-  static constexpr int64_t kBytes = kSines + int64_t{kFrequencyTokens} * Slice<float>::kRowBytes;
+  static constexpr uint32_t kSines = kCosines + kFrequencyTokens * Slice<Half>::kRowBytes;
+  static constexpr uint32_t kScales = kSines + kFrequencyTokens * Slice<Half>::kRowBytes;
+  static constexpr int64_t kBytes = kScales + kFrequencyTokens * 4;
 };
 template <typename T, int kSets>
 __global__ void __launch_bounds__(kProductThreads, 2)
-    turn_frequency_kernel(FeatureSource source, FrequencyRows frequencies, const float* grad_phi,
-                          int64_t width, FrequencyParts<float> parts) {
+    turn_frequency_kernel(FeatureSource source, FrequencyRows frequencies,
+                          FeatureGradients grad_phi, int64_t width, FrequencyParts<float> parts) {
   using L = FrequencyLayout<T, kSets>;
   constexpr int kParts = kTf32Parts<T>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const Slice<float> w{shared};
   const Slice<T> x{shared + L::kTokensAt};
-  const Slice<float> cosines{shared + L::kCosines}, sines{shared + L::kSines};
+  const Slice<Half> cosines{shared + L::kCosines}, sines{shared + L::kSines};
+  Shared<float> scales = shared_cast<float>(shared + L::kScales);  // [kFrequencyTokens]
   const FrequencyBlock<float> block(source, parts);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  // Of the thread's first token and frequency. The next token, and the eighth frequency further on,
+  // are in the chunk beside it: both even, they are turned by the last bit.
+  const uint32_t first_place = Slice<Half>::place_of_element(2 * t, 16 * warp + g);
   const bool is_whole = frequencies.columns == kSliceColumns;
   const int last = static_cast<int>(block.c0 / kSliceColumns);
-  const float units = static_cast<float>(turn_units(kSets == 1));
   const int64_t column = cosine_column(block.m0, width);
   bool is_first = true;
   float sums[kSets][4][2][4] = {};
   for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
     const int64_t b = block.batch(unit), head = block.head(unit);
     const TurnRows<T> rows(source, frequencies, kSets, b, head);
-    const float* gradients =
-        grad_phi + ((b * source.heads + head) * source.N + block.first) * width + column;
+    const int64_t bh = b * source.heads + head;
+    const Half* gradients = grad_phi.rows + (bh * source.N + block.first) * width + column;
+    const float* row_scales = grad_phi.scales + block.first +
+                              scale_place(block.m0 / 64, source.B * source.heads, bh, source.N);
     const int tokens = static_cast<int>(block.end - block.first);
     for (int token0 = 0; token0 < tokens; token0 += kFrequencyTokens) {
       float turns[kSets][4][2][4] = {};
@@ -52,32 +58,36 @@ __global__ void __launch_bounds__(kProductThreads, 2)
             }
             is_first = false;
             if (slice != last) return;
-            const float* from = gradients + token0 * width;
+            const Half* from = gradients + token0 * width;
             const int left = tokens - token0;
             // Of 32 frequencies alone, the sines follow; nobody stores what they are taken for.
             cosines.begin<kFrequencyTokens>(0, from, width, width - column, left);
             sines.begin<kFrequencyTokens>(0, from + sine_step(width), width,
                                           width - column - sine_step(width), left);
+            if (threadIdx.x < kFrequencyTokens / 4) {
+              cp_async_16(shared_address(scales + threadIdx.x * 4),
+                          row_scales + token0 + threadIdx.x * 4);
+            }
           },
           [&] {
             multiply_slices(
                 turns, w, [&](int set) { return set * kTile + 16 * warp; }, x,
                 [](int n) { return 16 * n; });
           });
-      Shared<const float> grad_cos = shared_cast<float>(cosines.memory);
-      Shared<const float> grad_sin = shared_cast<float>(sines.memory);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int token = 16 * n + 8 * j + 2 * t + i % 2, m = 16 * warp + g + 8 * (i / 2);
-            const int at = token * static_cast<int>(Slice<float>::kRowBytes / 4) + m;
-            const float of_cosine = grad_cos[at], of_sine = grad_sin[at];
+            const int token = 16 * n + 8 * j + 2 * t + i % 2;
+            const uint32_t place = first_place + (i % 2 != i / 2 ? 16 : 0) +
+                                   (16 * n + 8 * j + i % 2) * Slice<Half>::kRowBytes;
+            const float of_cosine = cosines.at(place), of_sine = sines.at(place);
+            const float row_scale = scales[token];
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
-              to_gradient(turns[set][n][j][i], units, of_sine, of_cosine);
+              to_gradient(turns[set][n][j][i], row_scale, of_sine, of_cosine);
             }
           }
         }
@@ -92,6 +102,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       }
     }
   }
+  const float units = static_cast<float>(turn_units(kSets == 1));
 #pragma unroll
   for (int set = 0; set < kSets; ++set) {
 #pragma unroll
@@ -103,7 +114,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
           const int64_t m = block.m0 + 16 * warp + g + 8 * (i / 2);
           const int64_t c = block.c0 + 16 * n + 8 * j + 2 * t + i % 2;
           if (m < source.M && c < source.d) {
-            block.part[set * block.size + c * source.M + m] = sums[set][n][j][i];
+            block.part[set * block.size + c * source.M + m] = units * sums[set][n][j][i];
           }
         }
       }
@@ -114,8 +125,8 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 }  // namespace
 
 const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
-                                     const float* grad_phi, float* grad_w1, float* grad_w2,
-                                     const DeviceExecutor& executor) {
+                                     const FeatureGradients& grad_phi, float* grad_w1,
+                                     float* grad_w2, const DeviceExecutor& executor) {
   const FrequencyParts<float> parts(source, kTokensOfShare, executor);
   const char* error = launch_turns(source, [&]<typename T, int kSets>() {
     return launch(turn_frequency_kernel<T, kSets>, parts.blocks(source), dim3(kProductThreads),

@@ -5,35 +5,51 @@ namespace ikattn::cuda {
 namespace {
 
 // grad_x of 128 tokens and 64 dimensions.
-//   grad_phi [B, heads, N, width], out [B, heads, N, d]
+//   out [B, heads, N, d]
 constexpr int kFloatPitch = Slice<float>::kRowBytes / 4;
 
 template <typename T, int kSets>
 struct TokenGradientLayout {
   static constexpr uint32_t kGradients = TokenTile<T, kSets>::kBytes;
-  static constexpr int64_t kBytes = kGradients + int64_t{kTurnTokens} * Slice<float>::kRowBytes;
+  static constexpr uint32_t kSlopes = kGradients + kTurnTokens * Slice<Half>::kRowBytes;
+  static constexpr int64_t bytes(bool has_powers) {
+    return kSlopes + (has_powers ? int64_t{kTurnTokens} * Slice<float>::kRowBytes : 0);
+  }
 };
 template <typename T, int kSets>
 __global__ void __launch_bounds__(kProductThreads, 2)
-    turn_token_kernel(FeatureSource source, FrequencyRows frequencies, const float* grad_phi,
+    turn_token_kernel(FeatureSource source, FrequencyRows frequencies, FeatureGradients grad_phi,
                       int64_t width, Array out, Magnitude<float> magnitude) {
   // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
   constexpr int kParts = 2;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const TokenTile<T, kSets> tile(source, frequencies, shared);
   // Of the cosines and the sines of 32 frequencies, next to each other.
-  const Slice<float> incoming{shared + TokenGradientLayout<T, kSets>::kGradients};
+  const Slice<Half> incoming{shared + TokenGradientLayout<T, kSets>::kGradients};
+  const Slice<float> slopes{shared + TokenGradientLayout<T, kSets>::kSlopes};
   const int last = static_cast<int>(blockIdx.y), t = threadIdx.x % 4;
   const int64_t left = source.N - tile.first;
   const float units = static_cast<float>(turn_units(kSets == 1));
-  const float* gradients = grad_phi + (tile.bh * source.N + tile.first) * width;
+  const Half* gradients = grad_phi.rows + (tile.bh * source.N + tile.first) * width;
   float sums[2][4][2][4] = {};
   for (int64_t m0 = 0; m0 < source.M; m0 += kTurnFrequencies) {
     float turns[2][2 * kSets][2][4] = {};
     tile.make_turns(m0, last, turns, [&] {
-      const float* from = gradients + cosine_column(m0, width);
+      const Half* from = gradients + cosine_column(m0, width);
       incoming.begin_halves<kTurnTokens>(from, from + sine_step(width), width, left);
     });
+    const float* row_scales =
+        grad_phi.scales + tile.first +
+        scale_place(m0 / kSliceColumns, source.B * source.heads, tile.bh, source.N);
+    float row_units[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = tile.row(m, half);
+        row_units[m][half] = row < left ? units * row_scales[row] : 0.0f;
+      }
+    }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -48,8 +64,8 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
               float (&two)[4] = turns[m][2 * set + n][j];
-              to_gradient(two[2 * half], units, grad_sin.x, grad_cos.x);
-              to_gradient(two[2 * half + 1], units, grad_sin.y, grad_cos.y);
+              to_gradient(two[2 * half], row_units[m][half], grad_sin.x, grad_cos.x);
+              to_gradient(two[2 * half + 1], row_units[m][half], grad_sin.y, grad_cos.y);
             }
           }
         }
@@ -63,18 +79,17 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       }
     }
   }
-  // Slopes with a power are long code: once, where the gradients were, and not for every sum.
+  // Slopes with a power are long code: once, and not for every sum.
   const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
   if (has_powers) {
-    __syncthreads();
-    Shared<float> slopes = shared_cast<float>(incoming.memory);
+    Shared<float> to = shared_cast<float>(slopes.memory);
 #pragma unroll 1
     for (int index = threadIdx.x; index < kTurnTokens * kSliceColumns; index += kProductThreads) {
       const int row = index / kSliceColumns, column = index % kSliceColumns;
       if (row >= left) continue;
       const KeyMagnitude<float> own(magnitude, tile.bh * source.N + tile.first + row);
       const float2 x = tile.x.pair(row, column & ~1);
-      slopes[row * kFloatPitch + column] =
+      to[row * kFloatPitch + column] =
           own.factor == 0 ? 0.0f : own.slope(column % 2 == 0 ? x.x : x.y, magnitude.p);
     }
     __syncthreads();
@@ -96,7 +111,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
           const int column = 8 * n + 2 * t;
           float2 slope;
           if (has_powers) {
-            slope = incoming.pair(row, column);
+            slope = slopes.pair(row, column);
           } else {
             const float2 x = tile.x.pair(row, column);
             slope = make_float2(own.factor * x.x, own.factor * x.y);
@@ -114,15 +129,16 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 }
 
 const char* side_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
-                           const float* grad_phi, const Array& grad_x,
+                           const FeatureGradients& grad_phi, const Array& grad_x,
                            const Magnitude<float>& magnitude, const DeviceExecutor& executor) {
+  const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
   const dim3 blocks(
       static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTurnTokens)),
       static_cast<unsigned>(frequencies.columns / kSliceColumns));
   return launch_turns(source, [&]<typename T, int kSets>() {
     return launch(turn_token_kernel<T, kSets>, blocks, dim3(kProductThreads),
-                  TokenGradientLayout<T, kSets>::kBytes, executor.stream, source, frequencies,
-                  grad_phi, padded_columns(2 * source.M), grad_x, magnitude);
+                  TokenGradientLayout<T, kSets>::bytes(has_powers), executor.stream, source,
+                  frequencies, grad_phi, padded_columns(2 * source.M), grad_x, magnitude);
   });
 }
 
@@ -130,20 +146,20 @@ const char* side_gradients(const FeatureSource& source, const FrequencyRows& fre
 
 const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                            const TurnOperands& operands, const SplitLogits<float>& keys,
-                           const PairGradients<float>& gradients) {
+                           const FoldedGradients& gradients) {
   const FrequencyRows& frequencies = operands.frequencies;
-  return for_sides(
-      params, keys, gradients,
-      [&](bool of_keys, const float* grad_phi, const Array& grad_x, const auto& magnitude) {
-        const FeatureSource& source = of_keys ? operands.keys : operands.queries;
-        const char* error =
-            grad_x ? side_gradients(source, frequencies, grad_phi, grad_x, magnitude, executor)
-                   : nullptr;
-        if (error != nullptr || !wants_frequencies(params)) return error;
-        return turn_frequency_gradients(source, frequencies, grad_phi,
-                                        data_of<float>(params.grad_w1),
-                                        data_of<float>(params.grad_w2), executor);
-      });
+  return for_sides(params, keys, gradients,
+                   [&](bool of_keys, const FeatureGradients& grad_phi, const Array& grad_x,
+                       const auto& magnitude) {
+                     const FeatureSource& source = of_keys ? operands.keys : operands.queries;
+                     const char* error = grad_x ? side_gradients(source, frequencies, grad_phi,
+                                                                 grad_x, magnitude, executor)
+                                                : nullptr;
+                     if (error != nullptr || !wants_frequencies(params)) return error;
+                     return turn_frequency_gradients(source, frequencies, grad_phi,
+                                                     data_of<float>(params.grad_w1),
+                                                     data_of<float>(params.grad_w2), executor);
+                   });
 }
 
 }  // namespace ikattn::cuda

@@ -26,9 +26,9 @@ struct Magnitude {
 
 // Calls side(of keys?, gradients of features, of tokens, magnitude) for the sides of which
 // gradients are asked for.
-template <typename T, typename Side>
+template <typename T, typename Gradients, typename Side>
 const char* for_sides(const AttentionBackwardParams& params, const SplitLogits<T>& keys,
-                      const PairGradients<T>& gradients, const Side& side) {
+                      const Gradients& gradients, const Side& side) {
   if (wants_queries(params)) {
     if (const char* error = side(false, gradients.phi_q, params.grad_query, Magnitude<T>())) {
       return error;

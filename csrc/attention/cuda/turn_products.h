@@ -58,15 +58,14 @@ struct FeatureDestination {
 const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
                                 const FeatureDestination& destination, Stream stream);
 
-// token_gradients() of gradients of features in rows as tensor cores have them.
+// token_gradients() of what the pairs on tensor cores leave.
 const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                            const TurnOperands& operands, const SplitLogits<float>& keys,
-                           const PairGradients<float>& gradients);
+                           const FoldedGradients& gradients);
 // Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
-//   grad_phi [B, heads, N, padded F]
 const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
-                                     const float* grad_phi, float* grad_w1, float* grad_w2,
-                                     const DeviceExecutor& executor);
+                                     const FeatureGradients& grad_phi, float* grad_w1,
+                                     float* grad_w2, const DeviceExecutor& executor);
 
 namespace {
 

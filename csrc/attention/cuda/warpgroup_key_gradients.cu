@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                         const float* logits, PairGradients<float> gradients, Items items,
+                         const float* logits, FoldedGradients gradients, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = KeyLayout<F, V>;
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
 const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                     const FoldedTokens& tokens, const FoldedRows& rows,
-                                    const float* logits, const PairGradients<float>& gradients) {
+                                    const float* logits, const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken + 1,
                       params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));

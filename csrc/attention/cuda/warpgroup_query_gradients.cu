@@ -45,7 +45,8 @@ struct QueryMaps {
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                           Items items, float* grad_phi_q, const __grid_constant__ QueryMaps maps) {
+                           Items items, FeatureGradients grad_phi_q,
+                           const __grid_constant__ QueryMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = QueryLayout<T, F, V>;
   using Tiles = typename L::Tiles;
@@ -157,7 +158,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (row0 + 8 * half >= params.L) continue;
       store_query_gradients<F, false>(
           params, rows, at, row0 + 8 * half, 0, fit[half], units,
           [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                       const FoldedTokens& tokens, const FoldedRows& rows,
-                                      float* grad_phi_q) {
+                                      const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps;

@@ -12,7 +12,7 @@ namespace {
 template <typename T, Pairs kPairs, bool kOfValues>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     wide_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                    const float* logits, PairGradients<float> gradients) {
+                    const float* logits, FoldedGradients gradients) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                const FoldedTokens& tokens, const FoldedRows& rows,
-                               const float* logits, const PairGradients<float>& gradients) {
+                               const float* logits, const FoldedGradients& gradients) {
   return launch_type(params, [&]<typename T>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
       const auto blocks =

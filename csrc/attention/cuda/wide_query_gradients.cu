@@ -10,7 +10,7 @@ namespace {
 template <typename T, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     wide_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                      float* grad_phi_q) {
+                      FeatureGradients grad_phi_q) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const QueryBlock at(params, kStep, blockIdx.x);
   const int64_t bh = at.bh, i0 = at.i0, bk = at.bk;
@@ -91,8 +91,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t i = warp_row + g + 8 * half;
-    if (i >= params.L) continue;
+    // Computed anew: no register holds it over the tiles.
+    const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+    const int64_t i = at.i0 + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
     store_query_gradients<kSlice, kPairs == Pairs::kGeneral>(
         params, rows, at, i, own_slice * kSlice, queries.fit[half], units,
         [&](int n, int c) { return sums[0][n][2 * half + c]; }, grad_phi_q);
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
-                                 float* grad_phi_q) {
+                                 const FeatureGradients& grad_phi_q) {
   return launch_type(params, [&]<typename T>() {
     const dim3 blocks(static_cast<unsigned>(params.B * params.H * ceil_div(params.L, kStep)),
                       static_cast<unsigned>(slices_of(2 * params.M)));

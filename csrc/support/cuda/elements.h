@@ -41,6 +41,19 @@ __device__ __forceinline__ void store_element(const Array& array, int64_t offset
   }
 }
 
+// Stores 16 columns of a row at `row`, of which a product's lanes have two of every eight, tile0
+// and tile1: four neighbours from each lane, so that they are whole sectors. By the whole warp.
+__device__ __forceinline__ void store_tiles(Half* row, bool there, uint32_t tile0, uint32_t tile1) {
+  const int t = threadIdx.x % 4;
+  const bool odd = t % 2 != 0;
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? tile0 : tile1, 1);
+  if (!there) return;
+  uint2 four;
+  four.x = odd ? other : tile0;
+  four.y = odd ? tile1 : other;
+  store_vector(row + (odd ? 8 : 0) + t / 2 * 4, four);
+}
+
 // Rows of float32 or 16 bits that the lanes of a product's sums store: each has two neighbours of
 // every eight columns. What decides how they are stored is asked once for a row, not for a pair:
 // the code of every pair is there as often as pairs are.

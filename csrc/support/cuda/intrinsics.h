@@ -72,8 +72,8 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d += a b for an 8x4 and a 4x8 tile: a is (g, t), b (t, g), d (g, 2t..2t+1). So what one lane holds
-// of rows is a, and is b of the transposed.
+// d += a b for an 8x4 and a 4x8 tile: a is (g, t), b (t, g), d (g, 2t..2t+1). So what one lane
+// holds of rows is a, and is b of the transposed.
 __device__ __forceinline__ void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
       : "+d"(d[0]), "+d"(d[1])
