@@ -1,16 +1,57 @@
-"""The device of tests that every device must pass: IKATTN_TEST_DEVICE, for example cuda."""
+"""The device of tests that every device must pass: IKATTN_TEST_DEVICE, for example cuda.
+
+simt is a device of CUDA's kernels without a GPU: they run in the interpreter of tests/cpp/simt. Its
+library is IKATTN_SIMT_DEVICE, or the one that was built last (make test-simt).
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ikattn  # noqa: F401  its library is what the device's is linked to
+
 _DEVICE = os.environ.get("IKATTN_TEST_DEVICE")
+IN_THE_INTERPRETER = _DEVICE == "simt"
+
+
+def _library_of_simt() -> Path:
+    if given := os.environ.get("IKATTN_SIMT_DEVICE"):
+        return Path(given)
+    build = Path(__file__).parents[2] / "build"
+    built = list(build.glob("*/tests/cpp/simt/libikattn_simt_device.so"))
+    if not built:
+        raise RuntimeError("IKATTN_TEST_DEVICE=simt: there is no library of it, run make test-simt")
+    return max(built, key=lambda library: library.stat().st_mtime)
+
+
+def _load_simt() -> None:
+    torch.ops.load_library(_library_of_simt())
+    # What torch calls of a device's module. Its random numbers are those of the CPU.
+    module = ModuleType("torch.simt")
+    calls = {
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "manual_seed_all": lambda seed: None,
+    }
+    vars(module).update(calls)
+    torch._register_device_module("simt", module)
+
+
+if IN_THE_INTERPRETER:
+    _load_simt()
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Empty: they run there."""
+    return "" if IN_THE_INTERPRETER else torch.ops.ikattn.why_no_kernels(device)
 
 
 def on_test_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -18,7 +59,7 @@ def on_test_device(function: Callable[..., Any]) -> Callable[..., Any]:
     if _DEVICE is None:
         return function
     device = torch.device(_DEVICE)
-    reason = torch.ops.ikattn.why_no_kernels(device)
+    reason = why_no_kernels(device)
     if reason:
         raise RuntimeError(f"IKATTN_TEST_DEVICE={_DEVICE}: {reason}")
 

@@ -1,4 +1,7 @@
-"""What the tests on a GPU share. Importing it skips them where they cannot run."""
+"""What the tests on a GPU share. Importing it skips them where they cannot run.
+
+IKATTN_TEST_DEVICE=simt: without a GPU, in the interpreter (devices.py).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,19 @@ import torch
 from torch import Tensor
 
 import ikattn
+from devices import IN_THE_INTERPRETER
 from samples import LAYOUTS, Arguments
 
-if not torch.cuda.is_available():
-    pytest.skip("this machine has no GPU", allow_module_level=True)
-if reason := torch.ops.ikattn.why_no_kernels(torch.device("cuda")):
-    pytest.skip(reason, allow_module_level=True)
+DEVICE = "simt" if IN_THE_INTERPRETER else "cuda"
+
+if not IN_THE_INTERPRETER:
+    if not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU", allow_module_level=True)
+    if reason := torch.ops.ikattn.why_no_kernels(torch.device("cuda")):
+        pytest.skip(reason, allow_module_level=True)
+
+needs_a_gpu = pytest.mark.skipif(IN_THE_INTERPRETER, reason="the interpreter is no GPU")
+large = pytest.mark.skipif(IN_THE_INTERPRETER, reason="takes the interpreter minutes")
 
 
 def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, Any]:
@@ -23,11 +33,11 @@ def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, A
     def moved(argument: Any) -> Any:
         if isinstance(argument, ikattn.NormStats):
             return ikattn.NormStats(
-                argument.weight.cuda(), argument.scale.cuda(), argument.centered
+                argument.weight.to(DEVICE), argument.scale.to(DEVICE), argument.centered
             )
         if not isinstance(argument, Tensor):
             return argument
-        there = argument.cuda()
+        there = argument.to(DEVICE)
         return LAYOUTS[layout](there) if there.is_floating_point() else there
 
     return {name: moved(argument) for name, argument in arguments.items()}
@@ -39,8 +49,15 @@ def drawn_on_gpu(
     torch.manual_seed(0)
     sizes = {"query": (queries, 64), "key": (keys, 64), "value": (keys, d_v)}
     call: Arguments = {
-        name: torch.randn(batch, heads, *size, device="cuda", dtype=dtype)
+        name: torch.randn(batch, heads, *size, device=DEVICE, dtype=dtype)
         for name, size in sizes.items()
     }
-    w1, w2 = torch.randn(2, heads, 64, frequencies, device="cuda") * 0.3 / 8
+    w1, w2 = torch.randn(2, heads, 64, frequencies, device=DEVICE) * 0.3 / 8
     return call | {"w1": w1, "w2": w2}
+
+
+def assert_on_tensor_cores(call: Arguments) -> None:
+    """That a call goes there; of the interpreter's device the library cannot be asked."""
+    if not IN_THE_INTERPRETER:
+        tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
+        assert ikattn.why_not_fast(*tensors, is_causal=call.get("is_causal", False)) is None

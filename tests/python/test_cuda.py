@@ -20,11 +20,18 @@ from agreement import (
     gradients,
     in_float64,
 )
-from gpu import drawn_on_gpu, on_gpu
+from gpu import DEVICE, assert_on_tensor_cores, drawn_on_gpu, large, needs_a_gpu, on_gpu
 from samples import DTYPES, FEW, SAMPLES, Arguments, Sample, converted, name_of
 
 reference = ikattn.reference.implicit_kernel_attention
-every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+every_sample = pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(sample, marks=large) if sample.B * sample.H > 64 else sample
+        for sample in SAMPLES
+    ],
+    ids=name_of,
+)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 
 # On tensor cores features are rounded to float16.
@@ -40,7 +47,7 @@ def largest(x: Tensor) -> float:
 def test_output_is_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     output = ikattn.implicit_kernel_attention(**on_gpu(arguments, sample.layout))
-    assert output.is_cuda
+    assert output.device.type == DEVICE
     assert output.dtype == dtype
     truth = in_float64(reference, arguments)
     allowed = 2 * error(reference(**arguments), truth) + 6 * torch.finfo(torch.float32).eps
@@ -64,7 +71,7 @@ def test_gradients_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
     got = gradients(
         ikattn.implicit_kernel_attention,
         on_gpu(arguments, sample.layout),
-        grad_output=incoming.cuda(),
+        grad_output=incoming.to(DEVICE),
     )
     assert_gradients_accurate(
         {name: gradient.cpu() for name, gradient in got.items()},
@@ -122,18 +129,18 @@ def test_float32_where_torch_allows_tf32(causal: bool, setting: str, matmul: Any
         "is_causal": causal,
     }
     call = on_gpu(arguments)
-    tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
-    assert ikattn.why_not_fast(*tensors, is_causal=causal) is None
+    assert_on_tensor_cores(call)
     incoming = torch.randn(shape)
     output = ikattn.implicit_kernel_attention(**call)
     assert_close(output.cpu(), in_float64(reference, arguments), 2**-9)
-    got = gradients(ikattn.implicit_kernel_attention, call, grad_output=incoming.cuda())
+    got = gradients(ikattn.implicit_kernel_attention, call, grad_output=incoming.to(DEVICE))
     wide = converted(arguments, torch.float64)
     expected = gradients(reference, wide, grad_output=incoming.double())
     for name, gradient in got.items():
         assert_close(gradient.cpu(), expected[name], 2**-7, name)
 
 
+@large
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("frequencies", [32, 64, 96])
 @pytest.mark.parametrize("d_v", [64, 128, 192])
@@ -160,13 +167,14 @@ def causal_gradient_scales(call: Arguments, incoming: Tensor) -> dict[str, float
     return {name: x.abs().max().item() for name, x in zip(OF_TOKENS, found, strict=True)}
 
 
+@large
 @pytest.mark.parametrize("form", ["plain", "causal", "float mask"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
     """288 of 128 queries: enough that no block shares its keys, causal or not."""
     call = drawn_on_gpu(2, 9, 2048, 2048, 64, 64, dtype) | {"is_causal": form == "causal"}
     if form == "float mask":
-        call["attn_mask"] = torch.randn(2048, 2048, device="cuda", dtype=dtype)
+        call["attn_mask"] = torch.randn(2048, 2048, device=DEVICE, dtype=dtype)
     # Where a causal row sees few keys its gradients are what the rounded output leaves of larger
     # terms: they err relative to these, as agreement.py says.
     scales = None
@@ -175,6 +183,7 @@ def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
     assert_output_and_gradients(call, scales)
 
 
+@large
 @pytest.mark.parametrize("frequencies", ["of keys", "of queries"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_many_blocks_of_grouped_heads_inside_the_tokens(
@@ -189,14 +198,15 @@ def test_many_blocks_of_grouped_heads_inside_the_tokens(
     assert_output_and_gradients(call)
 
 
+@large
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
     dtype: torch.dtype, rubbish: float
 ) -> None:
     call = drawn_on_gpu(4, 33, 256, 1000, 64, 64, dtype)
-    hidden = torch.arange(1000, device="cuda") % 7 == 3
-    call["key_bias"] = torch.zeros(1000, device="cuda", dtype=dtype).masked_fill(hidden, -torch.inf)
+    hidden = torch.arange(1000, device=DEVICE) % 7 == 3
+    call["key_bias"] = torch.zeros(1000, device=DEVICE, dtype=dtype).masked_fill(hidden, -torch.inf)
 
     def results(held: float) -> list[Tensor]:
         spoilt = {name: call[name].clone() for name in ("key", "value")}
@@ -218,10 +228,10 @@ def test_wide_rows(frequencies: int, d_v: int, form: str, dtype: torch.dtype) ->
     """More than 128 features, or columns of the value, go by slices of 128."""
     call = drawn_on_gpu(2, 3, 300, 500, d_v, frequencies, dtype)
     if form == "bool mask":
-        call["attn_mask"] = torch.rand(300, 500, device="cuda") < 0.7
+        call["attn_mask"] = torch.rand(300, 500, device=DEVICE) < 0.7
     elif form == "float mask":
-        call["attn_mask"] = torch.randn(300, 500, device="cuda", dtype=dtype)
-    assert ikattn.why_not_fast(*(call[name] for name in OF_TOKENS)) is None
+        call["attn_mask"] = torch.randn(300, 500, device=DEVICE, dtype=dtype)
+    assert_on_tensor_cores(call)
     assert_output_and_gradients(call)
 
 
@@ -241,7 +251,7 @@ def test_weights_are_those_of_the_cpu(sample: Sample) -> None:
 def test_dropout_keeps_what_the_cpu_keeps(shape: tuple[int, int, int, int]) -> None:
     seed = torch.tensor([2**61 + 7, 3])
     on_cpu = ikattn.dropout_keep_mask(seed, shape, 0.3)
-    assert torch.equal(ikattn.dropout_keep_mask(seed.cuda(), shape, 0.3).cpu(), on_cpu)
+    assert torch.equal(ikattn.dropout_keep_mask(seed.to(DEVICE), shape, 0.3).cpu(), on_cpu)
 
 
 @pytest.mark.parametrize("sample", FEW, ids=name_of)
@@ -261,7 +271,7 @@ def test_gradients_of_weights_are_those_of_the_cpu(sample: Sample) -> None:
     arguments.pop("value")
     weights = ikattn.implicit_kernel_weights
     incoming = direction(weights(**arguments))
-    got = gradients(weights, on_gpu(arguments, sample.layout), grad_output=incoming.cuda())
+    got = gradients(weights, on_gpu(arguments, sample.layout), grad_output=incoming.to(DEVICE))
     expected = gradients(weights, arguments, grad_output=incoming)
     for name, gradient in got.items():
         assert_close(gradient.cpu(), expected[name], 1e-12, name)
@@ -281,7 +291,7 @@ def test_features_and_their_gradients_are_those_of_the_cpu(
     found = ikattn.spectral_features(**on_gpu(arguments))
     assert_close(found.cpu(), ikattn.spectral_features(**wide), 64 * torch.finfo(dtype).eps)
     incoming = direction(ikattn.spectral_features(**arguments))
-    got = gradients(ikattn.spectral_features, on_gpu(arguments), names, incoming.cuda())
+    got = gradients(ikattn.spectral_features, on_gpu(arguments), names, incoming.to(DEVICE))
     expected = gradients(ikattn.spectral_features, wide, names, incoming.double())
     for name, gradient in got.items():
         assert_close(gradient.cpu(), expected[name], 64 * torch.finfo(dtype).eps, name)
@@ -301,18 +311,19 @@ def test_the_module_gives_what_it_gives_on_the_cpu(kernel: str) -> None:
         found = torch.autograd.grad(output.square().sum(), list(there.parameters()))
         return [each.cpu() for each in (output, weights, *found)]
 
-    for got, expected in zip(run("cuda"), run("cpu"), strict=True):
+    for got, expected in zip(run(DEVICE), run("cpu"), strict=True):
         assert_close(got, expected, 1e-11)
 
 
+@needs_a_gpu
 def test_autocast_takes_the_module_to_the_tensor_cores() -> None:
     torch.manual_seed(0)
     module = ikattn.MultiheadAttention(128, 4, kernel="implicit", batch_first=True)
     x = torch.randn(2, 100, 128)
     expected = module(x, x, x, need_weights=False)[0]
     with torch.autocast("cuda", torch.bfloat16):
-        there = x.cuda()
-        output = module.cuda()(there, there, there, need_weights=False)[0]
+        there = x.to(DEVICE)
+        output = module.to(DEVICE)(there, there, there, need_weights=False)[0]
     assert output.dtype == torch.bfloat16
     assert_close(output.cpu(), expected, 2**-6)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import ikattn
 from agreement import assert_close
 from contribution_samples import SAMPLES, Sample, definition, differentiable, named, replaced
-from gpu import on_gpu
+from gpu import DEVICE, on_gpu
 from samples import name_of
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
@@ -76,5 +76,5 @@ def test_many_heads(heads: int) -> None:
         assert norms is not None
         return [x.cpu() for x in (norms, *torch.autograd.grad(norms.sum(), leaves))]
 
-    for got, expected in zip(results("cuda"), results("cpu"), strict=True):
+    for got, expected in zip(results(DEVICE), results("cpu"), strict=True):
         assert_close(got, expected, 1e-11)

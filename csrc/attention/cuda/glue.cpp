@@ -66,7 +66,7 @@ at::Tensor dropout_keep_mask_cuda(const at::Tensor& dropout_seed, int64_t B, int
   return keep;
 }
 
-TORCH_LIBRARY_IMPL(ikattn, CUDA, m) {
+TORCH_LIBRARY_IMPL(ikattn, IKATTN_CUDA_KEY, m) {
   AttentionOperators<Cuda>::register_in(m);
   m.impl("dropout_keep_mask", dropout_keep_mask_cuda);
 }

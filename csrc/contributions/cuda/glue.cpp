@@ -49,7 +49,7 @@ struct Cuda {
   }
 };
 
-TORCH_LIBRARY_IMPL(ikattn, CUDA, m) {
+TORCH_LIBRARY_IMPL(ikattn, IKATTN_CUDA_KEY, m) {
   register_contribution_maps<contribution_maps_of<Cuda>>(m);
   m.impl("contribution_maps_backward", maps_backward<contribution_gradients_of<Cuda>>);
 }

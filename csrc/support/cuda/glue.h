@@ -2,11 +2,33 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <string>
 #include <vector>
+
+#include "support/cuda/launch.h"
+
+#if defined(IKATTN_SIMT)
+#include "simt/torch/device_call.h"
+#else
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+// Of the tensors that the kernels take.
+#define IKATTN_CUDA_KEY CUDA
+
+namespace ikattn::cuda {
+
+using DeviceGuard = c10::cuda::CUDAGuard;
+
+inline Stream current_stream(const c10::Device& device) {
+  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+}
+
+}  // namespace ikattn::cuda
+
+#endif  // IKATTN_SIMT
 
 namespace ikattn::cuda {
 
@@ -21,9 +43,9 @@ class Call {
       : function_(function),
         device_(like.device()),
         guard_(like.device()),
-        stream_(c10::cuda::getCurrentCUDAStream(like.device().index())) {}
+        stream_(current_stream(like.device())) {}
 
-  cudaStream_t stream() const { return stream_.stream(); }
+  Stream stream() const { return stream_; }
 
   void* allocate(int64_t bytes) {
     try {
@@ -49,8 +71,8 @@ class Call {
  private:
   const char* function_;
   at::Device device_;
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
+  DeviceGuard guard_;
+  Stream stream_;
   std::vector<at::Tensor> memory_;
   int64_t taken_ = 0;  // bytes
 };
