@@ -17,7 +17,7 @@ enum class Form { kByColumns, kByColumnsBothShared, kByRows };
 // out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N].
 template <typename T, Form kForm, int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
-    product_kernel(const T* a, float* out, const __grid_constant__ RowMap left_rows,
+    product_kernel(float* out, const __grid_constant__ RowMap left_rows,
                    const __grid_constant__ RowMap right_rows) {
 #if IKATTN_WARPGROUP_CODE
   constexpr int kRows = kForm == Form::kByRows ? K : N, kColumns = kForm == Form::kByRows ? N : K;
@@ -27,16 +27,16 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   const int row0 = warp * 16 + g;
   const uint32_t left = shared_address(dynamic_shared<unsigned char>());
   const uint32_t right = left + Left::kBytes;
-  const TileBarriers barriers(right + Right::kBytes, 1);
+  const TileBarriers<1> barriers(right + Right::kBytes);
+  const uint32_t copied = barriers.item_full(0);
   if (threadIdx.x == 0) {
-    barrier_arrive(barriers.other(), Left::kBytes + Right::kBytes);
-    Left::copy(left, left_rows, 0, 0, 0, barriers.other());
-    Right::copy(right, right_rows, 0, 0, 0, barriers.other());
+    barrier_arrive(copied, Left::kBytes + Right::kBytes);
+    Left::copy(left, left_rows, 0, 0, 0, copied);
+    Right::copy(right, right_rows, 0, 0, 0, copied);
   }
-  const bool there[2] = {true, true};
+  barrier_wait(copied, 0);
   uint32_t held[K / 16][4];
-  load_left<K>(held, a + row0 * K, K, there, K);
-  barrier_wait(barriers.other(), 0);
+  load_left<K>(held, left);
   const auto place_of = [&](int i) {
     return (row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2;
   };
@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     out[place_of(i)] = sums[i];
   }
 #else
-  (void)a;
   (void)out;
   (void)left_rows;
   (void)right_rows;
@@ -89,10 +88,9 @@ bool is_right(const char* name) {
         map_rows(right, b, {1, 1, kRightRows, kRightColumns}, {0, 0, kRightColumns, 1}, kRightRows);
   }
   if (error == nullptr) {
-    const T* from = a;
-    error = launch(product_kernel<T, kForm, N, K>, dim3(1), dim3(kProductThreads),
-                   (kRows + N) * K * sizeof(T) + TileBarriers::kBytes, Stream{}, from, out, left,
-                   right);
+    error =
+        launch(product_kernel<T, kForm, N, K>, dim3(1), dim3(kProductThreads),
+               (kRows + N) * K * sizeof(T) + TileBarriers<1>::kBytes, Stream{}, out, left, right);
   }
   if (error == nullptr) {
     const cudaError_t status = cudaDeviceSynchronize();
