@@ -248,6 +248,9 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   folded.largest = largest;
   folded.state = state;
   folded.items_taken = items_taken;
+  const double weight_scale = is_half ? kWeightScale<Half> : kWeightScale<BFloat16>;
+  folded.general.square = static_cast<float>(weight_scale / (four_m * four_m));
+  folded.general.eps = static_cast<float>(weight_scale * params.eps);
   folded.root_scale = static_cast<float>(root);
   folded.log_scale = static_cast<float>(std::log(K));
   // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a

@@ -11,6 +11,8 @@
 // M). Which one a head takes is known on the device only.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cuda/tokens.h"
 #include "attention/fast_path.h"
 #include "support/cuda/float16.h"
@@ -30,6 +32,17 @@ inline bool is_wide(const AttentionParams& params) {
 
 // Per-token numbers that are copied 64 or 128 at a time lie in rows of this many.
 __host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 127) / 128 * 128; }
+
+// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
+// where Half is dense; bfloat16 is dense everywhere.
+template <typename T>
+constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
+
+// Of the general form: weights are squares of scores times `square`, plus `eps`. Made before a
+// kernel, whose instructions read parameters where registers are few.
+struct GeneralScales {
+  float square, eps;
+};
 
 struct FoldedTokens {
   const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
@@ -54,8 +67,9 @@ struct FoldedTokens {
   const float* value_scales;
   unsigned* items_taken;         // [2]  of kernels whose blocks take items, 0 at first
   const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
-  float root_scale;              // sqrt(K)
-  float log_scale;               // log K
+  GeneralScales general;
+  float root_scale;  // sqrt(K)
+  float log_scale;   // log K
 };
 // Where a head's value lies among [B, G], and what it is multiplied with.
 __device__ __forceinline__ int64_t value_head_of(const AttentionParams& params, int64_t b,

@@ -23,7 +23,8 @@ struct TileCopy {
   RowCopy<V> value_rows;
   const Half* phi_k;
   const T* value;
-  const float *terms, *lows;
+  const float* terms;
+  const FoldedTokens& tokens;
 
   __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
                                       int64_t b, int64_t h, int64_t bk, int first_tile)
@@ -31,12 +32,10 @@ struct TileCopy {
         value_rows(tokens.value.stride[2], tokens.value_columns),
         phi_k(key_rows.source(tokens.phi_k + (bk * params.S + first_tile * int64_t{kStep}) * F)),
         value(value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h) +
-                                first_tile * kStep * value_rows.stride)) {
-    const int64_t first =
-        bk * padded_tokens(params.S) + first_tile * int64_t{kStep} + threadIdx.x * 4;
-    terms = tokens.terms + first;
-    lows = tokens.lows + first;
-  }
+                                first_tile * kStep * value_rows.stride)),
+        terms(tokens.terms + bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
+              threadIdx.x * 4),
+        tokens(tokens) {}
 
   // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
   __device__ __forceinline__ void operator()(uint32_t base, int count) {
@@ -45,14 +44,14 @@ struct TileCopy {
     if (threadIdx.x < kStep / 4) {
       cp_async_16(base + L::kTerms + threadIdx.x * 16, terms);
       if constexpr (kPairs == Pairs::kGeneral) {
-        cp_async_16(base + L::kLows + threadIdx.x * 16, lows);
+        // No register for where they are.
+        cp_async_16(base + L::kLows + threadIdx.x * 16, terms + (tokens.lows - tokens.terms));
       }
     }
     cp_async_commit();
     phi_k += kStep * F;
     value += kStep * value_rows.stride;
     terms += kStep;
-    lows += kStep;
   }
 };
 
@@ -65,12 +64,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int blocks = static_cast<int>(gridDim.x) / parts.count;
   const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kQueries, blockIdx.x % blocks);
-  const int64_t bh = at.bh, i0 = at.i0, b = at.b, h = at.h, bk = at.bk;
-  const uint32_t state = tokens.state[bk];
+  const int i0 = at.i0;
+  const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
   const TileRange tiles(params, at, kQueries, part, parts.count);
-  TileCopy<T, F, V, kPairs> copy(params, tokens, b, h, bk, tiles.first);
+  TileCopy<T, F, V, kPairs> copy(params, tokens, at.b, at.h, at.bk, tiles.first);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   if (tiles.first < tiles.end) {
     copy(shared_address(shared + tiles.first % kStages * L::kStage),
@@ -79,14 +78,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
 
   // The warp's queries, all their features, as A fragments.
-  const int64_t warp_row = i0 + warp * kRowTiles * 16;
+  const int warp_row = i0 + warp * kRowTiles * 16;
   Fragment phi_q[kRowTiles][F / 16];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t i = warp_row + m * 16 + g + 8 * half;
-      const Half* row = tokens.phi_q + (bh * params.L + i) * F + 2 * t;
+      const Half* row = tokens.phi_q + (at.bh * params.L + i) * F + 2 * t;
 #pragma unroll
       for (int k = 0; k < F / 16; ++k) {
         uint32_t (&registers)[4] = phi_q[m][k].registers;
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
   float output[kRowTiles][V / 8][4] = {};
   ForwardRows<T, kPairs> rows[kRowTiles];
-  const GeneralScales<T> scales(params);
+  const GeneralScales& scales = tokens.general;
 
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
     Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
@@ -114,8 +113,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const uint32_t base = shared_address(stage);
     Shared<const float> terms = shared_cast<float>(stage + L::kTerms);
     const int64_t j0 = tile * int64_t{kStep};
-    const TileVisibility<kPairs> visible(params, b, h, i0, j0);
-#pragma unroll(kDrops<kPairs> ? 1 : 2)  // all four would spill
+    const TileVisibility<kPairs> visible(params, at.b, at.h, i0, j0);
+#pragma unroll(kPairs == Pairs::kAll ? 2 : 1)  // all four would spill
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       float s[kRowTiles][2][4] = {};
       multiply_by_columns<Half, F / 16>(
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       Fragment weights[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, (warp * kRowTiles + m) * 16,
+        const PairPlaces<kPairs> pairs(params, visible, at.bh, i0, j0, (warp * kRowTiles + m) * 16,
                                        chunk * 16);
         weights[m] = rows[m].weigh(s[m], pairs, keys, scales, output[m]);
       }
@@ -140,16 +139,19 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
-                     value_scale_of(tokens, value_head_of(params, b, h));
+                     value_scale_of(tokens, value_head_of(params, at.b, at.h));
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(rows[m].sums[half]);
-      const int64_t i = warp_row + m * 16 + g + 8 * half;
+      const float rounding = sum_of_lanes<4>(rows[m].roundings[half]);
+      // Found anew: no register holds it over the tiles.
+      const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
       if (i >= params.L) continue;
       store_row<T, V, kPairs == Pairs::kGeneral>(
-          params, tokens, parts, part, at, i, 0, sum, rows[m].largest[half], kept,
+          params, tokens, parts, part, at, i, 0, sum, rounding, rows[m].largest[half], kept,
           [&](int n, int c) { return output[m][n][2 * half + c]; });
     }
   }
@@ -169,13 +171,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   for (int part = 0; general && part < parts.count; ++part) {
     largest = fmaxf(largest, parts.largest[part * rows + row]);
   }
-  float sum = 0, output[V / 32] = {};
+  float sum = 0, rounding = 0, output[V / 32] = {};
   for (int part = 0; part < parts.count; ++part) {
     const int64_t part_row = part * rows + row;
     // Nothing but NaN can be in a part that saw no finite logit.
     const float own = general ? parts.largest[part_row] : largest;
     const float rescale = own == minus_infinity<float>() ? 1 : exponential_of(own - largest, 0);
     sum += parts.sums[part_row] * rescale;
+    rounding += parts.roundings[part_row] * rescale;
     const float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
 #pragma unroll
     for (int n = 0; n < V / 32; ++n) output[n] += columns[n * 32 + lane] * rescale;
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t value_head = value_head_of(params, bh / params.H, bh % params.H);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
                      value_scale_of(tokens, value_head);
-  const float scale = kept / sum;  // NaN where the row is
+  const float scale = kept / (sum + rounding);  // NaN where the row is
   const Tokens out(params.output, bh / params.H, bh % params.H);
 #pragma unroll
   for (int n = 0; n < V / 32; ++n) {
@@ -223,6 +226,7 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
   if (parts.count > 1) {
     parts.output = executor.take<float>(parts.count * rows * padded_columns(params.d_v));
     parts.sums = executor.take<float>(parts.count * rows);
+    parts.roundings = executor.take<float>(parts.count * rows);
     parts.largest = executor.take<float>(parts.count * rows);
   }
   return parts;

@@ -8,10 +8,11 @@ namespace ikattn::cuda {
 
 // Where queries are few, blocks share their keys: what each found of its keys, to be combined.
 struct Parts {
-  int count = 1;             // of parts; 1: a block finishes its rows
-  float* output = nullptr;   // [part][B, H, L, padded d_v]  sum of w V
-  float* sums = nullptr;     // [part][B, H, L]              sum of w
-  float* largest = nullptr;  // [part][B, H, L]              general: the reference of w
+  int count = 1;               // of parts; 1: a block finishes its rows
+  float* output = nullptr;     // [part][B, H, L, padded d_v]  sum of w V
+  float* sums = nullptr;       // [part][B, H, L]              sum of w
+  float* roundings = nullptr;  // [part][B, H, L]            ForwardRows::roundings
+  float* largest = nullptr;    // [part][B, H, L]              general: the reference of w
 };
 // For so many blocks of queries.
 Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks);
@@ -49,14 +50,15 @@ __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t
 template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,
-                                          int64_t i, int first, float sum, float largest,
-                                          float kept, const Weighted& weighted) {
+                                          int64_t i, int first, float sum, float rounding,
+                                          float largest, float kept, const Weighted& weighted) {
   const int64_t row = int64_t{at.bh} * params.L + i;
   const bool tells = threadIdx.x % 4 == 0 && first == 0;
   if (parts.count > 1) {
     const int64_t part_row = part * params.B * params.H * params.L + row;
     if (tells) {
       parts.sums[part_row] = sum;
+      parts.roundings[part_row] = rounding;
       if (kGeneral) parts.largest[part_row] = largest;
     }
     float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
@@ -73,7 +75,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
   const int64_t* stride = params.output.stride;
   const RowPairs pairs(params.output);
   const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
-  const float scale = kept / sum;  // NaN where the row is
+  const float scale = kept / (sum + rounding);  // NaN where the row is
   pairs.store<V>(to, first, params.d_v, [&](int n) {
     return sum == 0 ? make_float2(0, 0)
                     : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);

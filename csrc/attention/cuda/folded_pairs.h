@@ -109,11 +109,6 @@ __device__ __forceinline__ void load_columns(Shared<const float> numbers, int ch
   }
 }
 
-// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
-// where Half is dense; bfloat16 is dense everywhere.
-template <typename T>
-constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
-
 // A thread's pairs of 16 queries and 16 keys. Turned: rows are keys.
 template <Pairs kPairs, bool kTurned = false>
 struct PairPlaces {
@@ -148,16 +143,48 @@ struct PairPlaces {
   }
 };
 
-// Of the general form: weights are squares of scores times `square`, plus `eps`.
+// What rounding to T has added to two weights.
 template <typename T>
-struct GeneralScales {
-  float square, eps;
-
-  __device__ __forceinline__ explicit GeneralScales(const AttentionParams& params) {
-    const float norm = 1 / static_cast<float>(4 * params.M);
-    square = norm * norm * kWeightScale<T>;
-    eps = static_cast<float>(params.eps) * kWeightScale<T>;
+__device__ __forceinline__ float rounding_of(uint32_t rounded, float low, float high) {
+  const float2 two = unpack<T>(rounded);
+  return (two.x - low) + (two.y - high);
+}
+// What it has added to those of a thread's two rows. kPacked: in one register, of which there are
+// no more; to be told from 0, and to repair a weight's 8 or 11 bits, 8 bits of it are enough.
+template <bool kPacked>
+class Roundings {
+ public:
+  __device__ __forceinline__ float operator[](int half) const { return sums_[half]; }
+  __device__ __forceinline__ void add(float first, float second) {
+    sums_[0] += first;
+    sums_[1] += second;
   }
+  __device__ __forceinline__ void multiply(const float (&scales)[2]) {
+    sums_[0] *= scales[0];
+    sums_[1] *= scales[1];
+  }
+
+ private:
+  float sums_[2] = {};
+};
+template <>
+class Roundings<true> {
+ public:
+  __device__ __forceinline__ float operator[](int half) const {
+    const float2 both = unpack<BFloat16>(both_);
+    return half == 0 ? both.x : both.y;
+  }
+  __device__ __forceinline__ void add(float first, float second) {
+    const float2 both = unpack<BFloat16>(both_);
+    both_ = pack<BFloat16>(both.x + first, both.y + second);
+  }
+  __device__ __forceinline__ void multiply(const float (&scales)[2]) {
+    const float2 both = unpack<BFloat16>(both_);
+    both_ = pack<BFloat16>(both.x * scales[0], both.y * scales[1]);
+  }
+
+ private:
+  uint32_t both_ = 0;
 };
 
 // Of 16 keys that a thread's two queries meet.
@@ -167,9 +194,15 @@ struct KeyColumns {
 };
 
 // What the weights of a thread's two rows have added up to, and how they are made.
+//
+// Weights are rounded where they meet the value. A row that sees one key alone should be its value
+// all the same, or its gradients, which vanish, would be what roundings leave, over the score: so
+// an output is divided by the sum of rounded weights where rows may see few keys. Others, of many
+// keys, are divided by the sum itself, which takes less time.
 template <typename T, Pairs kPairs>
 struct ForwardRows {
   float sums[2] = {};
+  Roundings<kPairs != Pairs::kAny> roundings;  // where they count
   // General: of the logits, what the weights are relative to.
   float largest[2] = {minus_infinity<float>(), minus_infinity<float>()};
 
@@ -177,7 +210,7 @@ struct ForwardRows {
   // what they are relative to changes.
   template <int kTiles>
   __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
-                                            const KeyColumns& keys, const GeneralScales<T>& scales,
+                                            const KeyColumns& keys, const GeneralScales& scales,
                                             float (&output)[kTiles][4]) {
     [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
     [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
@@ -208,6 +241,7 @@ struct ForwardRows {
         sums[half] *= rescale[half];
         largest[half] = most[half];
       }
+      roundings.multiply(rescale);
       if (__any_sync(0xffffffffu, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
@@ -238,6 +272,10 @@ struct ForwardRows {
         s[n][c] = at.drops(n, c) ? 0 : weight;
       }
       weights.template put<T>(n, s[n]);
+      if (kDrops<kPairs> || (kPairs == Pairs::kCausal && at.visible.diagonal < kStep)) {
+        roundings.add(rounding_of<T>(weights.registers[2 * n], s[n][0], s[n][1]),
+                      rounding_of<T>(weights.registers[2 * n + 1], s[n][2], s[n][3]));
+      }
     }
     return weights;
   }

@@ -32,9 +32,11 @@ struct ForwardMaps {
 };
 
 // Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
-template <bool kCrosses>
+//   sums, roundings: as in ForwardRows; where tiles cross the diagonal rows may see few keys
+template <typename T, bool kCrosses>
 __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
-                                           int diagonal, float (&sums)[2]) {
+                                           int diagonal, float (&sums)[2],
+                                           Roundings<false>& roundings) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -46,6 +48,11 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
       if (kCrosses && n * 8 + 2 * t + c % 2 - 8 * (c / 2) > diagonal) weight = 0;
       sums[c / 2] += weight;
       s[4 * n + c] = weight;
+    }
+    if constexpr (kCrosses) {
+      const float* row = s + 4 * n;
+      roundings.add(rounding_of<T>(pack<T>(row[0], row[1]), row[0], row[1]),
+                    rounding_of<T>(pack<T>(row[2], row[3]), row[2], row[3]));
     }
   }
 }
@@ -107,6 +114,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     uint32_t weights[kKeys / 16][4];  // of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
+    Roundings<false> roundings;
     const auto begin_output = [&](int place) {
       wgmma_fence();
       begin_by_rows<T, kKeys, V>(output, weights,
@@ -135,9 +143,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           shared_cast<float>(shared + (L::kTerms + stage.index * kKeys * 4));
       const int diagonal = row0 - tile * kKeys;
       if (kCausal && diagonal - g < kKeys - 1) {
-        to_weights<true>(s, terms, diagonal, sums);
+        to_weights<T, true>(s, terms, diagonal, sums, roundings);
       } else if (is_passing(params, tile * int64_t{kKeys})) {
-        to_weights<false>(s, terms, 0, sums);
+        to_weights<T, false>(s, terms, 0, sums, roundings);
       }
       wgmma_wait<0>();
       if (tile > 0) barriers.release(before);
@@ -155,9 +163,10 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(sums[half]);
+      const float rounding = kCausal ? sum_of_lanes<4>(roundings[half]) : 0.0f;
       if (row0 + 8 * half >= params.L) continue;
-      store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, 0, kept,
-                             [&](int n, int c) { return sum_at(output, half, n, c); });
+      store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, rounding, 0,
+                             kept, [&](int n, int c) { return sum_at(output, half, n, c); });
     }
   }
 #else

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   float output[1][kSlice / 8][4] = {};
   ForwardRows<T, kPairs> rows;
   const int64_t warp_row = i0 + warp * 16;
-  const GeneralScales<T> scales(params);
+  const GeneralScales& scales = tokens.general;
   const TileRange tiles(params, at, kStep, part, parts.count);
   pass_along(base, tiles, features + 1, begin, [&](int tile, int slice, uint32_t stage) {
     if (slice < features) {
@@ -79,11 +79,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_lanes<4>(rows.sums[half]);
+    const float rounding = sum_of_lanes<4>(rows.roundings[half]);
     const int64_t i = warp_row + g + 8 * half;
     if (i >= params.L) continue;
     store_row<T, kSlice, kPairs == Pairs::kGeneral>(
-        params, tokens, parts, part, at, i, own_slice * kSlice, sum, rows.largest[half], kept,
-        [&](int n, int c) { return output[0][n][2 * half + c]; });
+        params, tokens, parts, part, at, i, own_slice * kSlice, sum, rounding, rows.largest[half],
+        kept, [&](int n, int c) { return output[0][n][2 * half + c]; });
   }
 }
 
