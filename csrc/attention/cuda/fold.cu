@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(256, 2)
                 uint32_t* state, unsigned* items_taken) {
   IKATTN_SHARED(float, maxima, 8);
   IKATTN_SHARED(float, minima, 8);
+  IKATTN_SHARED(int, counts, 8);
   const int64_t S = params.S, padded = padded_tokens(S);
   const float* high = logits.high + blockIdx.x * S;
   const float* low = logits.low + blockIdx.x * S;
@@ -48,13 +49,11 @@ __global__ void __launch_bounds__(256, 2)
   const float reference = most == -INFINITY ? 0.0f : most;
   const bool general = most_spread < 0 || most - least > most_spread;
   if (blockIdx.x == 0 && threadIdx.x < 2) items_taken[threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
-    largest[blockIdx.x] = reference;
-    state[blockIdx.x] = (general ? kGeneral : 0u) | (any_unclean ? kUnclean : 0u);
-  }
+  int count = 0;
   for (int64_t j = threadIdx.x; j < padded; j += 256) {
     const float logit = j < S ? high[j] : -INFINITY;
     const bool hidden = logit == -INFINITY;
+    count += logit >= reference - kNatsThatCount;
     const float e = hidden ? 0.0f : expf((logit - reference) + low[j]);
     terms[blockIdx.x * padded + j] = general ? logit : scaled_eps * e;
     lows[blockIdx.x * padded + j] = hidden ? 0.0f : low[j];
@@ -62,6 +61,15 @@ __global__ void __launch_bounds__(256, 2)
     const float scale = general ? (hidden ? 0.0f : 1.0f) : c * sqrtf(e);
     scales[blockIdx.x * S + j] = logit == logit ? scale : 0.0f;
   }
+  count = sum_of_lanes(count);
+  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int all = 0;
+  for (int warp = 0; warp < 8; ++warp) all += counts[warp];
+  largest[blockIdx.x] = reference;
+  state[blockIdx.x] =
+      (general ? kGeneral : 0u) | (any_unclean ? kUnclean : 0u) | (all <= kFewKeys ? kFew : 0u);
 }
 
 __global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, int64_t count) {

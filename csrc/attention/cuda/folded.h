@@ -57,7 +57,7 @@ struct FoldedTokens {
   const float* lows;     // [B, key_heads, padded S]  of the logits
   const float* largest;  // [B, key_heads]  max g
   // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
-  // finite
+  // finite; kFew: so few keys have weight that rows may be those of one
   const uint32_t* state;
   // The value in 16 bits, as it lies or a copy.
   Array value;        // [B, G, S, value_columns], rows aligned to 16 bytes
@@ -97,7 +97,10 @@ __device__ __forceinline__ void raise_by_warp(uint32_t* bound, double x) {
   const double most = max_of_lanes(x - x == 0 ? x : 0.0);
   if (threadIdx.x % 32 == 0 && most > 0) raise(bound, most);
 }
-constexpr uint32_t kGeneral = 1, kUnclean = 2;
+constexpr uint32_t kGeneral = 1, kUnclean = 2, kFew = 4;
+// Keys within this of the largest logit, by which kFew is told, and how many of them are few.
+constexpr float kNatsThatCount = 8;
+constexpr int kFewKeys = 64;
 
 inline bool has_float_mask(const AttentionParams& params) {
   return params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool;

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       for (int m = 0; m < kRowTiles; ++m) {
         const PairPlaces<kPairs> pairs(params, visible, at.bh, i0, j0, (warp * kRowTiles + m) * 16,
                                        chunk * 16);
-        weights[m] = rows[m].weigh(s[m], pairs, keys, scales, output[m]);
+        weights[m] = rows[m].weigh(s[m], pairs, keys, scales, (state & kFew) != 0, output[m]);
       }
       multiply_by_rows<T>(output, weights, [&](int n) {
         return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);

@@ -208,10 +208,11 @@ struct ForwardRows {
 
   // Scores of 16 keys become weights, those of dropped pairs 0. The rows' `output` follows where
   // what they are relative to changes.
+  //   few: of the head, kFew
   template <int kTiles>
   __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
                                             const KeyColumns& keys, const GeneralScales& scales,
-                                            float (&output)[kTiles][4]) {
+                                            bool few, float (&output)[kTiles][4]) {
     [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
     [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
     if constexpr (kPairs == Pairs::kGeneral) {
@@ -272,7 +273,7 @@ struct ForwardRows {
         s[n][c] = at.drops(n, c) ? 0 : weight;
       }
       weights.template put<T>(n, s[n]);
-      if (kDrops<kPairs> || (kPairs == Pairs::kCausal && at.visible.diagonal < kStep)) {
+      if (kDrops<kPairs> || few || (kPairs == Pairs::kCausal && at.visible.diagonal < kStep)) {
         roundings.add(rounding_of<T>(weights.registers[2 * n], s[n][0], s[n][1]),
                       rounding_of<T>(weights.registers[2 * n + 1], s[n][2], s[n][3]));
       }

@@ -32,7 +32,8 @@ struct ForwardMaps {
 };
 
 // Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
-//   sums, roundings: as in ForwardRows; where tiles cross the diagonal rows may see few keys
+//   sums, roundings: as in ForwardRows; where tiles cross the diagonal, or the head has kFew, rows
+//   may see few keys
 template <typename T, bool kCrosses>
 __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
                                            int diagonal, float (&sums)[2],
@@ -144,6 +145,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const int diagonal = row0 - tile * kKeys;
       if (kCausal && diagonal - g < kKeys - 1) {
         to_weights<T, true>(s, terms, diagonal, sums, roundings);
+      } else if ((state & kFew) != 0) {
+        to_weights<T, true>(s, terms, 1 << 20, sums, roundings);
       } else if (is_passing(params, tile * int64_t{kKeys})) {
         to_weights<T, false>(s, terms, 0, sums, roundings);
       }
@@ -163,7 +166,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(sums[half]);
-      const float rounding = kCausal ? sum_of_lanes<4>(roundings[half]) : 0.0f;
+      const float rounding = sum_of_lanes<4>(roundings[half]);
       if (row0 + 8 * half >= params.L) continue;
       store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, rounding, 0,
                              kept, [&](int n, int c) { return sum_at(output, half, n, c); });
