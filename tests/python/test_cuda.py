@@ -221,6 +221,31 @@ def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
     assert_identical([x.cpu() for x in results(rubbish)], [x.cpu() for x in results(0.0)])
 
 
+@pytest.mark.parametrize("way", ["one key", "causal", "key bias", "bool mask", "float mask"])
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
+def test_the_row_of_a_lone_key_is_its_value(way: str, dtype: torch.dtype) -> None:
+    """To the bit: its weight is 1, and gradients follow from what is left of the difference."""
+    call = drawn_on_gpu(2, 3, 70, 1 if way == "one key" else 70, 40, 32, dtype)
+    alone = torch.eye(70, device=DEVICE) == 1
+    rows, keys = slice(None), slice(None)  # which rows, and whose values they are
+    if way == "one key":
+        keys = slice(0, 1)
+    elif way == "causal":
+        call["is_causal"] = True
+        rows = keys = slice(0, 1)
+    elif way == "key bias":
+        keys = slice(5, 6)
+        call["key_bias"] = torch.zeros(70, device=DEVICE).masked_fill(~alone[5], -torch.inf)
+    elif way == "bool mask":
+        call["attn_mask"] = alone
+    else:
+        mask = torch.zeros(70, 70, device=DEVICE, dtype=dtype)
+        call["attn_mask"] = mask.masked_fill(~alone, -torch.inf)
+    output = ikattn.implicit_kernel_attention(**call)[..., rows, :]
+    expected = call["value"][..., keys, :].expand_as(output)
+    assert_identical([output.cpu()], [expected.cpu()])
+
+
 @pytest.mark.parametrize(("frequencies", "d_v"), [(128, 64), (64, 256), (160, 200)])
 @pytest.mark.parametrize("form", ["plain", "bool mask", "float mask"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
