@@ -108,7 +108,7 @@ __device__ __forceinline__ bool all_of_row(bool x) {
 }
 
 // The sum of the squares of eight elements. Those of 16 bits have exact squares in float32, and
-// eight of them are added there.
+// eight of them are added there, if it holds them.
 template <typename T>
 __device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
   if (is_half) {
@@ -118,7 +118,8 @@ __device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
       const float low = static_cast<float>(x[2 * i]), high = static_cast<float>(x[2 * i + 1]);
       sums[i] = low * low + high * high;
     }
-    return static_cast<double>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    if (sum > 1e-20f && sum < 1e30f) return static_cast<double>(sum);
   }
   double squares = 0;
 #pragma unroll

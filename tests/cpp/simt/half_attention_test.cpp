@@ -9,7 +9,8 @@ namespace {
 
 // What goes to the tensor cores, and what of it comes back because magnitudes differ too much.
 const Case kHalfCases[] = {
-    {.name = "plain", .L = 20, .S = 30, .d_v = 8},
+    // Of three frequencies scores come near zero, and gradients err by up to 10 roundings.
+    {.name = "plain", .L = 20, .S = 30, .d_v = 8, .M = 8},
     {.name = "not_a_multiple_of_8", .L = 20, .S = 30, .d_v = 12, .bias = true},
     one_head({.name = "tiles", .L = 130, .S = 130, .d = 8, .d_v = 64, .M = 64}),
     one_head({.name = "narrow_features_wide_value", .L = 33, .S = 65, .d = 8, .d_v = 72, .M = 20}),
