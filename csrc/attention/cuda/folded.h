@@ -137,6 +137,10 @@ struct TurnOperands;
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
+// folded.value, the value as the kernels read it, and its bounds where they are needed.
+const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
+                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded);
+
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
 // for_backward: with the value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,

@@ -46,20 +46,23 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   finite = all_of_row(finite);
   const float gradient_scale = gradient_scale_of(rows, bk);
   const float value_scale = value_scale_of(tokens, value_head_of(params, at.b, at.head));
+  const int64_t columns = finite ? params.d_v : 0;  // others are as if they held zeros
+  if (!finite) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) incoming[k] = attended[k] = 0;
+  }
   // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
   T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + i) * V;
   for (int64_t column = at.lane * 8; there && column < V; column += kLaneColumns) {
     if (column >= kLaneColumns) {
-      gradient.load(incoming, column, params.d_v);
-      output.load(attended, column, params.d_v);
+      gradient.load(incoming, column, columns);
+      output.load(attended, column, columns);
     }
     uint32_t packed[4];
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      packed[pair] = finite ? pack<T>(incoming[2 * pair] * gradient_scale,
-                                      incoming[2 * pair + 1] * gradient_scale)
-                            : 0;
-      if (!finite) continue;
+      packed[pair] =
+          pack<T>(incoming[2 * pair] * gradient_scale, incoming[2 * pair + 1] * gradient_scale);
       const float2 rounded = unpack<T>(packed[pair]);
       delta += static_cast<double>(attended[2 * pair]) * static_cast<double>(rounded.x);
       delta += static_cast<double>(attended[2 * pair + 1]) * static_cast<double>(rounded.y);

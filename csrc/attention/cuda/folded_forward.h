@@ -44,6 +44,7 @@ __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64
 __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {
   return sum == 0 ? sum : sum + tokens.poison[row];
 }
+
 // What a block has found of query i, of V columns of its row from `first` on: its part, or the
 // results. weighted(n, c): what the thread's columns have added up to; kept: the rescale of
 // dropout, over the scale of the value.

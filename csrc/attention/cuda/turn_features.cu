@@ -26,7 +26,7 @@ struct FeatureRows {
   }
 };
 
-// The features of a warp's 32 tokens, 32 frequencies at a time, of their turns as products leave
+// The features of a warp's 32 tokens, 16 frequencies at a time, of their turns as products leave
 // them: rows g and g + 8 of two tiles of 16.
 template <int kSets>
 class WarpFeatures {

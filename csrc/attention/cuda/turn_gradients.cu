@@ -4,8 +4,6 @@
 namespace ikattn::cuda {
 namespace {
 
-// grad_x of 128 tokens and 64 dimensions.
-//   out [B, heads, N, d]
 constexpr int kFloatPitch = Slice<float>::kRowBytes / 4;
 
 template <typename T, int kSets>
@@ -16,6 +14,9 @@ struct TokenGradientLayout {
     return kSlopes + (has_powers ? int64_t{kTurnTokens} * Slice<float>::kRowBytes : 0);
   }
 };
+
+// grad_x of 128 tokens and 64 dimensions.
+//   out [B, heads, N, d]
 template <typename T, int kSets>
 __global__ void __launch_bounds__(kProductThreads, 2)
     turn_token_kernel(FeatureSource source, FrequencyRows frequencies, FeatureGradients grad_phi,

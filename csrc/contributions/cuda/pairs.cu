@@ -97,51 +97,89 @@ __device__ __forceinline__ void load_weights(const PairParams& params, const Pai
   }
 }
 
-// Shared memory: factors [variants][triangle(kHeads)][32], zeros for heads that are not there.
+// In shared memory, between the factors [triangle(kHeads)][32] of two variants.
+template <int kHeads>
+constexpr int kVariantPitch = static_cast<int>(triangle(kHeads)) * 32;
+
+// A variant's factors of a block's keys; zeros for heads and keys that are not there.
+//   to: from the lane's entry on
+template <int kHeads>
+__device__ __forceinline__ void load_factors(const PairParams& params, const PairBlock& at,
+                                             int variant, bool exists, Shared<float> to) {
+  const int warp = threadIdx.x / 32, H = static_cast<int>(params.H);
+  const void* of_variant = variant == 0   ? params.factors[0]
+                           : variant == 1 ? params.factors[1]
+                                          : params.factors[2];
+  const float* from = factors_of<float>(params, of_variant, at);
+  int entry = 0;
+  for (int h = 0; h < kHeads; ++h) {
+    for (int k = h; k < kHeads; ++k, ++entry) {
+      if (entry % kPairWarps != warp) continue;
+      const bool there = exists && k < H;
+      const int place = h * H - h * (h - 1) / 2 + k - h;
+      to[entry * 32] = there ? from[place * kFactorBlock] : 0.0f;
+    }
+  }
+}
+
+// The weights of a key and the queries from i0 on, of any 32-bit or 16-bit type.
+template <int kHeads>
+__device__ __forceinline__ void load_weights_of_any_type(const PairParams& params,
+                                                         const PairBlock& at, int64_t i0,
+                                                         bool key_visible,
+                                                         float (&weights)[kHeads][kPairRows]) {
+  bool visible[kPairRows];
+#pragma unroll
+  for (int m = 0; m < kPairRows; ++m) {
+    visible[m] = key_visible && i0 + m < at.end && !is_padding(params.query_padding, at.b, i0 + m);
+  }
+  switch (params.weights.type) {
+    case ElementType::kFloat32:
+      return load_weights<float>(params, at, i0, visible, weights);
+    case ElementType::kBFloat16:
+      return load_weights<BFloat16>(params, at, i0, visible, weights);
+    default:
+      return load_weights<Half>(params, at, i0, visible, weights);
+  }
+}
+
+// ||factor weights||^2
+template <int kHeads>
+__device__ __forceinline__ void square_products(Shared<const float> factors,
+                                                const float (&weights)[kHeads][kPairRows],
+                                                float (&squares)[kPairRows]) {
+  int entry = 0;
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    float sums[kPairRows] = {};
+#pragma unroll
+    for (int k = h; k < kHeads; ++k, ++entry) {
+      const float factor = factors[entry * 32];
+#pragma unroll
+      for (int m = 0; m < kPairRows; ++m) sums[m] += factor * weights[k][m];
+    }
+#pragma unroll
+    for (int m = 0; m < kPairRows; ++m) squares[m] += sums[m] * sums[m];
+  }
+}
+
+// Shared memory: factors of each variant.
 template <int kHeads>
 __global__ void __launch_bounds__(kPairWarps * 32, kHeads > 12 ? 3 : 4)
     few_heads_kernel(PairParams params) {
-  constexpr int kEntries = kHeads * (kHeads + 1) / 2;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, H = static_cast<int>(params.H);
   const PairBlock at(params);
   const bool exists = at.j < params.S;
   const bool key_visible = exists && !is_padding(params.key_padding, at.b, at.j);
-  Shared<float> factors = dynamic_shared<float>() + lane;
+  Shared<float> factors = dynamic_shared<float>() + threadIdx.x % 32;
   for (int variant = 0; variant < params.variants; ++variant) {
-    const void* of_variant = variant == 0   ? params.factors[0]
-                             : variant == 1 ? params.factors[1]
-                                            : params.factors[2];
-    const float* from = factors_of<float>(params, of_variant, at);
-    int entry = 0;
-    for (int h = 0; h < kHeads; ++h) {
-      for (int k = h; k < kHeads; ++k, ++entry) {
-        if (entry % kPairWarps != warp) continue;
-        const bool there = exists && k < H;
-        const int place = h * H - h * (h - 1) / 2 + k - h;
-        factors[(variant * kEntries + entry) * 32] = there ? from[place * kFactorBlock] : 0.0f;
-      }
-    }
+    load_factors<kHeads>(params, at, variant, exists, factors + variant * kVariantPitch<kHeads>);
   }
   __syncthreads();
-  for (int64_t i0 = at.first + warp * kPairRows; i0 < at.end; i0 += kPairWarps * kPairRows) {
-    bool visible[kPairRows], weighed[kPairRows];
-#pragma unroll
-    for (int m = 0; m < kPairRows; ++m) {
-      weighed[m] = false;
-      visible[m] =
-          key_visible && i0 + m < at.end && !is_padding(params.query_padding, at.b, i0 + m);
-    }
+  const int64_t first = at.first + threadIdx.x / 32 * kPairRows;
+  for (int64_t i0 = first; i0 < at.end; i0 += kPairWarps * kPairRows) {
     float weights[kHeads][kPairRows];
-    switch (params.weights.type) {
-      case ElementType::kFloat32:
-        load_weights<float>(params, at, i0, visible, weights);
-        break;
-      case ElementType::kBFloat16:
-        load_weights<BFloat16>(params, at, i0, visible, weights);
-        break;
-      default:
-        load_weights<Half>(params, at, i0, visible, weights);
-    }
+    load_weights_of_any_type(params, at, i0, key_visible, weights);
+    bool weighed[kPairRows] = {};
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
@@ -149,21 +187,8 @@ __global__ void __launch_bounds__(kPairWarps * 32, kHeads > 12 ? 3 : 4)
     }
 #pragma unroll 1
     for (int variant = 0; variant < params.variants; ++variant) {
-      Shared<const float> entries = factors + variant * kEntries * 32;
       float squares[kPairRows] = {};
-      int entry = 0;
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        float sums[kPairRows] = {};
-#pragma unroll
-        for (int k = h; k < kHeads; ++k, ++entry) {
-          const float factor = entries[entry * 32];
-#pragma unroll
-          for (int m = 0; m < kPairRows; ++m) sums[m] += factor * weights[k][m];
-        }
-#pragma unroll
-        for (int m = 0; m < kPairRows; ++m) squares[m] += sums[m] * sums[m];
-      }
+      square_products(factors + variant * kVariantPitch<kHeads>, weights, squares);
       const Array& out = variant == 0   ? params.norms[0]
                          : variant == 1 ? params.norms[1]
                                         : params.norms[2];
@@ -181,7 +206,7 @@ __global__ void __launch_bounds__(kPairWarps * 32, kHeads > 12 ? 3 : 4)
 
 template <int kHeads>
 const char* launch_few_heads(const PairParams& params, Stream stream) {
-  const int64_t bytes = params.variants * (kHeads * (kHeads + 1) / 2) * 32 * int64_t{sizeof(float)};
+  const int64_t bytes = params.variants * kVariantPitch<kHeads> * int64_t{sizeof(float)};
   return launch(few_heads_kernel<kHeads>, PairBlock::count(params), dim3(kPairWarps * 32), bytes,
                 stream, params);
 }

@@ -96,7 +96,7 @@ inline int multiprocessors() {
 }
 
 // Whether the current device runs kernels compiled for sm_90a, this library has them, and the
-// environment variable IKATTN_WARPGROUPS is 1: they have not run on a GPU yet.
+// environment variable IKATTN_WARPGROUPS is 1: they have not run on a GPU as they are now.
 inline bool has_warpgroups() {
 #if IKATTN_HAVE_WARPGROUPS
   static const bool wanted = [] {

@@ -1,0 +1,163 @@
+// Values for the tensor cores: which keys are seen, how large what they hold is, and it in 16 bits.
+#include "attention/cuda/folded.h"
+#include "attention/cuda/tiles.h"
+#include "attention/cuda/token_rows.h"
+
+namespace ikattn::cuda {
+namespace {
+
+__global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, int64_t count) {
+  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (index < count) bounds[index] = 0;
+}
+
+// Keys that some query of a head of the mask sees, by mask and causality. What others hold may be
+// anything, and must not decide how numbers are scaled.
+struct SeenKeys {
+  uint32_t* seen = nullptr;    // [batches, heads, S], 0: hidden; nullptr: there is no mask
+  int batches = 1, heads = 1;  // of the mask
+  // Of the mask; all where all are one. A block looks at some, for a grid has 65535 blocks along y.
+  int64_t rows = 1, rows_each = 256;
+
+  SeenKeys() = default;
+  SeenKeys(const AttentionParams& params, const DeviceExecutor& executor)
+      : batches(params.mask.stride[0] == 0 ? 1 : static_cast<int>(params.B)),
+        heads(params.mask.stride[1] == 0 ? 1 : static_cast<int>(params.H)),
+        rows(params.mask.stride[2] == 0 ? 1 : params.L) {
+    if (rows > 65535 * rows_each) rows_each = ceil_div(rows, 65535);
+    seen = executor.take<uint32_t>(batches * int64_t{heads} * params.S);
+  }
+  // By a query of a key head.
+  __device__ __forceinline__ bool sees(const AttentionParams& params, int64_t b, int64_t key_head,
+                                       int64_t j) const {
+    if (seen == nullptr) return true;
+    const int64_t group = heads == 1 ? 1 : params.H / params.key_heads;
+    const int64_t first = (batches == 1 ? 0 : b) * heads + (heads == 1 ? 0 : key_head * group);
+    uint32_t any = 0;
+    for (int64_t h = 0; h < group; ++h) any |= seen[(first + h) * params.S + j];
+    return any != 0;
+  }
+};
+
+// blockIdx.x: 256 keys of a head of the mask; blockIdx.y: rows of it.
+__global__ void __launch_bounds__(256, 2) seen_kernel(AttentionParams params, SeenKeys keys) {
+  const int64_t blocks = (params.S + 255) / 256, head = blockIdx.x / blocks;
+  const int64_t j = blockIdx.x % blocks * 256 + threadIdx.x;
+  if (j >= params.S) return;
+  const int64_t* stride = params.mask.stride;
+  const int64_t base =
+      head / keys.heads * stride[0] + head % keys.heads * stride[1] + j * stride[3];
+  int64_t first = int64_t{blockIdx.y} * keys.rows_each;
+  const int64_t end = min(first + keys.rows_each, keys.rows);
+  if (params.is_causal && keys.rows > 1 && first < j) first = j;
+  bool any = false;
+  for (int64_t i = first; i < end && !any; ++i) {
+    const int64_t at = base + i * stride[2];
+    any = params.mask.type == ElementType::kBool
+              ? static_cast<const uint8_t*>(params.mask.data)[at] != 0
+              : load_element<float>(params.mask, at) != minus_infinity<float>();
+  }
+  if (any) atomicOr(keys.seen + head * params.S + j, 1u);
+}
+
+const char* find_seen_keys(const AttentionParams& params, const DeviceExecutor& executor,
+                           SeenKeys& keys) {
+  if (params.mask.type == ElementType::kNone) return nullptr;
+  keys = SeenKeys(params, executor);
+  const int64_t heads = int64_t{keys.batches} * keys.heads;
+  if (const char* error = clear_bounds(keys.seen, heads * params.S, executor.stream)) return error;
+  return launch(seen_kernel,
+                dim3(static_cast<unsigned>(heads * ceil_div(params.S, 256)),
+                     static_cast<unsigned>(ceil_div(keys.rows, keys.rows_each))),
+                dim3(256), 0, executor.stream, params, keys);
+}
+
+// bounds [B, key_heads]. What a hidden key holds may be anything.
+__global__ void __launch_bounds__(kRowThreads, 2)
+    value_bound_kernel(AttentionParams params, const float* logits, SeenKeys keys,
+                       uint32_t* bounds) {
+  const RowPlace at(params.key_heads, params.S);
+  const bool there = at.row < params.S;
+  const Row value(params.value, at.b, shared_head(at.head, params.key_heads, params.G), at.row);
+  const double norm = p_norm<float>(value, at.lane, there ? params.d_v : 0, 2);
+  const bool counts = there && logits[at.bh * params.S + at.row] != minus_infinity<float>() &&
+                      keys.sees(params, at.b, at.head, at.row);
+  raise_by_warp(bounds + at.bh, counts ? norm : 0.0);
+}
+
+// The value in 16 bits, rows padded with zeros; of float32 multiplied with its scale. What is not
+// finite becomes zero, as does what only hidden keys hold.
+//   copy [B, G, S, columns]
+template <typename T>
+__global__ void __launch_bounds__(256, 2)
+    value_copy_kernel(AttentionParams params, const uint32_t* bounds, int columns, T* copy,
+                      float* scales) {
+  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (index >= params.B * params.G * params.S * columns) return;
+  const int64_t column = index % columns, j = index / columns % params.S;
+  const int64_t head = index / columns / params.S, b = head / params.G, g = head % params.G;
+  float scale = 1;
+  if (scales != nullptr) {
+    const int64_t group = params.key_heads / params.G;
+    float bound = 0;
+    for (int64_t k = g * group; k < (g + 1) * group; ++k) {
+      bound = fmaxf(bound, __uint_as_float(bounds[b * params.key_heads + k]));
+    }
+    scale = fitting_power(bound);
+    if (column == 0 && j == 0) scales[head] = scale;
+  }
+  const Tokens value(params.value, b, g);
+  const float x = column < params.d_v ? value.load<float>(j, column) * scale : 0.0f;
+  copy[index] = from_float<T>(fabsf(x) < 65504.0f || scales == nullptr ? x : 0.0f);
+}
+
+}  // namespace
+
+const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
+  return launch(clear_bounds_kernel, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256),
+                0, stream, bounds, count);
+}
+
+const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
+                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
+  const bool is_scaled = params.value.type == ElementType::kFloat32;
+  const int64_t key_heads = params.B * params.key_heads;
+  uint32_t* bounds = executor.take<uint32_t>(key_heads);
+  folded.value_bounds = bounds;
+  if (is_scaled || for_backward) {
+    const float* high = logits.high;
+    SeenKeys keys;
+    if (const char* error = find_seen_keys(params, executor, keys)) return error;
+    if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;
+    if (const char* error =
+            launch(value_bound_kernel, row_blocks(key_heads, params.S), dim3(kRowThreads), 0,
+                   executor.stream, params, high, keys, bounds)) {
+      return error;
+    }
+  }
+  folded.value = params.value;
+  folded.value_columns = static_cast<int>(params.d_v);
+  if (lies_ready_for_tensor_cores(params)) return nullptr;
+  const int columns = static_cast<int>((params.d_v + 7) / 8 * 8);
+  const int64_t heads = params.B * params.G, count = heads * params.S * columns;
+  const bool is_half = params.value.type != ElementType::kBFloat16;
+  folded.value_columns = columns;
+  folded.value.type = is_half ? ElementType::kFloat16 : ElementType::kBFloat16;
+  folded.value.stride[0] = params.G * params.S * columns;
+  folded.value.stride[1] = params.S * columns;
+  folded.value.stride[2] = columns;
+  folded.value.stride[3] = 1;
+  float* scales = is_scaled ? executor.take<float>(heads) : nullptr;
+  folded.value_scales = scales;
+  const uint32_t* read = bounds;
+  const auto copy =
+      [&]<typename T>(void (*kernel)(AttentionParams, const uint32_t*, int, T*, float*)) {
+        T* data = executor.take<T>(count);
+        folded.value.data = data;
+        return launch(kernel, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256), 0,
+                      executor.stream, params, read, columns, data, scales);
+      };
+  return is_half ? copy(value_copy_kernel<Half>) : copy(value_copy_kernel<BFloat16>);
+}
+
+}  // namespace ikattn::cuda
