@@ -65,10 +65,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const auto tiles_of = [&](const QueryBlock& at) {
-    const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
-    return static_cast<int>((end + kKeys - 1) / kKeys);
-  };
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
@@ -86,7 +82,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           bk = at.bk;
           value_head = at.value_head;
           terms = tokens.terms + at.bk * padded_tokens(params.S);
-          return tiles_of(at);
+          return tiles_met<kKeys>(params, kCausal, at.i0);
         },
         [&](int tile, int stage, uint32_t barrier) {
           L::Tiles::copy(base + stage * L::Tiles::kStage, maps.keys, bk, batch, value_head, tile,
@@ -110,23 +106,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     load_left<F>(phi_q, base + L::kQueries);
     barriers.release_item(0);
     const QueryBlock at(params, kWarpgroupRows, index);
-    const int tiles = tiles_of(at), row0 = at.i0 + warp * 16 + g;
+    const int row0 = at.i0 + warp * 16 + g;
     float s[kKeys / 2];
     uint32_t weights[kKeys / 16][4];  // of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
     Roundings<false> roundings;
-    const auto begin_output = [&](int place) {
-      wgmma_fence();
-      begin_by_rows<T, kKeys, V>(output, weights,
-                                 base + place * L::Tiles::kStage + L::Tiles::kValues);
-      wgmma_commit();
-    };
-
-    int before = 0;  // the stage of the tile before
-    for (int tile = 0; tile < tiles; ++tile) {
-      barriers.wait(stage);
-      const uint32_t place = stage.index * L::Tiles::kStage;
+    const auto begin = [&](int index_of_stage) {
+      const uint32_t place = index_of_stage * L::Tiles::kStage;
       if ((state & kUnclean) != 0) {
         L::Tiles::clean(shared + place, barriers.meeting(), meeting);
         meeting ^= 1;
@@ -134,14 +121,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       wgmma_fence();
       begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
       wgmma_commit();
-      if (tile > 0) {
-        begin_output(before);
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
-      }
+    };
+    const auto begin_output = [&](int index_of_stage) {
+      const uint32_t place = base + index_of_stage * L::Tiles::kStage;
+      wgmma_fence();
+      begin_by_rows<T, kKeys, V>(output, weights, place + L::Tiles::kValues);
+      wgmma_commit();
+    };
+    const auto make = [&](int tile, int index_of_stage) {
       Shared<const float> terms =
-          shared_cast<float>(shared + (L::kTerms + stage.index * kKeys * 4));
+          shared_cast<float>(shared + (L::kTerms + index_of_stage * kKeys * 4));
       const int diagonal = row0 - tile * kKeys;
       if (kCausal && diagonal - g < kKeys - 1) {
         to_weights<T, true>(s, terms, diagonal, sums, roundings);
@@ -150,17 +139,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       } else if (is_passing(params, tile * int64_t{kKeys})) {
         to_weights<T, false>(s, terms, 0, sums, roundings);
       }
-      wgmma_wait<0>();
-      if (tile > 0) barriers.release(before);
-      pack_left<T, kKeys / 8>(s, weights);
-      before = stage.index;
-      stage.next();
-    }
-    if (tiles > 0) {
-      begin_output(before);
-      wgmma_wait<0>();
-      barriers.release(before);
-    }
+    };
+    pass_tiles(barriers, stage, tiles_met<kKeys>(params, kCausal, at.i0), begin, begin_output, make,
+               [&] { pack_left<T, kKeys / 8>(s, weights); });
 
     const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll

@@ -51,10 +51,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   using L = QueryLayout<T, F, V>;
   using Tiles = typename L::Tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const auto tiles_of = [&](const QueryBlock& at) {
-    const int64_t end = kCausal ? min(params.S, int64_t{at.i0} + kWarpgroupRows) : params.S;
-    return static_cast<int>((end + kStep - 1) / kStep);
-  };
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
@@ -76,7 +72,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           batch = at.b;
           bk = at.bk;
           value_head = at.value_head;
-          return tiles_of(at);
+          return tiles_met<kStep>(params, kCausal, at.i0);
         },
         [&](int tile, int stage, uint32_t barrier) {
           Tiles::copy(base + stage * Tiles::kStage, maps.keys, bk, batch, value_head, tile,
@@ -108,20 +104,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
     barriers.release_item(0);
     const QueryBlock at(params, kWarpgroupRows, index);
-    const int tiles = tiles_of(at), row0 = at.i0 + warp * 16 + g;
+    const int row0 = at.i0 + warp * 16 + g;
     float s[kStep / 2], x[kStep / 2];
     uint32_t products[kStep / 16][4];  // of the tile before
     float sums[F / kBoxColumns][32] = {};
-    const auto begin_sums = [&](int place) {
-      wgmma_fence();
-      begin_by_rows<Half, kStep, F>(sums, products, base + place * Tiles::kStage);
-      wgmma_commit();
-    };
-
-    int before = 0;  // the stage of the tile before
-    for (int tile = 0; tile < tiles; ++tile) {
-      barriers.wait(stage);
-      const uint32_t place = stage.index * Tiles::kStage;
+    const auto begin = [&](int index_of_stage) {
+      const uint32_t place = index_of_stage * Tiles::kStage;
       if ((state & kUnclean) != 0) {
         Tiles::clean(shared + place, barriers.meeting(), meeting);
         meeting ^= 1;
@@ -130,29 +118,22 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
       begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
       wgmma_commit();
-      if (tile > 0) {
-        begin_sums(before);
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
-      }
+    };
+    const auto begin_sums = [&](int index_of_stage) {
+      wgmma_fence();
+      begin_by_rows<Half, kStep, F>(sums, products, base + index_of_stage * Tiles::kStage);
+      wgmma_commit();
+    };
+    const auto make = [&](int tile, int) {
       const int diagonal = row0 - tile * kStep;
       if (kCausal && diagonal - g < kStep - 1) {
         to_products<true>(s, x, fit, fitting_delta, diagonal);
       } else if (is_passing(params, tile * int64_t{kStep})) {
         to_products<false>(s, x, fit, fitting_delta, 0);
       }
-      wgmma_wait<0>();
-      if (tile > 0) barriers.release(before);
-      pack_left<Half, kStep / 8>(s, products);
-      before = stage.index;
-      stage.next();
-    }
-    if (tiles > 0) {
-      begin_sums(before);
-      wgmma_wait<0>();
-      barriers.release(before);
-    }
+    };
+    pass_tiles(barriers, stage, tiles_met<kStep>(params, kCausal, at.i0), begin, begin_sums, make,
+               [&] { pack_left<Half, kStep / 8>(s, products); });
 
     const float units =
         gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);

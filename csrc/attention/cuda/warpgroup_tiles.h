@@ -192,6 +192,45 @@ __device__ __forceinline__ void copy_items(const TileBarriers<kItems>& barriers,
   barrier_arrive(barriers.item_full(place.index));
 }
 
+// What those who multiply do along the tiles of an item: begin(stage) begins the products that make
+// what a tile is about, make(tile, stage) turns it into factors, once they are over, and pack()
+// makes them A. Meanwhile the tensor cores are at the tile before: begin_sums(stage) begins to
+// multiply its factors with it.
+template <int kItems, typename Begin, typename BeginSums, typename Make, typename Pack>
+__device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers, TileStage& stage,
+                                           int tiles, const Begin& begin,
+                                           const BeginSums& begin_sums, const Make& make,
+                                           const Pack& pack) {
+  int before = 0;  // the stage of the tile before
+  for (int tile = 0; tile < tiles; ++tile) {
+    barriers.wait(stage);
+    begin(stage.index);
+    if (tile > 0) {
+      begin_sums(before);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    make(tile, stage.index);
+    wgmma_wait<0>();
+    if (tile > 0) barriers.release(before);
+    pack();
+    before = stage.index;
+    stage.next();
+  }
+  if (tiles == 0) return;
+  begin_sums(before);
+  wgmma_wait<0>();
+  barriers.release(before);
+}
+
+// The tiles of kKeys keys that an item's queries meet.
+template <int kKeys>
+__device__ __forceinline__ int tiles_met(const AttentionParams& params, bool causal, int i0) {
+  const int64_t end = causal ? min(params.S, int64_t{i0} + kWarpgroupRows) : params.S;
+  return static_cast<int>((end + kKeys - 1) / kKeys);
+}
+
 // True of a tile's first key, which the compiler does not see: in the same block of code it would
 // move what is done between two waits for products behind the second, where the tensor cores have
 // nothing to do.
