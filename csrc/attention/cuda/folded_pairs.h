@@ -149,26 +149,9 @@ __device__ __forceinline__ float rounding_of(uint32_t rounded, float low, float 
   const float2 two = unpack<T>(rounded);
   return (two.x - low) + (two.y - high);
 }
-// What it has added to those of a thread's two rows. kPacked: in one register, of which there are
-// no more; to be told from 0, and to repair a weight's 8 or 11 bits, 8 bits of it are enough.
-template <bool kPacked>
+// What it has added to those of a thread's two rows, in one register, of which there are no more;
+// to be told from 0, and to repair a weight's 8 or 11 bits, 8 bits of it are enough.
 class Roundings {
- public:
-  __device__ __forceinline__ float operator[](int half) const { return sums_[half]; }
-  __device__ __forceinline__ void add(float first, float second) {
-    sums_[0] += first;
-    sums_[1] += second;
-  }
-  __device__ __forceinline__ void multiply(const float (&scales)[2]) {
-    sums_[0] *= scales[0];
-    sums_[1] *= scales[1];
-  }
-
- private:
-  float sums_[2] = {};
-};
-template <>
-class Roundings<true> {
  public:
   __device__ __forceinline__ float operator[](int half) const {
     const float2 both = unpack<BFloat16>(both_);
@@ -202,7 +185,7 @@ struct KeyColumns {
 template <typename T, Pairs kPairs>
 struct ForwardRows {
   float sums[2] = {};
-  Roundings<kPairs != Pairs::kAny> roundings;  // where they count
+  Roundings roundings;  // where they count
   // General: of the logits, what the weights are relative to.
   float largest[2] = {minus_infinity<float>(), minus_infinity<float>()};
 

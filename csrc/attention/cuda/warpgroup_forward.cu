@@ -36,8 +36,7 @@ struct ForwardMaps {
 //   may see few keys
 template <typename T, bool kCrosses>
 __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
-                                           int diagonal, float (&sums)[2],
-                                           Roundings<false>& roundings) {
+                                           int diagonal, float (&sums)[2], Roundings& roundings) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     uint32_t weights[kKeys / 16][4];  // of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
-    Roundings<false> roundings;
+    Roundings roundings;
     const auto begin = [&](int index_of_stage) {
       const uint32_t place = index_of_stage * L::Tiles::kStage;
       if ((state & kUnclean) != 0) {
