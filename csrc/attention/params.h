@@ -39,7 +39,7 @@ struct AttentionParams {
   bool is_causal = false;
   bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
   bool allow_bfloat16 = false;  // on the CPU: value, dO and weights, to one bfloat16
-  LinearTime linear_time = LinearTime::kAuto;  // on the CPU
+  LinearTime linear_time = LinearTime::kAuto;
 
   uint32_t dropout_threshold = 0;                 // 0: no dropout
   uint64_t dropout_seed = 0, dropout_offset = 0;  // on the CPU

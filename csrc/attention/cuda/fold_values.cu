@@ -1,5 +1,5 @@
 // Values for the tensor cores: which keys are seen, how large what they hold is, and it in 16 bits.
-#include "attention/cuda/folded.h"
+#include "attention/cuda/linear_time.h"
 #include "attention/cuda/tiles.h"
 #include "attention/cuda/token_rows.h"
 
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   raise_by_warp(bounds + at.bh, counts ? norm : 0.0);
 }
 
-// The value in 16 bits, rows padded with zeros; of float32 multiplied with its scale. What is not
-// finite becomes zero, as does what only hidden keys hold.
+// The value in 16 bits, rows padded with zeros; of another type multiplied with its scale. What is
+// not finite becomes zero, as does what only hidden keys hold.
 //   copy [B, G, S, columns]
 template <typename T>
 __global__ void __launch_bounds__(256, 2)
@@ -111,6 +111,35 @@ __global__ void __launch_bounds__(256, 2)
   copy[index] = from_float<T>(fabsf(x) < 65504.0f || scales == nullptr ? x : 0.0f);
 }
 
+// A value in 16 bits, as the kernels read it.
+struct Copied {
+  Array& value;
+  int& columns;
+  const float*& scales;
+};
+
+// Copies the value to rows of T; multiplied with scales where it is of another type.
+template <typename T>
+const char* copy_values(const AttentionParams& params, const DeviceExecutor& executor,
+                        const uint32_t* bounds, const Copied& to) {
+  constexpr bool kIsHalf = std::is_same_v<T, Half>;
+  const ElementType type = kIsHalf ? ElementType::kFloat16 : ElementType::kBFloat16;
+  const int columns = static_cast<int>((params.d_v + 7) / 8 * 8);
+  const int64_t heads = params.B * params.G, count = heads * params.S * columns;
+  T* data = executor.take<T>(count);
+  float* scales = params.value.type == type ? nullptr : executor.take<float>(heads);
+  to.value.data = data;
+  to.value.type = type;
+  to.value.stride[0] = params.G * params.S * columns;
+  to.value.stride[1] = params.S * columns;
+  to.value.stride[2] = columns;
+  to.value.stride[3] = 1;
+  to.columns = columns;
+  to.scales = scales;
+  return launch(value_copy_kernel<T>, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256),
+                0, executor.stream, params, bounds, columns, data, scales);
+}
+
 }  // namespace
 
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
@@ -121,10 +150,11 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
 const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
   const bool is_scaled = params.value.type == ElementType::kFloat32;
+  const bool is_linear = !for_backward && goes_without_pairs(params);
   const int64_t key_heads = params.B * params.key_heads;
   uint32_t* bounds = executor.take<uint32_t>(key_heads);
   folded.value_bounds = bounds;
-  if (is_scaled || for_backward) {
+  if (is_scaled || for_backward || is_linear) {
     const float* high = logits.high;
     SeenKeys keys;
     if (const char* error = find_seen_keys(params, executor, keys)) return error;
@@ -135,29 +165,24 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
       return error;
     }
   }
+  const uint32_t* read = bounds;
+  const bool is_bfloat = params.value.type == ElementType::kBFloat16;
+  const Copied value{folded.value, folded.value_columns, folded.value_scales};
   folded.value = params.value;
   folded.value_columns = static_cast<int>(params.d_v);
-  if (lies_ready_for_tensor_cores(params)) return nullptr;
-  const int columns = static_cast<int>((params.d_v + 7) / 8 * 8);
-  const int64_t heads = params.B * params.G, count = heads * params.S * columns;
-  const bool is_half = params.value.type != ElementType::kBFloat16;
-  folded.value_columns = columns;
-  folded.value.type = is_half ? ElementType::kFloat16 : ElementType::kBFloat16;
-  folded.value.stride[0] = params.G * params.S * columns;
-  folded.value.stride[1] = params.S * columns;
-  folded.value.stride[2] = columns;
-  folded.value.stride[3] = 1;
-  float* scales = is_scaled ? executor.take<float>(heads) : nullptr;
-  folded.value_scales = scales;
-  const uint32_t* read = bounds;
-  const auto copy =
-      [&]<typename T>(void (*kernel)(AttentionParams, const uint32_t*, int, T*, float*)) {
-        T* data = executor.take<T>(count);
-        folded.value.data = data;
-        return launch(kernel, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256), 0,
-                      executor.stream, params, read, columns, data, scales);
-      };
-  return is_half ? copy(value_copy_kernel<Half>) : copy(value_copy_kernel<BFloat16>);
+  if (!lies_ready_for_tensor_cores(params)) {
+    if (const char* error = is_bfloat ? copy_values<BFloat16>(params, executor, read, value)
+                                      : copy_values<Half>(params, executor, read, value)) {
+      return error;
+    }
+  }
+  if (!is_linear) return nullptr;
+  const Copied half_value{folded.half_value, folded.half_value_columns, folded.half_value_scales};
+  if (is_bfloat) return copy_values<Half>(params, executor, read, half_value);
+  half_value.value = value.value;
+  half_value.columns = value.columns;
+  half_value.scales = value.scales;
+  return nullptr;
 }
 
 }  // namespace ikattn::cuda

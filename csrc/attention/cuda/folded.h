@@ -65,6 +65,12 @@ struct FoldedTokens {
   // [B, G]  a power of two that float32 was multiplied with, so that its largest are Half's
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
+  // Of calls that go without pairs (linear_time.h): the value as Half, and its scales as above.
+  Array half_value;
+  int half_value_columns;
+  const float* half_value_scales;
+  // [B, H, blocks of 128 queries]  which of them go by pairs all the same; nullptr: all
+  const uint32_t* by_pairs;
   unsigned* items_taken;         // [2]  of kernels whose blocks take items, 0 at first
   const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
   GeneralScales general;

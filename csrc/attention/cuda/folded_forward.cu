@@ -3,6 +3,7 @@
 // product with the value, in registers. The folded form has no maximum and no exponential; in the
 // general one neither depends on the scores.
 #include "attention/cuda/folded_forward.h"
+#include "attention/cuda/linear_time.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -14,6 +15,14 @@ struct Layout {
   static constexpr uint32_t kStage = kLows + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
+
+// Whether a block of queries is not computed without pairs.
+__device__ __forceinline__ bool goes_by_pairs(const AttentionParams& params,
+                                              const FoldedTokens& tokens, const QueryBlock& at) {
+  if (tokens.by_pairs == nullptr) return true;
+  const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
+  return tokens.by_pairs[at.bh * blocks + at.i0 / kLinearQueries] != 0;
+}
 
 // What a thread copies of every tile, and from where the next one comes.
 template <typename T, int F, int V, Pairs kPairs>
@@ -67,6 +76,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int i0 = at.i0;
   const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
+  if (kPairs == Pairs::kAll && !goes_by_pairs(params, tokens, at)) return;
 
   const TileRange tiles(params, at, kQueries, part, parts.count);
   TileCopy<T, F, V, kPairs> copy(params, tokens, at.b, at.h, at.bk, tiles.first);
@@ -247,17 +257,23 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            const FoldedTokens& tokens) {
   if (is_wide(params)) return wide_forward(params, executor, tokens);
+  FoldedTokens left = tokens;
+  const bool has_few_left = goes_without_pairs(params);
+  if (has_few_left) {
+    if (const char* error = linear_forward(params, executor, left)) return error;
+  }
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
-    const Parts parts = take_parts(params, executor, blocks);
+    const Parts parts = has_few_left ? Parts() : take_parts(params, executor, blocks);
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && parts.count == 1 && goes_to_warpgroups(params)) {
+      if (kPairs != Pairs::kGeneral && parts.count == 1 && !has_few_left &&
+          goes_to_warpgroups(params)) {
         return warpgroup_forward(params, executor, tokens);
       }
       return launch(folded_forward_kernel<T, F, V, kPairs>,
                     dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
-                    Layout<F, V, kPairs>::kBytes, executor.stream, params, tokens, parts);
+                    Layout<F, V, kPairs>::kBytes, executor.stream, params, left, parts);
     });
     return error != nullptr ? error : combine_parts(params, executor.stream, tokens, parts);
   });

@@ -2,6 +2,7 @@
 #include "attention/glue.h"
 
 #include "attention/cuda/kernels.h"
+#include "attention/linear_time_setting.h"
 #include "support/cuda/glue.h"
 
 namespace ikattn {
@@ -41,6 +42,7 @@ struct Cuda {
     cuda::Call call(function, query);
     Params with_context = params;
     with_context.allow_tf32 = torch_allows_tf32();
+    with_context.linear_time = linear_time_setting();
     call.check(kernels[compute_index(query)](with_context, executor_of(call)));
   }
 };

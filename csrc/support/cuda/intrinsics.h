@@ -126,6 +126,13 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return packed;
 }
 
+// Two products of Half, each rounded to nearest.
+__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+  return product;
+}
+
 // Two units in the last place; results below the normal range are zero.
 __device__ __forceinline__ float fast_exp2(float x) {
   float result;

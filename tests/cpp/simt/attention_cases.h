@@ -41,6 +41,7 @@ struct Case {
   Masking masking = Masking::kNone;
   double p = 2, eps = 1e-5, dropout = 0;
   double magnitude = 1;  // the magnitude scale, times its default
+  LinearTime linear_time = LinearTime::kAuto;
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
   ElementType type = ElementType::kFloat32;
 
@@ -105,12 +106,19 @@ class Call {
     params.magnitude_scale = 0.5 * c.magnitude / std::sqrt(static_cast<double>(c.d));
     params.is_causal = c.causal;
     params.allow_tf32 = c.tf32;
+    params.linear_time = c.linear_time;
     if (c.dropout > 0) {
       params.dropout_threshold = dropout_threshold(c.dropout);
       params.dropout_state = state_;
       params.dropout_seed = static_cast<uint64_t>(state_[0]);
       params.dropout_offset = static_cast<uint64_t>(state_[1]);
     }
+  }
+
+  // The same arguments, by pairs or without.
+  Call& by(LinearTime setting) {
+    case_.linear_time = setting;
+    return *this;
   }
 
   Memory memory;

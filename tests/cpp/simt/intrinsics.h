@@ -93,6 +93,12 @@ inline uint32_t pack_bf16x2(float low, float high) {
   return to_bfloat16(low).bits | uint32_t{to_bfloat16(high).bits} << 16;
 }
 
+// The product of two numbers of Half is one of float.
+inline uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
+  const auto half = [](uint32_t bits) { return to_float(Half{static_cast<uint16_t>(bits)}); };
+  return pack_f16x2(half(x) * half(y), half(x >> 16) * half(y >> 16));
+}
+
 namespace simt {
 inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 }  // namespace simt

@@ -1,0 +1,228 @@
+// Calls that go without pairs, in the interpreter, against the CPU kernels in float64: as far off
+// as pairs may be, and by pairs where they would be further.
+#include <cmath>
+
+#include "attention/cuda/linear_time.h"
+#include "simt/half_cases.h"
+
+namespace ikattn {
+namespace {
+
+Case linear(Case c) {
+  c.linear_time = LinearTime::kAlways;
+  return c;
+}
+
+const Case kLinearCases[] = {
+    one_head({.name = "two_chunks", .L = 20, .S = 70, .d_v = 8}),
+    {.name = "four_chunks", .L = 20, .S = 130, .d_v = 64, .M = 20},
+    one_head({.name = "six_chunks", .L = 70, .S = 130, .d_v = 20, .M = 33}),
+    one_head({.name = "eight_chunks", .L = 20, .S = 129, .d = 8, .d_v = 16, .M = 64}),
+    one_head({.name = "two_slices", .L = 20, .S = 128, .d = 8, .d_v = 100, .M = 9}),
+    one_head({.name = "blocks_of_queries", .L = 300, .S = 70, .d_v = 8}),
+    {.name = "grouped", .H = 4, .G = 2, .L = 20, .S = 127, .d_v = 8, .bias = true},
+    {.name = "grouped_own_frequencies",
+     .H = 4,
+     .G = 2,
+     .L = 20,
+     .S = 130,
+     .d_v = 12,
+     .frequency_heads = 4,
+     .bias = true},
+    {.name = "stationary", .L = 20, .S = 70, .d_v = 8, .stationary = true},
+    {.name = "no_magnitude", .L = 20, .S = 70, .d_v = 8, .p = 0},
+    {.name = "larger_eps", .L = 20, .S = 70, .d_v = 8, .eps = 1e-1},
+    {.name = "no_eps", .L = 20, .S = 70, .d_v = 8, .M = 8, .eps = 0},
+    {.name = "uneven_magnitudes", .L = 20, .S = 500, .d_v = 8, .magnitude = 2},
+};
+
+class LinearAttentionOnDevice : public ::testing::TestWithParam<Case> {};
+
+int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns) {
+  int64_t count = 0;
+  for (int64_t row = 0; row < one.count / columns; ++row) {
+    bool differs = false;
+    for (int64_t i = row * columns; i < (row + 1) * columns; ++i) {
+      differs = differs || read(one.array, i) != read(other.array, i);
+    }
+    count += differs;
+  }
+  return count;
+}
+
+TEST_P(LinearAttentionOnDevice, ErrsByTheRoundingsOfPairs) {
+  for (const ElementType type : kTypes) {
+    const Case c = linear(of_type(GetParam(), type));
+    Call call(c);
+    const int before = simt::launches_of("entry_kernel");
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    EXPECT_EQ(simt::launches_of("entry_kernel"), before + 1);
+    const Bounds bounds = bounds_of(call, c, truth, roundoff_of(type));
+    expect_within(got.output, truth.output, bounds.output, "output");
+    expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
+                  "log_normalizer");
+    compare_gradients(got, truth, c, (c.tf32 ? 8 : 6) * roundoff_of(type));
+    // Not what pairs give: rows do go without. In 11 bits the blocks of some cases all have a query
+    // that does not, for scores of three frequencies with few keys.
+    if (type != ElementType::kBFloat16) continue;
+    const Results others = device_results(call.by(LinearTime::kNever), c);
+    EXPECT_GT(rows_that_differ(got.log_normalizer, others.log_normalizer, 1), c.B * c.H * c.L / 4);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Simt, LinearAttentionOnDevice, ::testing::ValuesIn(kLinearCases),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(LinearAttentionOnDevice, SharesOfKeysAreAddedInEveryOrder) {
+  simt::set_multiprocessors(6);
+  Case c = one_head({.name = "shares", .L = 20, .S = 2100, .d_v = 8});
+  Call call(c = linear(of_type(c, ElementType::kBFloat16)));
+  const Results truth = truth_of(call, c), got = device_results(call, c);
+  const Bounds bounds = bounds_of(call, c, truth, roundoff_of(c.type));
+  expect_within(got.output, truth.output, bounds.output, "output");
+  expect_the_same_in_every_order(call, c);
+  simt::set_multiprocessors(1);
+}
+
+double largest_difference(const Tensor& one, const Tensor& other) {
+  double largest = 0;
+  for (int64_t i = 0; i < one.count; ++i) {
+    largest = std::fmax(largest, std::fabs(read(one.array, i) - read(other.array, i)));
+  }
+  return largest;
+}
+
+// A mean far from zero: what is left of it must keep its digits.
+TEST(LinearAttentionOnDevice, ValuesFarFromZero) {
+  for (const ElementType type : kTypes) {
+    Case c = linear(of_type(one_head({.name = "mean", .L = 20, .S = 130, .d_v = 8}), type));
+    Call call(c);
+    for (int64_t i = 0; i < call.value.count; ++i) {
+      write(call.value.array, i, 20 + read(call.value.array, i));
+    }
+    if (c.tf32) round_to_11_bits(call.value);
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    const Results by_pairs = device_results(call.by(LinearTime::kNever), c);
+    EXPECT_LE(largest_difference(got.output, truth.output),
+              1.1 * largest_difference(by_pairs.output, truth.output));
+  }
+}
+
+// Values of any size, and some of them far smaller than the others.
+TEST(LinearAttentionOnDevice, ValuesOfAnySize) {
+  for (const auto& [type, size] : {std::pair{ElementType::kBFloat16, 1e30},
+                                   {ElementType::kBFloat16, 1e-30},
+                                   {ElementType::kFloat16, 2e4},
+                                   {ElementType::kFloat16, 1e-3},
+                                   {ElementType::kFloat32, 1e30},
+                                   {ElementType::kFloat32, 1e-30}}) {
+    Case c = linear(of_type(one_head({.name = "size", .L = 20, .S = 130, .d_v = 8}), type));
+    Call call(c);
+    for (int64_t i = 0; i < call.value.count; ++i) {
+      write(call.value.array, i, size * read(call.value.array, i));
+    }
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    expect_close(got.output, truth.output, 6 * roundoff_of(type), "output", size * 1e-3);
+  }
+}
+
+// Rows [first, end) of two results, all heads: whether all bits are the same.
+void expect_same_rows(const Case& c, const Results& got, const Results& expected, int64_t first,
+                      int64_t end) {
+  for (int64_t row = first; row < end; ++row) {
+    EXPECT_EQ(read(got.log_normalizer.array, row), read(expected.log_normalizer.array, row)) << row;
+    for (int64_t i = row * c.d_v; i < (row + 1) * c.d_v; ++i) {
+      EXPECT_EQ(read(got.output.array, i), read(expected.output.array, i)) << row;
+    }
+  }
+}
+
+// Keys of one direction, and a query to which they are nearly orthogonal: of its sum of weights
+// moments would leave nothing. Its block goes by pairs, the others do not.
+TEST(LinearAttentionOnDevice, QueriesOfSmallScoresGoByPairs) {
+  for (const ElementType type : kTypes) {
+    Case c = one_head({.name = "small", .L = 300, .S = 130, .d = 1, .d_v = 8, .M = 1});
+    c.stationary = true;
+    c = of_type(c, type);
+    Call call(c);
+    write(call.w1.array, 0, 1);
+    for (int64_t j = 0; j < c.S; ++j) write(call.key.array, j, j % 2 == 0 ? 0.25 : 0.2500001);
+    for (int64_t i = 0; i < c.L; ++i) {
+      write(call.query.array, i, i == 140 ? 0.01 : 0.2 + 1e-4 * static_cast<double>(i));
+    }
+    const Results pairs = device_results(call, c), truth = truth_of(call, c);
+    const Results got = device_results(call.by(LinearTime::kAlways), c);
+    expect_same_rows(c, got, pairs, 128, 256);
+    EXPECT_GT(rows_that_differ(got.log_normalizer, pairs.log_normalizer, 1), 0);
+    expect_close(got.output, truth.output, 6 * roundoff_of(type), "output");
+  }
+}
+
+// Few keys with weight: rows may be those of one, and are so bit by bit.
+TEST(LinearAttentionOnDevice, HeadsOfFewKeysGoByPairs) {
+  for (const ElementType type : kTypes) {
+    Case c = of_type(one_head({.name = "few", .L = 20, .S = 130, .d_v = 8, .bias = true}), type);
+    Call call(c);
+    for (int64_t j = 0; j < c.S; ++j) write(call.bias.array, j, j == 77 ? 0 : -INFINITY);
+    const Results pairs = device_results(call, c);
+    const Results got = device_results(call.by(LinearTime::kAlways), c);
+    expect_same_rows(c, got, pairs, 0, c.L);
+  }
+}
+
+// What is not finite spoils what sees it, and only that; what is hidden may be anything.
+TEST(LinearAttentionOnDevice, NanStaysWhereItIsSeen) {
+  for (const ElementType type : kTypes) {
+    Case c = of_type(one_head({.name = "nan", .L = 20, .S = 130, .d_v = 8, .bias = true}), type);
+    c = linear(c);
+    for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value}) {
+      Call call(c);
+      const Tensor& tensor = call.*spoiled;
+      write(tensor.array, tensor.count - 1, NAN);
+      const Results got = device_results(call, c), truth = truth_of(call, c);
+      expect_close(got.output, truth.output, 6 * roundoff_of(type), "output");
+    }
+    Call clean(c), call(c);
+    for (const double garbage : {60000.0, static_cast<double>(NAN)}) {
+      for (const int64_t j : {int64_t{3}, int64_t{40}}) {
+        write(clean.bias.array, j, -INFINITY);
+        write(call.bias.array, j, -INFINITY);
+        write(call.key.array, j * c.d, garbage);
+        write(call.value.array, j * c.d_v, garbage);
+      }
+      const Results got = device_results(call, c), expected = truth_of(clean, c);
+      expect_close(got.output, expected.output, 6 * roundoff_of(type), "output");
+    }
+  }
+}
+
+// Which calls take it by themselves: long ones of few frequencies, without masks.
+TEST(LinearAttentionOnDevice, ChoosesByCounting) {
+  AttentionParams params;
+  params.B = 2;
+  params.H = params.G = params.key_heads = 4;
+  params.d = params.d_v = 64;
+  const auto goes = [&](int64_t L, int64_t S, int64_t M) {
+    params.L = L;
+    params.S = S;
+    params.M = M;
+    return cuda::goes_without_pairs(params);
+  };
+  for (const auto& [M, length] : {std::pair{16, 1000}, {32, 3400}, {64, 8000}}) {
+    EXPECT_FALSE(goes(length - 100, length - 100, M)) << M;
+    EXPECT_TRUE(goes(length + 100, length + 100, M)) << M;
+    EXPECT_FALSE(goes(1, 100 * length, M)) << M;
+  }
+  EXPECT_FALSE(goes(100000, 100000, 65));
+  params.is_causal = true;
+  EXPECT_FALSE(goes(100000, 100000, 16));
+  params.is_causal = false;
+  params.dropout_threshold = 1;
+  EXPECT_FALSE(goes(100000, 100000, 16));
+  params.dropout_threshold = 0;
+  params.linear_time = LinearTime::kNever;
+  EXPECT_FALSE(goes(100000, 100000, 16));
+}
+
+}  // namespace
+}  // namespace ikattn
