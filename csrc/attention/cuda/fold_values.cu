@@ -150,7 +150,7 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
 const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
   const bool is_scaled = params.value.type == ElementType::kFloat32;
-  const bool is_linear = !for_backward && goes_without_pairs(params);
+  const bool is_linear = goes_without_pairs(params, for_backward);
   const int64_t key_heads = params.B * params.key_heads;
   uint32_t* bounds = executor.take<uint32_t>(key_heads);
   folded.value_bounds = bounds;

@@ -71,8 +71,9 @@ struct FoldedTokens {
   const float* half_value_scales;
   // [B, H, blocks of 128 queries]  which of them go by pairs all the same; nullptr: all
   const uint32_t* by_pairs;
-  unsigned* items_taken;         // [2]  of kernels whose blocks take items, 0 at first
-  const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  const uint32_t* heads_by_pairs;  // [B, key_heads]  of the backward, likewise
+  unsigned* items_taken;           // [2]  of kernels whose blocks take items, 0 at first
+  const uint32_t* value_bounds;    // [B, key_heads]  bits of max |V_j| of keys that are not hidden
   GeneralScales general;
   float root_scale;  // sqrt(K)
   float log_scale;   // log K

@@ -3,6 +3,7 @@
 // blocks run.
 #include "attention/cuda/folded_backward.h"
 #include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/linear_time.h"
 #include "attention/cuda/token_rows.h"
 
 namespace ikattn::cuda {
@@ -101,6 +102,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     fit = fit_of(2 * static_cast<float>(size) * value_bound * by_query);
   }
   raise_by_warp(rows.row_bound + bk, bound);
+  if (rows.weighted_bound != nullptr) {
+    raise_by_warp(rows.weighted_bound + bk, size * static_cast<double>(normalizer));
+  }
   if (at.lane != 0) return;
   rows.normalizer[index] = normalizer;
   rows.low[index] = low;
@@ -126,6 +130,11 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
     rows.gradient_bound = executor.take<uint32_t>(key_heads);
   }
   if (const char* error = clear_bounds(rows.row_bound, key_heads, stream)) return error;
+  const bool is_linear = goes_without_pairs(params, true);
+  if (is_linear) {
+    rows.weighted_bound = executor.take<uint32_t>(key_heads);
+    if (const char* error = clear_bounds(rows.weighted_bound, key_heads, stream)) return error;
+  }
   if (rows.gradient_bound != nullptr) {
     if (const char* error = clear_bounds(rows.gradient_bound, key_heads, stream)) return error;
     if (const char* error = launch(gradient_bound_kernel, row_blocks(heads, params.L),
@@ -138,13 +147,17 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
     return launch(folded_row_kernel<T>, row_blocks(heads, padded_tokens(params.L)),
                   dim3(kRowThreads), 0, stream, params, tokens, rows);
   });
+  FoldedTokens left = tokens;
+  if (error == nullptr && is_linear) {
+    error = linear_backward(params, executor, left, rows, high, gradients);
+  }
   if (error == nullptr && wants_queries(params)) {
     const auto of_queries = is_wide(params) ? wide_query_gradients : folded_query_gradients;
-    error = of_queries(params, stream, tokens, rows, gradients.phi_q);
+    error = of_queries(params, stream, left, rows, gradients.phi_q);
   }
   if (error == nullptr && wants_keys(params)) {
     const auto of_keys = is_wide(params) ? wide_key_gradients : folded_key_gradients;
-    error = of_keys(params, stream, tokens, rows, high, gradients);
+    error = of_keys(params, stream, left, rows, high, gradients);
   }
   return error;
 }

@@ -27,6 +27,8 @@ struct FoldedRows {
   // [B, key_heads]  bits of max |dO_i|, where grad_output is multiplied with a power of two that
   // follows from it, as float32 is; nullptr: it is not
   uint32_t* gradient_bound;
+  // [B, key_heads]  bits of max |dO_i| / Z', of calls that go without pairs; else nullptr
+  uint32_t* weighted_bound;
   uint32_t* row_bound;  // [B, key_heads]  bits of max |dO_i| min(1 / (2 sqrt(eps)), sqrt(K / Z'))
 };
 

@@ -258,17 +258,16 @@ const char* folded_forward(const AttentionParams& params, const DeviceExecutor& 
                            const FoldedTokens& tokens) {
   if (is_wide(params)) return wide_forward(params, executor, tokens);
   FoldedTokens left = tokens;
-  const bool has_few_left = goes_without_pairs(params);
-  if (has_few_left) {
+  if (goes_without_pairs(params, false)) {
     if (const char* error = linear_forward(params, executor, left)) return error;
   }
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
-    const Parts parts = has_few_left ? Parts() : take_parts(params, executor, blocks);
+    const bool has_all = left.by_pairs == nullptr;
+    const Parts parts = has_all ? take_parts(params, executor, blocks) : Parts();
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && parts.count == 1 && !has_few_left &&
-          goes_to_warpgroups(params)) {
+      if (kPairs != Pairs::kGeneral && parts.count == 1 && has_all && goes_to_warpgroups(params)) {
         return warpgroup_forward(params, executor, tokens);
       }
       return launch(folded_forward_kernel<T, F, V, kPairs>,

@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0, b = at.b, key_head = at.key_head, group = at.group;
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+  if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
   const int64_t padded = padded_tokens(params.L);
   const int first_tile = at.first_tile, tiles = at.tiles, steps = at.steps;
@@ -178,7 +179,8 @@ const char* folded_key_gradients(const AttentionBackwardParams& params, Stream s
                                  const float* logits, const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params)) {
+      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params) &&
+          tokens.heads_by_pairs == nullptr) {
         return warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
       }
       const auto blocks =

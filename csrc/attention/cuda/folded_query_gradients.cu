@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t bh = at.bh, i0 = at.i0, b = at.b, h = at.h, bk = at.bk;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
+  if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
@@ -143,7 +144,8 @@ const char* folded_query_gradients(const AttentionBackwardParams& params, Stream
                                    const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params)) {
+      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params) &&
+          tokens.heads_by_pairs == nullptr) {
         return warpgroup_query_gradients(params, stream, tokens, rows, grad_phi_q);
       }
       using L = QueryLayout<F, V, kPairs>;

@@ -273,6 +273,11 @@ __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
   return ((state & kGeneral) != 0) != (kPairs == Pairs::kGeneral);
 }
 
+// Whether linear_backward has the gradients of a key head.
+__device__ __forceinline__ bool is_without_pairs(const FoldedTokens& tokens, int64_t bk) {
+  return tokens.heads_by_pairs != nullptr && tokens.heads_by_pairs[bk] == 0;
+}
+
 // Tiles of 16 rows per warp: as many as the registers hold.
 template <int V>
 constexpr int kRowTilesFor = V <= 64 ? 2 : 1;

@@ -24,6 +24,9 @@ constexpr int kChunk = 16;           // features
 constexpr int kPairEntries = 256;    // of two chunks
 constexpr int kMomentColumns = 64;   // of the value, in a row of moments
 constexpr int kLinearQueries = 128;  // that are computed by pairs together
+constexpr int kEntryThreads = 256;   // of kernels whose warps have 32 tokens each
+constexpr int kEntryWarps = kEntryThreads / 32;
+constexpr int kEntryTokens = kEntryWarps * 32;
 
 // Where the features of a token lie: cosines, then sines, from half of a row on.
 struct FeatureChunks {
@@ -46,43 +49,115 @@ inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
 
-// Whether a call goes without pairs, but for blocks of queries that it would not be exact for. By
+// Whether a pass goes without pairs, but for queries, or heads, that it would not be exact for. By
 // counting multiply-adds, of which pairs get more done in a time; not measured.
-inline bool goes_without_pairs(const AttentionParams& params) {
+inline bool goes_without_pairs(const AttentionParams& params, bool backward) {
   constexpr double kRateOfPairs = 1.3;
   const bool can = every_row_sees_all(params) && params.dropout_threshold == 0 && !is_wide(params);
   if (!can || params.L < 8 || params.S < 8) return false;
+  const int slices = moment_slices(params);
+  if (backward && slices > 1) return false;
   if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
-  const double columns = static_cast<double>(moment_slices(params) * kMomentColumns);
-  const double entries = FeatureChunks(params).pairs() * double{kPairEntries} * columns;
-  const double pair = static_cast<double>(padded_columns(2 * params.M)) + columns;
+  const FeatureChunks chunks(params);
+  const double columns = static_cast<double>(slices * kMomentColumns);
+  const double entries = chunks.pairs() * double{kPairEntries} * columns;
+  const double squares = double{kPairEntries} * chunks.count * chunks.count * columns;
+  const double F = static_cast<double>(padded_columns(2 * params.M));
   const double heads = static_cast<double>(params.H) / static_cast<double>(params.key_heads);
   const double queries = heads * static_cast<double>(params.L);
   const double keys = static_cast<double>(params.S);
-  return kRateOfPairs * (queries + keys) * entries < queries * keys * pair;
+  const double sums = backward ? keys * (2 * entries + squares) + queries * (entries + squares)
+                               : (queries + keys) * entries;
+  const double pairs = queries * keys * (backward ? 4 * F + 3 * columns : F + columns);
+  return kRateOfPairs * sums < pairs;
 }
 
-// What queries need to know of a key head.
+// What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
+// with 8 bits, err as moments do where a quarter of that is left.
+inline float share_of_mean(const AttentionParams& params) {
+  return params.value.type == ElementType::kBFloat16 ? 0.0625f : 0.25f;
+}
+
+// A number of Half, twice.
+inline uint32_t twice_half(float x) {
+  const uint32_t bits = to_half(x).bits;
+  return bits | bits << 16;
+}
+
+// Tokens that are added up: keys with their values, or queries with their gradients.
+struct LinearTokens {
+  const Half* phi;   // [B, heads, N, padded F]
+  int64_t N, heads;  // of a batch
+  int group;         // heads that are added up together: query heads that share keys
+  Array rows;        // [B, row_heads, N, row_columns]  Half, rows aligned to 16 bytes
+  int64_t row_heads;
+  int row_columns;     // a multiple of 8
+  const float* terms;  // [B, heads, padded N]
+  bool has_means;      // rows count by their terms; otherwise all alike
+  // [B, heads, padded N]  what a token counts in the Gram matrix, times gram_scales [B, key_heads];
+  // nullptr: 1
+  const Half* gram_weights;
+  const float* gram_scales;
+  // [B, scale_heads]  of rows; nullptr: 1
+  const float* row_scales;
+  int64_t scale_heads;
+  // [B, key_heads]  bits of the largest |row|, before scales; nullptr: 2^15, after them
+  const uint32_t* row_bounds;
+  // [B, key_heads]  heads with one of these bits are left out
+  const uint32_t* states;
+  uint32_t left_out;
+  float entry_scale;  // of products of two features, which makes the largest 2^15
+};
+
+// Of a key head, about its sums; see LinearSums.
 struct LinearHead {
-  float eps_terms;    // sum_j K eps e_j
-  float squares;      // sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear_time.h)
+  float terms;        // their sum
+  float squares;      // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear_time.h)
   float gram_unit;    // of the numbers that stand for gram
-  float moment_unit;  // of moments, over the scale of the value
-  float moment_fit;   // what these were multiplied with
-  float value_unit;   // 1 / the scale of the value
+  float moment_fit;   // what moments were multiplied with, beside the scales of entries and rows
+  float moment_unit;  // of moments, in the units of scaled rows
+  float row_unit;     // of scaled rows, and of centers
 };
 
-struct LinearKeys {
-  Half* moments;      // [B, key_heads, slices, pairs, 256, 64]
+struct LinearSums {
+  Half* moments;      // [B, key_heads, slices, pairs, 256, 64]; nullptr: not wanted
+  Half* squares;      // [B, key_heads, 16 count, 16 count, 64]  of all a and b; nullptr likewise
   Half* gram;         // [B, key_heads, 2, columns, columns]  two numbers for each
-  float* centers;     // [B, key_heads, slices * 64]  m, of the value as Half
+  float* centers;     // [B, key_heads, slices * 64]  m; where there are no means, the sum of rows
   LinearHead* heads;  // [B, key_heads]
-  // Products of two features of a key are multiplied with this, which makes the largest 2^15.
-  float entry_scale;
 };
 
-const char* linear_keys(const AttentionParams& params, const DeviceExecutor& executor,
-                        const FoldedTokens& tokens, LinearKeys& keys);
+// Sums over keys; the center is taken from their moments.
+const char* sum_keys(const AttentionParams& params, const DeviceExecutor& executor,
+                     const FoldedTokens& tokens, bool wants_moments, bool wants_squares,
+                     LinearTokens& keys, LinearSums& sums);
+
+// Sums over queries. In place of gram: gram + sum over columns of m moment, for the keys' m.
+const char* sum_queries(const AttentionParams& params, const DeviceExecutor& executor,
+                        const LinearTokens& queries, const LinearSums& of_keys, bool wants_moments,
+                        LinearSums& sums);
+
+// Entries of tokens times moments: of queries the output, of keys the gradients of values.
+struct EntryProducts {
+  LinearTokens tokens;  // whose entries
+  LinearSums sums;      // whose moments
+  Array output;         // [B, heads, N, d_v]
+  // [B, heads, N]  of the output, which is center + product / weight; nullptr: of gradients, which
+  // are center * term + product, over those of `units`, [B, key_heads]
+  const float* weights;
+  const float* units;
+  const uint32_t* by_pairs;  // FoldedTokens::by_pairs, of the output
+};
+const char* entry_products(const AttentionParams& params, const EntryProducts& products,
+                           Stream stream);
+
+struct FoldedRows;
+
+// The backward of heads that can do without pairs. Sets tokens.heads_by_pairs, and leaves the
+// others to the kernels of pairs.
+const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                            FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
+                            const FoldedGradients& gradients);
 
 // The forward. Sets tokens.by_pairs, and leaves these blocks to the kernels of pairs.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
@@ -92,9 +167,34 @@ namespace {
 
 // Whether all queries of a head are computed by pairs: with few keys a row may be a single one's,
 // bit by bit; and what is not finite spoils only its own row there.
-__device__ __forceinline__ bool leaves_to_pairs(uint32_t state) {
-  return (state & (kGeneral | kUnclean | kFew)) != 0;
+constexpr uint32_t kLeftToPairs = kGeneral | kUnclean | kFew;
+
+__device__ __forceinline__ bool leaves_out(const LinearTokens& tokens, int64_t bk) {
+  return (tokens.states[bk] & tokens.left_out) != 0;
 }
+__device__ __forceinline__ float row_scale_of(const AttentionParams& params,
+                                              const LinearTokens& tokens, int64_t bk) {
+  if (tokens.row_scales == nullptr) return 1;
+  const int64_t b = bk / params.key_heads, head = bk % params.key_heads;
+  return tokens.row_scales[b * tokens.scale_heads + head * tokens.scale_heads / params.key_heads];
+}
+// The rows of a head of all batches'.
+__device__ __forceinline__ const Half* rows_of(const LinearTokens& tokens, int64_t bh) {
+  const int64_t b = bh / tokens.heads, h = bh % tokens.heads;
+  return static_cast<const Half*>(tokens.rows.data) + b * tokens.rows.stride[0] +
+         h * tokens.row_heads / tokens.heads * tokens.rows.stride[1];
+}
+
+// The tokens of one of the blocks that own kEntryTokens tokens of a head each.
+struct EntryBlock {
+  int bh, first;  // head of all batches', token
+
+  __device__ __forceinline__ EntryBlock(const LinearTokens& tokens, unsigned index) {
+    const int blocks = static_cast<int>((tokens.N + kEntryTokens - 1) / kEntryTokens);
+    bh = static_cast<int>(index) / blocks;
+    first = static_cast<int>(index) % blocks * kEntryTokens;
+  }
+};
 
 // The chunks of a pair.
 struct ChunkPair {
