@@ -34,6 +34,7 @@ from torch import Tensor
 
 import ikattn
 
+WITHOUT_PAIRS = ("moment_kernel", "entry_kernel", "feature_gradient_kernel")
 PAUSE = 0.002  # seconds, in which a call can be queued
 LEAST = 2.0  # milliseconds between two events
 
@@ -158,7 +159,11 @@ def product_rate(options: argparse.Namespace) -> float:
 
 
 def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
-    """The GPU's kernels of one call; ``flops``: of those whose names contain the words."""
+    """The GPU's kernels of one call; ``flops``: of those whose names contain the words.
+
+    Where a call goes without pairs, the kernels of pairs are launched for what is left to them,
+    which may be nothing, and have no rate.
+    """
     call()
     torch.cuda.synchronize()
     times = 3
@@ -174,6 +179,8 @@ def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
     kernels = [x for x in profile.key_averages() if x.self_device_time_total > 0]
     kernels.sort(key=lambda x: -x.self_device_time_total)
     total = sum(x.self_device_time_total for x in kernels) / times
+    if any("moment_kernel" in kernel.key for kernel in kernels):
+        flops = {words: count for words, count in flops.items() if words in WITHOUT_PAIRS}
     for kernel in kernels[:12]:
         each = kernel.self_device_time_total / times
         name = kernel.key.replace("(anonymous namespace)::", "").replace("ikattn::cuda::", "")
@@ -186,6 +193,23 @@ def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
             line += f"  {reached / 1e12:.0f} TFLOP/s, {reached / rate:.2f} of the product's"
         print(line)
     print(f"    {total:10.1f} us  all kernels\n")
+
+
+def flops_without_pairs(tensors: list[Tensor], backward: bool) -> dict[str, float]:
+    """Of the kernels of ``csrc/attention/cuda/linear_time.h``, padded to whole chunks."""
+    q, k, v, w1, _ = tensors
+    chunks, columns = 2 * math.ceil(w1.shape[-1] / 16), 64 * math.ceil(v.shape[-1] / 64)
+    entries, squares = 128 * chunks * (chunks + 1) * columns, 256 * chunks**2 * columns
+    queries, keys = q.shape[:3].numel(), k.shape[:3].numel()
+    if not backward:
+        return {"moment_kernel": 2 * keys * entries, "entry_kernel": 2 * queries * entries}
+    # In bfloat16 those of queries are a kernel of their own, and the first of the two is told.
+    sides = max(queries, keys) if q.dtype == torch.bfloat16 else queries + keys
+    return {
+        "moment_kernel": 2 * (queries + keys) * entries,
+        "entry_kernel": 2 * keys * entries,
+        "feature_gradient_kernel": 2 * sides * squares,
+    }
 
 
 def inputs(options: argparse.Namespace, batch: int, queries: int, keys: int) -> list[Tensor]:
@@ -223,6 +247,7 @@ def compare_both(
         features, columns = 2 * w1.shape[-1], v.shape[-1]
         if options.device == "cuda":
             flops = {"forward_kernel": pairs * 2 * (features + columns)}
+            flops |= flops_without_pairs(tensors, backward=False)
             show_kernels(rivals["ikattn"], flops, options.rate)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     backward: dict[str, Prepare] = {}
@@ -233,7 +258,7 @@ def compare_both(
         of_backward = {
             "query_kernel": pairs * 2 * (2 * features + columns),
             "key_kernel": pairs * 2 * (2 * features + 2 * columns),
-        }
+        } | flops_without_pairs(tensors, backward=True)
         show_kernels(backward["ikattn"](), of_backward, options.rate)
 
 

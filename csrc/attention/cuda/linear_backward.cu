@@ -91,7 +91,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   square = sum_of_lanes<kTokenLanes>(square);
   if (at.lane != 0) return;
   const float mean = share_of_mean * head.squares / static_cast<float>(2 * params.M);
-  const bool keeps_digits = normalizer > 0 && 1 / normalizer - head.terms >= mean * square;
+  // A row that is not finite spoils what it is added to here, too.
+  const bool keeps_digits =
+      normalizer != normalizer || (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
   if (there && !keeps_digits) atomicOr(to.by_pairs + bk, 1u);
   const float bound = __uint_as_float(tokens.value_bounds[bk]) / head.row_unit;
   const float gram_scale = fitting_power(2.002f * weighted * bound);
@@ -354,7 +356,8 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
       const int chunk = (column - half * (chunks.width / 2)) / kChunk;
       uint2 four = make_uint2(0, 0);
       if (chunk < chunks.of_cosines && !is_zero) {
-        const float ratio = fit / fits[own_row * kMostChunks + half * chunks.of_cosines + chunk];
+        float ratio = fit / fits[own_row * kMostChunks + half * chunks.of_cosines + chunk];
+        if (scale != scale) ratio = scale;  // a poisoned row is NaN, not 0
         four = load_vector<uint2>(gradients + column);
         const float2 low = unpack<Half>(four.x), high = unpack<Half>(four.y);
         four.x = pack_f16x2(low.x * ratio, low.y * ratio);
@@ -489,6 +492,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   products.sums = of_queries;
   products.output = params.grad_value;
   products.units = own.gradient_units;
+  products.logits = logits;
   return entry_products(params, products, stream);
 }
 

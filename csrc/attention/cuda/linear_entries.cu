@@ -50,6 +50,8 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
     for (int half = 0; half < 2; ++half) {
       const int64_t i = at.first + warp_row + m * 16 + thread % 32 / 4 + 8 * half;
       if (i >= tokens.N) continue;
+      const bool is_hidden = products.logits != nullptr &&
+                             products.logits[at.bh * tokens.N + i] == minus_infinity<float>();
       float of_center = head.row_unit, of_product = unit;
       if (products.weights != nullptr) {
         of_product /= products.weights[at.bh * tokens.N + i];
@@ -60,6 +62,7 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
       pairs.store<kMomentColumns>(
           b * stride[0] + h * stride[1] + i * stride[2], slice * kMomentColumns, d_v, [&](int n) {
             const float2 own = load_vector<float2>(center + n * 8);
+            if (is_hidden) return make_float2(0, 0);
             return make_float2(own.x * of_center + output[m][n][2 * half] * of_product,
                                own.y * of_center + output[m][n][2 * half + 1] * of_product);
           });

@@ -80,10 +80,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int half = 0; half < 2; ++half) {
       weights[m][half] = sum_of_lanes<4>(weights[m][half]) * head.gram_unit;
       const float square = sum_of_lanes<4>(squares[m][half]);
-      const bool there = at.i0 + (warp * 2 + m) * 16 + g + 8 * half < params.L;
+      const int64_t i = at.i0 + (warp * 2 + m) * 16 + g + 8 * half;
+      // A row that is NaN anyhow may be told so here.
+      const bool counts = i < params.L && is_finite(tokens.poison[at.bh * params.L + i]);
       const bool keeps_digits =
           weights[m][half] >= mean * square && weights[m][half] + head.terms > 0;
-      errs = errs || (there && !keeps_digits);
+      errs = errs || (counts && !keeps_digits);
     }
   }
   const bool goes_by_pairs = __syncthreads_or(errs) != 0;

@@ -50,9 +50,8 @@ inline int moment_slices(const AttentionParams& params) {
 }
 
 // Whether a pass goes without pairs, but for queries, or heads, that it would not be exact for. By
-// counting multiply-adds, of which pairs get more done in a time; not measured.
+// counting multiply-adds, of which pairs get more done in a time; how many more is not measured.
 inline bool goes_without_pairs(const AttentionParams& params, bool backward) {
-  constexpr double kRateOfPairs = 1.3;
   const bool can = every_row_sees_all(params) && params.dropout_threshold == 0 && !is_wide(params);
   if (!can || params.L < 8 || params.S < 8) return false;
   const int slices = moment_slices(params);
@@ -69,7 +68,8 @@ inline bool goes_without_pairs(const AttentionParams& params, bool backward) {
   const double sums = backward ? keys * (2 * entries + squares) + queries * (entries + squares)
                                : (queries + keys) * entries;
   const double pairs = queries * keys * (backward ? 4 * F + 3 * columns : F + columns);
-  return kRateOfPairs * sums < pairs;
+  const double rate_of_pairs = has_warpgroups() ? 2 : 1.3;
+  return rate_of_pairs * sums < pairs;
 }
 
 // What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
@@ -146,6 +146,7 @@ struct EntryProducts {
   // are center * term + product, over those of `units`, [B, key_heads]
   const float* weights;
   const float* units;
+  const float* logits;       // [B, heads, N]  of gradients: -inf, none
   const uint32_t* by_pairs;  // FoldedTokens::by_pairs, of the output
 };
 const char* entry_products(const AttentionParams& params, const EntryProducts& products,
