@@ -1,13 +1,7 @@
-// The backward without pairs. With d_i = dO_i . (O_i - m), of what rows are less the keys' m,
-//   dphi_q_a = 2 / Z_i sum_b q_b (sum_c dO_ic moment_abc - d_i gram_ab)
-//   dphi_k_a = 2 sum_b k_b (sum_c (v_jc - m_c) moment'_abc - gram'_ab)
-//   dv_j = sum_ab k_a k_b moment'_ab + K eps e_j sum_i dO_i / Z_i
-// where moment' and gram' are the queries', of dO_i / Z_i and d_i / Z_i. What is in brackets are
-// sums over b, products, and then over columns, in registers. Both are in units of scaled values
-// and gradients, as in folded_backward.h.
+// The backward without pairs: what every query brings, and which heads can do without.
 #include "attention/cuda/folded_backward.h"
-#include "attention/cuda/folded_gradients.h"
-#include "attention/cuda/linear_time.h"
+#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/linear_gradients.h"
 #include "attention/cuda/token_rows.h"
 
 namespace ikattn::cuda {
@@ -108,308 +102,6 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   to.pair_units[bk] = gradient_units / head.row_unit;
 }
 
-// The side of which gradients of features are made.
-struct GradientSide {
-  LinearTokens tokens;
-  Array rows;           // [B, heads or row_heads, N, row_columns]  T: dO, or the value
-  const float* scales;  // [B, heads, scale_stride]  of a token: 1 / Z, or that of its features
-  int64_t scale_stride;
-  const float* deltas;      // [B, heads, padded N]  nullptr: 1
-  const float* pair_units;  // [B, key_heads]
-  FeatureGradients gradients;
-  // Of keys: their logits, and the gradients of these, [B, heads, N]; the keys' m.
-  const float* logits;
-  float* grad_logits;
-  const float* centers;
-};
-
-constexpr int kSquareRows = 64, kSquareStages = 4;
-constexpr uint32_t kSquareBytes = 2 * kMomentColumns, kSquareStage = kSquareRows * kSquareBytes;
-constexpr int kDotPitch = kChunk + 1, kMostChunks = 8;
-// Of a warp's 32 tokens: sums for a chunk, and what each chunk was multiplied with to fit Half.
-constexpr uint32_t kDotBytes = 32 * kDotPitch * 4, kFitBytes = 32 * kMostChunks * 4;
-constexpr int64_t kGradientBytes =
-    kSquareStages * int64_t{kSquareStage} + kEntryWarps * int64_t{kDotBytes + kFitBytes};
-
-// One of four numbers that four lanes have parts of: lane t has the sum of the t-th.
-__device__ __forceinline__ float sum_of_four(const float (&x)[4]) {
-  const int t = threadIdx.x % 4;
-  const bool odd = t % 2 != 0, late = t / 2 != 0;
-  float first = odd ? x[1] : x[0], second = odd ? x[3] : x[2];
-  first += __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
-  second += __shfl_xor_sync(0xffffffffu, odd ? x[2] : x[3], 1);
-  const float other = __shfl_xor_sync(0xffffffffu, late ? first : second, 2);
-  return (late ? second : first) + other;
-}
-
-// What a warp's 32 tokens have of a chunk of features, or of their rows, as A fragments.
-template <typename Load>
-__device__ __forceinline__ void load_rows(Fragment (&fragments)[2], const Load& load) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      fragments[m].registers[i] = load(m * 16 + lane / 4 + i % 2 * 8, lane % 4 * 2 + i / 2 * 8);
-    }
-  }
-}
-
-// 256 tokens: gradients of their features. For every feature a the moments of all b pass by, and
-// the features' product with them meets the tokens' own rows.
-template <typename T, int F>
-__global__ void __launch_bounds__(kEntryThreads, 1)
-    feature_gradient_kernel(GradientSide side, LinearSums sums, FeatureChunks chunks) {
-  constexpr int kPieces = F / kSquareRows;
-  const LinearTokens& tokens = side.tokens;
-  const EntryBlock at(tokens, blockIdx.x);
-  const int64_t bk = at.bh / tokens.group;
-  if (leaves_out(tokens, bk)) return;  // the whole block
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int n = chunks.count * kChunk;
-  const bool of_keys = side.logits != nullptr;
-
-  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
-  const uint32_t base = shared_address(shared);
-  const int row = threadIdx.x / 8, piece_of_row = threadIdx.x % 8;
-  const Half* squares = sums.squares + (bk * n * n + row) * kMomentColumns + piece_of_row * 8;
-  const uint32_t to = base + swizzled(row, piece_of_row, kSquareBytes);
-  int left = n;  // features whose moments are to be copied
-  const auto copy = [&](uint32_t stage, int piece) {
-    if (left > 0) {
-      const int count = piece == 0 && kPieces > 1 ? kSquareRows : n - (kPieces - 1) * kSquareRows;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (row + 32 * half < count) {
-          cp_async_16(to + stage * kSquareStage + half * (kSquareStage / 2),
-                      squares + half * 32 * kMomentColumns);
-        }
-      }
-      squares += count * kMomentColumns;
-      if (piece == kPieces - 1) --left;
-    }
-    cp_async_commit();
-  };
-#pragma unroll
-  for (int stage = 0; stage < kSquareStages - 1; ++stage) copy(stage, stage % kPieces);
-
-  const int64_t warp_row = at.first + warp * 32;
-  const auto load_features = [&](Fragment(&fragments)[2], int chunk) {
-    const Half* phi = tokens.phi + (at.bh * tokens.N + warp_row) * chunks.width +
-                      (chunk < chunks.count ? chunks.column(chunk) : 0);
-    load_rows(fragments, [&](int i, int column) {
-      return warp_row + i < tokens.N && chunk < chunks.count
-                 ? load_vector<uint32_t>(phi + i * chunks.width + column)
-                 : 0u;
-    });
-  };
-  Fragment features[F / 16][2];
-#pragma unroll
-  for (int k = 0; k < F / 16; ++k) load_features(features[k], k);
-  const int64_t b = at.bh / tokens.heads, h = at.bh % tokens.heads;
-  const T* rows = static_cast<const T*>(side.rows.data) + b * side.rows.stride[0] +
-                  h * tokens.row_heads / tokens.heads * side.rows.stride[1] +
-                  warp_row * side.rows.stride[2];
-  Fragment own[kMomentColumns / 16][2];
-#pragma unroll
-  for (int k = 0; k < kMomentColumns / 16; ++k) {
-    load_rows(own[k], [&](int i, int column) {
-      return warp_row + i < tokens.N && 16 * k + column < tokens.row_columns
-                 ? load_vector<uint32_t>(rows + i * side.rows.stride[2] + 16 * k + column)
-                 : 0u;
-    });
-  }
-
-  const FragmentPlaces places = FragmentPlaces::of_rows(base, kSquareBytes);
-  Shared<float> dots =
-      shared_cast<float>(shared + kSquareStages * kSquareStage) + warp * (kDotBytes / 4);
-  Shared<float> fits =
-      shared_cast<float>(shared + kSquareStages * kSquareStage + kEntryWarps * kDotBytes) +
-      warp * (kFitBytes / 4);
-  const LinearHead head = sums.heads[bk];
-  const float moment_unit = head.moment_unit * (of_keys ? head.row_unit : 1.0f);
-  const Half* gram = sums.gram + bk * int64_t{2 * F * F};
-  float logit_sums[2][2] = {};
-  uint32_t stage = 0;
-  for (int chunk_a = 0; chunk_a < chunks.count; ++chunk_a) {
-#pragma unroll 1
-    for (int a = 0; a < kChunk; ++a) {
-      float products[2][kMomentColumns / 8][4] = {};
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        cp_async_wait<kSquareStages - 2>();
-        __syncthreads();  // the stage is here, and nobody reads the one that comes next
-        copy((stage + kSquareStages - 1) % kSquareStages, (piece + kSquareStages - 1) % kPieces);
-        const uint32_t down = stage * kSquareStage;
-#pragma unroll
-        for (int k = 0; k < kSquareRows / 16; ++k) {
-          const int chunk_b = piece * (kSquareRows / 16) + k;
-          if (chunk_b >= chunks.count) continue;
-          multiply_by_rows<Half>(products, features[chunk_b], [&](int column) {
-            return down + places.at<kSquareBytes>(k, column);
-          });
-        }
-        stage = (stage + 1) % kSquareStages;
-      }
-      float parts[4] = {};
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int k = 0; k < kMomentColumns / 16; ++k) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 two = unpack<T>(own[k][m].registers[i]);
-            const float (&sum)[4] = products[m][2 * k + i / 2];
-            parts[2 * m + i % 2] += two.x * sum[i % 2 * 2] + two.y * sum[i % 2 * 2 + 1];
-          }
-        }
-      }
-      dots[(t / 2 * 16 + t % 2 * 8 + g) * kDotPitch + a] = sum_of_four(parts);
-    }
-    __syncwarp();
-
-    // Features times gram, the columns of this chunk.
-    float products[2][2][4] = {};
-#pragma unroll
-    for (int number = 1; number >= 0; --number) {  // the small one first
-      const Half* numbers = gram + number * (F * F) + (chunk_a * kChunk + g) * F + 2 * t;
-#pragma unroll
-      for (int k = 0; k < F / 16; ++k) {
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          const Half* from = numbers + column * 8 * F + 16 * k;
-          const uint32_t low = load_vector<uint32_t>(from);
-          const uint32_t high = load_vector<uint32_t>(from + 8);
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            mma_m16n8k16<Half>(products[m][column], features[k][m].registers, low, high);
-          }
-        }
-      }
-    }
-    Fragment of_chunk[2];
-    if (of_keys) load_features(of_chunk, chunk_a);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int own_row = m * 16 + g + 8 * half;
-        const int64_t i = warp_row + own_row;
-        const bool there = i < tokens.N;
-        float delta = 1;
-        if (side.deltas != nullptr) {
-          delta = there ? side.deltas[at.bh * padded_tokens(tokens.N) + i] : 0.0f;
-        }
-        float gradient[2][2], most = 0;
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const float dot = dots[own_row * kDotPitch + column * 8 + 2 * t + c];
-            const float x =
-                dot * moment_unit - products[m][column][2 * half + c] * head.gram_unit * delta;
-            gradient[column][c] = x;
-            const float size = fabsf(x);
-            most = is_finite(size) && size > most ? size : most;
-          }
-          if (!of_keys) continue;
-          const float2 two = unpack<Half>(of_chunk[m].registers[2 * column + half]);
-          logit_sums[m][half] += two.x * gradient[column][0] + two.y * gradient[column][1];
-        }
-        most = max_of_lanes<4>(most);
-        const float fit = most > 0 ? fitting_power(most) : 0x1p126f;
-        if (t == 0) fits[own_row * kMostChunks + chunk_a] = fit;
-        Half* gradients = side.gradients.rows + (at.bh * tokens.N + i) * chunks.width;
-        store_tiles(gradients + chunks.column(chunk_a), there,
-                    pack_f16x2(gradient[0][0] * fit, gradient[0][1] * fit),
-                    pack_f16x2(gradient[1][0] * fit, gradient[1][1] * fit));
-      }
-    }
-    __syncwarp();  // before sums of the next chunk
-  }
-  cp_async_wait<0>();
-
-#pragma unroll 1
-  for (int index = 0; index < 4; ++index) {
-    const int own_row = index / 2 * 16 + index % 2 * 8 + g;
-    const int64_t i = warp_row + own_row;
-    const bool there = i < tokens.N;
-    float fit = 0x1p126f;
-    for (int chunk = 0; chunk < chunks.count; ++chunk) {
-      fit = fminf(fit, fits[own_row * kMostChunks + chunk]);
-    }
-    if (!there) continue;
-    const float scale = side.scales[at.bh * side.scale_stride + i];
-    const bool is_zero =
-        scale == 0 || (of_keys && side.logits[at.bh * tokens.N + i] == minus_infinity<float>());
-    if (t == 0) {
-      const int64_t heads =
-          gridDim.x / static_cast<unsigned>((tokens.N + kEntryTokens - 1) / kEntryTokens);
-      side.gradients.scales[scale_place(0, heads, at.bh, tokens.N) + i] =
-          is_zero ? 0.0f : 2 * scale / fit / side.pair_units[bk];
-    }
-    // What a lane has stored it finds again. Columns of no feature are zero.
-    Half* gradients =
-        side.gradients.rows + (at.bh * tokens.N + i) * chunks.width + t % 2 * 8 + t / 2 * 4;
-    for (int column = 0; column < chunks.width; column += kChunk) {
-      const int half = column / (chunks.width / 2);
-      const int chunk = (column - half * (chunks.width / 2)) / kChunk;
-      uint2 four = make_uint2(0, 0);
-      if (chunk < chunks.of_cosines && !is_zero) {
-        float ratio = fit / fits[own_row * kMostChunks + half * chunks.of_cosines + chunk];
-        if (scale != scale) ratio = scale;  // a poisoned row is NaN, not 0
-        four = load_vector<uint2>(gradients + column);
-        const float2 low = unpack<Half>(four.x), high = unpack<Half>(four.y);
-        four.x = pack_f16x2(low.x * ratio, low.y * ratio);
-        four.y = pack_f16x2(high.x * ratio, high.y * ratio);
-      }
-      store_vector(gradients + column, four);
-    }
-  }
-  if (!of_keys) return;
-
-  // The logits: half of phi' . dphi', and what the term of eps brings.
-  const float* center = side.centers + bk * kMomentColumns + 2 * t;
-  const float* total = sums.centers + bk * kMomentColumns + 2 * t;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    float of_eps[2] = {};
-#pragma unroll
-    for (int k = 0; k < kMomentColumns / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 16 * k + i / 2 * 8;
-        const float2 two = unpack<T>(own[k][m].registers[i]);
-        const float2 mean = load_vector<float2>(center + column);
-        const float2 sum = load_vector<float2>(total + column);
-        of_eps[i % 2] += (two.x - mean.x) * sum.x + (two.y - mean.y) * sum.y;
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float score = sum_of_lanes<4>(logit_sums[m][half]);
-      const float eps = sum_of_lanes<4>(of_eps[half]) * head.row_unit - head.terms;
-      const int64_t j = warp_row + m * 16 + g + 8 * half;
-      if (j >= tokens.N || t != 0) continue;
-      const bool hidden = side.logits[at.bh * tokens.N + j] == minus_infinity<float>();
-      const float term = tokens.terms[at.bh * padded_tokens(tokens.N) + j];
-      side.grad_logits[at.bh * tokens.N + j] =
-          hidden ? 0.0f : (score + term * eps) / side.pair_units[bk];
-    }
-  }
-}
-
-template <typename T>
-const char* feature_gradients_of(const AttentionParams& params, const GradientSide& side,
-                                 const LinearSums& sums, Stream stream) {
-  const FeatureChunks chunks(params);
-  const int64_t blocks = params.B * side.tokens.heads * ceil_div(side.tokens.N, kEntryTokens);
-  return launch(
-      chunks.columns() == 64 ? feature_gradient_kernel<T, 64> : feature_gradient_kernel<T, 128>,
-      dim3(static_cast<unsigned>(blocks)), dim3(kEntryThreads), kGradientBytes, stream, side, sums,
-      chunks);
-}
-
 // Rows of 64 columns of T, [B, heads, N, 64].
 Array rows_of_64(void* data, ElementType type, int64_t heads, int64_t N) {
   Array array;
@@ -464,15 +156,15 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   queries.left_out = ~0u;
   queries.entry_scale = 1;
   if (wants_queries(params)) {
+    const ElementType type = params.value.type == ElementType::kBFloat16 ? ElementType::kBFloat16
+                                                                         : ElementType::kFloat16;
     const GradientSide side = {
-        queries,         rows_of_64(rows.gradients, ElementType::kNone, params.H, params.L),
+        queries,         rows_of_64(rows.gradients, type, params.H, params.L),
         rows.normalizer, padded_tokens(params.L),
         own.deltas,      own.pair_units,
         gradients.phi_q, nullptr,
         nullptr,         nullptr};
-    error = launch_type(params, [&]<typename T>() {
-      return feature_gradients_of<T>(params, side, of_keys, stream);
-    });
+    error = feature_gradients(params, side, of_keys, stream);
     if (error != nullptr) return error;
   }
   if (!wants_keys(params)) return nullptr;
@@ -485,7 +177,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   const GradientSide side = {
       keys,           tokens.half_value, tokens.scales, params.S,         nullptr,
       own.pair_units, gradients.phi_k,   logits,        gradients.logits, of_keys.centers};
-  error = feature_gradients_of<Half>(params, side, of_queries, stream);
+  error = feature_gradients(params, side, of_queries, stream);
   if (error != nullptr || !wants_value) return error;
   EntryProducts products = {};
   products.tokens = keys;

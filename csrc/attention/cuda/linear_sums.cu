@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "attention/cuda/folded_tiles.h"
-#include "attention/cuda/linear_time.h"
+#include "attention/cuda/linear_parts.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -16,48 +16,24 @@ constexpr uint32_t kRowBytes = 128;
 constexpr uint32_t kMomentTile = kStep * kRowBytes;
 constexpr uint32_t kMomentStage = 2 * kMomentTile;  // features, and values
 constexpr int kSumTokens = 512;
-constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
-
-// How tokens are shared out, and where the sums of each share are; see LinearSums.
-struct TokenParts {
-  int count, sum_count, slices;  // count, sum_count: of a key head, all heads that it is of
-  int64_t tokens, heads;         // tokens of a part, a multiple of kStep; key heads
-  float* moments;                // [count][B, key_heads, slices, pairs, 256, 64]
-  float* gram;  // [count][B, key_heads, columns, columns]; at last the first is their sum
-  float* sums;  // [B, key_heads, sum_count, kTokenSums + slices * 64]
-
-  __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
-};
 
 // Which head a block is about, and which of its parts.
 struct PartBlock {
   int64_t bk, bh, first, end;  // key head, head, tokens
   int part;                    // of the key head
 
-  __device__ __forceinline__ PartBlock(const LinearTokens& tokens, int count, int64_t each,
+  __device__ __forceinline__ PartBlock(const LinearTokens& tokens, const Shares& shares,
                                        unsigned index)
-      : bk(index / count), part(static_cast<int>(index % count)) {
-    const int of_head = count / tokens.group;
+      : bk(index / shares.count), part(static_cast<int>(index % shares.count)) {
+    const int of_head = shares.count / tokens.group;
     bh = bk * tokens.group + part / of_head;
-    first = part % of_head * each;
-    end = min(first + each, tokens.N);
+    first = part % of_head * shares.tokens;
+    end = min(first + shares.tokens, tokens.N);
   }
   __device__ __forceinline__ int tiles() const {
     return static_cast<int>((end - first + kStep - 1) / kStep);
   }
 };
-
-// Of all threads, with room for a number of every warp.
-__device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
-  x = max_of_lanes(x);
-  if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = x;
-  __syncthreads();
-  for (int warp = 0; warp < kMomentWarps; ++warp) {
-    const float other = maxima[warp];
-    x = fmaxf(x, other);
-  }
-  return x;
-}
 
 // Sums over kSumTokens tokens of a head; a warp takes one at a time.
 __global__ void __launch_bounds__(kMomentThreads, 2)
@@ -65,7 +41,7 @@ __global__ void __launch_bounds__(kMomentThreads, 2)
   constexpr int kMostColumns = 128;  // of rows, and of features
   IKATTN_SHARED(float, shared, kMomentWarps*(kTokenSums + kMostColumns));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = parts.sum_columns();
-  const PartBlock at(tokens, parts.sum_count, kSumTokens, blockIdx.x);
+  const PartBlock at(tokens, parts.of_sums, blockIdx.x);
   if (leaves_out(tokens, at.bk)) return;  // the whole block
   const Half* rows = rows_of(tokens, at.bh);
   float terms = 0, squares = 0, fourths = 0, sums[kMostColumns / 64][2] = {};
@@ -116,7 +92,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     gram_kernel(LinearTokens tokens, FeatureChunks chunks, TokenParts parts) {
   constexpr uint32_t kTile = kStep * 2 * F;
   constexpr int kRowStep = kFoldedThreads / (F / 8), kRowTiles = F / 64;
-  const PartBlock at(tokens, parts.count, parts.tokens, blockIdx.x);
+  const PartBlock at(tokens, parts.of_gram, blockIdx.x);
   if (leaves_out(tokens, at.bk)) return;  // the whole block
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row = threadIdx.x / (F / 8), piece = threadIdx.x % (F / 8);
@@ -195,7 +171,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
                   uint32_t entry_scale) {
   const int groups = (chunks.pairs() + kPairsTogether - 1) / kPairsTogether;
   const unsigned index = blockIdx.x / groups;
-  const PartBlock at(tokens, parts.count, parts.tokens, index / parts.slices);
+  const PartBlock at(tokens, parts.of_moments, index / parts.slices);
   if (leaves_out(tokens, at.bk)) return;  // the whole block
   const int group = static_cast<int>(blockIdx.x % groups);
   const int slice = static_cast<int>(index % parts.slices);
@@ -298,134 +274,16 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   }
 }
 
-// Of a key head, a block: its center, its numbers, and the Gram matrix of all parts.
-__global__ void __launch_bounds__(kMomentThreads, 2)
-    finish_head_kernel(AttentionParams params, LinearTokens tokens, int F, TokenParts parts,
-                       LinearSums sums) {
-  IKATTN_SHARED(float, maxima, kMomentWarps);
-  IKATTN_SHARED(float, totals, kTokenSums);
-  const int64_t bk = blockIdx.x;
-  if (leaves_out(tokens, bk)) return;  // the whole block
-  const int columns = parts.sum_columns();
-  const auto sum_of = [&](int column) {
-    const float* from = parts.sums + bk * parts.sum_count * columns + column;
-    float sum = 0;
-    for (int part = 0; part < parts.sum_count; ++part) sum += from[int64_t{part} * columns];
-    return sum;
-  };
-  if (threadIdx.x < kTokenSums) totals[threadIdx.x] = sum_of(static_cast<int>(threadIdx.x));
-  const float unit = tokens.gram_scales == nullptr ? 1.0f : 1 / tokens.gram_scales[bk];
-  float* gram = parts.gram + bk * (F * F);
-  float most = 0;
-  for (int index = threadIdx.x; index < F * F; index += kMomentThreads) {
-    float sum = gram[index];
-    for (int part = 1; part < parts.count; ++part) {
-      sum += gram[part * parts.heads * (F * F) + index];
-    }
-    gram[index] = sum * unit;
-    if (index / F == index % F) most = fmaxf(most, sum);  // the largest are on the diagonal
-  }
-  most = max_of_block(most, maxima);
-  const float terms = totals[0], squares = totals[1], fourths = totals[2];
-  for (int c = threadIdx.x; c < columns - kTokenSums; c += kMomentThreads) {
-    const float sum = sum_of(kTokenSums + c);
-    sums.centers[bk * (columns - kTokenSums) + c] = !tokens.has_means ? sum
-                                                    : terms > 0       ? sum / terms
-                                                                      : 0.0f;
-  }
-  if (threadIdx.x != 0) return;
-  const float row_scale = row_scale_of(params, tokens, bk);
-  // Of the rows; from a center they are as far away as twice that. 2^-10 for what is rounded.
-  const float bound = tokens.row_bounds == nullptr
-                          ? 32768.0f
-                          : 2.002f * __uint_as_float(tokens.row_bounds[bk]) * row_scale;
-  // What the squares of a feature add up to; features that are not folded are at most 2.
-  const float size =
-      tokens.gram_weights == nullptr ? most : 4.004f * static_cast<float>(tokens.N * tokens.group);
-  LinearHead head;
-  head.terms = terms;
-  head.squares = squares > 0 ? squares + 32 * (fourths / squares) : 0.0f;
-  head.gram_unit = 0;  // see round_gram_kernel
-  head.moment_fit = fitting_power(2 * bound * (size * tokens.entry_scale));
-  head.row_unit = 1 / row_scale;
-  head.moment_unit = 1 / (head.moment_fit * tokens.entry_scale);
-  sums.heads[bk] = head;
-}
-
-// The sums of all parts, less the center's share, as Half; a thread has two columns, and a warp an
-// entry. key_centers, of queries: of their keys.
-__global__ void __launch_bounds__(kMomentThreads, 2)
-    finish_moments_kernel(LinearTokens tokens, FeatureChunks chunks, int F, TokenParts parts,
-                          LinearSums sums, const float* key_centers) {
-  constexpr int kPairColumns = kMomentColumns / 2;
-  static_assert(kPairColumns == 32);
-  const int pairs = chunks.pairs();
-  const int64_t index = int64_t{blockIdx.x} * kMomentThreads + threadIdx.x;
-  const int64_t of_head = int64_t{parts.slices} * pairs * (kPairEntries * kPairColumns);
-  const int64_t bk = index / of_head;
-  if (bk >= parts.heads || leaves_out(tokens, bk)) return;  // the whole warp
-  const int in_head = static_cast<int>(index % of_head);
-  const int c = in_head % kPairColumns * 2, entry = in_head / kPairColumns % kPairEntries;
-  const int pair = in_head / (kPairColumns * kPairEntries) % pairs;
-  const int slice = in_head / (kPairColumns * kPairEntries) / pairs;
-  float2 sum = make_float2(0, 0);
-  for (int part = 0; part < parts.count; ++part) {
-    const float2 own =
-        load_vector<float2>(parts.moments + (part * parts.heads * of_head + index) * 2);
-    sum.x += own.x;
-    sum.y += own.y;
-  }
-  const ChunkPair at(pair);
-  const int a = at.a * kChunk + entry / kChunk, b = at.b * kChunk + entry % kChunk;
-  float* gram = parts.gram + bk * (F * F);
-  const LinearHead head = sums.heads[bk];
-  if (tokens.has_means) {
-    const float weight = gram[a * F + b] * tokens.entry_scale;
-    const float2 center =
-        load_vector<float2>(sums.centers + (bk * parts.slices + slice) * kMomentColumns + c);
-    sum.x -= center.x * weight;
-    sum.y -= center.y * weight;
-  }
-  if (sums.moments != nullptr) {
-    const float fit = head.moment_fit * (at.a == at.b ? 1 : 2);
-    store_vector(sums.moments + 2 * index, pack_f16x2(sum.x * fit, sum.y * fit));
-  }
-  if (sums.squares == nullptr) return;
-  const uint32_t rounded = pack_f16x2(sum.x * head.moment_fit, sum.y * head.moment_fit);
-  const int64_t n = chunks.count * kChunk, base = bk * n * n;
-  store_vector(sums.squares + (base + a * n + b) * kMomentColumns + c, rounded);
-  if (at.a != at.b) store_vector(sums.squares + (base + b * n + a) * kMomentColumns + c, rounded);
-  if (key_centers == nullptr) return;
-  // Of the rounded numbers, so that what they were rounded by cancels where this is subtracted.
-  const float2 two = unpack<Half>(rounded);
-  const float2 center = load_vector<float2>(key_centers + bk * kMomentColumns + c);
-  const float share =
-      sum_of_lanes(center.x * two.x + center.y * two.y) * (head.moment_unit * head.row_unit);
-  if (threadIdx.x % 32 != 0) return;
-  gram[a * F + b] += share;
-  if (at.a != at.b) gram[b * F + a] += share;
-}
-
-// The Gram matrix as two numbers of Half each; a block has that of a key head.
-__global__ void __launch_bounds__(kMomentThreads, 2)
-    round_gram_kernel(LinearTokens tokens, int F, TokenParts parts, LinearSums sums) {
-  IKATTN_SHARED(float, maxima, kMomentWarps);
-  const int64_t bk = blockIdx.x;
-  if (leaves_out(tokens, bk)) return;  // the whole block
-  const float* gram = parts.gram + bk * (F * F);
-  float most = 0;
-  for (int index = threadIdx.x; index < F * F; index += kMomentThreads) {
-    most = fmaxf(most, fabsf(gram[index]));
-  }
-  const float fit = fitting_power(max_of_block(most, maxima));
-  if (threadIdx.x == 0) sums.heads[bk].gram_unit = 1 / fit;
-  Half* high = sums.gram + bk * 2 * (F * F);
-  for (int index = threadIdx.x; index < F * F; index += kMomentThreads) {
-    const float scaled = gram[index] * fit;
-    const Half rounded = to_half(scaled);
-    high[index] = rounded;
-    high[F * F + index] = to_half(scaled - to_float(rounded));
-  }
+// As many as give every multiprocessor eight blocks, where a share of all heads has so many; of
+// 1024 tokens or more.
+Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
+  const int64_t wanted = ceil_div(int64_t{8} * multiprocessors(), blocks > 0 ? blocks : 1);
+  const int64_t possible = tokens.N / 1024, most = possible > 1 ? possible : 1;
+  const int64_t each = ceil_div(tokens.N, wanted < most ? wanted : most);
+  Shares shares;
+  shares.tokens = ceil_div(each, kStep) * kStep;
+  shares.count = static_cast<int>(ceil_div(tokens.N, shares.tokens)) * tokens.group;
+  return shares;
 }
 
 TokenParts take_parts(const AttentionParams& params, const DeviceExecutor& executor,
@@ -433,19 +291,16 @@ TokenParts take_parts(const AttentionParams& params, const DeviceExecutor& execu
   TokenParts parts;
   parts.slices = moment_slices(params);
   parts.heads = params.B * params.key_heads;
-  // Blocks for every multiprocessor twice, of 1024 tokens or more.
-  const int64_t blocks =
-      parts.heads * tokens.group * parts.slices * ceil_div(chunks.pairs(), kPairsTogether);
-  const int64_t wanted = ceil_div(int64_t{2} * multiprocessors(), blocks > 0 ? blocks : 1);
-  const int64_t possible = tokens.N / 1024, most = possible > 1 ? possible : 1;
-  parts.tokens = ceil_div(ceil_div(tokens.N, wanted < most ? wanted : most), kStep) * kStep;
-  parts.count = static_cast<int>(ceil_div(tokens.N, parts.tokens)) * tokens.group;
-  parts.sum_count = static_cast<int>(ceil_div(tokens.N, kSumTokens)) * tokens.group;
+  const int64_t heads = parts.heads * tokens.group;
+  parts.of_moments =
+      shares_of(tokens, heads * parts.slices * ceil_div(chunks.pairs(), kPairsTogether));
+  parts.of_gram = shares_of(tokens, heads);
+  parts.of_sums = {static_cast<int>(ceil_div(tokens.N, kSumTokens)) * tokens.group, kSumTokens};
   const int64_t F = chunks.columns(), entries = chunks.pairs() * int64_t{kPairEntries};
-  parts.moments =
-      executor.take<float>(parts.count * parts.heads * parts.slices * entries * kMomentColumns);
-  parts.gram = executor.take<float>(parts.count * parts.heads * F * F);
-  parts.sums = executor.take<float>(parts.heads * parts.sum_count * parts.sum_columns());
+  parts.moments = executor.take<float>(parts.of_moments.count * parts.heads * parts.slices *
+                                       entries * kMomentColumns);
+  parts.gram = executor.take<float>(parts.of_gram.count * parts.heads * F * F);
+  parts.sums = executor.take<float>(parts.heads * parts.of_sums.count * parts.sum_columns());
   return parts;
 }
 
@@ -463,38 +318,29 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
   sums.centers = executor.take<float>(heads * parts.slices * kMomentColumns);
   sums.heads = executor.take<LinearHead>(heads);
 
-  const unsigned of_heads = static_cast<unsigned>(heads);
-  const unsigned of_parts = static_cast<unsigned>(heads * parts.count);
-  const unsigned groups = static_cast<unsigned>(ceil_div(pairs, kPairsTogether));
+  const auto blocks_of = [&](const Shares& shares) {
+    return static_cast<unsigned>(heads * shares.count);
+  };
+  const unsigned of_moments = blocks_of(parts.of_moments) * static_cast<unsigned>(parts.slices) *
+                              static_cast<unsigned>(ceil_div(pairs, kPairsTogether));
   const Stream stream = executor.stream;
   const dim3 threads(kMomentThreads);
-  if (const char* error =
-          launch(token_sum_kernel, dim3(static_cast<unsigned>(heads * parts.sum_count)), threads, 0,
-                 stream, tokens, chunks.width, parts)) {
+  if (const char* error = launch(token_sum_kernel, dim3(blocks_of(parts.of_sums)), threads, 0,
+                                 stream, tokens, chunks.width, parts)) {
     return error;
   }
   if (const char* error =
-          launch(F == 64 ? gram_kernel<64> : gram_kernel<128>, dim3(of_parts), dim3(kFoldedThreads),
-                 kStages * kStep * 2 * F, stream, tokens, chunks, parts)) {
+          launch(F == 64 ? gram_kernel<64> : gram_kernel<128>, dim3(blocks_of(parts.of_gram)),
+                 dim3(kFoldedThreads), kStages * kStep * 2 * F, stream, tokens, chunks, parts)) {
     return error;
   }
   if (const char* error =
-          launch(moment_kernel, dim3(of_parts * static_cast<unsigned>(parts.slices) * groups),
-                 threads, kMomentStages * kMomentStage, stream, tokens, chunks, parts,
-                 twice_half(tokens.entry_scale))) {
-    return error;
-  }
-  if (const char* error = launch(finish_head_kernel, dim3(of_heads), threads, 0, stream, params,
-                                 tokens, F, parts, sums)) {
+          launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
+                 tokens, chunks, parts, twice_half(tokens.entry_scale))) {
     return error;
   }
   const float* key_centers = of_keys == nullptr ? nullptr : of_keys->centers;
-  if (const char* error = launch(finish_moments_kernel,
-                                 dim3(static_cast<unsigned>(ceil_div(moments / 2, kMomentThreads))),
-                                 threads, 0, stream, tokens, chunks, F, parts, sums, key_centers)) {
-    return error;
-  }
-  return launch(round_gram_kernel, dim3(of_heads), threads, 0, stream, tokens, F, parts, sums);
+  return finish_sums(params, tokens, parts, sums, key_centers, stream);
 }
 
 }  // namespace
