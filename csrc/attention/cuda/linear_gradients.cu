@@ -37,6 +37,119 @@ __device__ __forceinline__ void load_rows(Fragment (&fragments)[2], const Load& 
   }
 }
 
+// What a warp's 32 tokens are, of which side.
+struct WarpTokens {
+  const GradientSide& side;
+  const FeatureChunks& chunks;
+  int64_t bh, bk, first;
+
+  // Of all heads' tokens.
+  __device__ __forceinline__ int64_t index(int64_t i) const { return bh * side.tokens.N + i; }
+  __device__ __forceinline__ bool is_hidden(int64_t i) const {
+    return side.logits != nullptr && side.logits[index(i)] == minus_infinity<float>();
+  }
+};
+
+// Features times 16 columns of gram, from `gram` on.
+template <int F>
+__device__ __forceinline__ void multiply_by_gram(float (&products)[2][2][4],
+                                                 const Fragment (&features)[F / 16][2],
+                                                 const Half* gram) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int number = 1; number >= 0; --number) {  // the small one first
+    const Half* numbers = gram + number * (F * F) + lane / 4 * F + lane % 4 * 2;
+#pragma unroll
+    for (int k = 0; k < F / 16; ++k) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        const Half* from = numbers + column * 8 * F + 16 * k;
+        const uint32_t low = load_vector<uint32_t>(from);
+        const uint32_t high = load_vector<uint32_t>(from + 8);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          mma_m16n8k16<Half>(products[m][column], features[k][m].registers, low, high);
+        }
+      }
+    }
+  }
+}
+
+// Gradients of features get one scale for a row; until now each chunk has one, in `fits`. A lane
+// finds again what it has stored. Columns of no feature become zero.
+__device__ __forceinline__ void finish_rows(const WarpTokens& at, Shared<const float> fits,
+                                            int64_t heads) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const FeatureChunks& chunks = at.chunks;
+#pragma unroll 1
+  for (int index = 0; index < 4; ++index) {
+    const int own_row = index / 2 * 16 + index % 2 * 8 + g;
+    const int64_t i = at.first + own_row;
+    if (i >= at.side.tokens.N) continue;
+    float fit = 0x1p126f;
+    for (int chunk = 0; chunk < chunks.count; ++chunk) {
+      fit = fminf(fit, fits[own_row * kMostChunks + chunk]);
+    }
+    const float scale = at.side.scales[at.bh * at.side.scale_stride + i];
+    const bool is_zero = scale == 0 || at.is_hidden(i);
+    if (t == 0) {
+      at.side.gradients.scales[scale_place(0, heads, at.bh, at.side.tokens.N) + i] =
+          is_zero ? 0.0f : 2 * scale / fit / at.side.pair_units[at.bk];
+    }
+    Half* gradients = at.side.gradients.rows + at.index(i) * chunks.width + t % 2 * 8 + t / 2 * 4;
+    for (int column = 0; column < chunks.width; column += kChunk) {
+      const int half = column / (chunks.width / 2);
+      const int chunk = (column - half * (chunks.width / 2)) / kChunk;
+      uint2 four = make_uint2(0, 0);
+      if (chunk < chunks.of_cosines && !is_zero) {
+        float ratio = fit / fits[own_row * kMostChunks + half * chunks.of_cosines + chunk];
+        if (scale != scale) ratio = scale;  // a poisoned row is NaN, not 0
+        four = load_vector<uint2>(gradients + column);
+        const float2 low = unpack<Half>(four.x), high = unpack<Half>(four.y);
+        four.x = pack_f16x2(low.x * ratio, low.y * ratio);
+        four.y = pack_f16x2(high.x * ratio, high.y * ratio);
+      }
+      store_vector(gradients + column, four);
+    }
+  }
+}
+
+// Gradients of keys' logits: half of phi' . dphi', `scores`, and what the term of eps brings.
+template <typename T>
+__device__ __forceinline__ void store_logit_gradients(const WarpTokens& at, const LinearSums& sums,
+                                                      const LinearHead& head,
+                                                      const Fragment (&own)[kMomentColumns / 16][2],
+                                                      const float (&scores)[2][2]) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float* center = at.side.centers + at.bk * kMomentColumns + 2 * t;
+  const float* total = sums.centers + at.bk * kMomentColumns + 2 * t;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    float of_eps[2] = {};
+#pragma unroll
+    for (int k = 0; k < kMomentColumns / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = 16 * k + i / 2 * 8;
+        const float2 two = unpack<T>(own[k][m].registers[i]);
+        const float2 mean = load_vector<float2>(center + column);
+        const float2 sum = load_vector<float2>(total + column);
+        of_eps[i % 2] += (two.x - mean.x) * sum.x + (two.y - mean.y) * sum.y;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float score = sum_of_lanes<4>(scores[m][half]);
+      const float eps = sum_of_lanes<4>(of_eps[half]) * head.row_unit - head.terms;
+      const int64_t j = at.first + m * 16 + g + 8 * half;
+      if (j >= at.side.tokens.N || t != 0) continue;
+      const float term = at.side.tokens.terms[at.bh * padded_tokens(at.side.tokens.N) + j];
+      at.side.grad_logits[at.index(j)] =
+          at.is_hidden(j) ? 0.0f : (score + term * eps) / at.side.pair_units[at.bk];
+    }
+  }
+}
+
 // 256 tokens: gradients of their features. For every feature a the moments of all b pass by, and
 // the features' product with them meets the tokens' own rows.
 template <typename T, int F>
@@ -150,25 +263,8 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
     }
     __syncwarp();
 
-    // Features times gram, the columns of this chunk.
     float products[2][2][4] = {};
-#pragma unroll
-    for (int number = 1; number >= 0; --number) {  // the small one first
-      const Half* numbers = gram + number * (F * F) + (chunk_a * kChunk + g) * F + 2 * t;
-#pragma unroll
-      for (int k = 0; k < F / 16; ++k) {
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          const Half* from = numbers + column * 8 * F + 16 * k;
-          const uint32_t low = load_vector<uint32_t>(from);
-          const uint32_t high = load_vector<uint32_t>(from + 8);
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            mma_m16n8k16<Half>(products[m][column], features[k][m].registers, low, high);
-          }
-        }
-      }
-    }
+    multiply_by_gram<F>(products, features, gram + chunk_a * kChunk * F);
     Fragment of_chunk[2];
     if (of_keys) load_features(of_chunk, chunk_a);
 #pragma unroll
@@ -211,74 +307,10 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   }
   cp_async_wait<0>();
 
-#pragma unroll 1
-  for (int index = 0; index < 4; ++index) {
-    const int own_row = index / 2 * 16 + index % 2 * 8 + g;
-    const int64_t i = warp_row + own_row;
-    const bool there = i < tokens.N;
-    float fit = 0x1p126f;
-    for (int chunk = 0; chunk < chunks.count; ++chunk) {
-      fit = fminf(fit, fits[own_row * kMostChunks + chunk]);
-    }
-    if (!there) continue;
-    const float scale = side.scales[at.bh * side.scale_stride + i];
-    const bool is_zero =
-        scale == 0 || (of_keys && side.logits[at.bh * tokens.N + i] == minus_infinity<float>());
-    if (t == 0) {
-      const int64_t heads =
-          gridDim.x / static_cast<unsigned>((tokens.N + kEntryTokens - 1) / kEntryTokens);
-      side.gradients.scales[scale_place(0, heads, at.bh, tokens.N) + i] =
-          is_zero ? 0.0f : 2 * scale / fit / side.pair_units[bk];
-    }
-    // What a lane has stored it finds again. Columns of no feature are zero.
-    Half* gradients =
-        side.gradients.rows + (at.bh * tokens.N + i) * chunks.width + t % 2 * 8 + t / 2 * 4;
-    for (int column = 0; column < chunks.width; column += kChunk) {
-      const int half = column / (chunks.width / 2);
-      const int chunk = (column - half * (chunks.width / 2)) / kChunk;
-      uint2 four = make_uint2(0, 0);
-      if (chunk < chunks.of_cosines && !is_zero) {
-        float ratio = fit / fits[own_row * kMostChunks + half * chunks.of_cosines + chunk];
-        if (scale != scale) ratio = scale;  // a poisoned row is NaN, not 0
-        four = load_vector<uint2>(gradients + column);
-        const float2 low = unpack<Half>(four.x), high = unpack<Half>(four.y);
-        four.x = pack_f16x2(low.x * ratio, low.y * ratio);
-        four.y = pack_f16x2(high.x * ratio, high.y * ratio);
-      }
-      store_vector(gradients + column, four);
-    }
-  }
-  if (!of_keys) return;
-
-  // The logits: half of phi' . dphi', and what the term of eps brings.
-  const float* center = side.centers + bk * kMomentColumns + 2 * t;
-  const float* total = sums.centers + bk * kMomentColumns + 2 * t;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    float of_eps[2] = {};
-#pragma unroll
-    for (int k = 0; k < kMomentColumns / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 16 * k + i / 2 * 8;
-        const float2 two = unpack<T>(own[k][m].registers[i]);
-        const float2 mean = load_vector<float2>(center + column);
-        const float2 sum = load_vector<float2>(total + column);
-        of_eps[i % 2] += (two.x - mean.x) * sum.x + (two.y - mean.y) * sum.y;
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float score = sum_of_lanes<4>(logit_sums[m][half]);
-      const float eps = sum_of_lanes<4>(of_eps[half]) * head.row_unit - head.terms;
-      const int64_t j = warp_row + m * 16 + g + 8 * half;
-      if (j >= tokens.N || t != 0) continue;
-      const bool hidden = side.logits[at.bh * tokens.N + j] == minus_infinity<float>();
-      const float term = tokens.terms[at.bh * padded_tokens(tokens.N) + j];
-      side.grad_logits[at.bh * tokens.N + j] =
-          hidden ? 0.0f : (score + term * eps) / side.pair_units[bk];
-    }
-  }
+  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, warp_row};
+  finish_rows(rows_of_warp, fits,
+              gridDim.x / static_cast<unsigned>((tokens.N + kEntryTokens - 1) / kEntryTokens));
+  if (of_keys) store_logit_gradients<T>(rows_of_warp, sums, head, own, logit_sums);
 }
 
 }  // namespace
