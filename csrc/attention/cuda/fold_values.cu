@@ -72,10 +72,11 @@ const char* find_seen_keys(const AttentionParams& params, const DeviceExecutor& 
                 dim3(256), 0, executor.stream, params, keys);
 }
 
-// bounds [B, key_heads]. What a hidden key holds may be anything.
+// bounds [B, key_heads]. What a hidden key holds may be anything. of_weight, if not nullptr: of
+// keys whose folded features are not zero in Half.
 __global__ void __launch_bounds__(kRowThreads, 2)
-    value_bound_kernel(AttentionParams params, const float* logits, SeenKeys keys,
-                       uint32_t* bounds) {
+    value_bound_kernel(AttentionParams params, const float* logits, SeenKeys keys, uint32_t* bounds,
+                       const float* scales, uint32_t* of_weight) {
   const RowPlace at(params.key_heads, params.S);
   const bool there = at.row < params.S;
   const Row value(params.value, at.b, shared_head(at.head, params.key_heads, params.G), at.row);
@@ -83,6 +84,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const bool counts = there && logits[at.bh * params.S + at.row] != minus_infinity<float>() &&
                       keys.sees(params, at.b, at.head, at.row);
   raise_by_warp(bounds + at.bh, counts ? norm : 0.0);
+  if (of_weight == nullptr) return;
+  const bool has_weight = counts && scales[at.bh * params.S + at.row] >= 0x1p-26f;
+  raise_by_warp(of_weight + at.bh, has_weight ? norm : 0.0);
 }
 
 // The value in 16 bits, rows padded with zeros; of another type multiplied with its scale. What is
@@ -154,19 +158,23 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
   const int64_t key_heads = params.B * params.key_heads;
   uint32_t* bounds = executor.take<uint32_t>(key_heads);
   folded.value_bounds = bounds;
+  const bool is_bfloat = params.value.type == ElementType::kBFloat16;
+  uint32_t* of_weight = is_linear && is_bfloat ? executor.take<uint32_t>(key_heads) : nullptr;
   if (is_scaled || for_backward || is_linear) {
     const float* high = logits.high;
     SeenKeys keys;
     if (const char* error = find_seen_keys(params, executor, keys)) return error;
     if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;
+    if (of_weight != nullptr) {
+      if (const char* error = clear_bounds(of_weight, key_heads, executor.stream)) return error;
+    }
     if (const char* error =
             launch(value_bound_kernel, row_blocks(key_heads, params.S), dim3(kRowThreads), 0,
-                   executor.stream, params, high, keys, bounds)) {
+                   executor.stream, params, high, keys, bounds, folded.scales, of_weight)) {
       return error;
     }
   }
   const uint32_t* read = bounds;
-  const bool is_bfloat = params.value.type == ElementType::kBFloat16;
   const Copied value{folded.value, folded.value_columns, folded.value_scales};
   folded.value = params.value;
   folded.value_columns = static_cast<int>(params.d_v);
@@ -178,7 +186,7 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
   }
   if (!is_linear) return nullptr;
   const Copied half_value{folded.half_value, folded.half_value_columns, folded.half_value_scales};
-  if (is_bfloat) return copy_values<Half>(params, executor, read, half_value);
+  if (is_bfloat) return copy_values<Half>(params, executor, of_weight, half_value);
   half_value.value = value.value;
   half_value.columns = value.columns;
   half_value.scales = value.scales;

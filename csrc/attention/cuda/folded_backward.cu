@@ -126,11 +126,11 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
     *numbers = executor.take<float>(padded);
   }
   rows.row_bound = executor.take<uint32_t>(key_heads);
-  if (params.value.type == ElementType::kFloat32) {
+  const bool is_linear = goes_without_pairs(params, true);
+  if (params.value.type == ElementType::kFloat32 || is_linear) {
     rows.gradient_bound = executor.take<uint32_t>(key_heads);
   }
   if (const char* error = clear_bounds(rows.row_bound, key_heads, stream)) return error;
-  const bool is_linear = goes_without_pairs(params, true);
   if (is_linear) {
     rows.weighted_bound = executor.take<uint32_t>(key_heads);
     if (const char* error = clear_bounds(rows.weighted_bound, key_heads, stream)) return error;

@@ -25,7 +25,7 @@ struct FoldedRows {
   float* fit;       // [B, H, padded L]  makes S (dP - delta), or s E (dP - delta), fit, by query
   void* gradients;  // [B, H, L, padded d_v], T: grad_output; rows that are not finite are zero
   // [B, key_heads]  bits of max |dO_i|, where grad_output is multiplied with a power of two that
-  // follows from it, as float32 is; nullptr: it is not
+  // follows from it, as float32 is, and where pairs are not needed; nullptr: it is not
   uint32_t* gradient_bound;
   // [B, key_heads]  bits of max |dO_i| / Z', of calls that go without pairs; else nullptr
   uint32_t* weighted_bound;

@@ -7,27 +7,45 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of the queries, as sums over them read them.
+// Of the queries, as sums over them read them: those of all heads that share keys one after the
+// other, N = L H / key_heads of them.
 struct LinearRows {
   Half* gradients;     // [B, H, L, 64]  dO / Z, in its own units
   float* deltas;       // [B, H, padded L]  d
-  float* terms;        // [B, H, padded L]  d / Z
-  Half* gram_weights;  // [B, H, padded L]  d / Z, in its own units
+  float* terms;        // [B, key_heads, padded N]  d / Z
+  Half* gram_weights;  // [B, key_heads, padded N]  d / Z, in its own units
   // [B, key_heads]  of `gradients`, of gram_weights; of scaled gradients, and these times values
   float *row_scales, *gram_scales, *gradient_units, *pair_units;
   uint32_t* by_pairs;  // [B, key_heads]
 
   LinearRows(const AttentionParams& params, const DeviceExecutor& executor) {
     const int64_t heads = params.B * params.H, key_heads = params.B * params.key_heads;
-    const int64_t padded = heads * padded_tokens(params.L);
     gradients = executor.take<Half>(heads * params.L * kMomentColumns);
-    deltas = executor.take<float>(padded);
-    terms = executor.take<float>(padded);
-    gram_weights = executor.take<Half>(padded);
+    deltas = executor.take<float>(heads * padded_tokens(params.L));
+    terms = executor.take<float>(sum_count(params));
+    gram_weights = executor.take<Half>(sum_count(params));
     for (float** numbers : {&row_scales, &gram_scales, &gradient_units, &pair_units}) {
       *numbers = executor.take<float>(key_heads);
     }
     by_pairs = executor.take<uint32_t>(key_heads);
+  }
+  // Queries that share keys, and of all with their padding.
+  static int64_t group_tokens(const AttentionParams& params) {
+    return params.H / params.key_heads * params.L;
+  }
+  static int64_t sum_count(const AttentionParams& params) {
+    return params.B * params.key_heads * padded_tokens(group_tokens(params));
+  }
+  // Padding is zero.
+  const char* clear(const AttentionParams& params, Stream stream) const {
+    if (const char* error = clear_bounds(by_pairs, params.B * params.key_heads, stream)) {
+      return error;
+    }
+    const int64_t count = sum_count(params);
+    if (const char* error = clear_bounds(reinterpret_cast<uint32_t*>(terms), count, stream)) {
+      return error;
+    }
+    return clear_bounds(reinterpret_cast<uint32_t*>(gram_weights), count / 2, stream);
   }
 };
 
@@ -89,11 +107,18 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const bool keeps_digits =
       normalizer != normalizer || (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
   if (there && !keeps_digits) atomicOr(to.by_pairs + bk, 1u);
-  const float bound = __uint_as_float(tokens.value_bounds[bk]) / head.row_unit;
-  const float gram_scale = fitting_power(2.002f * weighted * bound);
+  // Values that were scaled are below 2^15 each, as is what they are at most from their center.
+  const float bound = tokens.half_value_scales == nullptr
+                          ? 2.002f * __uint_as_float(tokens.value_bounds[bk])
+                          : 65536.0f * sqrtf(static_cast<float>(params.d_v));
+  const float gram_scale = fitting_power(weighted * bound);
   to.deltas[index] = there ? delta : 0.0f;
-  to.terms[index] = there ? delta * normalizer : 0.0f;
-  to.gram_weights[index] = to_half(there ? delta * normalizer * gram_scale : 0.0f);
+  if (there) {
+    const int64_t group = params.H / params.key_heads, group_tokens = group * params.L;
+    const int64_t in_group = bk * padded_tokens(group_tokens) + at.bh % group * params.L + i;
+    to.terms[in_group] = delta * normalizer;
+    to.gram_weights[in_group] = to_half(delta * normalizer * gram_scale);
+  }
   if (i != 0) return;  // all heads that share keys write the same
   const float gradient_units = gradient_scale_of(rows, bk);
   to.row_scales[bk] = fit;
@@ -128,9 +153,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   }
   const LinearRows own(params, executor);
   tokens.heads_by_pairs = own.by_pairs;
-  if (const char* error = clear_bounds(own.by_pairs, params.B * params.key_heads, stream)) {
-    return error;
-  }
+  if (const char* error = own.clear(params, stream)) return error;
   // Gradients of queries with small sums of weights follow from small numbers by pairs, too.
   const float share = share_of_mean(params) / 2;
   const char* error = launch_type(params, [&]<typename T>() {
@@ -145,16 +168,9 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   queries.N = params.L;
   queries.heads = queries.row_heads = params.H;
   queries.group = static_cast<int>(params.H / params.key_heads);
-  queries.rows = rows_of_64(own.gradients, ElementType::kFloat16, params.H, params.L);
   queries.row_columns = kMomentColumns;
-  queries.terms = own.terms;
-  queries.gram_weights = own.gram_weights;
-  queries.gram_scales = own.gram_scales;
-  queries.row_scales = own.row_scales;
-  queries.scale_heads = params.key_heads;
   queries.states = own.by_pairs;
   queries.left_out = ~0u;
-  queries.entry_scale = 1;
   if (wants_queries(params)) {
     const ElementType type = params.value.type == ElementType::kBFloat16 ? ElementType::kBFloat16
                                                                          : ElementType::kFloat16;
@@ -168,10 +184,19 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
     if (error != nullptr) return error;
   }
   if (!wants_keys(params)) return nullptr;
+  LinearTokens added = queries;
+  added.N = LinearRows::group_tokens(params);
+  added.heads = added.row_heads = added.scale_heads = params.key_heads;
+  added.group = 1;
+  added.rows = rows_of_64(own.gradients, ElementType::kFloat16, added.heads, added.N);
+  added.terms = own.terms;
+  added.gram_weights = own.gram_weights;
+  added.gram_scales = own.gram_scales;
+  added.row_scales = own.row_scales;
+  added.entry_scale = 1;
   LinearSums of_queries;
   const bool wants_value = static_cast<bool>(params.grad_value);
-  if (const char* failed =
-          sum_queries(params, executor, queries, of_keys, wants_value, of_queries)) {
+  if (const char* failed = sum_queries(params, executor, added, of_keys, wants_value, of_queries)) {
     return failed;
   }
   const GradientSide side = {

@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
   const int64_t* stride = products.output.stride;
   const RowPairs pairs(products.output);
   const float units = products.units == nullptr ? 1.0f : 1 / products.units[bk];
-  const float unit = head.moment_unit * head.row_unit / tokens.entry_scale;
+  const float unit = head.moment_unit / tokens.entry_scale;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -52,13 +52,16 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
       if (i >= tokens.N) continue;
       const bool is_hidden = products.logits != nullptr &&
                              products.logits[at.bh * tokens.N + i] == minus_infinity<float>();
-      float of_center = head.row_unit, of_product = unit;
+      // The units of rows come last: values may be large where their scales are small.
+      float of_center = 1, of_product = unit;
       if (products.weights != nullptr) {
         of_product /= products.weights[at.bh * tokens.N + i];
       } else {
         of_center *= tokens.terms[at.bh * padded_tokens(tokens.N) + i] * units;
         of_product *= units;
       }
+      of_center *= head.row_unit;
+      of_product *= head.row_unit;
       pairs.store<kMomentColumns>(
           b * stride[0] + h * stride[1] + i * stride[2], slice * kMomentColumns, d_v, [&](int n) {
             const float2 own = load_vector<float2>(center + n * 8);

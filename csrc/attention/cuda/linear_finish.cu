@@ -1,4 +1,4 @@
-// The sums of all parts of a head: its numbers, moments and Gram matrix as Half.
+// The sums of all parts of a head: its numbers, and moments and Gram matrix as Half.
 #include "attention/cuda/linear_parts.h"
 #include "attention/cuda/tiles.h"
 
@@ -21,7 +21,6 @@ __device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
 __global__ void __launch_bounds__(kHeadThreads, 1)
     finish_head_kernel(AttentionParams params, LinearTokens tokens, int F, TokenParts parts,
                        LinearSums sums) {
-  IKATTN_SHARED(float, maxima, kHeadThreads / 32);
   IKATTN_SHARED(float, totals, kTokenSums);
   const int64_t bk = blockIdx.x;
   if (leaves_out(tokens, bk)) return;  // the whole block
@@ -35,16 +34,14 @@ __global__ void __launch_bounds__(kHeadThreads, 1)
   if (threadIdx.x < kTokenSums) totals[threadIdx.x] = sum_of(static_cast<int>(threadIdx.x));
   const float unit = tokens.gram_scales == nullptr ? 1.0f : 1 / tokens.gram_scales[bk];
   float* gram = parts.gram + bk * (F * F);
-  float most = 0;
   for (int index = threadIdx.x; index < F * F; index += kHeadThreads) {
     float sum = gram[index];
     for (int part = 1; part < parts.of_gram.count; ++part) {
       sum += gram[part * parts.heads * (F * F) + index];
     }
     gram[index] = sum * unit;
-    if (index / F == index % F) most = fmaxf(most, sum);  // the largest are on the diagonal
   }
-  most = max_of_block(most, maxima);
+  __syncthreads();  // the totals are there
   const float terms = totals[0], squares = totals[1], fourths = totals[2];
   for (int c = threadIdx.x; c < columns - kTokenSums; c += kHeadThreads) {
     const float sum = sum_of(kTokenSums + c);
@@ -53,76 +50,101 @@ __global__ void __launch_bounds__(kHeadThreads, 1)
                                                                       : 0.0f;
   }
   if (threadIdx.x != 0) return;
-  const float row_scale = row_scale_of(params, tokens, bk);
-  // Of the rows; from a center they are as far away as twice that. 2^-10 for what is rounded.
-  const float bound = tokens.row_bounds == nullptr
-                          ? 32768.0f
-                          : 2.002f * __uint_as_float(tokens.row_bounds[bk]) * row_scale;
-  // What the squares of a feature add up to; features that are not folded are at most 2.
-  const float size =
-      tokens.gram_weights == nullptr ? most : 4.004f * static_cast<float>(tokens.N * tokens.group);
   LinearHead head;
   head.terms = terms;
   head.squares = squares > 0 ? squares + 32 * (fourths / squares) : 0.0f;
-  head.gram_unit = 0;  // see round_gram_kernel
-  head.moment_fit = fitting_power(2 * bound * (size * tokens.entry_scale));
-  head.row_unit = 1 / row_scale;
-  head.moment_unit = 1 / (head.moment_fit * tokens.entry_scale);
+  head.row_unit = 1 / row_scale_of(params, tokens, bk);
+  head.gram_unit = head.moment_unit = 0;  // those that round tell
   sums.heads[bk] = head;
 }
 
-// The sums of all parts, less the center's share, as Half; a thread has two columns, and a warp an
-// entry. key_centers, of queries: of their keys.
+// Of which entry, and which two columns of its moments, a thread is; a warp has an entry.
+struct EntryPlace {
+  int64_t index, bk;  // of the two columns; key head
+  int c, a, b, slice, pair;
+  bool is_twice;  // a and b are of different chunks
+
+  __device__ __forceinline__ EntryPlace(const FeatureChunks& chunks, const TokenParts& parts)
+      : index(int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) {
+    constexpr int kPairColumns = kMomentColumns / 2;
+    static_assert(kPairColumns == 32);
+    const int pairs = chunks.pairs();
+    const int64_t of_head = int64_t{parts.slices} * pairs * (kPairEntries * kPairColumns);
+    bk = index / of_head;
+    const int in_head = static_cast<int>(index % of_head);
+    const int entry = in_head / kPairColumns % kPairEntries;
+    c = in_head % kPairColumns * 2;
+    pair = in_head / (kPairColumns * kPairEntries) % pairs;
+    slice = in_head / (kPairColumns * kPairEntries) / pairs;
+    const ChunkPair at(pair);
+    a = at.a * kChunk + entry / kChunk;
+    b = at.b * kChunk + entry % kChunk;
+    is_twice = at.a != at.b;
+  }
+};
+
+// The sums of all parts, less the center's share, in place of the first part's; and the largest.
 __global__ void __launch_bounds__(kFinishThreads, 2)
-    finish_moments_kernel(LinearTokens tokens, FeatureChunks chunks, int F, TokenParts parts,
-                          LinearSums sums, const float* key_centers) {
-  constexpr int kPairColumns = kMomentColumns / 2;
-  static_assert(kPairColumns == 32);
-  const int pairs = chunks.pairs();
-  const int64_t index = int64_t{blockIdx.x} * kFinishThreads + threadIdx.x;
-  const int64_t of_head = int64_t{parts.slices} * pairs * (kPairEntries * kPairColumns);
-  const int64_t bk = index / of_head;
-  if (bk >= parts.heads || leaves_out(tokens, bk)) return;  // the whole warp
-  const int in_head = static_cast<int>(index % of_head);
-  const int c = in_head % kPairColumns * 2, entry = in_head / kPairColumns % kPairEntries;
-  const int pair = in_head / (kPairColumns * kPairEntries) % pairs;
-  const int slice = in_head / (kPairColumns * kPairEntries) / pairs;
+    add_moments_kernel(LinearTokens tokens, FeatureChunks chunks, int F, TokenParts parts,
+                       LinearSums sums) {
+  const EntryPlace at(chunks, parts);
+  if (at.bk >= parts.heads || leaves_out(tokens, at.bk)) return;  // the whole warp
+  const int64_t of_part =
+      parts.heads * parts.slices * chunks.pairs() * int64_t{kPairEntries * kMomentColumns};
   float2 sum = make_float2(0, 0);
   for (int part = 0; part < parts.of_moments.count; ++part) {
-    const float2 own =
-        load_vector<float2>(parts.moments + (part * parts.heads * of_head + index) * 2);
+    const float2 own = load_vector<float2>(parts.moments + part * of_part + at.index * 2);
     sum.x += own.x;
     sum.y += own.y;
   }
-  const ChunkPair at(pair);
-  const int a = at.a * kChunk + entry / kChunk, b = at.b * kChunk + entry % kChunk;
-  float* gram = parts.gram + bk * (F * F);
-  const LinearHead head = sums.heads[bk];
   if (tokens.has_means) {
-    const float weight = gram[a * F + b] * tokens.entry_scale;
-    const float2 center =
-        load_vector<float2>(sums.centers + (bk * parts.slices + slice) * kMomentColumns + c);
+    const float weight = parts.gram[at.bk * (F * F) + at.a * F + at.b] * tokens.entry_scale;
+    const float2 center = load_vector<float2>(
+        sums.centers + (at.bk * parts.slices + at.slice) * kMomentColumns + at.c);
     sum.x -= center.x * weight;
     sum.y -= center.y * weight;
   }
+  store_vector(parts.moments + at.index * 2, sum);
+  const float size = fmaxf(fabsf(sum.x), fabsf(sum.y));
+  const float most = max_of_lanes(is_finite(size) ? size : 0.0f);
+  uint32_t* bound = parts.moment_bounds + at.bk;
+  // Most are smaller than what another warp has told.
+  if (threadIdx.x % 32 == 0 && most > __uint_as_float(*bound)) raise(bound, most);
+}
+
+// Moments as Half. key_centers, of queries: of their keys.
+__global__ void __launch_bounds__(kFinishThreads, 2)
+    round_moments_kernel(LinearTokens tokens, FeatureChunks chunks, int F, TokenParts parts,
+                         LinearSums sums, const float* key_centers) {
+  const EntryPlace at(chunks, parts);
+  if (at.bk >= parts.heads || leaves_out(tokens, at.bk)) return;  // the whole warp
+  // Those that count twice, too; 2^-10 for what is rounded.
+  const float fit = fitting_power(2.002f * __uint_as_float(parts.moment_bounds[at.bk]));
+  const float moment_unit = 1 / fit / tokens.entry_scale;
+  const bool is_first = at.pair == 0 && at.slice == 0 && at.a == 0 && at.b == 0;
+  if (is_first && at.c == 0) sums.heads[at.bk].moment_unit = moment_unit;
+  const float2 sum = load_vector<float2>(parts.moments + at.index * 2);
   if (sums.moments != nullptr) {
-    const float fit = head.moment_fit * (at.a == at.b ? 1 : 2);
-    store_vector(sums.moments + 2 * index, pack_f16x2(sum.x * fit, sum.y * fit));
+    const float own = fit * (at.is_twice ? 2 : 1);
+    store_vector(sums.moments + 2 * at.index, pack_f16x2(sum.x * own, sum.y * own));
   }
   if (sums.squares == nullptr) return;
-  const uint32_t rounded = pack_f16x2(sum.x * head.moment_fit, sum.y * head.moment_fit);
-  const int64_t n = chunks.count * kChunk, base = bk * n * n;
-  store_vector(sums.squares + (base + a * n + b) * kMomentColumns + c, rounded);
-  if (at.a != at.b) store_vector(sums.squares + (base + b * n + a) * kMomentColumns + c, rounded);
+  const uint32_t rounded = pack_f16x2(sum.x * fit, sum.y * fit);
+  const int64_t n = chunks.count * kChunk, base = at.bk * n * n;
+  store_vector(sums.squares + (base + at.a * n + at.b) * kMomentColumns + at.c, rounded);
+  if (at.is_twice) {
+    store_vector(sums.squares + (base + at.b * n + at.a) * kMomentColumns + at.c, rounded);
+  }
   if (key_centers == nullptr) return;
   // Of the rounded numbers, so that what they were rounded by cancels where this is subtracted.
   const float2 two = unpack<Half>(rounded);
-  const float2 center = load_vector<float2>(key_centers + bk * kMomentColumns + c);
+  const float2 center = load_vector<float2>(key_centers + at.bk * kMomentColumns + at.c);
   const float share =
-      sum_of_lanes(center.x * two.x + center.y * two.y) * (head.moment_unit * head.row_unit);
+      sum_of_lanes(center.x * two.x + center.y * two.y) * moment_unit * sums.heads[at.bk].row_unit;
   if (threadIdx.x % 32 != 0) return;
-  gram[a * F + b] += share;
-  if (at.a != at.b) gram[b * F + a] += share;
+  float* gram = parts.gram + at.bk * (F * F);
+  gram[at.a * F + at.b] += share;
+  if (at.is_twice) gram[at.b * F + at.a] += share;
 }
 
 // The Gram matrix as two numbers of Half each; a block has that of a key head.
@@ -161,10 +183,17 @@ const char* finish_sums(const AttentionParams& params, const LinearTokens& token
                                  params, tokens, F, parts, sums)) {
     return error;
   }
-  if (const char* error = launch(
-          finish_moments_kernel, dim3(static_cast<unsigned>(ceil_div(pairs, kFinishThreads))),
-          dim3(kFinishThreads), 0, stream, tokens, chunks, F, parts, sums, key_centers)) {
-    return error;
+  if (sums.moments != nullptr || sums.squares != nullptr) {
+    const dim3 blocks(static_cast<unsigned>(ceil_div(pairs, kFinishThreads)));
+    if (const char* error = clear_bounds(parts.moment_bounds, parts.heads, stream)) return error;
+    if (const char* error = launch(add_moments_kernel, blocks, dim3(kFinishThreads), 0, stream,
+                                   tokens, chunks, F, parts, sums)) {
+      return error;
+    }
+    if (const char* error = launch(round_moments_kernel, blocks, dim3(kFinishThreads), 0, stream,
+                                   tokens, chunks, F, parts, sums, key_centers)) {
+      return error;
+    }
   }
   return launch(round_gram_kernel, dim3(heads), dim3(kHeadThreads), 0, stream, tokens, F, parts,
                 sums);

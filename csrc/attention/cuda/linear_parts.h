@@ -7,8 +7,7 @@ namespace ikattn::cuda {
 
 constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
 
-// How tokens are shared out: counts are of a key head, all heads that it is of; tokens those of a
-// share, a multiple of kStep.
+// How the tokens of a head are shared out: tokens of a share, a multiple of kStep.
 struct Shares {
   int count;
   int64_t tokens;
@@ -19,9 +18,10 @@ struct TokenParts {
   Shares of_moments, of_gram, of_sums;
   int slices;
   int64_t heads;   // key heads
-  float* moments;  // [count][B, key_heads, slices, pairs, 256, 64]
+  float* moments;  // [count][B, key_heads, slices, pairs, 256, 64]; like gram
   float* gram;     // [count][B, key_heads, columns, columns]; at last the first is their sum
   float* sums;     // [B, key_heads, count, kTokenSums + slices * 64]
+  uint32_t* moment_bounds;  // [B, key_heads]  bits of the largest
 
   __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
 };

@@ -17,17 +17,15 @@ constexpr uint32_t kMomentTile = kStep * kRowBytes;
 constexpr uint32_t kMomentStage = 2 * kMomentTile;  // features, and values
 constexpr int kSumTokens = 512;
 
-// Which head a block is about, and which of its parts.
+// Which key head a block is about, and which of its parts.
 struct PartBlock {
-  int64_t bk, bh, first, end;  // key head, head, tokens
-  int part;                    // of the key head
+  int64_t bk, first, end;  // key head, tokens
+  int part;
 
   __device__ __forceinline__ PartBlock(const LinearTokens& tokens, const Shares& shares,
                                        unsigned index)
       : bk(index / shares.count), part(static_cast<int>(index % shares.count)) {
-    const int of_head = shares.count / tokens.group;
-    bh = bk * tokens.group + part / of_head;
-    first = part % of_head * shares.tokens;
+    first = part * shares.tokens;
     end = min(first + shares.tokens, tokens.N);
   }
   __device__ __forceinline__ int tiles() const {
@@ -39,16 +37,17 @@ struct PartBlock {
 __global__ void __launch_bounds__(kMomentThreads, 2)
     token_sum_kernel(LinearTokens tokens, int width, TokenParts parts) {
   constexpr int kMostColumns = 128;  // of rows, and of features
-  IKATTN_SHARED(float, shared, kMomentWarps*(kTokenSums + kMostColumns));
+  constexpr int kNumbers = kMomentWarps * (kTokenSums + kMostColumns);
+  IKATTN_SHARED(float, shared, kNumbers);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = parts.sum_columns();
   const PartBlock at(tokens, parts.of_sums, blockIdx.x);
   if (leaves_out(tokens, at.bk)) return;  // the whole block
-  const Half* rows = rows_of(tokens, at.bh);
+  const Half* rows = rows_of(tokens, at.bk);
   float terms = 0, squares = 0, fourths = 0, sums[kMostColumns / 64][2] = {};
   for (int64_t j = at.first + warp; j < at.end; j += kMomentWarps) {
-    const Half* phi = tokens.phi + (at.bh * tokens.N + j) * width + 2 * lane;
+    const Half* phi = tokens.phi + (at.bk * tokens.N + j) * width + 2 * lane;
     const Half* row = rows + j * tokens.rows.stride[2] + 2 * lane;
-    const float term = tokens.terms[at.bh * padded_tokens(tokens.N) + j];
+    const float term = tokens.terms[at.bk * padded_tokens(tokens.N) + j];
     const float weight = tokens.has_means ? term : 1;
     float square = 0;
 #pragma unroll
@@ -97,12 +96,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row = threadIdx.x / (F / 8), piece = threadIdx.x % (F / 8);
   const bool inside = piece / 2 < chunks.count;
-  const Half* phi = tokens.phi + (at.bh * tokens.N + at.first + row) * chunks.width +
+  const Half* phi = tokens.phi + (at.bk * tokens.N + at.first + row) * chunks.width +
                     (inside ? chunks.column(piece / 2) + piece % 2 * 8 : 0);
   const Half* weights =
       tokens.gram_weights == nullptr
           ? nullptr
-          : tokens.gram_weights + at.bh * padded_tokens(tokens.N) + at.first + lane % 4 * 2;
+          : tokens.gram_weights + at.bk * padded_tokens(tokens.N) + at.first + lane % 4 * 2;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   const uint32_t to = base + swizzled(row, piece, 2 * F);
@@ -186,12 +185,12 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const bool has_features = copied_pair < chunks.pairs();
   const int column = chunks.column(piece / 2 % 2 == 0 ? copied.a : copied.b) + piece % 2 * 8;
   const Half* phi =
-      tokens.phi + (at.bh * tokens.N + at.first + row) * chunks.width + (has_features ? column : 0);
+      tokens.phi + (at.bk * tokens.N + at.first + row) * chunks.width + (has_features ? column : 0);
   const int64_t value_stride = tokens.rows.stride[2];
   const int value_column = slice * kMomentColumns + piece * 8;
   const bool has_values = value_column < tokens.row_columns;
   const Half* value =
-      rows_of(tokens, at.bh) + (at.first + row) * value_stride + (has_values ? value_column : 0);
+      rows_of(tokens, at.bk) + (at.first + row) * value_stride + (has_values ? value_column : 0);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared), to = base + swizzled(row, piece, kRowBytes);
   const int tiles = at.tiles();
@@ -282,23 +281,25 @@ Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   const int64_t each = ceil_div(tokens.N, wanted < most ? wanted : most);
   Shares shares;
   shares.tokens = ceil_div(each, kStep) * kStep;
-  shares.count = static_cast<int>(ceil_div(tokens.N, shares.tokens)) * tokens.group;
+  shares.count = static_cast<int>(ceil_div(tokens.N, shares.tokens));
   return shares;
 }
 
 TokenParts take_parts(const AttentionParams& params, const DeviceExecutor& executor,
-                      const LinearTokens& tokens, const FeatureChunks& chunks) {
-  TokenParts parts;
+                      const LinearTokens& tokens, const FeatureChunks& chunks, bool has_moments) {
+  TokenParts parts = {};
   parts.slices = moment_slices(params);
   parts.heads = params.B * params.key_heads;
-  const int64_t heads = parts.heads * tokens.group;
   parts.of_moments =
-      shares_of(tokens, heads * parts.slices * ceil_div(chunks.pairs(), kPairsTogether));
-  parts.of_gram = shares_of(tokens, heads);
-  parts.of_sums = {static_cast<int>(ceil_div(tokens.N, kSumTokens)) * tokens.group, kSumTokens};
+      shares_of(tokens, parts.heads * parts.slices * ceil_div(chunks.pairs(), kPairsTogether));
+  parts.of_gram = shares_of(tokens, parts.heads);
+  parts.of_sums = {static_cast<int>(ceil_div(tokens.N, kSumTokens)), kSumTokens};
   const int64_t F = chunks.columns(), entries = chunks.pairs() * int64_t{kPairEntries};
-  parts.moments = executor.take<float>(parts.of_moments.count * parts.heads * parts.slices *
-                                       entries * kMomentColumns);
+  if (has_moments) {
+    parts.moments = executor.take<float>(parts.of_moments.count * parts.heads * parts.slices *
+                                         entries * kMomentColumns);
+    parts.moment_bounds = executor.take<uint32_t>(parts.heads);
+  }
   parts.gram = executor.take<float>(parts.of_gram.count * parts.heads * F * F);
   parts.sums = executor.take<float>(parts.heads * parts.of_sums.count * parts.sum_columns());
   return parts;
@@ -309,7 +310,8 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
                        bool wants_squares, LinearSums& sums) {
   const FeatureChunks chunks(params);
   const int F = chunks.columns();
-  const TokenParts parts = take_parts(params, executor, tokens, chunks);
+  const bool has_moments = wants_moments || wants_squares;
+  const TokenParts parts = take_parts(params, executor, tokens, chunks, has_moments);
   const int64_t heads = parts.heads, pairs = chunks.pairs(), n = chunks.count * kChunk;
   const int64_t moments = heads * parts.slices * pairs * (kPairEntries * kMomentColumns);
   sums.moments = wants_moments ? executor.take<Half>(moments) : nullptr;
@@ -334,10 +336,11 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
                  dim3(kFoldedThreads), kStages * kStep * 2 * F, stream, tokens, chunks, parts)) {
     return error;
   }
-  if (const char* error =
-          launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
-                 tokens, chunks, parts, twice_half(tokens.entry_scale))) {
-    return error;
+  if (has_moments) {
+    const char* error =
+        launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
+               tokens, chunks, parts, twice_half(tokens.entry_scale));
+    if (error != nullptr) return error;
   }
   const float* key_centers = of_keys == nullptr ? nullptr : of_keys->centers;
   return finish_sums(params, tokens, parts, sums, key_centers, stream);
@@ -360,7 +363,6 @@ const char* sum_keys(const AttentionParams& params, const DeviceExecutor& execut
   keys.has_means = true;
   keys.row_scales = tokens.half_value_scales;
   keys.scale_heads = params.G;
-  keys.row_bounds = tokens.value_bounds;
   keys.states = tokens.state;
   keys.left_out = kLeftToPairs;
   // A feature is at most twice the folded scale of 1.

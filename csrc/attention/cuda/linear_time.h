@@ -53,7 +53,7 @@ inline int moment_slices(const AttentionParams& params) {
 // counting multiply-adds, of which pairs get more done in a time; how many more is not measured.
 inline bool goes_without_pairs(const AttentionParams& params, bool backward) {
   const bool can = every_row_sees_all(params) && params.dropout_threshold == 0 && !is_wide(params);
-  if (!can || params.L < 8 || params.S < 8) return false;
+  if (!can || params.L < 8 || params.S <= kFewKeys) return false;
   const int slices = moment_slices(params);
   if (backward && slices > 1) return false;
   if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
@@ -88,7 +88,7 @@ inline uint32_t twice_half(float x) {
 struct LinearTokens {
   const Half* phi;   // [B, heads, N, padded F]
   int64_t N, heads;  // of a batch
-  int group;         // heads that are added up together: query heads that share keys
+  int group;         // heads that share a key head: of queries, but where they are added up
   Array rows;        // [B, row_heads, N, row_columns]  Half, rows aligned to 16 bytes
   int64_t row_heads;
   int row_columns;     // a multiple of 8
@@ -101,8 +101,6 @@ struct LinearTokens {
   // [B, scale_heads]  of rows; nullptr: 1
   const float* row_scales;
   int64_t scale_heads;
-  // [B, key_heads]  bits of the largest |row|, before scales; nullptr: 2^15, after them
-  const uint32_t* row_bounds;
   // [B, key_heads]  heads with one of these bits are left out
   const uint32_t* states;
   uint32_t left_out;
@@ -114,7 +112,6 @@ struct LinearHead {
   float terms;        // their sum
   float squares;      // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear_time.h)
   float gram_unit;    // of the numbers that stand for gram
-  float moment_fit;   // what moments were multiplied with, beside the scales of entries and rows
   float moment_unit;  // of moments, in the units of scaled rows
   float row_unit;     // of scaled rows, and of centers
 };

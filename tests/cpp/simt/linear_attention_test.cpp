@@ -133,6 +133,7 @@ TEST(LinearAttentionOnDevice, ValuesFarFromZero) {
 TEST(LinearAttentionOnDevice, ValuesOfAnySize) {
   for (const auto& [type, size] : {std::pair{ElementType::kBFloat16, 1e30},
                                    {ElementType::kBFloat16, 1e-30},
+                                   {ElementType::kFloat32, 1e36},
                                    {ElementType::kFloat16, 2e3},
                                    {ElementType::kFloat16, 1e-3},
                                    {ElementType::kFloat32, 1e30},
@@ -145,6 +146,48 @@ TEST(LinearAttentionOnDevice, ValuesOfAnySize) {
     const Results truth = truth_of(call, c), got = device_results(call, c);
     expect_close(got.output, truth.output, 6 * roundoff_of(type), "output", size * 1e-3);
     compare_gradients(got, truth, c, 6 * roundoff_of(type));
+  }
+}
+
+// Gradients of any size.
+TEST(LinearAttentionOnDevice, GradientsOfAnySize) {
+  for (const auto& [type, size] : {std::pair{ElementType::kBFloat16, 1e28},
+                                   {ElementType::kBFloat16, 1e-30},
+                                   {ElementType::kFloat32, 1e28},
+                                   {ElementType::kFloat32, 1e-28}}) {
+    Case c = one_head({.name = "size", .L = 70, .S = 130, .d_v = 8, .M = 8});
+    Call call(c = linear(of_type(c, type)));
+    for (int64_t i = 0; i < call.grad_output.count; ++i) {
+      write(call.grad_output.array, i, size * read(call.grad_output.array, i));
+    }
+    const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
+    const double bound = 2 * roundoff_of(type) + 0x1p-10;
+    expect_close(got.grad_query, truth.grad_query, bound, "grad_query", size * 1e-3);
+    expect_close(got.grad_key, truth.grad_key, bound, "grad_key", size * 1e-3);
+    expect_close(got.grad_value, truth.grad_value, bound, "grad_value", size * 1e-3);
+  }
+}
+
+// Keys of no weight, whose values are far larger than all others, do not make these coarse.
+TEST(LinearAttentionOnDevice, ValuesWithoutWeight) {
+  for (const auto& [below, large] :
+       {std::pair{-1e4, 1e30}, {-60.0, 1e9}, {-30.0, 1e7}, {-10.0, 1e3}}) {
+    for (const ElementType type : kTypes) {
+      if (type == ElementType::kFloat16 && large > 6e4) continue;
+      // Scales of float32 are those of pairs, which hold 2^29.
+      if (type == ElementType::kFloat32 && large > 1e8) continue;
+      Case c = one_head({.name = "none", .L = 20, .S = 130, .d_v = 8, .M = 8, .bias = true});
+      Call call(c = linear(of_type(c, type)));
+      write(call.bias.array, 77, below);
+      for (int64_t column = 0; column < c.d_v; ++column) {
+        write(call.value.array, 77 * c.d_v + column, large);
+      }
+      const Results truth = truth_of(call, c), got = device_results(call, c);
+      const Results pairs = device_results(call.by(LinearTime::kNever), c);
+      EXPECT_LE(largest_difference(got.output, truth.output),
+                2 * largest_difference(pairs.output, truth.output))
+          << below;
+    }
   }
 }
 
