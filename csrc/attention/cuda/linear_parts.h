@@ -17,10 +17,12 @@ struct Shares {
 struct TokenParts {
   Shares of_moments, of_gram, of_sums;
   int slices;
-  int64_t heads;   // key heads
-  float* moments;  // [count][B, key_heads, slices, pairs, 256, 64]; like gram
-  float* gram;     // [count][B, key_heads, columns, columns]; at last the first is their sum
-  float* sums;     // [B, key_heads, count, kTokenSums + slices * 64]
+  int64_t heads;  // key heads
+  // [count][B, key_heads, slices, pairs, 256, 64]; at last the first is their sum, less the
+  // center's share
+  float* moments;
+  float* gram;  // [count][B, key_heads, columns, columns]; at last the first is their sum
+  float* sums;  // [B, key_heads, count, kTokenSums + slices * 64]
   uint32_t* moment_bounds;  // [B, key_heads]  bits of the largest
 
   __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
