@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
   for (int k = 0; k < F / 16; ++k) {
     float products[2][2][4] = {};
-#pragma unroll
+#pragma unroll 1                                   // registers
     for (int number = 1; number >= 0; --number) {  // the small one first
       multiply_by_columns<Half, F / 16>(
           products, [&](int m, int inner) { return phi[m][inner]; },
@@ -71,6 +71,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
+  // Found anew: no register holds it over the products.
+  const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+  const int64_t first = at.i0 + thread / 32 * 32 + thread % 32 / 4;
   const LinearHead head = keys.heads[at.bk];
   const float mean = share_of_mean * head.squares / static_cast<float>(2 * params.M);
   bool errs = false;
@@ -80,7 +83,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int half = 0; half < 2; ++half) {
       weights[m][half] = sum_of_lanes<4>(weights[m][half]) * head.gram_unit;
       const float square = sum_of_lanes<4>(squares[m][half]);
-      const int64_t i = at.i0 + (warp * 2 + m) * 16 + g + 8 * half;
+      const int64_t i = first + m * 16 + 8 * half;
       // A row that is NaN anyhow may be told so here.
       const bool counts = i < params.L && is_finite(tokens.poison[at.bh * params.L + i]);
       const bool keeps_digits =
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t i = at.i0 + (warp * 2 + m) * 16 + g + 8 * half;
+      const int64_t i = first + m * 16 + 8 * half;
       if (i >= params.L) continue;
       const int64_t row = int64_t{at.bh} * params.L + i;
       const float sum = with_poison(tokens, row, weights[m][half] + head.terms);
