@@ -115,33 +115,24 @@ __global__ void __launch_bounds__(256, 2)
   copy[index] = from_float<T>(fabsf(x) < 65504.0f || scales == nullptr ? x : 0.0f);
 }
 
-// A value in 16 bits, as the kernels read it.
-struct Copied {
-  Array& value;
-  int& columns;
-  const float*& scales;
-};
-
 // Copies the value to rows of T; multiplied with scales where it is of another type.
 template <typename T>
 const char* copy_values(const AttentionParams& params, const DeviceExecutor& executor,
-                        const uint32_t* bounds, const Copied& to) {
-  constexpr bool kIsHalf = std::is_same_v<T, Half>;
-  const ElementType type = kIsHalf ? ElementType::kFloat16 : ElementType::kBFloat16;
-  const int columns = static_cast<int>((params.d_v + 7) / 8 * 8);
+                        const uint32_t* bounds, Array& rows, int& columns, const float*& scales) {
+  const ElementType type = std::is_same_v<T, Half> ? ElementType::kFloat16 : ElementType::kBFloat16;
+  columns = static_cast<int>((params.d_v + 7) / 8 * 8);
   const int64_t heads = params.B * params.G, count = heads * params.S * columns;
   T* data = executor.take<T>(count);
-  float* scales = params.value.type == type ? nullptr : executor.take<float>(heads);
-  to.value.data = data;
-  to.value.type = type;
-  to.value.stride[0] = params.G * params.S * columns;
-  to.value.stride[1] = params.S * columns;
-  to.value.stride[2] = columns;
-  to.value.stride[3] = 1;
-  to.columns = columns;
-  to.scales = scales;
+  float* own_scales = params.value.type == type ? nullptr : executor.take<float>(heads);
+  scales = own_scales;
+  rows.data = data;
+  rows.type = type;
+  rows.stride[0] = params.G * params.S * columns;
+  rows.stride[1] = params.S * columns;
+  rows.stride[2] = columns;
+  rows.stride[3] = 1;
   return launch(value_copy_kernel<T>, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256),
-                0, executor.stream, params, bounds, columns, data, scales);
+                0, executor.stream, params, bounds, columns, data, own_scales);
 }
 
 }  // namespace
@@ -174,22 +165,21 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
       return error;
     }
   }
-  const uint32_t* read = bounds;
-  const Copied value{folded.value, folded.value_columns, folded.value_scales};
+  const auto copy = is_bfloat ? copy_values<BFloat16> : copy_values<Half>;
   folded.value = params.value;
   folded.value_columns = static_cast<int>(params.d_v);
   if (!lies_ready_for_tensor_cores(params)) {
-    if (const char* error = is_bfloat ? copy_values<BFloat16>(params, executor, read, value)
-                                      : copy_values<Half>(params, executor, read, value)) {
+    if (const char* error = copy(params, executor, bounds, folded.value, folded.value_columns,
+                                 folded.value_scales)) {
       return error;
     }
   }
   if (!is_linear) return nullptr;
-  const Copied half_value{folded.half_value, folded.half_value_columns, folded.half_value_scales};
-  if (is_bfloat) return copy_values<Half>(params, executor, of_weight, half_value);
-  half_value.value = value.value;
-  half_value.columns = value.columns;
-  half_value.scales = value.scales;
+  HalfValue& half = folded.half_value;
+  if (is_bfloat) {
+    return copy_values<Half>(params, executor, of_weight, half.rows, half.columns, half.scales);
+  }
+  half = {folded.value, folded.value_columns, folded.value_scales};
   return nullptr;
 }
 

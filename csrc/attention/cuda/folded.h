@@ -44,6 +44,13 @@ struct GeneralScales {
   float square, eps;
 };
 
+// A value as Half.
+struct HalfValue {
+  Array rows;           // [B, G, S, columns], rows aligned to 16 bytes
+  int columns;          // a multiple of 8
+  const float* scales;  // [B, G]  a power of two that it was multiplied with; nullptr: 1
+};
+
 struct FoldedTokens {
   const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
   // [B, H, L]  added to a row's sum of weights, if it sees a key: NaN where the query is poisoned,
@@ -65,10 +72,7 @@ struct FoldedTokens {
   // [B, G]  a power of two that float32 was multiplied with, so that its largest are Half's
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
-  // Of calls that go without pairs (linear_time.h): the value as Half, and its scales as above.
-  Array half_value;
-  int half_value_columns;
-  const float* half_value_scales;
+  HalfValue half_value;  // of calls that go without pairs (linear_time.h)
   // [B, H, blocks of 128 queries]  which of them go by pairs all the same; nullptr: all
   const uint32_t* by_pairs;
   const uint32_t* heads_by_pairs;  // [B, key_heads]  of the backward, likewise

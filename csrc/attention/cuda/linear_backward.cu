@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       normalizer != normalizer || (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
   if (there && !keeps_digits) atomicOr(to.by_pairs + bk, 1u);
   // Values that were scaled are below 2^15 each, as is what they are at most from their center.
-  const float bound = tokens.half_value_scales == nullptr
+  const float bound = tokens.half_value.scales == nullptr
                           ? 2.002f * __uint_as_float(tokens.value_bounds[bk])
                           : 65536.0f * sqrtf(static_cast<float>(params.d_v));
   const float gram_scale = fitting_power(weighted * bound);
@@ -145,10 +145,10 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
                             const FoldedGradients& gradients) {
   const Stream stream = executor.stream;
-  LinearTokens keys;
+  LinearTokens keys = keys_of(params, tokens), queries = queries_of(params, tokens);
   LinearSums of_keys;
   if (const char* error =
-          sum_keys(params, executor, tokens, false, wants_queries(params), keys, of_keys)) {
+          sum_tokens(params, executor, keys, nullptr, false, wants_queries(params), of_keys)) {
     return error;
   }
   const LinearRows own(params, executor);
@@ -161,27 +161,19 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
                   dim3(kRowThreads), 0, stream, params, tokens, rows, of_keys, share, own);
   });
   if (error != nullptr) return error;
-  keys.states = own.by_pairs;
-  keys.left_out = ~0u;
-  LinearTokens queries = {};
-  queries.phi = tokens.phi_q;
-  queries.N = params.L;
-  queries.heads = queries.row_heads = params.H;
-  queries.group = static_cast<int>(params.H / params.key_heads);
-  queries.row_columns = kMomentColumns;
-  queries.states = own.by_pairs;
-  queries.left_out = ~0u;
+  keys.states = queries.states = own.by_pairs;
+  keys.left_out = queries.left_out = ~0u;
   if (wants_queries(params)) {
     const ElementType type = params.value.type == ElementType::kBFloat16 ? ElementType::kBFloat16
                                                                          : ElementType::kFloat16;
-    const GradientSide side = {
-        queries,         rows_of_64(rows.gradients, type, params.H, params.L),
-        rows.normalizer, padded_tokens(params.L),
-        own.deltas,      own.pair_units,
-        gradients.phi_q, nullptr,
-        nullptr,         nullptr};
-    error = feature_gradients(params, side, of_keys, stream);
-    if (error != nullptr) return error;
+    const GradientSide side = {.tokens = queries,
+                               .rows = rows_of_64(rows.gradients, type, params.H, params.L),
+                               .scales = rows.normalizer,
+                               .scale_stride = padded_tokens(params.L),
+                               .deltas = own.deltas,
+                               .pair_units = own.pair_units,
+                               .gradients = gradients.phi_q};
+    if (const char* failed = feature_gradients(params, side, of_keys, stream)) return failed;
   }
   if (!wants_keys(params)) return nullptr;
   LinearTokens added = queries;
@@ -193,15 +185,21 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   added.gram_weights = own.gram_weights;
   added.gram_scales = own.gram_scales;
   added.row_scales = own.row_scales;
-  added.entry_scale = 1;
   LinearSums of_queries;
   const bool wants_value = static_cast<bool>(params.grad_value);
-  if (const char* failed = sum_queries(params, executor, added, of_keys, wants_value, of_queries)) {
+  if (const char* failed =
+          sum_tokens(params, executor, added, &of_keys, wants_value, true, of_queries)) {
     return failed;
   }
-  const GradientSide side = {
-      keys,           tokens.half_value, tokens.scales, params.S,         nullptr,
-      own.pair_units, gradients.phi_k,   logits,        gradients.logits, of_keys.centers};
+  const GradientSide side = {.tokens = keys,
+                             .rows = keys.rows,
+                             .scales = tokens.scales,
+                             .scale_stride = params.S,
+                             .pair_units = own.pair_units,
+                             .gradients = gradients.phi_k,
+                             .logits = logits,
+                             .grad_logits = gradients.logits,
+                             .centers = of_keys.centers};
   error = feature_gradients(params, side, of_queries, stream);
   if (error != nullptr || !wants_value) return error;
   EntryProducts products = {};

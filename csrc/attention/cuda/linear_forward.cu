@@ -1,6 +1,6 @@
 // Queries without pairs: the sums of their weights, and whether these keep their digits.
 #include "attention/cuda/folded_forward.h"
-#include "attention/cuda/linear_time.h"
+#include "attention/cuda/linear_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     weight_sum_kernel(AttentionParams params, FoldedTokens tokens, FeatureChunks chunks,
                       LinearSums keys, float share_of_mean, float* sums, uint32_t* by_pairs) {
   constexpr uint32_t kGram = F * 2 * F;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
   const QueryBlock at(params, kLinearQueries, blockIdx.x);
   const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
   uint32_t* flag = by_pairs + at.bh * blocks + at.i0 / kLinearQueries;
@@ -29,21 +29,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
   cp_async_commit();
 
-  Fragment phi[2][F / 16];
+  Fragment phi[F / 16][2];
+  const int64_t warp_row = at.i0 + warp * 32;
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t i = at.i0 + (warp * 2 + m) * 16 + g + 8 * half;
-      const Half* row = tokens.phi_q + (at.bh * params.L + i) * chunks.width + 2 * t;
-#pragma unroll
-      for (int k = 0; k < F / 16; ++k) {
-        const bool there = i < params.L && k < chunks.count;
-        const Half* from = row + (there ? chunks.column(k) : 0);
-        phi[m][k].registers[half] = there ? load_vector<uint32_t>(from) : 0;
-        phi[m][k].registers[half + 2] = there ? load_vector<uint32_t>(from + 8) : 0;
-      }
-    }
+  for (int k = 0; k < F / 16; ++k) {
+    load_chunk(phi[k], tokens.phi_q + (at.bh * params.L + warp_row) * chunks.width,
+               left_of(params.L, warp_row), chunks, k);
   }
   cp_async_wait<0>();
   __syncthreads();
@@ -56,14 +47,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll 1                                   // registers
     for (int number = 1; number >= 0; --number) {  // the small one first
       multiply_by_columns<Half, F / 16>(
-          products, [&](int m, int inner) { return phi[m][inner]; },
+          products, [&](int m, int inner) { return phi[inner][m]; },
           [&](int inner) { return number * kGram + places.at<2 * F>(k, inner); });
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 own = unpack<Half>(phi[m][k].registers[i]);
+        const float2 own = unpack<Half>(phi[k][m].registers[i]);
         const float (&row)[4] = products[m][i / 2];
         weights[m][i % 2] += own.x * row[i % 2 * 2] + own.y * row[i % 2 * 2 + 1];
         squares[m][i % 2] += own.x * own.x + own.y * own.y;
@@ -114,8 +105,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            FoldedTokens& tokens) {
   LinearSums keys;
-  EntryProducts products = {};
-  if (const char* error = sum_keys(params, executor, tokens, true, false, products.tokens, keys)) {
+  if (const char* error =
+          sum_tokens(params, executor, keys_of(params, tokens), nullptr, true, false, keys)) {
     return error;
   }
   const FeatureChunks chunks(params);
@@ -130,12 +121,8 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
                                  share_of_mean(params), sums, by_pairs)) {
     return error;
   }
-  LinearTokens& queries = products.tokens;
-  queries.phi = tokens.phi_q;
-  queries.N = params.L;
-  queries.heads = params.H;
-  queries.group = static_cast<int>(params.H / params.key_heads);
-  queries.entry_scale = 1;
+  EntryProducts products = {};
+  products.tokens = queries_of(params, tokens);
   products.sums = keys;
   products.output = params.output;
   products.weights = sums;

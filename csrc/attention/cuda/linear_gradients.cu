@@ -1,6 +1,6 @@
 // Gradients of features, of tokens that meet no others: products with moments for every feature.
-#include "attention/cuda/folded_tiles.h"
 #include "attention/cuda/linear_gradients.h"
+#include "attention/cuda/linear_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -22,19 +22,6 @@ __device__ __forceinline__ float sum_of_four(const float (&x)[4]) {
   second += __shfl_xor_sync(0xffffffffu, odd ? x[2] : x[3], 1);
   const float other = __shfl_xor_sync(0xffffffffu, late ? first : second, 2);
   return (late ? second : first) + other;
-}
-
-// What a warp's 32 tokens have of a chunk of features, or of their rows, as A fragments.
-template <typename Load>
-__device__ __forceinline__ void load_rows(Fragment (&fragments)[2], const Load& load) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      fragments[m].registers[i] = load(m * 16 + lane / 4 + i % 2 * 8, lane % 4 * 2 + i / 2 * 8);
-    }
-  }
 }
 
 // What a warp's 32 tokens are, of which side.
@@ -71,6 +58,79 @@ __device__ __forceinline__ void multiply_by_gram(float (&products)[2][2][4],
           mma_m16n8k16<Half>(products[m][column], features[k][m].registers, low, high);
         }
       }
+    }
+  }
+}
+
+// Of a token, its own row times its row of products; lane t has it of the t-th of four tokens.
+template <typename T>
+__device__ __forceinline__ float dot_of_rows(const Fragment (&own)[kMomentColumns / 16][2],
+                                             const float (&products)[2][kMomentColumns / 8][4]) {
+  float parts[4] = {};
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int k = 0; k < kMomentColumns / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 two = unpack<T>(own[k][m].registers[i]);
+        const float (&sum)[4] = products[m][2 * k + i / 2];
+        parts[2 * m + i % 2] += two.x * sum[i % 2 * 2] + two.y * sum[i % 2 * 2 + 1];
+      }
+    }
+  }
+  return sum_of_four(parts);
+}
+
+// Gradients of a chunk of features, of the tokens' `dots` and their products with gram; see
+// finish_rows. What they bring to the scores of keys is added to `scores`.
+__device__ __forceinline__ void store_chunk(const WarpTokens& at, int chunk,
+                                            Shared<const float> dots, Shared<float> fits,
+                                            const float (&products)[2][2][4], float gram_unit,
+                                            float moment_unit, float (&scores)[2][2]) {
+  const GradientSide& side = at.side;
+  const LinearTokens& tokens = side.tokens;
+  const FeatureChunks& chunks = at.chunks;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const bool of_keys = side.logits != nullptr;
+  Fragment of_chunk[2];
+  if (of_keys) {
+    load_chunk(of_chunk, tokens.phi + at.index(at.first) * chunks.width,
+               left_of(tokens.N, at.first), chunks, chunk);
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = m * 16 + g + 8 * half;
+      const int64_t i = at.first + own_row;
+      const bool there = i < tokens.N;
+      float delta = 1;
+      if (side.deltas != nullptr) {
+        delta = there ? side.deltas[at.bh * padded_tokens(tokens.N) + i] : 0.0f;
+      }
+      float gradient[2][2], most = 0;
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float dot = dots[own_row * kDotPitch + column * 8 + 2 * t + c];
+          const float x = dot * moment_unit - products[m][column][2 * half + c] * gram_unit * delta;
+          gradient[column][c] = x;
+          const float size = fabsf(x);
+          most = is_finite(size) && size > most ? size : most;
+        }
+        if (!of_keys) continue;
+        const float2 two = unpack<Half>(of_chunk[m].registers[2 * column + half]);
+        scores[m][half] += two.x * gradient[column][0] + two.y * gradient[column][1];
+      }
+      most = max_of_lanes<4>(most);
+      const float fit = most > 0 ? fitting_power(most) : 0x1p126f;
+      if (t == 0) fits[own_row * kMostChunks + chunk] = fit;
+      Half* gradients = side.gradients.rows + at.index(i) * chunks.width;
+      store_tiles(gradients + chunks.column(chunk), there,
+                  pack_f16x2(gradient[0][0] * fit, gradient[0][1] * fit),
+                  pack_f16x2(gradient[1][0] * fit, gradient[1][1] * fit));
     }
   }
 }
@@ -189,27 +249,17 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   for (int stage = 0; stage < kSquareStages - 1; ++stage) copy(stage, stage % kPieces);
 
   const int64_t warp_row = at.first + warp * 32;
-  const auto load_features = [&](Fragment(&fragments)[2], int chunk) {
-    const Half* phi = tokens.phi + (at.bh * tokens.N + warp_row) * chunks.width +
-                      (chunk < chunks.count ? chunks.column(chunk) : 0);
-    load_rows(fragments, [&](int i, int column) {
-      return warp_row + i < tokens.N && chunk < chunks.count
-                 ? load_vector<uint32_t>(phi + i * chunks.width + column)
-                 : 0u;
-    });
-  };
+  const int count = left_of(tokens.N, warp_row);
+  const Half* phi = tokens.phi + (at.bh * tokens.N + warp_row) * chunks.width;
   Fragment features[F / 16][2];
 #pragma unroll
-  for (int k = 0; k < F / 16; ++k) load_features(features[k], k);
-  const int64_t b = at.bh / tokens.heads, h = at.bh % tokens.heads;
-  const T* rows = static_cast<const T*>(side.rows.data) + b * side.rows.stride[0] +
-                  h * tokens.row_heads / tokens.heads * side.rows.stride[1] +
-                  warp_row * side.rows.stride[2];
+  for (int k = 0; k < F / 16; ++k) load_chunk(features[k], phi, count, chunks, k);
+  const T* rows = rows_of<T>(tokens, side.rows, at.bh) + warp_row * side.rows.stride[2];
   Fragment own[kMomentColumns / 16][2];
 #pragma unroll
   for (int k = 0; k < kMomentColumns / 16; ++k) {
     load_rows(own[k], [&](int i, int column) {
-      return warp_row + i < tokens.N && 16 * k + column < tokens.row_columns
+      return i < count && 16 * k + column < tokens.row_columns
                  ? load_vector<uint32_t>(rows + i * side.rows.stride[2] + 16 * k + column)
                  : 0u;
     });
@@ -224,6 +274,7 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   const LinearHead head = sums.heads[bk];
   const float moment_unit = head.moment_unit * (of_keys ? head.row_unit : 1.0f);
   const Half* gram = sums.gram + bk * int64_t{2 * F * F};
+  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, warp_row};
   float logit_sums[2][2] = {};
   uint32_t stage = 0;
   for (int chunk_a = 0; chunk_a < chunks.count; ++chunk_a) {
@@ -246,68 +297,18 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
         }
         stage = (stage + 1) % kSquareStages;
       }
-      float parts[4] = {};
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int k = 0; k < kMomentColumns / 16; ++k) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 two = unpack<T>(own[k][m].registers[i]);
-            const float (&sum)[4] = products[m][2 * k + i / 2];
-            parts[2 * m + i % 2] += two.x * sum[i % 2 * 2] + two.y * sum[i % 2 * 2 + 1];
-          }
-        }
-      }
-      dots[(t / 2 * 16 + t % 2 * 8 + g) * kDotPitch + a] = sum_of_four(parts);
+      dots[(t / 2 * 16 + t % 2 * 8 + g) * kDotPitch + a] = dot_of_rows<T>(own, products);
     }
     __syncwarp();
 
     float products[2][2][4] = {};
     multiply_by_gram<F>(products, features, gram + chunk_a * kChunk * F);
-    Fragment of_chunk[2];
-    if (of_keys) load_features(of_chunk, chunk_a);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int own_row = m * 16 + g + 8 * half;
-        const int64_t i = warp_row + own_row;
-        const bool there = i < tokens.N;
-        float delta = 1;
-        if (side.deltas != nullptr) {
-          delta = there ? side.deltas[at.bh * padded_tokens(tokens.N) + i] : 0.0f;
-        }
-        float gradient[2][2], most = 0;
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const float dot = dots[own_row * kDotPitch + column * 8 + 2 * t + c];
-            const float x =
-                dot * moment_unit - products[m][column][2 * half + c] * head.gram_unit * delta;
-            gradient[column][c] = x;
-            const float size = fabsf(x);
-            most = is_finite(size) && size > most ? size : most;
-          }
-          if (!of_keys) continue;
-          const float2 two = unpack<Half>(of_chunk[m].registers[2 * column + half]);
-          logit_sums[m][half] += two.x * gradient[column][0] + two.y * gradient[column][1];
-        }
-        most = max_of_lanes<4>(most);
-        const float fit = most > 0 ? fitting_power(most) : 0x1p126f;
-        if (t == 0) fits[own_row * kMostChunks + chunk_a] = fit;
-        Half* gradients = side.gradients.rows + (at.bh * tokens.N + i) * chunks.width;
-        store_tiles(gradients + chunks.column(chunk_a), there,
-                    pack_f16x2(gradient[0][0] * fit, gradient[0][1] * fit),
-                    pack_f16x2(gradient[1][0] * fit, gradient[1][1] * fit));
-      }
-    }
+    store_chunk(rows_of_warp, chunk_a, dots, fits, products, head.gram_unit, moment_unit,
+                logit_sums);
     __syncwarp();  // before sums of the next chunk
   }
   cp_async_wait<0>();
 
-  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, warp_row};
   finish_rows(rows_of_warp, fits,
               gridDim.x / static_cast<unsigned>((tokens.N + kEntryTokens - 1) / kEntryTokens));
   if (of_keys) store_logit_gradients<T>(rows_of_warp, sums, head, own, logit_sums);

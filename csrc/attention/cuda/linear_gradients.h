@@ -18,13 +18,13 @@ struct GradientSide {
   Array rows;           // [B, row_heads, N, row_columns]  Half or bfloat16: dO, or the value
   const float* scales;  // [B, heads, scale_stride]  of a token: 1 / Z, or that of its features
   int64_t scale_stride;
-  const float* deltas;      // [B, heads, padded N]  nullptr: 1
-  const float* pair_units;  // [B, key_heads]
+  const float* deltas = nullptr;  // [B, heads, padded N]  nullptr: 1
+  const float* pair_units;        // [B, key_heads]
   FeatureGradients gradients;
   // Of keys: their logits, and the gradients of these, [B, heads, N]; the keys' m.
-  const float* logits;
-  float* grad_logits;
-  const float* centers;
+  const float* logits = nullptr;
+  float* grad_logits = nullptr;
+  const float* centers = nullptr;
 };
 
 const char* feature_gradients(const AttentionParams& params, const GradientSide& side,

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMomentThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = parts.sum_columns();
   const PartBlock at(tokens, parts.of_sums, blockIdx.x);
   if (leaves_out(tokens, at.bk)) return;  // the whole block
-  const Half* rows = rows_of(tokens, at.bk);
+  const Half* rows = rows_of<Half>(tokens, tokens.rows, at.bk);
   float terms = 0, squares = 0, fourths = 0, sums[kMostColumns / 64][2] = {};
   for (int64_t j = at.first + warp; j < at.end; j += kMomentWarps) {
     const Half* phi = tokens.phi + (at.bk * tokens.N + j) * width + 2 * lane;
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int64_t value_stride = tokens.rows.stride[2];
   const int value_column = slice * kMomentColumns + piece * 8;
   const bool has_values = value_column < tokens.row_columns;
-  const Half* value =
-      rows_of(tokens, at.bk) + (at.first + row) * value_stride + (has_values ? value_column : 0);
+  const Half* value = rows_of<Half>(tokens, tokens.rows, at.bk) + (at.first + row) * value_stride +
+                      (has_values ? value_column : 0);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared), to = base + swizzled(row, piece, kRowBytes);
   const int tiles = at.tiles();
@@ -285,8 +285,9 @@ Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   return shares;
 }
 
-TokenParts take_parts(const AttentionParams& params, const DeviceExecutor& executor,
-                      const LinearTokens& tokens, const FeatureChunks& chunks, bool has_moments) {
+TokenParts take_token_parts(const AttentionParams& params, const DeviceExecutor& executor,
+                            const LinearTokens& tokens, const FeatureChunks& chunks,
+                            bool has_moments) {
   TokenParts parts = {};
   parts.slices = moment_slices(params);
   parts.heads = params.B * params.key_heads;
@@ -305,13 +306,15 @@ TokenParts take_parts(const AttentionParams& params, const DeviceExecutor& execu
   return parts;
 }
 
+}  // namespace
+
 const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                        const LinearTokens& tokens, const LinearSums* of_keys, bool wants_moments,
                        bool wants_squares, LinearSums& sums) {
   const FeatureChunks chunks(params);
   const int F = chunks.columns();
   const bool has_moments = wants_moments || wants_squares;
-  const TokenParts parts = take_parts(params, executor, tokens, chunks, has_moments);
+  const TokenParts parts = take_token_parts(params, executor, tokens, chunks, has_moments);
   const int64_t heads = parts.heads, pairs = chunks.pairs(), n = chunks.count * kChunk;
   const int64_t moments = heads * parts.slices * pairs * (kPairEntries * kMomentColumns);
   sums.moments = wants_moments ? executor.take<Half>(moments) : nullptr;
@@ -346,22 +349,18 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
   return finish_sums(params, tokens, parts, sums, key_centers, stream);
 }
 
-}  // namespace
-
-const char* sum_keys(const AttentionParams& params, const DeviceExecutor& executor,
-                     const FoldedTokens& tokens, bool wants_moments, bool wants_squares,
-                     LinearTokens& keys, LinearSums& sums) {
-  keys = {};
+LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens) {
+  LinearTokens keys = {};
   keys.phi = tokens.phi_k;
   keys.N = params.S;
   keys.heads = params.key_heads;
   keys.group = 1;
-  keys.rows = tokens.half_value;
+  keys.rows = tokens.half_value.rows;
   keys.row_heads = params.G;
-  keys.row_columns = tokens.half_value_columns;
+  keys.row_columns = tokens.half_value.columns;
   keys.terms = tokens.terms;
   keys.has_means = true;
-  keys.row_scales = tokens.half_value_scales;
+  keys.row_scales = tokens.half_value.scales;
   keys.scale_heads = params.G;
   keys.states = tokens.state;
   keys.left_out = kLeftToPairs;
@@ -370,13 +369,20 @@ const char* sum_keys(const AttentionParams& params, const DeviceExecutor& execut
   int exponent = 0;
   std::frexp(feature * feature, &exponent);
   keys.entry_scale = std::ldexp(1.0f, 15 - exponent);
-  return sum_tokens(params, executor, keys, nullptr, wants_moments, wants_squares, sums);
+  return keys;
 }
 
-const char* sum_queries(const AttentionParams& params, const DeviceExecutor& executor,
-                        const LinearTokens& queries, const LinearSums& of_keys, bool wants_moments,
-                        LinearSums& sums) {
-  return sum_tokens(params, executor, queries, &of_keys, wants_moments, true, sums);
+LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens) {
+  LinearTokens queries = {};
+  queries.phi = tokens.phi_q;
+  queries.N = params.L;
+  queries.heads = queries.row_heads = params.H;
+  queries.group = static_cast<int>(params.H / params.key_heads);
+  queries.row_columns = kMomentColumns;
+  queries.states = tokens.state;
+  queries.left_out = kLeftToPairs;
+  queries.entry_scale = 1;
+  return queries;
 }
 
 }  // namespace ikattn::cuda

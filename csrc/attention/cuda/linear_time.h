@@ -124,15 +124,15 @@ struct LinearSums {
   LinearHead* heads;  // [B, key_heads]
 };
 
-// Sums over keys; the center is taken from their moments.
-const char* sum_keys(const AttentionParams& params, const DeviceExecutor& executor,
-                     const FoldedTokens& tokens, bool wants_moments, bool wants_squares,
-                     LinearTokens& keys, LinearSums& sums);
+// The keys of a call, and its queries, the latter without what they are added up with.
+LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens);
+LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens);
 
-// Sums over queries. In place of gram: gram + sum over columns of m moment, for the keys' m.
-const char* sum_queries(const AttentionParams& params, const DeviceExecutor& executor,
-                        const LinearTokens& queries, const LinearSums& of_keys, bool wants_moments,
-                        LinearSums& sums);
+// Of keys the center is taken from their moments. of_keys, of queries: sums over their keys, with
+// whose m they have in place of gram: gram + sum over columns of m moment.
+const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
+                       const LinearTokens& tokens, const LinearSums* of_keys, bool wants_moments,
+                       bool wants_squares, LinearSums& sums);
 
 // Entries of tokens times moments: of queries the output, of keys the gradients of values.
 struct EntryProducts {
@@ -176,11 +176,13 @@ __device__ __forceinline__ float row_scale_of(const AttentionParams& params,
   const int64_t b = bk / params.key_heads, head = bk % params.key_heads;
   return tokens.row_scales[b * tokens.scale_heads + head * tokens.scale_heads / params.key_heads];
 }
-// The rows of a head of all batches'.
-__device__ __forceinline__ const Half* rows_of(const LinearTokens& tokens, int64_t bh) {
+// The rows of a head of all batches'; `rows` lie as those of `tokens`.
+template <typename T>
+__device__ __forceinline__ const T* rows_of(const LinearTokens& tokens, const Array& rows,
+                                            int64_t bh) {
   const int64_t b = bh / tokens.heads, h = bh % tokens.heads;
-  return static_cast<const Half*>(tokens.rows.data) + b * tokens.rows.stride[0] +
-         h * tokens.row_heads / tokens.heads * tokens.rows.stride[1];
+  return static_cast<const T*>(rows.data) + b * rows.stride[0] +
+         h * tokens.row_heads / tokens.heads * rows.stride[1];
 }
 
 // The tokens of one of the blocks that own kEntryTokens tokens of a head each.
