@@ -143,10 +143,8 @@ function(ikattn_add_cuda_objects target architectures)
   add_library(${target} OBJECT ${ARGN})
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc
                                                ${PROJECT_SOURCE_DIR}/csrc/include)
-  # As an option, and the property, which holds for CUDA too, unset: CMake before 3.25.2 does not know
-  # that nvcc has C++20.
-  set_property(TARGET ${target} PROPERTY CXX_STANDARD)
-  target_compile_options(${target} PRIVATE -std=c++20 -O3 -lineinfo)
+  # Compressed, kernels with the lines of their sources take a fifth.
+  target_compile_options(${target} PRIVATE -O3 -lineinfo -Xfatbin=-compress-all)
   target_compile_definitions(${target} PRIVATE IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
   # Torch's own copy of the runtime is the one in the process; kernels register with that.
   set_target_properties(
@@ -163,6 +161,10 @@ endfunction()
 macro(ikattn_add_cuda)
   cmake_parse_arguments(arg "" "" "WARPGROUPS" ${ARGN})
   enable_language(CUDA)
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not know that nvcc has it
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+  endif()
   set(IKATTN_WARPGROUPS 0)
   if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90")
     set(IKATTN_WARPGROUPS 1)
