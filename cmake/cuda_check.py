@@ -186,7 +186,7 @@ def main() -> int:
     kernels = [path for path in sources if path.suffix == ".cu"]
     glue = [path for path in sources if path.suffix == ".cpp"]
     if not arguments.sources:
-        glue = sorted((ROOT / "csrc").glob("*/cuda/glue.cpp"))
+        glue = sorted((ROOT / "csrc").glob("*/cuda/*.cpp"))
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
     torch = importlib.util.find_spec("torch")

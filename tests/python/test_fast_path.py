@@ -1,4 +1,4 @@
-"""ikattn.why_not_fast and ikattn.info: what a call would run on."""
+"""ikattn.why_not_fast, which_kernels and info: what a call would run on."""
 
 from __future__ import annotations
 
@@ -139,6 +139,62 @@ def test_memory_that_is_not_there_is_named() -> None:
     ):
         with pytest.raises(RuntimeError, match=rf"{what}.*: .*tried to allocate \d+ bytes"):
             call()
+
+
+def long_call(length: int, **types: torch.dtype) -> tuple[torch.Tensor, ...]:
+    # rows that are the same memory: nothing is read
+    x = torch.zeros(1, 1, 1, 16, **types).expand(1, 2, length, 16)
+    return (x, x, x, torch.zeros(2, 16, 8))
+
+
+def test_which_kernels_says_what_the_cpu_takes() -> None:
+    lines = dict(line.split("  ", maxsplit=1) for line in ikattn.info().splitlines())
+    units = lines["instruction set"].split()[0]
+    short = ikattn.which_kernels(*inputs())
+    assert short == (f"{units}, by pairs", f"{units}, by pairs")
+    assert ikattn.which_kernels(*long_call(20000)).forward == f"{units}, without pairs"
+    assert ikattn.which_kernels(*long_call(20000)).backward == f"{units}, without pairs"
+    for options in (
+        {"dropout_p": 0.5},
+        {"attn_mask": torch.ones(1, 20000, dtype=torch.bool)},
+    ):
+        said = ikattn.which_kernels(*long_call(20000), **options)
+        assert said == (f"{units}, by pairs", f"{units}, by pairs")
+    narrow = lines["16-bit products"].strip()
+    said = ikattn.which_kernels(*long_call(64, dtype=torch.bfloat16))
+    expected = f"{units}, by pairs" if narrow == "none" else f"{narrow}, products of 16 bits, by p"
+    assert said.forward.startswith(expected)
+
+
+def test_which_kernels_says_why_there_are_none() -> None:
+    said = ikattn.which_kernels(*inputs(), device="xpu")
+    assert said.forward == "none: there are kernels for CPU and CUDA only, not for xpu"
+    if not HAS_CUDA_KERNELS:
+        said = ikattn.which_kernels(*inputs(), device="cuda")
+        assert said.backward.startswith("none: this library was built without CUDA kernels")
+    with pytest.raises((RuntimeError, ValueError), match=r"which_kernels: .*key"):
+        ikattn.which_kernels(inputs()[0], inputs()[1][..., :3], inputs()[2], inputs()[3])
+
+
+@pytest.mark.skipif(not HAS_CUDA_KERNELS, reason="this library has no CUDA kernels")
+def test_which_kernels_says_what_a_gpu_takes() -> None:
+    ordinary = "ordinary units, by pairs: "
+    tensor_cores = "tensor cores (mma.sync), by pairs"
+
+    def said(*tensors: torch.Tensor, **options: object) -> ikattn.ops.Kernels:
+        return ikattn.which_kernels(*tensors, device="cuda", **options)  # type: ignore[arg-type]
+
+    assert said(*inputs()).forward.startswith(f"{ordinary}query, key and value must be float16")
+    assert said(*(x.double() for x in inputs())) == (f"{ordinary}float64",) * 2
+    half = [*(x.half() for x in inputs()[:3]), inputs()[3]]
+    assert said(*half) == (tensor_cores, tensor_cores)
+    without = "tensor cores (mma.sync), without pairs"
+    assert said(*long_call(20000, dtype=torch.float16)) == (without, without)
+    mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
+    assert said(*half, attn_mask=mask) == (
+        tensor_cores,
+        f"{tensor_cores}; the gradient of attn_mask on the ordinary units",
+    )
 
 
 def test_info_names_versions_and_kernels() -> None:

@@ -32,6 +32,7 @@ from ikattn.ops import (
     implicit_kernel_attention,
     implicit_kernel_weights,
     spectral_features,
+    which_kernels,
     why_not_fast,
 )
 from ikattn.regularization import regularization_loss
@@ -67,5 +68,6 @@ __all__ = [
     "rollout",
     "spectral_features",
     "streamed_contributions",
+    "which_kernels",
     "why_not_fast",
 ]

@@ -46,7 +46,7 @@ def gpu() -> str:
 def info() -> str:
     """Versions, instruction set, CUDA and threads, one per line.
 
-    ``ikattn.why_not_fast`` says which kernels one call takes.
+    ``ikattn.which_kernels`` says which kernels one call takes.
 
     Example:
         >>> import ikattn

@@ -4,6 +4,7 @@
 #include "attention/cpu/kernel.h"
 #include "attention/linear_time.h"
 #include "attention/linear_time_setting.h"
+#include "attention/which_kernels.h"
 #include "support/cpu_glue.h"
 
 namespace ikattn {
@@ -34,6 +35,13 @@ const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool
   return nullptr;
 }
 
+template <typename Params>
+Params with_settings(Params params, at::ScalarType type) {
+  params.linear_time = linear_time_setting();
+  params.allow_bfloat16 = (type == at::kFloat || type == at::kBFloat16) && torch_allows_bfloat16();
+  return params;
+}
+
 struct Cpu {
   static void forward(const AttentionParams& given, const at::Tensor& query, double work) {
     const AttentionParams params = with_context(given, query);
@@ -57,11 +65,8 @@ struct Cpu {
 
  private:
   template <typename Params>
-  static Params with_context(Params params, const at::Tensor& query) {
-    params.linear_time = linear_time_setting();
-    const at::ScalarType type = query.scalar_type();
-    params.allow_bfloat16 =
-        (type == at::kFloat || type == at::kBFloat16) && torch_allows_bfloat16();
+  static Params with_context(const Params& given, const at::Tensor& query) {
+    Params params = with_settings(given, query.scalar_type());
     if (params.dropout_state != nullptr) {
       params.dropout_seed = static_cast<uint64_t>(params.dropout_state[0]);
       params.dropout_offset = static_cast<uint64_t>(params.dropout_state[1]);
@@ -129,4 +134,14 @@ TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
 }
 
 }  // namespace
+
+std::string cpu_kernels(const AttentionParams& given, at::ScalarType type, bool backward) {
+  const AttentionParams params = with_settings(given, type);
+  if (sixteen_bit_kernels(params, backward) != nullptr) {
+    return std::string(name_of(sixteen_bits())) + ", products of 16 bits, by pairs";
+  }
+  const char* way = takes_linear_time(params, backward) ? ", without pairs" : ", by pairs";
+  return name_of(instruction_set()) + std::string(way);
+}
+
 }  // namespace ikattn

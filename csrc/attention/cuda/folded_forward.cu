@@ -227,7 +227,17 @@ int parts_for(const AttentionParams& params, int64_t blocks) {
   return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
 }
 
+// Of 128 queries, or 64 of wider values.
+int64_t blocks_of(const AttentionParams& params) {
+  const int tiles = params.d_v <= 64 ? kRowTilesFor<64> : kRowTilesFor<128>;
+  return params.B * params.H * ceil_div(params.L, int64_t{kWarps} * tiles * 16);
+}
+
 }  // namespace
+
+bool forward_goes_to_warpgroups(const AttentionParams& params) {
+  return goes_to_warpgroups(params) && parts_for(params, blocks_of(params)) == 1;
+}
 
 Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks) {
   const int64_t rows = params.B * params.H * params.L;
@@ -262,12 +272,11 @@ const char* folded_forward(const AttentionParams& params, const DeviceExecutor& 
     if (const char* error = linear_forward(params, executor, left)) return error;
   }
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    constexpr int kQueries = kWarps * kRowTilesFor<V> * 16;
-    const int64_t blocks = params.B * params.H * ceil_div(params.L, kQueries);
+    const int64_t blocks = blocks_of(params);
     const bool has_all = left.by_pairs == nullptr;
     const Parts parts = has_all ? take_parts(params, executor, blocks) : Parts();
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && parts.count == 1 && has_all && goes_to_warpgroups(params)) {
+      if (kPairs != Pairs::kGeneral && has_all && forward_goes_to_warpgroups(params)) {
         return warpgroup_forward(params, executor, tokens);
       }
       return launch(folded_forward_kernel<T, F, V, kPairs>,

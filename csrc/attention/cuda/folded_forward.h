@@ -24,7 +24,8 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
 const char* wide_forward(const AttentionParams& params, const DeviceExecutor& executor,
                          const FoldedTokens& tokens);
 
-// The folded form, by warpgroups.
+// Whether warpgroups take the folded form: blocks must not share their keys for want of queries.
+bool forward_goes_to_warpgroups(const AttentionParams& params);
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens);
 

@@ -1,5 +1,7 @@
 // The table of doors; see kernels.h.
+#include "attention/cuda/folded_forward.h"
 #include "attention/cuda/kernels.h"
+#include "attention/cuda/linear_time.h"
 #include "attention/cuda/tiles.h"
 
 namespace ikattn::cuda {
@@ -17,5 +19,13 @@ const AttentionKernels attention_kernels = {
     {attention_weights<float>, attention_weights<double>},
     {features<float>, features<double>},
 };
+
+Way way_of(const AttentionParams& params, bool in_double, bool backward) {
+  if (in_double || why_no_tensor_cores(params) != nullptr) return Way::kOrdinaryUnits;
+  if (goes_without_pairs(params, backward)) return Way::kWithoutPairs;
+  const bool by_warpgroups =
+      backward ? goes_to_warpgroups(params) : forward_goes_to_warpgroups(params);
+  return by_warpgroups ? Way::kWarpgroups : Way::kTensorCores;
+}
 
 }  // namespace ikattn::cuda

@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "attention/cuda/kernels.h"
 #include "attention/cuda/linear_time.h"
 #include "simt/half_cases.h"
 
@@ -306,6 +307,42 @@ TEST(LinearAttentionOnDevice, ChoosesByCounting) {
   params.dropout_threshold = 0;
   params.linear_time = LinearTime::kNever;
   EXPECT_FALSE(goes(100000, 100000, 16));
+}
+
+// What which_kernels tells, on a GPU of 132 multiprocessors.
+TEST(WayOfAttentionOnDevice, IsToldBeforehand) {
+  using cuda::Way;
+  AttentionParams params;
+  params.B = 1;
+  params.H = params.G = params.key_heads = 32;
+  params.L = params.S = 4096;
+  params.d = params.d_v = params.M = 64;
+  params.eps = 1e-5;
+  params.value.type = ElementType::kFloat16;
+  const auto ways = [&] {
+    return std::pair{cuda::way_of(params, false, false), cuda::way_of(params, false, true)};
+  };
+  simt::set_multiprocessors(132);
+  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kTensorCores));
+  EXPECT_EQ(cuda::way_of(params, true, false), Way::kOrdinaryUnits);
+  simt::set_warpgroups(true);
+  EXPECT_EQ(ways(), std::pair(Way::kWarpgroups, Way::kWarpgroups));
+  params.L = 128;  // the forward's blocks share their keys
+  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kWarpgroups));
+  params.L = 4096;
+  params.dropout_threshold = 1;
+  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kTensorCores));
+  simt::set_warpgroups(false);
+  params.dropout_threshold = 0;
+  params.L = params.S = 16384;
+  EXPECT_EQ(ways(), std::pair(Way::kWithoutPairs, Way::kWithoutPairs));
+  params.d_v = 100;
+  EXPECT_EQ(cuda::way_of(params, false, true), Way::kTensorCores);
+  params.M = 65;
+  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kTensorCores));
+  params.value.type = ElementType::kFloat32;
+  EXPECT_EQ(ways(), std::pair(Way::kOrdinaryUnits, Way::kOrdinaryUnits));
+  simt::set_multiprocessors(1);
 }
 
 }  // namespace
