@@ -1,5 +1,10 @@
 // The attention operators' CUDA kernels on arrays that do not lie one row after the other: the same
 // bits as of contiguous ones, and nothing written between the rows.
+#include <sys/mman.h>
+
+#include <utility>
+#include <vector>
+
 #include "simt/half_cases.h"
 
 namespace ikattn {
@@ -73,6 +78,94 @@ void expect_same(const Array& got, const Tensor& expected, const Sizes& sizes, c
   }
 }
 
+// Ranges of addresses, of which a test touches little.
+class FarMemory {
+ public:
+  FarMemory() = default;
+  FarMemory(const FarMemory&) = delete;
+  FarMemory& operator=(const FarMemory&) = delete;
+  ~FarMemory() {
+    for (const auto& [data, bytes] : ranges_) munmap(data, bytes);
+  }
+  // nullptr: the system has none of this size.
+  void* take(int64_t bytes) {
+    const auto size = static_cast<size_t>(bytes);
+    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED) return nullptr;
+    ranges_.emplace_back(data, size);
+    return data;
+  }
+
+ private:
+  std::vector<std::pair<void*, size_t>> ranges_;
+};
+
+// Tokens 2^27 elements apart, so that the offsets of most do not fit 32 bits, heads and batches
+// behind one another. No data where there is no memory.
+Array far_apart(FarMemory& memory, ElementType type, const Sizes& sizes) {
+  constexpr int64_t kTokenStride = (int64_t{1} << 27) + 8;
+  Array array;
+  array.type = type;
+  array.stride[3] = 1;
+  array.stride[2] = kTokenStride;
+  array.stride[1] = sizes.N * kTokenStride;
+  array.stride[0] = sizes.heads * array.stride[1];
+  array.data = memory.take(sizes.B * array.stride[0] * size_of(type));
+  return array;
+}
+
+void expect_the_same_of_far_apart(const Case& c) {
+  SCOPED_TRACE(c.name);
+  Call call(c);
+  const Results expected = device_results(call, c);
+  FarMemory memory;
+  AttentionBackwardParams params;
+  call.set(params);
+  const struct {
+    Array AttentionBackwardParams::* array;
+    Sizes sizes;
+    const Tensor *from, *expected;
+  } arrays[] = {
+      {&AttentionBackwardParams::query, {c.B, c.H, c.L, c.d}, &call.query, nullptr},
+      {&AttentionBackwardParams::key, {c.B, c.G, c.S, c.d}, &call.key, nullptr},
+      {&AttentionBackwardParams::value, {c.B, c.G, c.S, c.d_v}, &call.value, nullptr},
+      {&AttentionBackwardParams::grad_output, {c.B, c.H, c.L, c.d_v}, &call.grad_output, nullptr},
+      {&AttentionBackwardParams::output, {c.B, c.H, c.L, c.d_v}, nullptr, &expected.output},
+      {&AttentionBackwardParams::grad_query, {c.B, c.H, c.L, c.d}, nullptr, &expected.grad_query},
+      {&AttentionBackwardParams::grad_key,
+       {c.B, c.key_heads(), c.S, c.d},
+       nullptr,
+       &expected.grad_key},
+      {&AttentionBackwardParams::grad_value,
+       {c.B, c.key_heads(), c.S, c.d_v},
+       nullptr,
+       &expected.grad_value},
+  };
+  for (const auto& [member, sizes, from, result] : arrays) {
+    Array array = far_apart(memory, c.type, sizes);
+    if (array.data == nullptr) GTEST_SKIP() << "this system gives no range of addresses of so many";
+    if (from != nullptr) {
+      const Array& source = from->array;
+      for_elements(array, sizes, [&](int64_t i, int64_t to) { write(array, to, read(source, i)); });
+    }
+    params.*member = array;
+  }
+  params.log_normalizer = make(call.memory, ElementType::kFloat64, {c.B, c.H, c.L}).array;
+  const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
+  const auto& kernels = cuda::attention_kernels;
+  ASSERT_STREQ(kernels.forward[wide](params, device_executor(call.memory)), nullptr);
+  ASSERT_STREQ(kernels.backward[wide](params, device_executor(call.memory)), nullptr);
+  for (const auto& [member, sizes, from, result] : arrays) {
+    if (result == nullptr) continue;
+    const Array& got = params.*member;
+    const Array& wanted = result->array;
+    for_elements(got, sizes, [&](int64_t i, int64_t at) {
+      EXPECT_EQ(read(got, at), read(wanted, i)) << "at " << i;
+    });
+  }
+}
+
 void expect_the_same_of_any_layout(const Case& c) {
   Call call(c);
   Memory& memory = call.memory;
@@ -125,6 +218,36 @@ TEST(StridesOnDevice, GiveTheSameBitsOfWarpgroups) {
   simt::set_warpgroups(true);
   const Case c = one_head({.name = "warpgroups", .L = 140, .S = 130, .d = 16, .d_v = 24, .M = 20});
   for (const ElementType type : kTypes) expect_the_same_of_any_layout(of_type(c, type));
+  simt::set_warpgroups(false);
+}
+
+TEST(FarApartOnDevice, GivesTheSameBits) {
+  Case c{.name = "narrow", .H = 2, .G = 1, .L = 20, .S = 40, .d = 8, .d_v = 16, .M = 9};
+  c.frequency_heads = 1;
+  c.causal = c.bias = true;
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat64}) {
+    c.type = type;
+    expect_the_same_of_far_apart(c);
+  }
+  for (const ElementType type : kTypes) expect_the_same_of_far_apart(of_type(c, type));
+}
+
+TEST(FarApartOnDevice, GivesTheSameBitsOfWideRows) {
+  const Case c =
+      one_head({.name = "wide", .L = 20, .S = 30, .d = 72, .d_v = 136, .M = 70, .magnitude = -1});
+  for (const ElementType type : kTypes) expect_the_same_of_far_apart(of_type(c, type));
+}
+
+TEST(FarApartOnDevice, GivesTheSameBitsWithoutPairs) {
+  Case c = one_head({.name = "without_pairs", .L = 20, .S = 70, .d = 8, .d_v = 16, .M = 8});
+  c.linear_time = LinearTime::kAlways;
+  for (const ElementType type : kTypes) expect_the_same_of_far_apart(of_type(c, type));
+}
+
+TEST(FarApartOnDevice, GivesTheSameBitsOfWarpgroups) {
+  simt::set_warpgroups(true);
+  const Case c = one_head({.name = "warpgroups", .L = 140, .S = 130, .d = 16, .d_v = 24, .M = 20});
+  for (const ElementType type : kTypes) expect_the_same_of_far_apart(of_type(c, type));
   simt::set_warpgroups(false);
 }
 
