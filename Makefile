@@ -25,6 +25,8 @@ PYTHON ?= python3
 python := $(VENV)/bin/python
 stamps := $(VENV)/.ikattn
 pip := $(python) -m pip install --constraint $(stamps)/constraints.txt
+packaged_nvcc := build/nvcc/nvidia/cu13/bin/nvcc
+nvcc := $(or $(NVCC),$(shell command -v nvcc),$(packaged_nvcc))
 # Threads that wait asleep: tests and benchmarks share the cores with others.
 export OMP_WAIT_POLICY := passive
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -82,8 +84,8 @@ asan: $(stamps)/tools $(stamps)/googletest
 	    ctest --test-dir build/asan --output-on-failure --parallel 2 --exclude-regex simt
 	done
 
-cuda-check: $(stamps)/constraints.txt $(stamps)/nvcc
-	NVCC="$${NVCC:-$$(cat $(stamps)/nvcc)}" $(python) cmake/cuda_check.py
+cuda-check: $(stamps)/constraints.txt $(filter $(packaged_nvcc),$(nvcc))
+	NVCC=$(nvcc) $(python) cmake/cuda_check.py
 
 lint: $(stamps)/lint
 	$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files)
@@ -133,16 +135,11 @@ $(stamps)/lint: $(stamps)/tools pyproject.toml
 	$(pip) --quiet --group lint
 	touch $@
 
-# The path of nvcc: the one that is here, or NVIDIA's packages of it, which are for this check alone.
-$(stamps)/nvcc: $(stamps)/tools
-	found="$${NVCC:-$$(command -v nvcc || true)}"
-	if [ -z "$$found" ]; then
-	  $(python) -m pip install --quiet --upgrade --no-deps --target build/nvcc \
-	    nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
-	    nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
-	  found="$$(ls $$PWD/build/nvcc/nvidia/*/bin/nvcc)"
-	fi
-	echo "$$found" > $@
+# NVIDIA's packages of nvcc, for the check alone.
+$(packaged_nvcc): | $(stamps)/tools
+	$(python) -m pip install --quiet --upgrade --no-deps --target build/nvcc \
+	  nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
+	  nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
 
 $(stamps)/package: $(stamps)/tools $(sources)
 	@echo "Building ikattn: minutes the first time, later only what changed"

@@ -29,6 +29,7 @@ struct Asked {
     leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.allow_tf32 = torch_allows_tf32();
+    params.linear_time = linear_time_setting();
   }
 };
 

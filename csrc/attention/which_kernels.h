@@ -14,7 +14,7 @@ namespace ikattn {
 std::string cpu_kernels(const AttentionParams& params, at::ScalarType type, bool backward);
 
 namespace cuda {
-// Of a GPU, or of one that has no kernels of its own where there is none to ask.
+// Of the GPU with this index, -1 the current one; without any, of one that is not Hopper.
 std::string kernels(const AttentionParams& params, at::ScalarType type, c10::DeviceIndex index,
                     bool backward);
 }  // namespace cuda

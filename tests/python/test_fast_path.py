@@ -181,7 +181,7 @@ def test_which_kernels_says_what_a_gpu_takes() -> None:
     ordinary = "ordinary units, by pairs: "
     tensor_cores = "tensor cores (mma.sync), by pairs"
 
-    def said(*tensors: torch.Tensor, **options: object) -> ikattn.ops.Kernels:
+    def said(*tensors: torch.Tensor, **options: object) -> ikattn.fast_path.Kernels:
         return ikattn.which_kernels(*tensors, device="cuda", **options)  # type: ignore[arg-type]
 
     assert said(*inputs()).forward.startswith(f"{ordinary}query, key and value must be float16")

@@ -21,6 +21,7 @@ from ikattn.contributions import (
     streamed_contributions,
 )
 from ikattn.convert import convert, revert
+from ikattn.fast_path import which_kernels, why_not_fast
 from ikattn.functional import multi_head_attention_forward
 from ikattn.key_features import KeyFeatures
 from ikattn.multihead_attention import MultiheadAttention
@@ -32,8 +33,6 @@ from ikattn.ops import (
     implicit_kernel_attention,
     implicit_kernel_weights,
     spectral_features,
-    which_kernels,
-    why_not_fast,
 )
 from ikattn.regularization import regularization_loss
 

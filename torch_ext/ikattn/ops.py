@@ -9,7 +9,7 @@ Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 202
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from .magnitude import log_magnitude
 
 __all__ = [
-    "Kernels",
     "attention_from_features",
     "decompose",
     "draw_dropout_seed",
@@ -26,8 +25,6 @@ __all__ = [
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "spectral_features",
-    "which_kernels",
-    "why_not_fast",
 ]
 
 
@@ -155,161 +152,6 @@ def implicit_kernel_attention(
         ),
     )
     return output  # type: ignore[no-any-return]
-
-
-def _asked(
-    p: float | None,
-    key_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    eps: float,
-    magnitude_scale: float | None,
-    dropout_seed: Tensor | None,
-    device: torch.device,
-) -> dict[str, Any]:
-    """The options of a call that is asked about, which need not have a seed."""
-    if dropout_p > 0 and dropout_seed is None:
-        dropout_seed = torch.zeros(2, dtype=torch.int64, device=device)
-    return _changed(
-        p,
-        key_bias,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        enable_gqa,
-        eps,
-        magnitude_scale,
-        dropout_seed,
-    )
-
-
-def why_not_fast(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None = None,
-    *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> str | None:
-    """Tells why a call of :func:`implicit_kernel_attention` would not take the fastest kernels.
-
-    Nothing is computed. On CPU the fastest kernels are those for AVX2 or AVX-512, on CUDA those for
-    tensor cores. What depends on numbers is not foreseen: with a mask or causal, heads whose keys
-    differ much in magnitude take a form with more exponentials (on CPU from 50 nats on, in float64
-    500, with products of 16 bits 20; docs/cuda.md has the bounds on CUDA).
-
-    Args:
-        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
-        magnitude_scale, dropout_seed: As in :func:`implicit_kernel_attention`.
-        device: Answer for this device; None: that of query.
-
-    Returns:
-        The reason, or None where there is none.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
-
-    Example:
-        >>> import torch, ikattn
-        >>> q, w = torch.randn(2, 4, 10, 16), torch.randn(4, 16, 32)
-        >>> ikattn.why_not_fast(q, q, q, w, device="xpu")
-        'there are kernels for CPU and CUDA only, not for xpu'
-    """
-    call = _asked(
-        p,
-        key_bias,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        enable_gqa,
-        eps,
-        magnitude_scale,
-        dropout_seed,
-        query.device,
-    )
-    where = "" if device is None else str(device)
-    reason: str = torch.ops.ikattn.why_not_fast(query, key, value, w1, w2, device=where, **call)
-    return reason or None
-
-
-class Kernels(NamedTuple):
-    """What :func:`which_kernels` says of the two passes of a call."""
-
-    forward: str
-    backward: str
-
-
-def which_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None = None,
-    *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> Kernels:
-    """Tells which kernels a call of :func:`implicit_kernel_attention` takes, forward and backward.
-
-    Nothing is computed; what is told follows from the device, types, sizes, options and the
-    settings of torch and of the environment. "by pairs" is time proportional to L S, "without
-    pairs" to L + S. What depends on numbers is not foreseen: queries, or heads, that the latter
-    would not be exact for go by pairs in the same call.
-
-    Args:
-        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
-        magnitude_scale, dropout_seed: As in :func:`implicit_kernel_attention`.
-        device: Answer for this device; None: that of query.
-
-    Returns:
-        In words, such as ``"avx512, by pairs"``, ``"tensor cores (mma.sync), without pairs"``,
-        ``"ordinary units, by pairs: "`` and why, or ``"none: "`` and why there are no kernels.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
-
-    Example:
-        >>> import torch, ikattn
-        >>> q, w = torch.randn(1, 2, 9000, 16), torch.randn(2, 16, 8)
-        >>> ikattn.which_kernels(q, q, q, w).forward  # doctest: +ELLIPSIS
-        '..., without pairs'
-        >>> ikattn.which_kernels(q, q, q, w, dropout_p=0.1).forward  # doctest: +ELLIPSIS
-        '..., by pairs'
-    """
-    call = _asked(
-        p,
-        key_bias,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        enable_gqa,
-        eps,
-        magnitude_scale,
-        dropout_seed,
-        query.device,
-    )
-    where = "" if device is None else str(device)
-    return Kernels(*torch.ops.ikattn.which_kernels(query, key, value, w1, w2, device=where, **call))
 
 
 def implicit_kernel_weights(

@@ -1,4 +1,4 @@
-// The table of doors; see kernels.h.
+// The table of doors, and which way a call takes; see kernels.h.
 #include "attention/cuda/folded_forward.h"
 #include "attention/cuda/kernels.h"
 #include "attention/cuda/linear_time.h"

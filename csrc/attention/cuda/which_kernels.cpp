@@ -5,18 +5,13 @@
 
 #include "attention/cuda/kernels.h"
 #include "attention/fast_path.h"
-#include "attention/glue.h"
-#include "attention/linear_time_setting.h"
 
 namespace ikattn::cuda {
 
-std::string kernels(const AttentionParams& given, at::ScalarType type, c10::DeviceIndex index,
+std::string kernels(const AttentionParams& params, at::ScalarType type, c10::DeviceIndex index,
                     bool backward) {
   c10::cuda::OptionalCUDAGuard guard;
   if (c10::cuda::device_count() > 0 && index >= 0) guard.set_index(index);
-  AttentionParams params = given;
-  params.allow_tf32 = torch_allows_tf32();
-  params.linear_time = linear_time_setting();
   const bool in_double = type == at::kDouble;
   const char* reason = in_double ? "float64" : why_no_tensor_cores(params);
   switch (way_of(params, in_double, backward)) {
