@@ -14,11 +14,11 @@ inline bool lies_in_rows_of_16_bytes(const Array& rows, int64_t element_bytes) {
          is_multiple(rows.stride[2] * element_bytes) &&
          is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data)));
 }
-// The value's, which are whole pieces of 16 bytes, each of its own.
+// The value's, which are whole pieces of 16 bytes, each of its own: rows do not overlap.
 inline bool lies_ready_for_tensor_cores(const AttentionParams& params) {
   const Array& value = params.value;
-  return value.type != ElementType::kFloat32 && params.d_v % 8 == 0 && value.stride[2] > 0 &&
-         lies_in_rows_of_16_bytes(value, 2);
+  return value.type != ElementType::kFloat32 && params.d_v % 8 == 0 &&
+         value.stride[2] >= params.d_v && lies_in_rows_of_16_bytes(value, 2);
 }
 
 // nullptr, or why a call cannot go to the tensor cores: types and sizes.

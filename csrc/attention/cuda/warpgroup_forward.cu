@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                              const __grid_constant__ ForwardMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
+  static_assert(kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries>);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const auto make = [&](int tile, int index_of_stage) {
       Shared<const float> terms =
           shared_cast<float>(shared + (L::kTerms + index_of_stage * kKeys * 4));
+      sums_are_there(s);
       const int diagonal = row0 - tile * kKeys;
       if (kCausal && diagonal - g < kKeys - 1) {
         to_weights<T, true>(s, terms, diagonal, sums, roundings);
@@ -138,9 +140,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       } else if (is_passing(params, tile * int64_t{kKeys})) {
         to_weights<T, false>(s, terms, 0, sums, roundings);
       }
+      fence_async();
     };
     pass_tiles(barriers, stage, tiles_met<kKeys>(params, kCausal, at.i0), begin, begin_output, make,
                [&] { pack_left<T, kKeys / 8>(s, weights); });
+    sums_are_there(output);
 
     const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll

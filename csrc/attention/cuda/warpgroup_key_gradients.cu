@@ -20,7 +20,7 @@ struct KeyLayout {
   // which registers hold. Where there is room, those of two items lie there.
   using OwnKeys = Boxes<kWarpgroupRows, F>;
   using OwnValues = Boxes<kWarpgroupRows, V>;
-  static constexpr bool kHoldsValues = V <= 64;
+  [[maybe_unused]] static constexpr bool kHoldsValues = V <= 64;
   static constexpr int kItems = F + V <= 192 ? 2 : 1;
   using Barriers = TileBarriers<kItems>;
   static constexpr uint32_t kOwn = OwnKeys::kBytes + OwnValues::kBytes;
@@ -84,6 +84,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = KeyLayout<F, V>;
+  static_assert(
+      kLiesInSharedMemory<L, L::kStage, L::kGradients, L::kOwnAt, L::kOwn, L::OwnKeys::kBytes>);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -164,6 +166,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       } else {
         wgmma_wait<0>();
       }
+      sums_are_there(s);
+      sums_are_there(x);
 #pragma unroll
       for (int n = 0; n < kStep / 8; ++n) {
         const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
@@ -182,6 +186,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           x[i] = similarity * inverse;
         }
       }
+      fence_async();
       if constexpr (kOverlaps) {
         wgmma_wait<0>();
         if (has_before) barriers.release(stage.before());
@@ -208,6 +213,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       wgmma_wait<0>();
       barriers.release(stage.before());
     }
+    sums_are_there(key_sums);
+    sums_are_there(value_sums);
 
     const KeyScales scales =
         key_scales_of<T>(params, tokens, rows, again.bk, again.b * params.G + again.value_head);

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #if IKATTN_WARPGROUP_CODE
   using L = QueryLayout<T, F, V>;
   using Tiles = typename L::Tiles;
+  static_assert(kLiesInSharedMemory<L, Tiles::kStage, Tiles::kValues, L::kQueries, L::kGradients>);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -125,6 +126,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       wgmma_commit();
     };
     const auto make = [&](int tile, int) {
+      sums_are_there(s);
+      sums_are_there(x);
       const int diagonal = row0 - tile * kStep;
       if (kCausal && diagonal - g < kStep - 1) {
         to_products<true>(s, x, fit, fitting_delta, diagonal);
@@ -134,6 +137,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     };
     pass_tiles(barriers, stage, tiles_met<kStep>(params, kCausal, at.i0), begin, begin_sums, make,
                [&] { pack_left<Half, kStep / 8>(s, products); });
+    sums_are_there(sums);
 
     const float units =
         gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);

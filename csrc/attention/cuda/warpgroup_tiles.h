@@ -34,6 +34,14 @@ constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
 // Of a thread: 168 are there for each, of which those that copy need few.
 constexpr int kProductRegisters = 240, kCopyRegisters = 24;
+// Else those who multiply would wait for registers that nobody gives.
+static_assert(kProductThreads * kProductRegisters + 128 * kCopyRegisters <=
+              kWarpgroupThreads * 168);
+// Whether a block may have as much shared memory, and kBoxes, where boxes begin, are multiples of
+// 1024.
+template <typename Layout, uint32_t... kBoxes>
+constexpr bool kLiesInSharedMemory =
+    Layout::kBytes <= 227 * 1024 && Layout::kBarriers % 8 == 0 && ((kBoxes % 1024 == 0) && ...);
 
 // kRows rows of kWidth 16-bit elements.
 template <int kRows, int kWidth>
@@ -134,9 +142,13 @@ struct TileBarriers {
   __device__ __forceinline__ void wait(const TileStage& stage) const {
     barrier_wait(full(stage.index), stage.parity);
   }
-  // The warp has read it, its products included.
+  // The warp has read it, its products included. What its threads have read themselves since a
+  // fence_async, they have to fence before a copy may come there.
   __device__ __forceinline__ void release(int stage) const { arrive_as_warp(read(stage)); }
-  __device__ __forceinline__ void release_item(int item) const { arrive_as_warp(item_read(item)); }
+  __device__ __forceinline__ void release_item(int item) const {
+    fence_async();
+    arrive_as_warp(item_read(item));
+  }
 
  private:
   __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier) {
@@ -193,9 +205,9 @@ __device__ __forceinline__ void copy_items(const TileBarriers<kItems>& barriers,
 }
 
 // What those who multiply do along the tiles of an item: begin(stage) begins the products that make
-// what a tile is about, make(tile, stage) turns it into factors, once they are over, and pack()
-// makes them A. Meanwhile the tensor cores are at the tile before: begin_sums(stage) begins to
-// multiply its factors with it.
+// what a tile is about, make(tile, stage) turns it into factors, once they are over, and fences
+// what it reads of the tile; pack() makes them A. Meanwhile the tensor cores are at the tile
+// before: begin_sums(stage) begins to multiply its factors with it.
 template <int kItems, typename Begin, typename BeginSums, typename Make, typename Pack>
 __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers, TileStage& stage,
                                            int tiles, const Begin& begin,
@@ -279,7 +291,7 @@ struct KeyTiles {
   __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t meeting,
                                                uint32_t parity) {
     clean_values<T, kKeys * V, kProductThreads>(place + kValues);
-    fence_products();
+    fence_async();
     barrier_arrive(meeting);
     barrier_wait(meeting, parity);
   }

@@ -94,21 +94,24 @@ inline auto tensor_map_encoder() {
 }  // namespace detail
 
 // Boxes of `box_rows` rows. sizes and strides: of batches, heads, rows, columns, in elements, the
-// last stride 1, others and the address multiples of 8 elements. Returns nullptr, or what is wrong.
+// last stride 1, others and the address multiples of 8 elements, rows apart from each other.
+// Returns nullptr, or what is wrong.
 inline const char* map_rows(RowMap& map, const void* data, const int64_t (&sizes)[4],
                             const int64_t (&strides)[4], int box_rows) {
   const auto encode = detail::tensor_map_encoder();
   if (encode == nullptr) return "the driver cannot describe copies by TMA: it must know CUDA 12";
-  // An axis of one, or one on which all is the same, has any stride but 0.
+  // An axis of one, or one on which all is the same, lies as if it were dense: its stride is not
+  // used, but looked at.
   const auto step = [&](int axis) { return strides[axis] != 0 && sizes[axis] > 1; };
   const auto size = [&](int axis) { return step(axis) ? static_cast<cuuint64_t>(sizes[axis]) : 1; };
-  const auto stride = [&](int axis) {
-    return step(axis) ? static_cast<cuuint64_t>(strides[axis]) * 2 : 16;
+  const auto stride = [&](int axis, cuuint64_t dense) {
+    return step(axis) ? static_cast<cuuint64_t>(strides[axis]) * 2 : dense;
   };
   const cuuint64_t dimensions[4] = {static_cast<cuuint64_t>(sizes[3]),
                                     static_cast<cuuint64_t>(sizes[2]), size(1), size(0)};
-  const cuuint64_t bytes[3] = {sizes[2] > 1 ? static_cast<cuuint64_t>(strides[2]) * 2 : 16,
-                               stride(1), stride(0)};
+  const cuuint64_t of_row = stride(2, (dimensions[0] * 2 + 15) / 16 * 16);
+  const cuuint64_t of_head = stride(1, of_row * dimensions[1]);
+  const cuuint64_t bytes[3] = {of_row, of_head, stride(0, of_head * dimensions[2])};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t every[4] = {1, 1, 1, 1};
   map.head_step = step(1);

@@ -48,9 +48,21 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// What this thread wrote to shared memory, copies included, the products of others see after a
-// barrier.
-__device__ __forceinline__ void fence_products() {
+// Of sums that have been waited for: the compiler may not read them before, as it might what no
+// instruction of the wait names.
+template <int kCount>
+__device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+template <int kBoxes, int kCount>
+__device__ __forceinline__ void sums_are_there(float (&sums)[kBoxes][kCount]) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) sums_are_there(sums[box]);
+}
+// Orders what this thread does with shared memory: after a barrier, products and copies by TMA see
+// what it wrote, and copies may go where it read.
+__device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 

@@ -64,8 +64,9 @@ struct Thread {
   bool value = false;
   std::vector<Copy> copies;  // begun, not committed
   std::deque<std::vector<Copy>> groups;
-  uint32_t fence_clock = 0;  // of the last fence_writes
-  Known known;               // by phases it waited for
+  uint32_t fence_clock = 0;        // of the last fence_accesses
+  std::vector<uint32_t> unfenced;  // what it has read since, of 16 bytes each
+  Known known;                     // by phases it waited for
   uint32_t barrier = 0, parity = 0;
 };
 
@@ -88,7 +89,7 @@ class Interpreter {
   void begin_copy(uint32_t address, const void* bytes16, Place place);
   void commit_copies();
   void wait_for_copies(size_t pending_groups);
-  void fence_writes() { pool_[current_]->fence_clock = clock_++; }
+  void fence_accesses();
   bool is_fenced(uint32_t address) const {
     const Cell& cell = cells_[address];
     return cell.writer >= threads_ || cell.by_tma ||
@@ -101,6 +102,7 @@ class Interpreter {
   void wait_for_phase(uint32_t barrier, uint32_t parity, Place place);
   void begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place);
   void expect_released(uint32_t address, uint32_t count, int except, const char* does, Place place);
+  void expect_fenced_reads(uint32_t address, uint32_t count, Place place);
 
   int current() const { return current_; }
   int current_warp() const { return current_warp_; }
@@ -153,9 +155,11 @@ class Interpreter {
 
   std::map<uint32_t, PhaseBarrier> barriers_;
   std::deque<BulkCopy> bulk_copies_;  // begun
-  // By 16 bytes: when warps last read them; kept where there are barriers.
-  std::vector<std::array<uint32_t, kMaxThreads / kWarp>> reads_ =
-      std::vector<std::array<uint32_t, kMaxThreads / kWarp>>(kArenaBytes / 16);
+  // By 16 bytes, of warps: when they last read them; and the lanes, as bits, that have read them
+  // themselves, not by products, and not fenced that. Kept where there are barriers.
+  using OfWarps = std::array<uint32_t, kMaxThreads / kWarp>;
+  std::vector<OfWarps> reads_ = std::vector<OfWarps>(kArenaBytes / 16);
+  std::vector<OfWarps> unfenced_ = std::vector<OfWarps>(kArenaBytes / 16);
 };
 
 Interpreter& interpreter();

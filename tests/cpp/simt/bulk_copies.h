@@ -71,7 +71,7 @@ inline const char* map_rows(RowMap& map, const void* data, const int64_t (&sizes
     fits = fits && sizes[axis] > 0 && sizes[axis] < int64_t{1} << 31;
     const bool steps = axis < 3 && sizes[axis] > 1;
     fits = fits && (!steps || strides[axis] % 8 == 0);
-    fits = fits && (axis != 2 || !steps || strides[axis] != 0);
+    fits = fits && (axis != 2 || !steps || strides[axis] >= sizes[3]);  // rows are apart
   }
   return fits ? nullptr : "TMA cannot copy rows of these sizes and strides";
 }

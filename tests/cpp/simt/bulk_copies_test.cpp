@@ -66,7 +66,8 @@ TEST(BulkCopies, AreWatched) {
   finds(CopyMisuse::kNoRoom, "copies to");
   finds(CopyMisuse::kTooFewBytes, "more than was announced");
   finds(CopyMisuse::kTooManyBytes, "the phase of a barrier does not end");
-  finds(CopyMisuse::kUnfencedWrite, "not fenced for copies");
+  finds(CopyMisuse::kUnfencedWrite, "what its writer has not fenced for copies");
+  finds(CopyMisuse::kUnfencedRead, "has read and not fenced for copies");
   finds(CopyMisuse::kUnread, "is under way");
 }
 

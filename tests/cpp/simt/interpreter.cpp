@@ -142,6 +142,8 @@ void Interpreter::run_block(Index3 block) {
     thread.copies.clear();
     thread.groups.clear();
     thread.fence_clock = 0;
+    for (const uint32_t at : thread.unfenced) unfenced_[at] = {};
+    thread.unfenced.clear();
     thread.known.assign(static_cast<size_t>(threads_), 0);
     thread.fiber.start(
         [](void*) {
@@ -356,14 +358,16 @@ void begin_copy(uint32_t address, const void* bytes16, Place place) {
 }
 const unsigned char* read_shared_as_product(int lane, uint32_t address, uint32_t bytes,
                                             Place place) {
-  const unsigned char* from = read_shared_as_lane(lane, address, bytes, place);
-  if (from && !interpreter().is_fenced(address)) {
+  Interpreter& self = interpreter();
+  const unsigned char* from = self.access(self.current_warp() * kWarp + lane,
+                                          Access::kReadByProduct, address, bytes, bytes, place);
+  if (from && !self.is_fenced(address)) {
     fail("wgmma reads what its writer has not fenced for products", place);
     return nullptr;
   }
   return from;
 }
-void fence_writes() { interpreter().fence_writes(); }
+void fence_accesses() { interpreter().fence_accesses(); }
 
 void init_barrier(uint32_t barrier, int arrivals, Place place) {
   interpreter().init_barrier(barrier, arrivals, place);

@@ -88,15 +88,16 @@ int warp_of_operation();
 
 // Shared memory, addressed in bytes from its start. Each checks the access and returns where the
 // bytes are, for this one access.
-enum class Access { kRead, kWrite, kAtomic };
+enum class Access { kRead, kReadByProduct, kWrite, kAtomic };
 unsigned char* access_shared(Access kind, uint32_t address, uint32_t bytes, uint32_t alignment,
                              Place place);
 // The same as a read by a lane of the warp operation that runs; nullptr after an error.
 const unsigned char* read_shared_as_lane(int lane, uint32_t address, uint32_t bytes, Place place);
-// The same by a product of warpgroups, which sees what was written before a fence_writes.
+// The same by a product of warpgroups, which sees what was written before a fence_accesses; so do
+// copies by TMA, before which reads have to be fenced, too.
 const unsigned char* read_shared_as_product(int lane, uint32_t address, uint32_t bytes,
                                             Place place);
-void fence_writes();
+void fence_accesses();
 // The static array that `declaration` (an address) stands for; the same for all threads.
 uint32_t static_shared(const void* declaration, size_t bytes, Place place);
 

@@ -82,6 +82,27 @@ void Interpreter::expect_released(uint32_t address, uint32_t count, int except, 
   }
 }
 
+void Interpreter::fence_accesses() {
+  Thread& thread = *pool_[current_];
+  thread.fence_clock = clock_++;
+  for (const uint32_t at : thread.unfenced) {
+    unfenced_[at][static_cast<size_t>(current_ / kWarp)] &= ~(1u << current_ % kWarp);
+  }
+  thread.unfenced.clear();
+}
+
+// Of bytes that are copied to.
+void Interpreter::expect_fenced_reads(uint32_t address, uint32_t count, Place place) {
+  for (uint32_t at = address / 16; at <= (address + count - 1) / 16; ++at) {
+    for (int warp = 0; warp * kWarp < threads_; ++warp) {
+      if (unfenced_[at][static_cast<size_t>(warp)] == 0) continue;
+      fail("a copy to byte " + std::to_string(at * 16) + ", which warp " + std::to_string(warp) +
+               " has read and not fenced for copies",
+           place);
+    }
+  }
+}
+
 void Interpreter::begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place) {
   const auto count = static_cast<uint32_t>(copy.bytes.size());
   const auto who = static_cast<uint16_t>(current_);
@@ -92,6 +113,7 @@ void Interpreter::begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place
          place);
   }
   expect_released(copy.address, count, -1, "begins a copy to", place);
+  expect_fenced_reads(copy.address, count, place);
   for (uint32_t i = copy.address; i < copy.address + count; ++i) {
     Cell& cell = cells_[i];
     if (cell.in_flight || !is_ordered(cell.write_clock, cell.writer, who)) {

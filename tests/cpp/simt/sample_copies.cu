@@ -55,18 +55,25 @@ __global__ void __launch_bounds__(64)
     };
     if (misuse != CopyMisuse::kNoWait) barrier_wait(full(stage), tile / kStages % 2);
     if (misuse == CopyMisuse::kEarlyRelease) release();
+    Shared<float> own = shared_cast<float>(shared + (kNumbers + stage * kNumberBytes));
+    for (int at = lane; at < 64; at += 32) {
+      own[at] += 1.0f;
+      numbers_out[tile * 64 + at] = own[at];
+    }
+    if (misuse == CopyMisuse::kUnfencedRead) fence_async();
     Shared<const uint16_t> box = shared_cast<uint16_t>(shared + stage * kBoxBytes);
     for (int at = lane; at < kBoxRows * kBoxColumns; at += 32) {
       const int row = at / kBoxColumns, column = at % kBoxColumns;
       out[tile * (kBoxRows * kBoxColumns) + at] =
           box[row * 64 + (column / 8 ^ row % 8) * 8 + column % 8];
     }
-    Shared<float> own = shared_cast<float>(shared + (kNumbers + stage * kNumberBytes));
-    for (int at = lane; at < 64; at += 32) {
-      own[at] += 1.0f;
-      numbers_out[tile * 64 + at] = own[at];
+    if (misuse == CopyMisuse::kUnfencedWrite) {
+      // Reads are fenced, what is written after them is not.
+      fence_async();
+      own[lane] = 0.0f;
+    } else if (misuse != CopyMisuse::kUnfencedRead) {
+      fence_async();
     }
-    if (misuse != CopyMisuse::kUnfencedWrite) fence_products();
     if (misuse != CopyMisuse::kEarlyRelease) release();
   }
 #else

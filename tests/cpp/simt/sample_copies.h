@@ -16,6 +16,7 @@ enum class CopyMisuse {
   kTooFewBytes,     // announces less than it copies
   kTooManyBytes,
   kUnfencedWrite,  // of a thread, before a copy to the same place
+  kUnfencedRead,   // likewise
   kUnread,         // begins a copy that nobody waits for
 };
 

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(128)
     }
   }
   cp_async_wait<0>();
-  if (misuse != Misuse::kNoFence) fence_products();
+  if (misuse != Misuse::kNoFence) fence_async();
   if (misuse != Misuse::kNoBarrier) __syncthreads();
   float sums[kColumns / 2] = {};
   wgmma_fence();

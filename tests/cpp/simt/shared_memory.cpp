@@ -117,9 +117,10 @@ unsigned char* Interpreter::access(int thread, Access kind, uint32_t address, ui
     return nullptr;
   }
   const uint16_t who = static_cast<uint16_t>(thread);
+  const bool reads = kind == Access::kRead || kind == Access::kReadByProduct;
   Cell* cells = &cells_[address];
   for (uint32_t i = 0; i < bytes; ++i) {
-    if (kind == Access::kRead) {
+    if (reads) {
       check_read(cells[i], who, address + i, place);
     } else {
       check_write(cells[i], who, kind == Access::kAtomic, address + i, place);
@@ -130,9 +131,13 @@ unsigned char* Interpreter::access(int thread, Access kind, uint32_t address, ui
     // elements a neighbour may be another thread's.
     expect_released(address, bytes, thread / kWarp, "writes", place);
   }
-  if (kind == Access::kRead && !barriers_.empty()) {
+  if (reads && !barriers_.empty()) {
     for (uint32_t at = address / 16; at <= (address + bytes - 1) / 16; ++at) {
       reads_[at][who / kWarp] = clock_;
+      uint32_t& lanes = unfenced_[at][who / kWarp];
+      if (kind == Access::kReadByProduct || (lanes >> who % kWarp & 1) != 0) continue;
+      lanes |= 1u << who % kWarp;
+      pool_[thread]->unfenced.push_back(at);
     }
   }
   return error_.empty() ? &arena_[address] : nullptr;

@@ -33,7 +33,9 @@ template <int kRegisters>
 void take_registers() {}
 
 inline void wgmma_fence() {}
-inline void fence_products() { simt::fence_writes(); }
+template <typename Sums>
+void sums_are_there(Sums&) {}
+inline void fence_async() { simt::fence_accesses(); }
 inline void wgmma_commit(simt::Place place = simt::Place::current()) {
   simt::warp_operation(simt::commit_products, nullptr, 0xffffffffu, "wgmma_commit", place);
 }
