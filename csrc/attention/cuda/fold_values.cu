@@ -93,26 +93,36 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 // not finite becomes zero, as does what only hidden keys hold.
 //   copy [B, G, S, columns]
 template <typename T>
-__global__ void __launch_bounds__(256, 2)
+__global__ void __launch_bounds__(kRowThreads, 2)
     value_copy_kernel(AttentionParams params, const uint32_t* bounds, int columns, T* copy,
                       float* scales) {
-  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (index >= params.B * params.G * params.S * columns) return;
-  const int64_t column = index % columns, j = index / columns % params.S;
-  const int64_t head = index / columns / params.S, b = head / params.G, g = head % params.G;
+  const RowPlace at(params.G, params.S);
+  if (at.row >= params.S) return;
   float scale = 1;
   if (scales != nullptr) {
-    const int64_t group = params.key_heads / params.G;
+    const int64_t group = params.key_heads / params.G, first = at.bh * group;
     float bound = 0;
-    for (int64_t k = g * group; k < (g + 1) * group; ++k) {
-      bound = fmaxf(bound, __uint_as_float(bounds[b * params.key_heads + k]));
+    for (int64_t k = first; k < first + group; ++k) {
+      bound = fmaxf(bound, __uint_as_float(bounds[k]));
     }
     scale = fitting_power(bound);
-    if (column == 0 && j == 0) scales[head] = scale;
+    if (at.lane == 0 && at.row == 0) scales[at.bh] = scale;
   }
-  const Tokens value(params.value, b, g);
-  const float x = column < params.d_v ? value.load<float>(j, column) * scale : 0.0f;
-  copy[index] = from_float<T>(fabsf(x) < 65504.0f || scales == nullptr ? x : 0.0f);
+  const Row value(params.value, at.b, at.head, at.row);
+  T* row = copy + (at.bh * params.S + at.row) * columns;
+  for (int column = at.lane * 8; column < columns; column += kLaneColumns) {
+    float x[8];
+    value.load(x, column, params.d_v);
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[i] *= scale;
+      if (scales != nullptr && !(fabsf(x[i]) < 65504.0f)) x[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+    store_vector(row + column, make_uint4(words[0], words[1], words[2], words[3]));
+  }
 }
 
 // Copies the value to rows of T; multiplied with scales where it is of another type.
@@ -121,8 +131,8 @@ const char* copy_values(const AttentionParams& params, const DeviceExecutor& exe
                         const uint32_t* bounds, Array& rows, int& columns, const float*& scales) {
   const ElementType type = std::is_same_v<T, Half> ? ElementType::kFloat16 : ElementType::kBFloat16;
   columns = static_cast<int>((params.d_v + 7) / 8 * 8);
-  const int64_t heads = params.B * params.G, count = heads * params.S * columns;
-  T* data = executor.take<T>(count);
+  const int64_t heads = params.B * params.G;
+  T* data = executor.take<T>(heads * params.S * columns);
   float* own_scales = params.value.type == type ? nullptr : executor.take<float>(heads);
   scales = own_scales;
   rows.data = data;
@@ -131,8 +141,8 @@ const char* copy_values(const AttentionParams& params, const DeviceExecutor& exe
   rows.stride[1] = params.S * columns;
   rows.stride[2] = columns;
   rows.stride[3] = 1;
-  return launch(value_copy_kernel<T>, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256),
-                0, executor.stream, params, bounds, columns, data, own_scales);
+  return launch(value_copy_kernel<T>, row_blocks(heads, params.S), dim3(kRowThreads), 0,
+                executor.stream, params, bounds, columns, data, own_scales);
 }
 
 }  // namespace

@@ -274,9 +274,12 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
 }
 
 // As many as give every multiprocessor eight blocks, where a share of all heads has so many; of
-// 1024 tokens or more.
+// 1024 tokens or more, and of 2^16 at most: tensor cores add up towards zero, so that a sum errs by
+// as many of its last bits as it has products.
 Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
-  const int64_t wanted = ceil_div(int64_t{8} * multiprocessors(), blocks > 0 ? blocks : 1);
+  const int64_t for_all = ceil_div(int64_t{8} * multiprocessors(), blocks > 0 ? blocks : 1);
+  const int64_t for_digits = ceil_div(tokens.N, int64_t{1} << 16);
+  const int64_t wanted = for_all > for_digits ? for_all : for_digits;
   const int64_t possible = tokens.N / 1024, most = possible > 1 ? possible : 1;
   const int64_t each = ceil_div(tokens.N, wanted < most ? wanted : most);
   Shares shares;

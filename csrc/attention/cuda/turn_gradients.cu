@@ -9,9 +9,11 @@ constexpr int kFloatPitch = Slice<float>::kRowBytes / 4;
 template <typename T, int kSets>
 struct TokenGradientLayout {
   static constexpr uint32_t kGradients = TokenTile<T, kSets>::kBytes;
-  static constexpr uint32_t kSlopes = kGradients + kTurnTokens * Slice<Half>::kRowBytes;
+  static constexpr uint32_t kEnd = kGradients + kTurnTokens * Slice<Half>::kRowBytes;
+  // Slopes take the place of tokens that have their size: beside them there is no room for both.
+  static constexpr bool kInPlace = sizeof(T) == sizeof(float);
   static constexpr int64_t bytes(bool has_powers) {
-    return kSlopes + (has_powers ? int64_t{kTurnTokens} * Slice<float>::kRowBytes : 0);
+    return kEnd + (has_powers && !kInPlace ? int64_t{kTurnTokens} * Slice<float>::kRowBytes : 0);
   }
 };
 
@@ -26,8 +28,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const TokenTile<T, kSets> tile(source, frequencies, shared);
   // Of the cosines and the sines of 32 frequencies, next to each other.
-  const Slice<Half> incoming{shared + TokenGradientLayout<T, kSets>::kGradients};
-  const Slice<float> slopes{shared + TokenGradientLayout<T, kSets>::kSlopes};
+  using L = TokenGradientLayout<T, kSets>;
+  const Slice<Half> incoming{shared + L::kGradients};
+  const Slice<float> slopes{L::kInPlace ? tile.x.memory : shared + L::kEnd};
   const int last = static_cast<int>(blockIdx.y), t = threadIdx.x % 4;
   const int64_t left = source.N - tile.first;
   const float units = static_cast<float>(turn_units(kSets == 1));
@@ -84,14 +87,18 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
   if (has_powers) {
     Shared<float> to = shared_cast<float>(slopes.memory);
+    if constexpr (L::kInPlace) __syncthreads();  // others may still read tokens
 #pragma unroll 1
-    for (int index = threadIdx.x; index < kTurnTokens * kSliceColumns; index += kProductThreads) {
-      const int row = index / kSliceColumns, column = index % kSliceColumns;
+    for (int index = threadIdx.x; index < kTurnTokens * kSliceColumns / 2;
+         index += kProductThreads) {
+      const int row = index / (kSliceColumns / 2), column = index % (kSliceColumns / 2) * 2;
       if (row >= left) continue;
       const KeyMagnitude<float> own(magnitude, tile.bh * source.N + tile.first + row);
-      const float2 x = tile.x.pair(row, column & ~1);
-      to[row * kFloatPitch + column] =
-          own.factor == 0 ? 0.0f : own.slope(column % 2 == 0 ? x.x : x.y, magnitude.p);
+      const float2 x = tile.x.pair(row, column);
+      const float2 slope =
+          own.factor == 0 ? make_float2(0, 0)
+                          : make_float2(own.slope(x.x, magnitude.p), own.slope(x.y, magnitude.p));
+      store_vector(to + row * kFloatPitch + column, slope);
     }
     __syncthreads();
   }

@@ -53,8 +53,9 @@ __device__ __forceinline__ T turn_gradient(T units, T sine, T cosine, T grad_sin
   return grad_cos == T(0) && grad_sin == T(0) ? T(0) : gradient;
 }
 
-// x^exponent for x > 0; of float32 to a relative error of some |exponent log2 x| 1e-7.
+// x^exponent for x >= 0; of float32 to a relative error of some |exponent log2 x| 1e-7.
 __device__ __forceinline__ float power(float x, double exponent) {
+  if (exponent == 0) return 1;  // of x = 0, too
   return exp2f(static_cast<float>(exponent) * log2f(x));
 }
 __device__ __forceinline__ double power(double x, double exponent) { return pow(x, exponent); }
