@@ -64,7 +64,9 @@ struct AttentionBackwardParams : AttentionParams {
   Array grad_w1;        // [frequency_batches, frequency_heads, d, M], contiguous, compute type
   Array grad_w2;        // likewise
   Array grad_key_bias;  // [B, key_heads, S]
-  Array grad_mask;      // as mask, compute type, zero at the start; stride 0 where it is summed
+  // As mask, zero at the start; stride 0 where it is summed. float64 where it is summed over
+  // tokens, otherwise of the compute type.
+  Array grad_mask;
 };
 
 // Weights in place of output: [B, H, L, S], or with average_heads [B, (none), L, S].

@@ -1,6 +1,7 @@
 // The magnitude of a key, g = magnitude_scale |k|_p^2, and its gradient.
 #pragma once
 
+#include "attention/offsets.h"
 #include "attention/params.h"
 #include "support/cpu/elements.h"
 #include "support/cpu/vector_math.h"
@@ -95,6 +96,7 @@ void key_logits(const AttentionParams& params, int64_t b, int64_t head, int64_t 
                               bias, b * bias.stride[0] + head * bias.stride[1] + j * bias.stride[2])
                         : 0.0;
     if (logit != -infinity<double>()) {
+      logit = bounded_offset(logit);
       load_row(key, b * key.stride[0] + group * key.stride[1] + j * key.stride[2], key.stride[3],
                params.d, row);
       if (params.p > 0) {

@@ -101,14 +101,24 @@ void pair_gradients(const PairTile<T>& tile, bool folded, T* s, T* w, T* dp, T* 
 }
 
 // grad_mask += dlog, summed over the axes the mask is broadcast along (stride 0).
+template <typename T, typename Sum>
+void add_mask_gradient(const Array& grad_mask, const TilePosition& at, int64_t columns,
+                       const T* dlog) {
+  Sum* target = static_cast<Sum*>(grad_mask.data) + at.b * grad_mask.stride[0] +
+                at.h * grad_mask.stride[1] + at.j0 * grad_mask.stride[3];
+  for (int64_t r = 0; r < at.rows; ++r) {
+    Sum* row = target + (at.i0 + r) * grad_mask.stride[2];
+    for (int64_t c = 0; c < columns; ++c) row[c * grad_mask.stride[3]] += dlog[r * kPanel + c];
+  }
+}
+
 template <typename T>
 void add_mask_gradient(const Array& grad_mask, const TilePosition& at, int64_t columns,
                        const T* dlog) {
-  T* target = static_cast<T*>(grad_mask.data) + at.b * grad_mask.stride[0] +
-              at.h * grad_mask.stride[1] + at.j0 * grad_mask.stride[3];
-  for (int64_t r = 0; r < at.rows; ++r) {
-    T* row = target + (at.i0 + r) * grad_mask.stride[2];
-    for (int64_t c = 0; c < columns; ++c) row[c * grad_mask.stride[3]] += dlog[r * kPanel + c];
+  if (grad_mask.type == ElementType::kFloat64) {
+    add_mask_gradient<T, double>(grad_mask, at, columns, dlog);
+  } else {
+    add_mask_gradient<T, T>(grad_mask, at, columns, dlog);
   }
 }
 

@@ -1,6 +1,7 @@
 // What masks and dropout make of one tile [rows][64] of the weight matrix.
 #pragma once
 
+#include "attention/offsets.h"
 #include "attention/params.h"
 #include "support/cpu/elements.h"
 #include "support/philox.h"
@@ -54,6 +55,7 @@ template <typename T>
 inline void load_mask_row(const Array& mask, int64_t offset, int64_t count, T* bias) {
   if (mask.type != ElementType::kBool) {
     load_row(mask, offset, mask.stride[3], count, bias);
+    for (int64_t c = 0; c < count; ++c) bias[c] = bounded_offset(bias[c]);
     return;
   }
   const uint8_t* visible = static_cast<const uint8_t*>(mask.data) + offset;

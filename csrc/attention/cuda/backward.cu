@@ -98,13 +98,14 @@ __device__ __forceinline__ void pair_tile(const AttentionBackwardParams& params,
       const int64_t i = i0 + (kQueriesInRows ? at.row(r) : at.column(c));
       const int64_t j = j0 + (kQueriesInRows ? at.column(c) : at.row(r));
       tile.weights[r][c] = tile.grad_logits[r][c] = tile.grad_scores[r][c] = 0;
-      T rest;
-      if (!is_visible(params, b, h, i, j, rest)) continue;
+      T mask;
+      if (!is_visible(params, b, h, i, j, mask)) continue;
       const T high = tokens.keys.high[key_base + j];
       if (high == minus_infinity<T>()) continue;
       const int64_t row = bh * params.L + i;
-      rest += tokens.keys.low[key_base + j] - rows.log_normalizer.low[row];
-      const T similarity_weight = exponential((high - rows.log_normalizer.high[row]) + rest);
+      const T similarity_weight = exponential(
+          relative_logit<T>({high, tokens.keys.low[key_base + j]}, mask,
+                            {rows.log_normalizer.high[row], rows.log_normalizer.low[row]}));
       const T score = scores[r][c] * norm;
       const T weight = (score * score + eps) * similarity_weight;
       const T survives = dropout.keeps(r, c) ? kept : T(0);
@@ -237,7 +238,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     mask_gradient_kernel(AttentionBackwardParams params, PreparedTokens<T> tokens,
                          RowState<T> rows) {
   Shared<T> operands = dynamic_shared<T>();
-  Shared<T> sums = operands + 2 * kDepth * kPitch;  // [64][64]
+  // [64][64], in the room of two tiles of T
+  Shared<double> sums = shared_cast<double>(operands + 2 * kDepth * kPitch);
   const ThreadTile at;
   const int64_t* stride = params.grad_mask.stride;
   const bool over_b = stride[0] == 0, over_h = stride[1] == 0;
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t own_heads = over_h ? 1 : params.H;
   const int64_t head = index % own_heads, batch = index / own_heads;
 
-  T total[kPerThread][kPerThread] = {};
+  double total[kPerThread][kPerThread] = {};  // of many terms
   for (int64_t b = over_b ? 0 : batch; b < (over_b ? params.B : batch + 1); ++b) {
     for (int64_t h = over_h ? 0 : head; h < (over_h ? params.H : head + 1); ++h) {
       for (int64_t y = over_i ? 0 : row_block; y < (over_i ? row_blocks : row_block + 1); ++y) {
@@ -264,7 +266,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int r = 0; r < kPerThread; ++r) {
 #pragma unroll
-            for (int c = 0; c < kPerThread; ++c) total[r][c] += tile.grad_logits[r][c];
+            for (int c = 0; c < kPerThread; ++c) {
+              total[r][c] += static_cast<double>(tile.grad_logits[r][c]);
+            }
           }
         }
       }
@@ -273,7 +277,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
 #pragma unroll
-    for (int c = 0; c < kPerThread; ++c) sums[at.row(r) * kPitch + at.column(c)] = total[r][c];
+    for (int c = 0; c < kPerThread; ++c) {
+      sums[at.row(r) * kPitch + at.column(c)] = total[r][c];
+    }
   }
   __syncthreads();
   for (int cell = threadIdx.x; cell < kTile * kTile; cell += kThreads) {
@@ -281,12 +287,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if ((over_i && row > 0) || (over_j && column > 0)) continue;
     const int64_t i = row_block * kTile + row, j = key_block * kTile + column;
     if ((!over_i && i >= params.L) || (!over_j && j >= params.S)) continue;
-    T sum = 0;
+    double sum = 0;
     for (int y = row; y < (over_i ? kTile : row + 1); ++y) {
       for (int x = column; x < (over_j ? kTile : column + 1); ++x) sum += sums[y * kPitch + x];
     }
-    store_element<T>(params.grad_mask,
-                     batch * stride[0] + head * stride[1] + i * stride[2] + j * stride[3], sum);
+    store_element<double>(params.grad_mask,
+                          batch * stride[0] + head * stride[1] + i * stride[2] + j * stride[3],
+                          sum);
   }
 }
 

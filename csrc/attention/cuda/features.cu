@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   double logit = 0;
   if (there && params.key_bias.type != ElementType::kNone) {
     const int64_t* stride = params.key_bias.stride;
-    logit = load_element<double>(params.key_bias,
-                                 at.b * stride[0] + at.head * stride[1] + j * stride[2]);
+    logit = bounded_offset(load_element<double>(
+        params.key_bias, at.b * stride[0] + at.head * stride[1] + j * stride[2]));
   }
   bool finite = all_finite(of_key) && all_finite(of_value);
   double squares = squares_of(of_key, key.is_half());

@@ -14,48 +14,49 @@ namespace {
 //   c, scaled_eps: of the folded form; most_spread: in nats, what it bears
 __global__ void __launch_bounds__(256, 2)
     fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
-                float most_spread, float* scales, float* terms, float* lows, float* largest,
+                double most_spread, float* scales, float* terms, float* lows, double* largest,
                 uint32_t* state, unsigned* items_taken) {
-  IKATTN_SHARED(float, maxima, 8);
-  IKATTN_SHARED(float, minima, 8);
+  IKATTN_SHARED(double, maxima, 8);
+  IKATTN_SHARED(double, minima, 8);
   IKATTN_SHARED(int, counts, 8);
   const int64_t S = params.S, padded = padded_tokens(S);
   const float* high = logits.high + blockIdx.x * S;
   const float* low = logits.low + blockIdx.x * S;
-  float most = -INFINITY, least = INFINITY;
+  // In float64: a key's low part counts, too, where offsets are large.
+  const auto logit_at = [&](int64_t j) {
+    return static_cast<double>(high[j]) + static_cast<double>(low[j]);
+  };
+  double most = -INFINITY, least = INFINITY;
   bool unclean = false;
   for (int64_t j = threadIdx.x; j < S; j += 256) {
-    const float logit = high[j];
-    unclean = unclean || logit != logit || low[j] != low[j];
+    const double logit = logit_at(j);
+    unclean = unclean || logit != logit;
     if (!is_finite(logit)) continue;
     most = logit > most ? logit : most;
     least = logit < least ? logit : least;
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
-  }
+  most = max_of_lanes(most);
+  least = -max_of_lanes(-least);
   if (threadIdx.x % 32 == 0) {
     maxima[threadIdx.x / 32] = most;
     minima[threadIdx.x / 32] = least;
   }
   const bool any_unclean = __syncthreads_or(unclean) != 0;
   for (int warp = 0; warp < 8; ++warp) {
-    const float a = maxima[warp], z = minima[warp];
+    const double a = maxima[warp], z = minima[warp];
     most = a > most ? a : most;
     least = z < least ? z : least;
   }
-  const float reference = most == -INFINITY ? 0.0f : most;
+  const double reference = most == -INFINITY ? 0.0 : most;
   const bool general = most_spread < 0 || most - least > most_spread;
   if (blockIdx.x == 0 && threadIdx.x < 2) items_taken[threadIdx.x] = 0;
   int count = 0;
   for (int64_t j = threadIdx.x; j < padded; j += 256) {
-    const float logit = j < S ? high[j] : -INFINITY;
-    const bool hidden = logit == -INFINITY;
-    count += logit >= reference - kNatsThatCount;
-    const float e = hidden ? 0.0f : expf((logit - reference) + low[j]);
-    terms[blockIdx.x * padded + j] = general ? logit : scaled_eps * e;
+    const bool hidden = j >= S || high[j] == -INFINITY;
+    const float logit = hidden ? -INFINITY : static_cast<float>(logit_at(j) - reference);
+    count += logit >= -kNatsThatCount;
+    const float e = hidden ? 0.0f : expf(logit);
+    terms[blockIdx.x * padded + j] = !general ? scaled_eps * e : hidden ? -INFINITY : high[j];
     lows[blockIdx.x * padded + j] = hidden ? 0.0f : low[j];
     if (j >= S) continue;
     const float scale = general ? (hidden ? 0.0f : 1.0f) : c * sqrtf(e);
@@ -90,7 +91,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   float* scales = executor.take<float>(keys);
   float* terms = executor.take<float>(key_heads * padded_tokens(params.S));
   float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
-  float* largest = executor.take<float>(key_heads);
+  double* largest = executor.take<double>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
   unsigned* items_taken = executor.take<unsigned>(2);
   folded = {};
@@ -110,11 +111,11 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   folded.log_scale = static_cast<float>(std::log(K));
   // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
   // score of 0 leaves, should still be a normal number of Half.
-  const float of_half = static_cast<float>(std::min(12.0, std::log(0x1p29 * params.eps)));
-  const float most_spread = has_float_mask(params)       ? -1.0f
-                            : every_row_sees_all(params) ? static_cast<float>(INFINITY)
-                            : is_half                    ? of_half
-                                                         : 36.0f;
+  const double of_half = std::min(12.0, std::log(0x1p29 * params.eps));
+  const double most_spread = has_float_mask(params)       ? -1.0
+                             : every_row_sees_all(params) ? static_cast<double>(INFINITY)
+                             : is_half                    ? of_half
+                                                          : 36.0;
   if (const char* error =
           launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,
                  params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),

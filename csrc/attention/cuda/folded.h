@@ -61,8 +61,8 @@ struct FoldedTokens {
   // [B, key_heads, padded S]  folded: K eps e_j, 0: hidden; general: the logit, -inf: hidden. NaN:
   // poisoned
   const float* terms;
-  const float* lows;     // [B, key_heads, padded S]  of the logits
-  const float* largest;  // [B, key_heads]  max g
+  const float* lows;      // [B, key_heads, padded S]  of the logits
+  const double* largest;  // [B, key_heads]  max g
   // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
   // finite; kFew: so few keys have weight that rows may be those of one
   const uint32_t* state;

@@ -89,9 +89,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
           low = static_cast<float>(log_normalizer - static_cast<double>(normalizer));
         }
       } else {
-        normalizer =
-            static_cast<float>(exp(static_cast<double>(tokens.largest[bk]) -
-                                   static_cast<double>(tokens.log_scale) - log_normalizer));
+        normalizer = static_cast<float>(
+            exp(tokens.largest[bk] - static_cast<double>(tokens.log_scale) - log_normalizer));
         const float root = sqrtf(normalizer), scaled_root = tokens.root_scale * root;
         by_query = root > 0 ? 1 / root : 0.0f;
         by_key = scaled_root < limit ? scaled_root : limit;

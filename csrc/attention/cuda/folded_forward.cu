@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                        chunk * 16);
         weights[m] = rows[m].weigh(s[m], pairs, keys, scales, (state & kFew) != 0, output[m]);
       }
+      rejoin_after<kPairs>();
       multiply_by_rows<T>(output, weights, [&](int n) {
         return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);
       });
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
       if (i >= params.L) continue;
       store_row<T, V, kPairs == Pairs::kGeneral>(
-          params, tokens, parts, part, at, i, 0, sum, rounding, rows[m].largest[half], kept,
+          params, tokens, parts, part, at, i, 0, sum, rounding, rows[m].reference(half), kept,
           [&](int n, int c) { return output[m][n][2 * half + c]; });
     }
   }
@@ -177,16 +178,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   if (row >= rows) return;  // the whole warp
   const int64_t bh = row / params.L, bk = key_head_of(params, bh);
   const bool general = (tokens.state[bk] & kGeneral) != 0;
-  float largest = minus_infinity<float>();
+  double largest = minus_infinity<double>();
   for (int part = 0; general && part < parts.count; ++part) {
-    largest = fmaxf(largest, parts.largest[part * rows + row]);
+    largest = fmax(largest, parts.reference[part * rows + row]);
   }
   float sum = 0, rounding = 0, output[V / 32] = {};
   for (int part = 0; part < parts.count; ++part) {
     const int64_t part_row = part * rows + row;
     // Nothing but NaN can be in a part that saw no finite logit.
-    const float own = general ? parts.largest[part_row] : largest;
-    const float rescale = own == minus_infinity<float>() ? 1 : exponential_of(own - largest, 0);
+    const double own = general ? parts.reference[part_row] : largest;
+    const float rescale =
+        own == minus_infinity<double>() ? 1 : fast_exponential(static_cast<float>(own - largest));
     sum += parts.sums[part_row] * rescale;
     rounding += parts.roundings[part_row] * rescale;
     const float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
@@ -247,7 +249,7 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
     parts.output = executor.take<float>(parts.count * rows * padded_columns(params.d_v));
     parts.sums = executor.take<float>(parts.count * rows);
     parts.roundings = executor.take<float>(parts.count * rows);
-    parts.largest = executor.take<float>(parts.count * rows);
+    parts.reference = executor.take<double>(parts.count * rows);
   }
   return parts;
 }

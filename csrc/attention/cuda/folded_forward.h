@@ -8,11 +8,11 @@ namespace ikattn::cuda {
 
 // Where queries are few, blocks share their keys: what each found of its keys, to be combined.
 struct Parts {
-  int count = 1;               // of parts; 1: a block finishes its rows
-  float* output = nullptr;     // [part][B, H, L, padded d_v]  sum of w V
-  float* sums = nullptr;       // [part][B, H, L]              sum of w
-  float* roundings = nullptr;  // [part][B, H, L]            ForwardRows::roundings
-  float* largest = nullptr;    // [part][B, H, L]              general: the reference of w
+  int count = 1;                // of parts; 1: a block finishes its rows
+  float* output = nullptr;      // [part][B, H, L, padded d_v]  sum of w V
+  float* sums = nullptr;        // [part][B, H, L]              sum of w
+  float* roundings = nullptr;   // [part][B, H, L]            ForwardRows::roundings
+  double* reference = nullptr;  // [part][B, H, L]              general: that of w
 };
 // For so many blocks of queries.
 Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks);
@@ -37,9 +37,9 @@ __device__ __forceinline__ double log_normalizer_of(float sum, double reference)
 }
 template <typename T, bool kGeneral>
 __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64_t bk,
-                                               float largest) {
-  return kGeneral ? static_cast<double>(largest) - log(static_cast<double>(kWeightScale<T>))
-                  : static_cast<double>(tokens.largest[bk]) - static_cast<double>(tokens.log_scale);
+                                               double of_row) {
+  return kGeneral ? of_row - log(static_cast<double>(kWeightScale<T>))
+                  : tokens.largest[bk] - static_cast<double>(tokens.log_scale);
 }
 // A query that is not finite spoils its row, if it sees a key.
 __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {
@@ -47,13 +47,13 @@ __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t
 }
 
 // What a block has found of query i, of V columns of its row from `first` on: its part, or the
-// results. weighted(n, c): what the thread's columns have added up to; kept: the rescale of
-// dropout, over the scale of the value.
+// results. weighted(n, c): what the thread's columns have added up to; reference: ForwardRows';
+// kept: the rescale of dropout, over the scale of the value.
 template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,
                                           int64_t i, int first, float sum, float rounding,
-                                          float largest, float kept, const Weighted& weighted) {
+                                          double reference, float kept, const Weighted& weighted) {
   const int64_t row = int64_t{at.bh} * params.L + i;
   const bool tells = threadIdx.x % 4 == 0 && first == 0;
   if (parts.count > 1) {
@@ -61,10 +61,12 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
     if (tells) {
       parts.sums[part_row] = sum;
       parts.roundings[part_row] = rounding;
-      if (kGeneral) parts.largest[part_row] = largest;
+      if (kGeneral) parts.reference[part_row] = reference;
     }
-    float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
+    const int width = static_cast<int>(padded_columns(params.d_v));  // may be less than a slice
+    float* columns = parts.output + part_row * width + first;
     for_pairs<V>([&](int column, int n) {
+      if (column >= width - first) return;
       store_vector(columns + column, make_float2(weighted(n, 0), weighted(n, 1)));
     });
     return;
@@ -72,7 +74,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
   sum = with_poison(tokens, row, sum);
   if (tells) {
     static_cast<double*>(params.log_normalizer.data)[row] =
-        log_normalizer_of(sum, reference_of<T, kGeneral>(tokens, at.bk, largest));
+        log_normalizer_of(sum, reference_of<T, kGeneral>(tokens, at.bk, reference));
   }
   const int64_t* stride = params.output.stride;
   const RowPairs pairs(params.output);

@@ -9,10 +9,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// exp(high + rest) of logits; the difference of two high parts comes first.
-__device__ __forceinline__ float exponential_of(float high, float rest) {
-  return fast_exp2((high + rest) * 1.44269504f);
-}
+// exp(x)
+__device__ __forceinline__ float fast_exponential(float x) { return fast_exp2(x * 1.44269504f); }
 
 // Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
 // last token there are zeros, which change nothing.
@@ -46,7 +44,7 @@ struct TileVisibility {
   // Of a visible pair.
   __device__ __forceinline__ float logit(int row, int column) const {
     if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
-    return load_element<float>(mask, place(row, column));
+    return bounded_offset(load_element<float>(mask, place(row, column)));
   }
   // Of the general form: exp(logit - log Z) for the logit and its normalizer in two parts each; 0
   // for what is hidden.
@@ -55,7 +53,8 @@ struct TileVisibility {
     if (!(*this)(row, column) || high == minus_infinity<float>()) return 0;
     const float masked = logit(row, column);
     if (masked == minus_infinity<float>()) return 0;
-    return exponential_of(high - normalizer, masked + (low - normalizer_low));
+    return fast_exponential(
+        relative_logit<float>({high, low}, masked, {normalizer, normalizer_low}));
   }
 
  private:
@@ -143,37 +142,61 @@ struct PairPlaces {
   }
 };
 
+// Lanes that pairs have sent different ways come together for the next product, which wants them
+// so.
+template <Pairs kPairs>
+__device__ __forceinline__ void rejoin_after() {
+  if constexpr (kDrops<kPairs>) __syncwarp();
+}
+
 // What rounding to T has added to two weights.
 template <typename T>
 __device__ __forceinline__ float rounding_of(uint32_t rounded, float low, float high) {
   const float2 two = unpack<T>(rounded);
   return (two.x - low) + (two.y - high);
 }
-// What it has added to those of a thread's two rows, in one register, of which there are no more;
-// to be told from 0, and to repair a weight's 8 or 11 bits, 8 bits of it are enough.
-class Roundings {
+// The next number of bfloat16 that is not less.
+__device__ __forceinline__ float rounded_up(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return __uint_as_float((x > 0 ? bits + 0xffffu : bits) & 0xffff0000u);
+}
+
+// A number of each of a thread's two rows, in one register, of which there are no more: 8 bits of
+// it are enough.
+class RowPair {
  public:
   __device__ __forceinline__ float operator[](int half) const {
     const float2 both = unpack<BFloat16>(both_);
     return half == 0 ? both.x : both.y;
   }
-  __device__ __forceinline__ void add(float first, float second) {
-    const float2 both = unpack<BFloat16>(both_);
-    both_ = pack<BFloat16>(both.x + first, both.y + second);
-  }
-  __device__ __forceinline__ void multiply(const float (&scales)[2]) {
-    const float2 both = unpack<BFloat16>(both_);
-    both_ = pack<BFloat16>(both.x * scales[0], both.y * scales[1]);
+  __device__ __forceinline__ void set(float first, float second) {
+    both_ = pack<BFloat16>(first, second);
   }
 
  private:
   uint32_t both_ = 0;
+};
+// What rounding has added to their weights: to be told from 0, and to repair a weight's 8 or 11
+// bits.
+class Roundings : public RowPair {
+ public:
+  __device__ __forceinline__ void add(float first, float second) {
+    set((*this)[0] + first, (*this)[1] + second);
+  }
+  __device__ __forceinline__ void multiply(const float (&scales)[2]) {
+    set((*this)[0] * scales[0], (*this)[1] * scales[1]);
+  }
 };
 
 // Of 16 keys that a thread's two queries meet.
 struct KeyColumns {
   float terms[2][2];
   float lows[2][2];  // general
+
+  // General: the logit of the key of a fragment's register c of tile n.
+  __device__ __forceinline__ TwoParts<float> logit(int n, int c) const {
+    return {terms[n][c % 2], lows[n][c % 2]};
+  }
 };
 
 // What the weights of a thread's two rows have added up to, and how they are made.
@@ -186,8 +209,14 @@ template <typename T, Pairs kPairs>
 struct ForwardRows {
   float sums[2] = {};
   Roundings roundings;  // where they count
-  // General: of the logits, what the weights are relative to.
+  // General: of the logits, what the weights are relative to: the largest, whose second part
+  // counts where they are large. It is rounded up, or weights could be too large for Half.
   float largest[2] = {minus_infinity<float>(), minus_infinity<float>()};
+  RowPair largest_lows;
+
+  __device__ __forceinline__ double reference(int half) const {
+    return static_cast<double>(largest[half]) + static_cast<double>(largest_lows[half]);
+  }
 
   // Scores of 16 keys become weights, those of dropped pairs 0. The rows' `output` follows where
   // what they are relative to changes.
@@ -196,35 +225,46 @@ struct ForwardRows {
   __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
                                             const KeyColumns& keys, const GeneralScales& scales,
                                             bool few, float (&output)[kTiles][4]) {
-    [[maybe_unused]] float rest[2][4];   // of the logits, beside the keys' high parts
-    [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c
+    [[maybe_unused]] float masks[2][4];
+    [[maybe_unused]] uint32_t seen = 0;  // bit 4n + c; and 8 + row: of large logits
     if constexpr (kPairs == Pairs::kGeneral) {
-      float most[2] = {largest[0], largest[1]};
+      float most[2] = {largest[0], largest[1]}, lows[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          rest[n][c] = 0;
+          masks[n][c] = 0;
           if (!at.sees(n, c) || keys.terms[n][c % 2] == minus_infinity<float>()) continue;
           const float mask = at.visible.logit(at.row_of(n, c), at.column_of(n, c));
           if (mask == minus_infinity<float>()) continue;
           seen |= 1u << (4 * n + c);
-          rest[n][c] = mask + keys.lows[n][c % 2];
-          const float logit = keys.terms[n][c % 2] + rest[n][c];
+          masks[n][c] = mask;
+          const float logit = keys.terms[n][c % 2] + mask;
+          if (is_large(mask) || is_large(keys.terms[n][c % 2])) seen |= 256u << (c / 2);
           most[c / 2] = logit > most[c / 2] ? logit : most[c / 2];  // passes over NaN
         }
       }
-      float rescale[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         most[half] = max_of_lanes<4>(most[half]);
+        lows[half] = most[half] == largest[half] ? largest_lows[half] : 0;
+      }
+      if (__any_sync(0xffffffffu, seen > 255)) find_large(keys, masks, seen, most, lows);
+      RowPair most_lows;
+      most_lows.set(lows[0], lows[1]);
+      float rescale[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         const float before = largest[half];
         // Nothing but NaN can be there before the first finite logit.
         rescale[half] =
-            before == minus_infinity<float>() ? 1 : exponential_of(before - most[half], 0);
+            before == minus_infinity<float>()
+                ? 1
+                : fast_exponential((before - most[half]) + (largest_lows[half] - most_lows[half]));
         sums[half] *= rescale[half];
         largest[half] = most[half];
       }
+      largest_lows = most_lows;
       roundings.multiply(rescale);
       if (__any_sync(0xffffffffu, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
@@ -243,11 +283,11 @@ struct ForwardRows {
         float weight;
         if constexpr (kPairs == Pairs::kGeneral) {
           const float similarity = score * score * scales.square + scales.eps;
-          const float reference = largest[c / 2];
-          const float high =
-              keys.terms[n][c % 2] - (reference == minus_infinity<float>() ? 0 : reference);
+          const TwoParts<float> reference = {
+              largest[c / 2] == minus_infinity<float>() ? 0 : largest[c / 2], largest_lows[c / 2]};
+          const float logit = relative_logit(keys.logit(n, c), masks[n][c], reference);
           const bool sees = (seen >> (4 * n + c) & 1) != 0;
-          weight = sees ? similarity * exponential_of(high, rest[n][c]) : 0.0f;
+          weight = sees ? similarity * fast_exponential(logit) : 0.0f;
         } else {
           weight = score * score + keys.terms[n][c % 2];
           if (kPairs != Pairs::kAll && !at.sees(n, c)) weight = 0;
@@ -262,6 +302,36 @@ struct ForwardRows {
       }
     }
     return weights;
+  }
+
+ private:
+  // The largest logits so far, `most`, and their second parts, of rows that meet large ones. All
+  // lanes of a warp must come.
+  __device__ __forceinline__ void find_large(const KeyColumns& keys, const float (&masks)[2][4],
+                                             uint32_t seen, float (&most)[2],
+                                             float (&lows)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto for_seen = [&](const auto& function) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const int n = pair / 2, c = 2 * half + pair % 2;
+          if ((seen >> (4 * n + c) & 1) == 0) continue;
+          function(masked_logit(keys.logit(n, c), masks[n][c]));
+        }
+      };
+      float high = largest[half];
+      for_seen([&](TwoParts<float> logit) { high = logit.high > high ? logit.high : high; });
+      high = max_of_lanes<4>(high);
+      float low = high == largest[half] ? largest_lows[half] : minus_infinity<float>();
+      for_seen([&](TwoParts<float> logit) {
+        if (logit.high == high && logit.low > low) low = logit.low;
+      });
+      low = max_of_lanes<4>(low);
+      if (max_of_lanes<4>(seen >> (8 + half) & 1) == 0) continue;
+      most[half] = high;
+      lows[half] = rounded_up(low);
+    }
   }
 };
 

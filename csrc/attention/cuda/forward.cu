@@ -17,6 +17,60 @@ constexpr int64_t forward_shared() {
   return (2 * kDepth * kPitch + 2 * kTile * kPitch) * int64_t{sizeof(T)};
 }
 
+// What the weights of a row are relative to: the largest logit so far, whose second part counts
+// where it is large.
+template <typename T>
+class RowReference {
+ public:
+  // A thread's logits come in, those visible; returns the factor of what has been summed before.
+  // All lanes of a warp must come.
+  __device__ __forceinline__ T raise(const TwoParts<T> (&logits)[kPerThread],
+                                     const bool (&visible)[kPerThread]) {
+    const T before = largest_, before_low = low_;
+    T most = minus_infinity<T>();
+    bool any_large = false;
+#pragma unroll
+    for (int c = 0; c < kPerThread; ++c) {
+      if (!visible[c]) continue;
+      any_large = any_large || is_large(logits[c].high);
+      most = logits[c].high > most ? logits[c].high : most;  // passes over NaN
+    }
+    most = max_of_lanes<kRowLanes>(most);
+    if (most > before) {
+      largest_ = most;
+      low_ = 0;
+    }
+    if (__any_sync(0xffffffffu, any_large)) raise_low(logits, visible, most > before, any_large);
+    // Nothing but NaN can be there before the first finite logit.
+    return before == minus_infinity<T>() ? T(1)
+                                         : exponential((before - largest_) + (before_low - low_));
+  }
+  __device__ __forceinline__ T exponential_of(TwoParts<T> logit) const {
+    return exponential((logit.high - largest_) + (logit.low - low_));
+  }
+  __device__ __forceinline__ double value() const {
+    if (largest_ == minus_infinity<T>()) return 0;
+    return static_cast<double>(largest_) + static_cast<double>(low_);
+  }
+
+ private:
+  __device__ __forceinline__ void raise_low(const TwoParts<T> (&logits)[kPerThread],
+                                            const bool (&visible)[kPerThread], bool rose,
+                                            bool any_large) {
+    any_large = max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // of the row
+    T most = minus_infinity<T>();
+#pragma unroll
+    for (int c = 0; c < kPerThread; ++c) {
+      if (!visible[c] || logits[c].high != largest_) continue;
+      most = logits[c].low > most ? logits[c].low : most;
+    }
+    most = max_of_lanes<kRowLanes>(most);
+    if (any_large && most != minus_infinity<T>() && (rose || most > low_)) low_ = most;
+  }
+
+  T largest_ = minus_infinity<T>(), low_ = 0;
+};
+
 template <typename T, bool kOfWeights>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(AttentionParams params, PreparedTokens<T> tokens) {
@@ -37,12 +91,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   T output[kPerThread][kPerThread] = {};
   T incoming[kPerThread] = {};  // of weights: the sums of what comes in
-  T largest[kPerThread], sum[kPerThread];
-#pragma unroll
-  for (int r = 0; r < kPerThread; ++r) {
-    largest[r] = minus_infinity<T>();
-    sum[r] = 0;
-  }
+  RowReference<T> references[kPerThread];
+  T sum[kPerThread] = {};
   const int64_t end = visible_keys(params, i0);
   for (int64_t j0 = 0; j0 < end; j0 += kTile) {
     T s[kPerThread][kPerThread];
@@ -55,34 +105,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int r = 0; r < kPerThread; ++r) {
       const int64_t i = i0 + at.row(r);
-      T high[kPerThread], rest[kPerThread];
+      TwoParts<T> logits[kPerThread];
       bool visible[kPerThread];
-      T tile_largest = minus_infinity<T>();
 #pragma unroll
       for (int c = 0; c < kPerThread; ++c) {
         const int64_t j = j0 + at.column(c);
-        visible[c] = is_visible(params, b, h, i, j, rest[c]);
-        high[c] = visible[c] ? tokens.keys.high[key_base + j] : minus_infinity<T>();
-        visible[c] = visible[c] && high[c] != minus_infinity<T>();
-        const T logit = visible[c] ? high[c] + rest[c] : minus_infinity<T>();
-        if (visible[c]) rest[c] += tokens.keys.low[key_base + j];
-        tile_largest = logit > tile_largest ? logit : tile_largest;  // passes over NaN
+        T mask;
+        visible[c] = is_visible(params, b, h, i, j, mask);
+        const T high = visible[c] ? tokens.keys.high[key_base + j] : minus_infinity<T>();
+        visible[c] = visible[c] && high != minus_infinity<T>();
+        if (!visible[c]) continue;
+        logits[c] = masked_logit({high, tokens.keys.low[key_base + j]}, mask);
       }
-      const T before = largest[r];
-      tile_largest = max_of_lanes<kRowLanes>(tile_largest);
-      largest[r] = tile_largest > before ? tile_largest : before;
-      const T reference = largest[r] == minus_infinity<T>() ? T(0) : largest[r];
-      const T rescale = before == minus_infinity<T>() ? T(0) : exponential(before - reference);
-      sum[r] = before == minus_infinity<T>() ? sum[r] : sum[r] * rescale;
-      if (kOfWeights && before != minus_infinity<T>()) incoming[r] *= rescale;
+      const T rescale = references[r].raise(logits, visible);
+      sum[r] *= rescale;
+      if (kOfWeights) incoming[r] *= rescale;
 #pragma unroll
       for (int c = 0; c < kPerThread; ++c) {
-        // Nothing but NaN can be there before the first finite logit.
-        if (before != minus_infinity<T>()) output[r][c] *= rescale;
+        output[r][c] *= rescale;
         const T score = s[r][c] * norm;
-        const T weight = visible[c]
-                             ? (score * score + eps) * exponential((high[c] - reference) + rest[c])
-                             : T(0);
+        const T weight =
+            visible[c] ? (score * score + eps) * references[r].exponential_of(logits[c]) : T(0);
         sum[r] += weight;
         const bool keeps = dropout.keeps(r, c);
         if constexpr (kOfWeights) {
@@ -114,8 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (blockIdx.y == 0 && at.column_lane == 0) {
       static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
           total == 0 ? minus_infinity<double>()
-                     : static_cast<double>(largest[r] == minus_infinity<T>() ? T(0) : largest[r]) +
-                           log(static_cast<double>(total));
+                     : references[r].value() + log(static_cast<double>(total));
     }
     if constexpr (kOfWeights) {
       if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (kept / total));

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention/cuda/tokens.h"
+#include "attention/offsets.h"
 #include "support/cuda/elements.h"
 #include "support/cuda/launch.h"
 #include "support/cuda/warps.h"
@@ -34,6 +35,42 @@ __device__ __forceinline__ T minus_infinity() {
 template <typename T>
 __device__ __forceinline__ bool is_finite(T x) {
   return x - x == T(0);
+}
+
+// A number as the sum of two, of which the second is less than a rounding of the first.
+template <typename T>
+struct TwoParts {
+  T high, low;
+};
+
+// a + b without a rounding.
+template <typename T>
+__device__ __forceinline__ TwoParts<T> exact_sum(T a, T b) {
+  const T sum = a + b, of_b = sum - a;
+  return {sum, (a - (sum - of_b)) + (b - of_b)};
+}
+
+// The logit of a pair, of its key's logit and the mask.
+template <typename T>
+__device__ __forceinline__ TwoParts<T> masked_logit(TwoParts<T> key, T mask) {
+  const TwoParts<T> sum = exact_sum(key.high, mask);
+  const T low = sum.low + key.low, total = sum.high + low;
+  return {total, low - (total - sum.high)};
+}
+// That, less what weights are relative to. Large parts cancel first.
+template <typename T>
+__device__ __forceinline__ T relative_logit(TwoParts<T> key, T mask, TwoParts<T> reference) {
+  const TwoParts<T> sum = exact_sum(key.high, mask);
+  return (sum.high - reference.high) + ((sum.low + key.low) - reference.low);
+}
+
+// From here on the second part of a logit counts for exponentials: before, it leaves weights of
+// Half the room that the largest eps for tensor cores needs.
+template <typename T>
+constexpr T kLargeLogit = sizeof(T) == 4 ? T(1 << 18) : T(1LL << 47);
+template <typename T>
+__device__ __forceinline__ bool is_large(T logit) {
+  return (logit < -kLargeLogit<T> && logit != minus_infinity<T>()) || logit > kLargeLogit<T>;
 }
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
@@ -163,7 +200,7 @@ __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_
   if (params.mask.type == ElementType::kBool) {
     return static_cast<const uint8_t*>(params.mask.data)[offset] != 0;
   }
-  mask = load_element<T>(params.mask, offset);
+  mask = bounded_offset(load_element<T>(params.mask, offset));
   return mask != minus_infinity<T>();
 }
 

@@ -45,12 +45,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         const T high = tokens.keys.high[key_base + j];
         if (high == minus_infinity<T>()) continue;
         const double log_normalizer = log_normalizers[bh * params.L + i];
-        const T reference = static_cast<T>(log_normalizer);
-        const T low = static_cast<T>(log_normalizer - static_cast<double>(reference));
+        TwoParts<T> reference;
+        reference.high = static_cast<T>(log_normalizer);
+        reference.low = static_cast<T>(log_normalizer - static_cast<double>(reference.high));
         const T score = s[r][c] * norm;
-        const T weight =
-            (score * score + eps) *
-            exponential((high - reference) + (mask + (tokens.keys.low[key_base + j] - low)));
+        const T logit = relative_logit({high, tokens.keys.low[key_base + j]}, mask, reference);
+        const T weight = (score * score + eps) * exponential(logit);
         if (dropout.keeps(r, c)) sums[r][c] += weight * kept;
       }
     }

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
       const Fragment weights[1] = {rows.weigh(s[held], pairs, load_keys(terms, chunk), scales,
                                               (state & kFew) != 0, output[0])};
+      rejoin_after<kPairs>();
       products.add_pairs<T>(output, weights, stage, chunk);
       pass_by<kRolls>(s);
     }
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const int64_t i = warp_row + g + 8 * half;
     if (i >= params.L) continue;
     store_row<T, kSlice, kPairs == Pairs::kGeneral>(
-        params, tokens, parts, part, at, i, own_slice * kSlice, sum, rounding, rows.largest[half],
+        params, tokens, parts, part, at, i, own_slice * kSlice, sum, rounding, rows.reference(half),
         kept, [&](int n, int c) { return output[0][n][2 * half + c]; });
   }
 }

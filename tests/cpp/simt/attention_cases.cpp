@@ -130,6 +130,12 @@ Call::Call(const Case& c) : case_(c) {
     mask = random(memory, side, {c.B, c.H, c.L, c.S}, 1, broadcast_of(c.masking));
     if (c.masking == Masking::kFloat) write(mask.array, 0, -INFINITY);
   }
+  // Beyond where finite offsets end. Of the mask's rows two see such keys alone, the third some
+  // others, too.
+  for (int64_t i = 0; c.lowest && i < bias.count; ++i) write(bias.array, i, -1e30 * (1 + i % 3));
+  for (int64_t i = 0; c.lowest && i < mask.count; ++i) {
+    if (i / c.S % 3 < 2 || i % 2 == 0) write(mask.array, i, -1e30 * (1 + i % 3));
+  }
   grad_output = random(memory, type, {c.B, c.H, c.L, c.d_v}, 1);
   if (c.tf32) {
     for (const Tensor* tensor : {&query, &key, &value, &grad_output}) round_to_11_bits(*tensor);
@@ -159,7 +165,10 @@ Results room(Memory& memory, const Case& c, ElementType type) {
   std::vector<bool> broadcast = broadcast_of(c.masking);
   // One value per row keeps its heads and rows apart: see the glue's mask_gradient.
   if (!broadcast.empty() && broadcast[3]) broadcast[1] = broadcast[2] = false;
-  r.grad_mask = make(memory, side, {c.B, c.H, c.L, c.S}, broadcast);
+  // Sums over tokens are in float64, there as well.
+  const bool over_tokens = !broadcast.empty() && (broadcast[2] || broadcast[3]);
+  r.grad_mask =
+      make(memory, over_tokens ? ElementType::kFloat64 : side, {c.B, c.H, c.L, c.S}, broadcast);
   return r;
 }
 
@@ -217,10 +226,14 @@ template <typename Run>
 Results weights_gradients(Call& call, const Case& c, ElementType type, const Run& run) {
   Results r = room(call.memory, c, type);
   const Tensor incoming = make(call.memory, type, {c.B, c.H, c.L, c.S});
+  const Tensor rounded = make(call.memory, c.type, {1});  // the same numbers in every type
   for (int64_t i = 0; i < incoming.count; ++i) {
-    write(incoming.array, i, std::sin(0.7 * static_cast<double>(i)));
+    write(rounded.array, 0, std::sin(0.7 * static_cast<double>(i)));
+    write(incoming.array, i, read(rounded.array, 0));
   }
-  const Tensor sums = make(call.memory, type, {c.B, c.H, c.L, 1});
+  const Tensor sums =
+      make(call.memory, type == ElementType::kFloat64 ? type : ElementType::kFloat32,
+           {c.B, c.H, c.L, 1});
   AttentionBackwardParams params;
   call.set(params);
   params.value = Array();

@@ -15,7 +15,12 @@ const Case kCases[] = {
     {.name = "float_mask_per_row", .masking = Masking::kFloatPerRow},
     {.name = "float_mask_per_head", .masking = Masking::kFloatPerHead},
     {.name = "causal_and_float_mask", .L = 7, .causal = true, .masking = Masking::kFloat},
+    {.name = "causal_and_more_queries", .L = 70, .S = 9, .causal = true},
+    {.name = "causal_and_more_keys", .L = 9, .S = 70, .causal = true},
+    {.name = "bool_mask_and_dropout", .L = 20, .S = 35, .masking = Masking::kBool, .dropout = 0.4},
     {.name = "stationary", .stationary = true},
+    {.name = "small_magnitudes", .magnitude = 0.3},
+    {.name = "negative_magnitudes", .magnitude = -1},
     {.name = "no_magnitude", .p = 0},
     {.name = "p_1", .p = 1},
     {.name = "p_3", .p = 3},
@@ -130,6 +135,24 @@ INSTANTIATE_TEST_SUITE_P(Simt, AttentionKernelsOnDevice, ::testing::ValuesIn(kCa
                          [](const auto& info) { return info.param.name; });
 
 // Blocks, warps and lanes in any order give the same bits: nothing adds up by chance.
+// Rows that see nothing but the lowest numbers; log Z keeps 1e-6 of them.
+TEST(AttentionKernelsOnDevice, LargeOffsets) {
+  for (const auto& [type, tolerance] :
+       {std::pair{ElementType::kFloat64, 1e-5}, {ElementType::kFloat32, 2e-4}}) {
+    for (const bool causal : {false, true}) {
+      Case c{.name = "lowest", .B = 1, .L = 70, .S = 140, .causal = causal, .bias = true};
+      c.lowest = true;
+      c.masking = Masking::kFloatPerPair;
+      c.magnitude = 4;
+      c.type = type;
+      Call call(c);
+      compare(device_results(call, c), truth_of(call, c), c, tolerance, tolerance);
+      const Results got = device_weights_gradients(call, c);
+      compare_gradients(got, truth_of_weights_gradients(call, c), c, tolerance);
+    }
+  }
+}
+
 TEST(AttentionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
   const Case c{.name = "order",
                .L = 70,
@@ -160,6 +183,19 @@ TEST(AttentionKernelsOnDevice, NanStaysWhereItIsSeen) {
     // Keys after a poisoned query, and queries before a poisoned key, keep clean gradients.
     expect_close(got.grad_query, truth.grad_query, 2e-5, "grad_query");
     expect_close(got.grad_value, truth.grad_value, 2e-5, "grad_value");
+  }
+}
+
+// With p = 1 an element's slope does not depend on it, however small it is beside the norm.
+TEST(AttentionKernelsOnDevice, ElementsThatVanishBesideTheirNorm) {
+  for (const bool tf32 : {false, true}) {
+    Case c{.name = "vanish", .B = 1, .L = 20, .S = 20, .p = 1, .magnitude = 0.01};
+    c.tf32 = tf32;
+    Call call(c);
+    write(call.key.array, 0, 10);
+    write(call.key.array, 1, 1e-45);
+    expect_close(device_results(call, c).grad_key, truth_of(call, c).grad_key, tf32 ? 4e-3 : 2e-5,
+                 "grad_key");
   }
 }
 

@@ -91,6 +91,18 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
   }
 }
 
+void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
+                           double feature_roundoff) {
+  Bounds bounds = bounds_of(call, c, truth, roundoff_of(c.type), feature_roundoff);
+  expect_within(got.output, truth.output, bounds.output, "output");
+  // Near -2^33, where offsets end, numbers of float64 are 2e-6 apart: each of the two is rounded.
+  for (int64_t i = 0; i < truth.log_normalizer.count; ++i) {
+    const double log_z = std::fabs(read(truth.log_normalizer.array, i));
+    if (std::isfinite(log_z)) bounds.log_normalizer[i] += 0x1p-52 * log_z;
+  }
+  expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer, "log_normalizer");
+}
+
 double amplification_of(const Case& c) { return c.magnitude > 10 ? 20 : c.magnitude > 1 ? 5 : 1; }
 
 }  // namespace ikattn

@@ -30,6 +30,10 @@ Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundof
 void expect_within(const Tensor& got, const Tensor& expected, const std::vector<double>& bounds,
                    const std::string& what);
 
+// Output and log Z, as far off as bounds_of() allows.
+void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
+                           double feature_roundoff = kFeatureRoundoff);
+
 // Where few keys dominate, rows follow from few scores, and those may be small: the gradient of a
 // score s errs by its rounding over s.
 double amplification_of(const Case& c);

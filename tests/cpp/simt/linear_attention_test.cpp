@@ -40,6 +40,23 @@ const Case kLinearCases[] = {
     {.name = "larger_eps", .L = 20, .S = 70, .d_v = 8, .eps = 1e-1},
     {.name = "no_eps", .L = 20, .S = 70, .d_v = 8, .M = 8, .eps = 0},
     {.name = "uneven_magnitudes", .L = 20, .S = 500, .d_v = 8, .magnitude = 2},
+    {.name = "p_1", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 1, .magnitude = 0.3},
+    {.name = "p_3", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 3},
+    {.name = "negative_magnitudes", .L = 20, .S = 130, .d_v = 8, .M = 16, .magnitude = -1},
+    {.name = "frequencies_per_sample", .L = 20, .S = 130, .d_v = 8, .M = 8, .frequency_batches = 2},
+    {.name = "sides_of_16_bits",
+     .L = 20,
+     .S = 130,
+     .d_v = 8,
+     .M = 8,
+     .bias = true,
+     .half_sides = true},
+    // the fewest queries and keys that go without pairs
+    {.name = "lowest_bias", .L = 20, .S = 130, .d_v = 8, .M = 8, .bias = true, .lowest = true},
+    {.name = "p_1_5", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 1.5},
+    one_head({.name = "least", .L = 8, .S = 65, .d_v = 8, .M = 8}),
+    one_head({.name = "edges", .L = 257, .S = 255, .d_v = 63, .M = 15}),
+    one_head({.name = "one_frequency_in_a_chunk", .L = 129, .S = 257, .d_v = 1, .M = 17}),
 };
 
 class LinearAttentionOnDevice : public ::testing::TestWithParam<Case> {};
@@ -64,16 +81,16 @@ TEST_P(LinearAttentionOnDevice, ErrsByTheRoundingsOfPairs) {
     const Results truth = truth_of(call, c), got = device_results(call, c);
     // of the output, and of the gradients of values up to 64 wide
     EXPECT_EQ(simt::launches_of("entry_kernel"), before + (c.d_v <= 64 ? 2 : 1));
-    const Bounds bounds = bounds_of(call, c, truth, roundoff_of(type));
-    expect_within(got.output, truth.output, bounds.output, "output");
-    expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
-                  "log_normalizer");
+    expect_forward_within(call, c, got, truth);
     if (c.magnitude == 1) compare_gradients(got, truth, c, (c.tf32 ? 8 : 6) * roundoff_of(type));
     // Not what pairs give: rows do go without. In 11 bits the blocks of some cases all have a query
     // that does not, for scores of three frequencies with few keys.
     if (type != ElementType::kBFloat16) continue;
     const Results others = device_results(call.by(LinearTime::kNever), c);
-    EXPECT_GT(rows_that_differ(got.log_normalizer, others.log_normalizer, 1), c.B * c.H * c.L / 4);
+    // Log Z of the lowest numbers is rounded to 2e-6, which most differences are less than.
+    const int64_t a_quarter = c.B * c.H * c.L / 4;
+    EXPECT_GT(rows_that_differ(got.log_normalizer, others.log_normalizer, 1),
+              c.lowest ? 0 : a_quarter);
   }
 }
 
@@ -100,8 +117,8 @@ TEST(LinearAttentionOnDevice, SharesOfKeysAreAddedInEveryOrder) {
   Case c = one_head({.name = "shares", .L = 20, .S = 2100, .d_v = 8});
   Call call(c = linear(of_type(c, ElementType::kBFloat16)));
   const Results truth = truth_of(call, c), got = device_results(call, c);
-  const Bounds bounds = bounds_of(call, c, truth, roundoff_of(c.type));
-  expect_within(got.output, truth.output, bounds.output, "output");
+  expect_forward_within(call, c, got, truth);
+  compare_gradients(got, truth, c, 6 * roundoff_of(c.type));
   expect_the_same_in_every_order(call, c);
   simt::set_multiprocessors(1);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <memory>
 
@@ -12,14 +13,18 @@ namespace ikattn {
 
 class Memory {
  public:
-  // Aligned as executors promise.
+  // Aligned as executors promise. NaNs, so that what is read before it is written shows.
   void* take(int64_t bytes) {
     blocks_.emplace_back(std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64), std::free);
+    taken_ += bytes;
+    if (bytes > 0) std::memset(blocks_.back().get(), 0xff, static_cast<size_t>(bytes));
     return blocks_.back().get();
   }
+  int64_t taken() const { return taken_; }  // bytes
 
  private:
   std::deque<std::unique_ptr<void, void (*)(void*)>> blocks_;
+  int64_t taken_ = 0;
 };
 
 inline Executor cpu_executor(Memory& memory) {

@@ -123,6 +123,8 @@ void expect_the_same_of_any_layout(const Case& c) {
   const Sizes of_key{c.B, c.G, c.S, c.d}, of_value{c.B, c.G, c.S, c.d_v};
   const Sizes of_key_gradient{c.B, c.key_heads(), c.S, c.d};
   const Sizes of_value_gradient{c.B, c.key_heads(), c.S, c.d_v};
+  const Sizes of_pairs{c.B, c.H, c.L, c.S};
+  const bool has_mask = c.masking == Masking::kFloatPerPair;
   for (const Layout& layout : kLayouts) {
     SCOPED_TRACE(c.name + ", " + layout.name);
     Rooms rooms;
@@ -136,6 +138,18 @@ void expect_the_same_of_any_layout(const Case& c) {
     params.grad_query = room_of(rooms, c.type, of_query, layout);
     params.grad_key = room_of(rooms, c.type, of_key_gradient, layout);
     params.grad_value = room_of(rooms, c.type, of_value_gradient, layout);
+    if (has_mask) {
+      params.mask = scattered(rooms, call.mask, of_pairs, layout);
+      params.grad_mask = room_of(rooms, expected.grad_mask.array.type, of_pairs, layout);
+    }
+    WeightsParams weights;
+    call.set(weights);
+    weights.query = params.query;
+    weights.key = params.key;
+    weights.mask = params.mask;
+    weights.value = Array();
+    weights.d_v = 0;
+    weights.weights = room_of(rooms, c.type, of_pairs, layout);
     if (!rooms.has_all) GTEST_SKIP() << "this system gives no such range of addresses";
     params.log_normalizer = make(rooms.memory, ElementType::kFloat64, {c.B, c.H, c.L}).array;
     const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
@@ -146,6 +160,11 @@ void expect_the_same_of_any_layout(const Case& c) {
     expect_same(params.grad_query, expected.grad_query, of_query, layout, "grad_query");
     expect_same(params.grad_key, expected.grad_key, of_key_gradient, layout, "grad_key");
     expect_same(params.grad_value, expected.grad_value, of_value_gradient, layout, "grad_value");
+    if (has_mask) {
+      expect_same(params.grad_mask, expected.grad_mask, of_pairs, layout, "grad_mask");
+    }
+    ASSERT_STREQ(kernels.weights[wide](weights, device_executor(rooms.memory)), nullptr);
+    expect_same(weights.weights, expected.weights, of_pairs, layout, "weights");
   }
 }
 
@@ -162,6 +181,16 @@ TEST(StridesOnDevice, GiveTheSameBits) {
 TEST(StridesOnDevice, GiveTheSameBitsOfWideRows) {
   const Case c =
       one_head({.name = "wide", .L = 20, .S = 30, .d = 72, .d_v = 136, .M = 70, .magnitude = -1});
+  for (const ElementType type : kTypes) expect_the_same_of_any_layout(of_type(c, type));
+}
+
+TEST(StridesOnDevice, GiveTheSameBitsOfMasks) {
+  Case c{.name = "masks", .B = 2, .H = 2, .G = 1, .L = 9, .S = 20, .d = 8, .d_v = 16, .M = 9};
+  c.frequency_heads = 1;
+  c.masking = Masking::kFloatPerPair;
+  c.type = ElementType::kFloat64;
+  expect_the_same_of_any_layout(c);
+  c.half_sides = true;
   for (const ElementType type : kTypes) expect_the_same_of_any_layout(of_type(c, type));
 }
 

@@ -38,7 +38,12 @@ TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
       {.name = "frequencies_per_sample", .L = 20, .S = 140, .d_v = 8, .frequency_batches = 2},
       {.name = "stationary", .L = 20, .S = 140, .d_v = 8, .stationary = true},
       {.name = "p_3", .L = 20, .S = 140, .d_v = 8, .p = 3},
+      {.name = "p_1", .L = 20, .S = 140, .d_v = 8, .p = 1, .magnitude = 0.3},
+      {.name = "no_magnitude", .L = 20, .S = 140, .d_v = 8, .M = 8, .p = 0},
+      {.name = "negative_magnitudes", .L = 20, .S = 140, .d_v = 8, .magnitude = -1},
       {.name = "sides_of_16_bits", .L = 20, .S = 140, .d_v = 8, .bias = true, .half_sides = true},
+      {.name = "lowest_bias", .L = 20, .S = 140, .d_v = 8, .M = 8, .bias = true, .lowest = true},
+      {.name = "p_1_5", .L = 20, .S = 140, .d_v = 8, .M = 8, .p = 1.5},
       {.name = "largest_eps", .L = 20, .S = 140, .d_v = 8, .eps = 0.9},
       {.name = "general", .L = 70, .S = 140, .d_v = 8, .causal = true, .magnitude = 40},
   };
@@ -52,12 +57,28 @@ TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
       EXPECT_EQ(simt::launches_of("warpgroup_"), before + 3);
       compare_gradients(device_gradients(call, c, truth), truth, c,
                         amplification_of(c) * (2 * roundoff + 0x1p-10));
-      const Bounds bounds = bounds_of(call, c, truth, roundoff, kLargestFeatureRoundoff);
-      expect_within(got.output, truth.output, bounds.output, "output");
-      expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer,
-                    "log_normalizer");
+      expect_forward_within(call, c, got, truth, kLargestFeatureRoundoff);
     }
   }
+  simt::set_warpgroups(false);
+}
+
+// Several blocks, each of which takes several items.
+TEST(WarpgroupAttentionOnDevice, ItemsOfSeveralBlocks) {
+  simt::set_warpgroups(true);
+  simt::set_multiprocessors(2);
+  for (const bool causal : {false, true}) {
+    Case c{.name = "items", .B = 1, .H = 4, .G = 2, .L = 140, .S = 270, .d_v = 8, .M = 9};
+    c.causal = causal;
+    Call call(c = of_type(c, ElementType::kBFloat16));
+    const int before = simt::launches_of("warpgroup_");
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    EXPECT_EQ(simt::launches_of("warpgroup_"), before + 3);
+    expect_forward_within(call, c, got, truth, kLargestFeatureRoundoff);
+    compare_gradients(got, truth, c, 6 * roundoff_of(c.type));
+    expect_the_same_in_every_order(call, c);
+  }
+  simt::set_multiprocessors(1);
   simt::set_warpgroups(false);
 }
 
