@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                            warp * 16);
       Fragment weights[1], products[1];
       keys.meet(s[0], x[0], pairs, queries, norm, eps, kept, weights[0], products[0]);
+      rejoin_after<kPairs>();
       multiply_by_rows<T>(value_sums, weights, [&](int n) {
         return base + output_places.at<2 * V>(0, n) + chunk * (16 * 2 * V);
       });

@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                        chunk * 16);
         products[m] = queries[m].products_of(s[m], x[m], pairs, keys, kept);
       }
+      rejoin_after<kPairs>();
       multiply_by_rows<Half>(sums, products, [&](int n) {
         return base + key_places.at<2 * F>(0, n) + chunk * (16 * 2 * F);
       });

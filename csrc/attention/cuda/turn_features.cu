@@ -91,6 +91,7 @@ class WarpFeatures {
       store_tiles(to, there, cosines[0], cosines[1]);
       store_tiles(to + sine_at, there, sines[0], sines[1]);
     }
+    __syncwarp();  // lanes of no token come to the next product with the others
   }
 
   // After all frequencies, of queries: what is not finite.

@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                            warp * 16);
       Fragment weights[1], factors[1];
       keys.meet(s[held], x[held], pairs, queries, norm, eps, kept, weights[0], factors[0]);
+      rejoin_after<kPairs>();
       if constexpr (kOfValues) {
         products.add_pairs<T>(sums, weights, stage, chunk);
       } else {

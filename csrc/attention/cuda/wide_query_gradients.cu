@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
           KeyColumns keys;
           if constexpr (kPairs == Pairs::kGeneral) keys = load_keys(terms, chunk);
           const Fragment factors[1] = {queries.products_of(s[held], x[held], pairs, keys, kept)};
+          rejoin_after<kPairs>();
           products.add_pairs<Half>(sums, factors, stage, chunk);
           pass_by<kRolls>(s);
           pass_by<kRolls>(x);

@@ -97,6 +97,7 @@ __device__ __forceinline__ void make_gram(const TokenVectors& vectors, Shared<do
           vectors.load(a[r], h0 + 8 * r + lane / 4, c);
           if (!is_diagonal) vectors.load(b[r], k0 + 8 * r + lane / 4, c);
         }
+        __syncwarp();  // lanes of no head or column come to the products with the others
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           double left[2], right[2];
