@@ -349,6 +349,35 @@ def test_rows_that_see_no_key_are_zero_and_have_no_gradient(
         assert_close(gradient, of_clean[name], tolerance(dtype), name)
 
 
+@pytest.mark.parametrize("average_heads", [False, True])
+@pytest.mark.parametrize("way", ["mask", "bias", "dropout"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_weights_of_a_spoilt_row_are_nan_where_it_sees_and_keeps(
+    dtype: torch.dtype, way: str, average_heads: bool
+) -> None:
+    """Also where its weight underflowed; what dropout drops is zero."""
+    call = of_weights(SHAPE.arguments(dtype))
+    logits = torch.tensor([0.0, -1000.0, -INF], dtype=dtype)[torch.arange(140) % 3]
+    hides: Arguments = {"attn_mask": logits} if way == "mask" else {"key_bias": logits}
+    if way == "dropout":
+        hides = {"dropout_p": 0.5, "dropout_seed": torch.tensor([3, 4])}
+    clean = call | {"query": call["query"].clone()}
+    call["query"][:, :, 7] = NAN
+    # Without a NaN every pair that is seen and kept has some weight where none underflows.
+    near = {
+        name: x.clamp_min(-1).where(x > -INF, -INF)
+        if isinstance(x, Tensor) and x.dtype == dtype
+        else x
+        for name, x in hides.items()
+    }
+    counts = weights(**clean | near, average_heads=average_heads) != 0
+    found = weights(**call | hides, average_heads=average_heads)
+    assert 0 < counts[..., 7, :].sum() < counts[..., 7, :].numel()
+    assert torch.equal(found[..., 7, :].isnan(), counts[..., 7, :])
+    assert not found[..., torch.arange(70) != 7, :].isnan().any()
+    assert (found[..., 7, :][~counts[..., 7, :]] == 0).all()
+
+
 @pytest.mark.parametrize("rubbish", [NAN, INF], ids=str)
 def test_queries_that_see_no_key_never_leak_into_second_derivatives(rubbish: float) -> None:
     arguments = Sample("blind", mask="L1").arguments()

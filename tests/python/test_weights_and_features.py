@@ -200,6 +200,19 @@ def test_gradients_of_the_features_are_as_accurate_as_the_references(
     assert_gradients_accurate(got, expected, truth, dict.fromkeys(names, 0.0), dtype)
 
 
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
+    """Those of 512 tokens are summed in groups of 8 MiB: three of them here, that part a pair."""
+    torch.manual_seed(0)
+    sets = (7, 2) if per_sample else (2,)
+    call = {"x": torch.randn(7, 2, 1100, 256, dtype=torch.float64)}
+    call |= dict(zip(("w1", "w2"), 0.1 * torch.randn(2, *sets, 256, 256).double(), strict=True))
+    functions = (ikattn.spectral_features, ikattn.reference.spectral_features)
+    got, expected = (gradients(function, call, list(call)) for function in functions)
+    for name, gradient in got.items():
+        assert_close(gradient, expected[name], 1e-12, name)
+
+
 @pytest.mark.parametrize("wanted", ["x", "w1", "w2"])
 def test_each_gradient_of_the_features_alone_is_what_it_is_among_all(wanted: str) -> None:
     arguments = of_features(FEATURE_SAMPLES[0].arguments())

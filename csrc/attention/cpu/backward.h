@@ -59,11 +59,9 @@ inline bool units_share_mask_gradient(const AttentionBackwardParams& params) {
 // Units whose frequency gradients are held at once.
 template <typename T>
 inline int64_t units_per_group(const BackwardPlan<T>& plan) {
-  constexpr int64_t kBytes = int64_t{8} << 20;
   if (units_share_mask_gradient(plan.params)) return 1;
   if (!plan.wants_frequencies()) return max_of(1, plan.layout.units);
-  const int64_t fitting = kBytes / (plan.layout.feature.packed_size() * int64_t{sizeof(T)});
-  return max_of(1, min_of(plan.layout.units, fitting));
+  return max_of(1, min_of(plan.layout.units, gradients_held(plan.layout.feature)));
 }
 
 template <typename T>
@@ -136,10 +134,11 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
                queries, linear.preparation(), linear.moments(), linear.queries(), linear.chunks(),
                pairs, tokens, chunk_sums);
-    if (!wants || !shares_sets) continue;
-    parallel(for_elements(executor, count * packed_size), sets, [&](int64_t set, int) {
-      sum_units(plan, set, first, count, memory.unit_sums, memory.totals + set * packed_size);
-    });
+    if (wants && shares_sets) {
+      const FrequencySets by_unit{params.frequency_heads, params.key_heads / params.frequency_heads,
+                                  params.frequency_batches > 1};
+      add_to_sets(by_unit, packed_size, first, count, memory.unit_sums, memory.totals, executor);
+    }
   }
   if (plan.wants_frequencies()) store_frequency_gradients(params, layout.feature, memory.totals);
 }

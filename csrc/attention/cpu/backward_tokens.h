@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cpu/backward_state.h"
+#include "attention/cpu/frequency_sums.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -117,28 +118,12 @@ void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
   }
 }
 
-template <typename T>
-inline void add_packed(int64_t size, const T* term, T* sum) {
-  for (int64_t i = 0; i < size; i += kLanes<T>) store<T>(sum + i, load(sum + i) + load(term + i));
-}
-
 // One unit's frequency gradient grows by one of its chunks, which come in order.
 template <typename T>
 void add_chunk(const BackwardPlan<T>& plan, int64_t chunk, const T* partial, T* sum) {
   const int64_t size = plan.layout.feature.packed_size();
   if (chunk == 0) __builtin_memset(sum, 0, size * sizeof(T));
   add_packed(size, partial, sum);
-}
-
-// Adds the units of [first, first + count) that share frequency set `set`, in order.
-template <typename T>
-void sum_units(const BackwardPlan<T>& plan, int64_t set, int64_t first, int64_t count,
-               const T* unit_sums, T* total) {
-  const int64_t size = plan.layout.feature.packed_size();
-  for (int64_t i = 0; i < count; ++i) {
-    if (unit_at(plan.params, plan.layout, first + i).frequency_set != set) continue;
-    add_packed(size, unit_sums + i * size, total);
-  }
 }
 
 // Frequency gradients out of their packed sums.

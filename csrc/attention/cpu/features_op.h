@@ -1,7 +1,7 @@
 // The features themselves as an operator, phi(x) unscaled: [B, H, N, 2M], cosines first.
 #pragma once
 
-#include "attention/cpu/features.h"
+#include "attention/cpu/frequency_sums.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -90,6 +90,9 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
   const int64_t tasks = params.B * params.H * chunks;
   const bool wants_frequencies = backward && (params.grad_w1 || params.grad_w2);
   const int64_t size = layout.packed_size();
+  // Tasks at once: where each leaves a gradient of frequencies, as many as are held.
+  const int64_t held = max_of(int64_t{executor.threads}, gradients_held(layout));
+  const int64_t group = wants_frequencies ? min_of(tasks, held) : tasks;
   T *packed = nullptr, *transposed = nullptr, *partials = nullptr, *totals = nullptr;
   FeaturesScratch<T>* scratch = nullptr;
   const auto lay_out = [&](void* base) {
@@ -97,7 +100,7 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
     packed = workspace.take<T>(sets * size);
     if (backward) transposed = workspace.take<T>(sets * layout.transposed_size());
     if (wants_frequencies) {
-      partials = workspace.take<T>(tasks * size);
+      partials = workspace.take<T>(group * size);
       totals = workspace.take<T>(sets * size);
     }
     scratch = workspace.take<FeaturesScratch<T>>(executor.threads);
@@ -120,7 +123,7 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
                      b * params.w2.stride[0] + h * params.w2.stride[1], packed + set * size,
                      transposed ? transposed + set * layout.transposed_size() : nullptr);
   });
-  parallel(executor, tasks, [&](int64_t task, int thread) {
+  const auto run_task = [&](int64_t task, T* partial, int thread) {
     const int64_t b = task / chunks / params.H, h = task / chunks % params.H;
     const int64_t begin = task % chunks * kFrequencyTokens;
     const int64_t end = min_of(params.N, begin + kFrequencyTokens);
@@ -129,19 +132,23 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
       feature_tokens(params, layout, b, h, begin, end, packed + set * size, scratch[thread]);
       return;
     }
-    T* partial = wants_frequencies ? partials + task * size : nullptr;
     if (partial) __builtin_memset(partial, 0, size * sizeof(T));
     feature_tokens_backward(params, layout, b, h, begin, end, packed + set * size,
                             transposed + set * layout.transposed_size(), partial, scratch[thread]);
-  });
+  };
+  if (wants_frequencies) __builtin_memset(totals, 0, sets * size * sizeof(T));
+  for (int64_t first = 0; first < tasks; first += group) {
+    const int64_t end = min_of(first + group, tasks);
+    parallel(executor, end - first, [&](int64_t index, int thread) {
+      run_task(first + index, wants_frequencies ? partials + index * size : nullptr, thread);
+    });
+    if (!wants_frequencies) continue;
+    add_to_sets(FrequencySets{params.H, chunks, params.frequency_batches > 1}, size, first,
+                end - first, partials, totals, executor);
+  }
   if (!wants_frequencies) return;
   parallel(executor, sets, [&](int64_t set, int) {
-    T* total = totals + set * size;
-    __builtin_memset(total, 0, size * sizeof(T));
-    for (int64_t task = 0; task < tasks; ++task) {
-      if (set_of(task / chunks / params.H, task / chunks % params.H) != set) continue;
-      for (int64_t i = 0; i < size; ++i) total[i] += partials[task * size + i];
-    }
+    const T* total = totals + set * size;
     T* grad_w1 = static_cast<T*>(params.grad_w1.data);
     T* grad_w2 = static_cast<T*>(params.grad_w2.data);
     const int64_t at = set * params.d * params.M;

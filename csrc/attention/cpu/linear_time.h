@@ -85,15 +85,23 @@ double add_weighted_values(const AttentionLayout<T>& layout, const T* feature_sc
   return magnitude;
 }
 
-// Sums over keys of |phi_j|^2 and |phi_j|^4.
+// Sums over keys of |phi_j|^2 and, in units of the largest, |phi_j|^4, which may vanish as it is.
 struct KeySquares {
-  double squares = 0, fourths = 0;
+  double squares = 0, fourths = 0, largest = 0;
 
   void add(double square) {
+    if (square == 0) return;
+    if (square > largest) {
+      const double shrunk = largest / square;
+      fourths *= shrunk * shrunk;
+      largest = square;
+    }
     squares += square;
-    fourths += square * square;
+    fourths += square / largest * (square / largest);
   }
-  double weighted() const { return squares == 0 ? 0 : squares + 32 * fourths / squares; }
+  double weighted() const {
+    return squares == 0 ? 0 : squares + 32 * fourths * largest * (largest / squares);
+  }
 };
 
 // Whether a unit goes without pairs, and what its chunks know of the keys that moments hold for

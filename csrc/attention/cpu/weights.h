@@ -18,6 +18,7 @@ struct WeightsScratch {
   T* average = nullptr;  // [key_blocks][rows][64]  mean over heads
   T* bias = nullptr;     // [rows][64]
   T* keep = nullptr;     // [rows][64]
+  T* factors = nullptr;  // [rows]  of one head's w
   uint8_t* poisoned = nullptr;
   RowState<T> state;
 
@@ -29,6 +30,7 @@ struct WeightsScratch {
     average = workspace.take<T>(layout.key_blocks * rows * kPanel);
     bias = workspace.take<T>(rows * kPanel);
     keep = workspace.take<T>(rows * kPanel);
+    factors = workspace.take<T>(rows);
     poisoned = workspace.take<uint8_t>(rows);
     state.take(workspace, rows);
   }
@@ -61,30 +63,53 @@ void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
   }
 }
 
+// Of rows whose factor is NaN every visible pair is NaN, also one whose weight underflowed.
+template <typename T>
+void spoil_rows(const WeightsParams& params, const PreparedKeys<T>& keys, const TilePosition& at,
+                const T* factors, T* bias, T* tile) {
+  const Visibility visibility = visibility_of(params, keys, at, bias);
+  if (visibility == Visibility::kNone) return;
+  for (int64_t r = 0; r < at.rows; ++r) {
+    if (factors[r] == factors[r]) continue;
+    for (int64_t c = 0; c < min_of(kPanel, params.S - at.j0); ++c) {
+      const bool hidden =
+          keys.logits[at.j0 + c] == -infinity<T>() ||
+          (visibility == Visibility::kMixed && bias[r * kPanel + c] == -infinity<T>());
+      tile[r * kPanel + c] = hidden ? T(0) : not_a_number<T>();
+    }
+  }
+}
+
 // w / Z, dropped where dropout says so: to memory, or added to the average.
 template <typename T>
 void finish_head(const WeightsParams& params, const AttentionLayout<T>& layout,
-                 const QueryBlock& block, WeightsScratch<T>& scratch) {
+                 const QueryBlock& block, const PreparedKeys<T>& keys, WeightsScratch<T>& scratch) {
   const int64_t rows = block.rows, tile_size = rows * kPanel;
   const T share = params.average_heads ? T(1) / static_cast<T>(params.H) : T(1);
+  bool any_spoilt = false;
+  for (int64_t r = 0; r < rows; ++r) {
+    T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
+    if (scratch.poisoned[r]) sum = not_a_number<T>();
+    scratch.factors[r] = sum == 0 ? T(0) : share / sum;
+    any_spoilt = any_spoilt || scratch.factors[r] != scratch.factors[r];
+  }
   for (int64_t key_block = 0; key_block < layout.key_blocks; ++key_block) {
     const int64_t j0 = key_block * kPanel;
     const int64_t count = min_of(kPanel, params.S - j0);
     T* tile = scratch.tiles + key_block * tile_size;
     T* average = scratch.average + key_block * tile_size;
+    const TilePosition at{block.b, block.h, block.i0, rows, j0};
+    if (any_spoilt) spoil_rows(params, keys, at, scratch.factors, scratch.bias, tile);
     if (params.dropout_threshold) {
-      fill_keep(params, TilePosition{block.b, block.h, block.i0, rows, j0}, kept_factor<T>(params),
-                scratch.keep);
-      multiply_tile(rows, round_up(count, kLanes<T>), scratch.keep, tile);
+      fill_keep(params, at, kept_factor<T>(params), scratch.keep);
+      keep_tile(rows, round_up(count, kLanes<T>), scratch.keep, tile);
     }
     for (int64_t r = 0; r < rows; ++r) {
-      T sum = sum_of_lanes<T>(load(scratch.state.sums + r * kLanes<T>));
-      if (scratch.poisoned[r]) sum = not_a_number<T>();
-      const T factor = sum == 0 ? T(0) : share / sum;
+      const T factor = scratch.factors[r];
       for (int64_t c = r * kPanel; c < r * kPanel + count; c += kLanes<T>) {
         const Vec<T> w = load(tile + c);
         const Vec<T> normalised =
-            w == Vec<T>{} ? w : w * factor;  // a hidden pair of a NaN row is 0
+            w == Vec<T>{} ? w : w * factor;  // hidden or dropped, of a NaN row
         store<T>(tile + c, normalised);
         if (params.average_heads) store<T>(average + c, load(average + c) + normalised);
       }
@@ -135,7 +160,7 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
         const Unit unit = unit_at(params, layout, b * params.key_heads + head);
         head_weights(params, layout, block, memory.frequencies.of(unit, layout.feature),
                      memory.slots[head].keys, own);
-        finish_head(params, layout, block, own);
+        finish_head(params, layout, block, memory.slots[head].keys, own);
       }
       if (params.average_heads) store_average(params, block, own);
     });
