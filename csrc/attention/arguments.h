@@ -28,6 +28,27 @@
   (options).p, (options).key_bias, (options).attn_mask, (options).dropout_p, (options).is_causal, \
       (options).enable_gqa, (options).eps, (options).magnitude_scale, (options).dropout_seed
 
+// The arguments of each operator, which the one that only checks them takes, too.
+#define IKATTN_ATTENTION_SCHEMA \
+  "(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? w2=None, " IKATTN_OPTION_SCHEMA ")"
+#define IKATTN_ATTENTION_BACKWARD_SCHEMA                                                 \
+  "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? w2, " \
+  "Tensor output, Tensor log_normalizer, " IKATTN_OPTION_SCHEMA ", bool[7] wanted)"
+#define IKATTN_WEIGHTS_SCHEMA                                                    \
+  "(Tensor query, Tensor key, Tensor w1, Tensor? w2=None, " IKATTN_OPTION_SCHEMA \
+  ", bool average_heads=False)"
+#define IKATTN_WEIGHTS_BACKWARD_SCHEMA                                  \
+  "(Tensor grad_weights, Tensor query, Tensor key, Tensor w1, Tensor? " \
+  "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads, bool[6] wanted)"
+#define IKATTN_FEATURES_SCHEMA "(Tensor x, Tensor w1, Tensor? w2=None)"
+#define IKATTN_FEATURES_BACKWARD_SCHEMA \
+  "(Tensor grad_features, Tensor x, Tensor w1, Tensor? w2, bool[3] wanted)"
+#define IKATTN_FROM_FEATURES_SCHEMA                                            \
+  "(Tensor query_features, Tensor key_features, Tensor logits, Tensor value, " \
+  "float eps=1e-05)"
+#define IKATTN_KEEP_MASK_SCHEMA \
+  "(Tensor dropout_seed, SymInt B, SymInt H, SymInt L, SymInt S, float dropout_p)"
+
 namespace ikattn {
 
 // Gradients of attention: query, key, value, w1, w2, key_bias, attn_mask.
@@ -110,11 +131,35 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
                                const std::optional<at::Tensor>& w2,
                                const AttentionOptions& options);
 
+// Of a call whose sizes may be symbols of torch.compile: then layouts and devices only. For the
+// operators, by whether there is a value.
+void check_attention_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                          const AttentionOptions& options);
+AttentionSizes check_attention_backward(const at::Tensor& grad_output, const at::Tensor& query,
+                                        const at::Tensor& key, const at::Tensor& value,
+                                        const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                        const at::Tensor& output, const at::Tensor& log_normalizer,
+                                        const AttentionOptions& options,
+                                        const std::array<bool, kAttentionGradients>& wanted);
+AttentionSizes check_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                      const at::Tensor& key, const at::Tensor& w1,
+                                      const std::optional<at::Tensor>& w2,
+                                      const AttentionOptions& options, bool average_heads,
+                                      const std::array<bool, kWeightsGradients>& wanted);
+
 struct FeatureSizes {
   int64_t B, H, N, d, M, frequency_batches;
 };
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2);
+
+// Of a call whose sizes may be symbols, as check_attention_call.
+void check_features_call(const at::Tensor& x, const at::Tensor& w1,
+                         const std::optional<at::Tensor>& w2);
+FeatureSizes check_features_backward(const at::Tensor& grad_features, const at::Tensor& x,
+                                     const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                     const std::array<bool, 3>& wanted);
 
 struct FromFeaturesSizes {
   int64_t B, H, L, S, F, d_v, key_heads, value_heads;

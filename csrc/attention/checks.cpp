@@ -95,6 +95,20 @@ void check_numbers(const char* function, const AttentionOptions& options) {
                     ": magnitude_scale must be finite, got ", *options.magnitude_scale);
 }
 
+// Gradients are asked for only of inputs that are there.
+template <size_t kCount>
+void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
+                  const std::array<bool, kCount>& present) {
+  for (size_t i = 0; i < kCount; ++i) {
+    TORCH_CHECK(!wanted[i] || present[i], function, ": wanted[", i,
+                "] must be false, for that input is absent or not floating point");
+  }
+}
+
+bool is_mask_added(const AttentionOptions& options) {
+  return is_present(options.attn_mask) && options.attn_mask->is_floating_point();
+}
+
 }  // namespace
 
 void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
@@ -118,6 +132,7 @@ void check_dropout(const char* function, double dropout_p,
   TORCH_CHECK_VALUE(is_present(dropout_seed), function,
                     ": dropout_seed must be given with dropout_p > 0 "
                     "(ikattn.draw_dropout_seed makes one)");
+  if (has_symbols({&*dropout_seed})) return;
   TORCH_CHECK(dropout_seed->scalar_type() == at::kLong && dropout_seed->numel() == 2 &&
                   dropout_seed->dim() == 1,
               function, ": dropout_seed must be an int64 tensor of shape [2], got ",
@@ -174,6 +189,55 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
           w1.dim() == 4 ? w1.size(0) : 1};
 }
 
+void check_attention_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                          const AttentionOptions& options) {
+  const char* function = value.defined() ? "implicit_kernel_attention" : "implicit_kernel_weights";
+  if (has_symbols({&query, &key, &value, &w1, address(w2), address(options.key_bias),
+                   address(options.attn_mask)})) {
+    check_placement(function, query, key, value, w1, w2, options);
+  } else {
+    check_attention(function, query, key, value, w1, w2, options);
+  }
+}
+
+AttentionSizes check_attention_backward(const at::Tensor& grad_output, const at::Tensor& query,
+                                        const at::Tensor& key, const at::Tensor& value,
+                                        const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                        const at::Tensor& output, const at::Tensor& log_normalizer,
+                                        const AttentionOptions& options,
+                                        const std::array<bool, kAttentionGradients>& wanted) {
+  const char* function = "implicit_kernel_attention_backward";
+  const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
+  const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
+  const at::ScalarType type = query.scalar_type();
+  check_like(function, "output", output, output_sizes, type, query.device());
+  check_like(function, "log_normalizer", log_normalizer, {sizes.B, sizes.H, sizes.L}, at::kDouble,
+             query.device());
+  check_like(function, "grad_output", grad_output, output_sizes, type, query.device());
+  check_wanted(function, wanted,
+               {true, true, true, true, is_present(w2), is_present(options.key_bias),
+                is_mask_added(options)});
+  return sizes;
+}
+
+AttentionSizes check_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                      const at::Tensor& key, const at::Tensor& w1,
+                                      const std::optional<at::Tensor>& w2,
+                                      const AttentionOptions& options, bool average_heads,
+                                      const std::array<bool, kWeightsGradients>& wanted) {
+  const char* function = "implicit_kernel_weights_backward";
+  const AttentionSizes sizes = check_attention(function, query, key, at::Tensor(), w1, w2, options);
+  std::vector<int64_t> weights_sizes = {sizes.B, sizes.L, sizes.S};
+  if (!average_heads) weights_sizes.insert(weights_sizes.begin() + 1, sizes.H);
+  check_like(function, "grad_weights", grad_weights, weights_sizes, query.scalar_type(),
+             query.device());
+  check_wanted(
+      function, wanted,
+      {true, true, true, is_present(w2), is_present(options.key_bias), is_mask_added(options)});
+  return sizes;
+}
+
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2) {
   const char* function = "spectral_features";
@@ -186,6 +250,26 @@ FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
               ": x must have at least one head and a head size of at least 1, got ", x.sizes());
   check_frequencies(function, "x", w1, w2, x.scalar_type(), B, H, H, d);
   return {B, H, x.size(2), d, w1.size(-1), w1.dim() == 4 ? w1.size(0) : 1};
+}
+
+void check_features_call(const at::Tensor& x, const at::Tensor& w1,
+                         const std::optional<at::Tensor>& w2) {
+  if (has_symbols({&x, &w1, address(w2)})) {
+    check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
+  } else {
+    check_features(x, w1, w2);
+  }
+}
+
+FeatureSizes check_features_backward(const at::Tensor& grad_features, const at::Tensor& x,
+                                     const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                                     const std::array<bool, 3>& wanted) {
+  const char* function = "spectral_features_backward";
+  const FeatureSizes sizes = check_features(x, w1, w2);
+  check_like(function, "grad_features", grad_features, {sizes.B, sizes.H, sizes.N, 2 * sizes.M},
+             x.scalar_type(), x.device());
+  check_wanted(function, wanted, {true, true, is_present(w2)});
+  return sizes;
 }
 
 void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,

@@ -80,8 +80,15 @@ struct ContributionSizes {
   int64_t B, H, G, T, S, d_v, D;
 };
 
+// The public function that makes such a call.
+const char* name_of(const ContributionCall& call);
+
 // Throws, naming the argument, what was expected and what came.
 ContributionSizes check_contributions(const ContributionCall& call);
+constexpr const char* kMapsBackward = "contribution_maps_backward";
+// Of an operator that may be called by itself; what autograd gives is right.
+ContributionSizes check_contributions_backward(const MapTensors& grad_maps,
+                                               const ContributionCall& call);
 // Layout and device only; see support/checks.h.
 void check_placement(const ContributionCall& call);
 

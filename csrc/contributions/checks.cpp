@@ -6,11 +6,12 @@
 #include "contributions/arguments.h"
 
 namespace ikattn {
-namespace {
 
 const char* name_of(const ContributionCall& call) {
   return call.source.attn_weights.defined() ? "contributions" : "streamed_contributions";
 }
+
+namespace {
 
 void check_type(const char* function, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(is_supported_float(tensor.scalar_type()), function, ": ", name,
@@ -55,7 +56,7 @@ void check_block(const char* function, const ContributionSizes& sizes, const Blo
   TORCH_CHECK(!block.norm_weight[1].defined() || block.norm_weight[0].defined(), function,
               ": norm must be given with second_norm");
   TORCH_CHECK(
-      !needs_own_pairs(block) || (block.diagonal >= 0 && block.diagonal + sizes.T <= sizes.S),
+      !needs_own_pairs(block) || (block.diagonal >= 0 && block.diagonal <= sizes.S - sizes.T),
       function,
       ": a residual and mixing ratios need every query among the keys: diagonal + T must "
       "be at most S, got diagonal ",
@@ -149,6 +150,21 @@ ContributionSizes check_contributions(const ContributionCall& call) {
               sizes.d_v, ", got ", projection.sizes());
   sizes.D = projection.size(0);
   check_block(function, sizes, call.block);
+  return sizes;
+}
+
+ContributionSizes check_contributions_backward(const MapTensors& grad_maps,
+                                               const ContributionCall& call) {
+  const ContributionSizes sizes = check_contributions(call);
+  for (int map = 0; map < kMaps; ++map) {
+    const at::Tensor& gradient = grad_maps[map];
+    if (!gradient.defined()) continue;
+    std::vector<int64_t> expected = {sizes.B, sizes.T, sizes.S};
+    if (map == kValueNorms) expected = {sizes.B, sizes.H, sizes.S};
+    if (map == kMixingRatios) expected = {4, sizes.B, sizes.T};
+    check_like(kMapsBackward, "grad_maps", gradient, expected, gradient.scalar_type(),
+               call.value.device());
+  }
   return sizes;
 }
 

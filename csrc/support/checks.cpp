@@ -1,5 +1,7 @@
 #include "support/checks.h"
 
+#include <algorithm>
+
 namespace ikattn {
 
 bool is_supported_float(at::ScalarType type) {
@@ -27,6 +29,13 @@ void check_placement(const char* function, const char* first_name, const at::Ten
                 " must be on the device of ", first_name, ", ", first.device(), ", got ",
                 tensor->device());
   }
+}
+
+bool has_symbols(std::initializer_list<const at::Tensor*> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) {
+    return tensor != nullptr && tensor->defined() &&
+           tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  });
 }
 
 void check_like(const char* function, const char* name, const at::Tensor& tensor,

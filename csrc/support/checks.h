@@ -48,6 +48,9 @@ struct NamedTensor {
 void check_placement(const char* function, const char* first_name, const at::Tensor& first,
                      std::initializer_list<NamedTensor> others);
 
+// Whether sizes of these, nullptr or undefined where absent, are symbols of torch.compile.
+bool has_symbols(std::initializer_list<const at::Tensor*> tensors);
+
 // Shape, dtype and device of a tensor that an earlier call returned, or of its gradient.
 void check_like(const char* function, const char* name, const at::Tensor& tensor,
                 at::IntArrayRef sizes, at::ScalarType type, at::Device device);
