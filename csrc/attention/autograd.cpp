@@ -10,6 +10,7 @@
 
 #include "attention/arguments.h"
 #include "attention/reference.h"
+#include "support/memory.h"
 
 namespace ikattn {
 namespace {
@@ -160,6 +161,7 @@ std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& query,
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   check_placement("implicit_kernel_attention", query, key, value, w1, w2, options);
   if (any_transformed({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
+    check_attention_call(query, key, value, w1, w2, options);
     return reference_attention(query, key, value, w1, w2, options);
   }
   if (!is_recorded({&query, &key, &value, &w1}, {&w2, &key_bias, &attn_mask})) {
@@ -176,6 +178,7 @@ at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, cons
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   check_placement("implicit_kernel_weights", query, key, at::Tensor(), w1, w2, options);
   if (any_transformed({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
+    check_attention_call(query, key, at::Tensor(), w1, w2, options);
     return reference_weights(query, key, w1, w2, options, average_heads);
   }
   if (!is_recorded({&query, &key, &w1}, {&w2, &key_bias, &attn_mask})) {
@@ -189,6 +192,7 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2) {
   check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
   if (any_transformed({&x, &w1}, {&w2})) {
+    check_features_call(x, w1, w2);
     return reference_features(x, w1, w2).to(x.scalar_type());
   }
   if (!is_recorded({&x, &w1}, {&w2})) {
@@ -204,7 +208,7 @@ at::Tensor from_features_autograd(const at::Tensor& query_features, const at::Te
   check_from_features_placement(query_features, key_features, logits, value);
   if (any_transformed({&query_features, &key_features, &logits, &value}, {}) ||
       is_recorded({&query_features, &key_features, &logits, &value}, {})) {
-    if (!query_features.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    if (!has_symbols({&query_features, &key_features, &logits, &value})) {
       check_from_features(query_features, key_features, logits, value, eps);
     }
     return reference_from_features(query_features, key_features, logits, value, eps);
@@ -214,10 +218,10 @@ at::Tensor from_features_autograd(const at::Tensor& query_features, const at::Te
 }
 
 TORCH_LIBRARY_IMPL(ikattn, Autograd, m) {
-  m.impl("implicit_kernel_attention", attention_autograd);
-  m.impl("implicit_kernel_weights", weights_autograd);
-  m.impl("spectral_features", features_autograd);
-  m.impl("attention_from_features", from_features_autograd);
+  implement<"implicit_kernel_attention", attention_autograd>(m);
+  implement<"implicit_kernel_weights", weights_autograd>(m);
+  implement<"spectral_features", features_autograd>(m);
+  implement<"attention_from_features", from_features_autograd>(m);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "attention/arguments.h"
 #include "attention/params.h"
 #include "support/glue.h"
+#include "support/memory.h"
 #include "support/philox.h"
 
 namespace ikattn {
@@ -68,7 +69,7 @@ inline bool has_bias_per_query_head(const AttentionOptions& options, const Atten
 
 // What a call's params point to beside its arguments.
 struct Kept {
-  at::Tensor bias, dropout_seed;
+  at::Tensor bias, dropout_seed, log_normalizer;
 };
 
 // Everything but value, output and gradients.
@@ -142,12 +143,14 @@ inline at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor&
 }
 
 // The mask gradient is summed over broadcast axes by the kernel, except that one value per row also
-// keeps its heads and rows apart: several threads may add to the same row.
+// keeps its heads and rows apart: several threads may add to the same row. Sums over tokens are of
+// so many terms that they are in float64.
 inline at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes,
                                 at::ScalarType type) {
   at::Tensor shape = mask;
   while (shape.dim() < 4) shape = shape.unsqueeze(0);
   std::vector<int64_t> axes = shape.sizes().vec();
+  if ((axes[2] == 1 && sizes.L > 1) || (axes[3] == 1 && sizes.S > 1)) type = at::kDouble;
   if (axes[3] == 1) {
     axes[1] = sizes.H;
     axes[2] = sizes.L;
@@ -155,14 +158,14 @@ inline at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& si
   return at::zeros(axes, mask.options().dtype(type));
 }
 
-// Gradients are asked for only of inputs that are there.
-template <size_t kCount>
-inline void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
-                         const std::array<bool, kCount>& present) {
-  for (size_t i = 0; i < kCount; ++i) {
-    TORCH_CHECK(!wanted[i] || present[i], function, ": wanted[", i,
-                "] must be false, for that input is absent or not floating point");
-  }
+// dropout_keep_mask's result where nothing is dropped.
+inline at::Tensor whole_keep_mask(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
+                                  int64_t S) {
+  TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
+              "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ", S);
+  return with_memory_for("dropout_keep_mask", "the mask", [&] {
+    return at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
+  });
 }
 
 inline FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x,
@@ -224,23 +227,16 @@ struct AttentionOperators {
       std::array<bool, kAttentionGradients> wanted) {
     const AttentionOptions options{IKATTN_OPTION_VALUES};
     const char* function = "implicit_kernel_attention_backward";
-    const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
-    const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
-    check_like(function, "output", output, output_sizes, query.scalar_type(), query.device());
-    check_like(function, "log_normalizer", log_normalizer, {sizes.B, sizes.H, sizes.L}, at::kDouble,
-               query.device());
-    check_like(function, "grad_output", grad_output, output_sizes, query.scalar_type(),
-               query.device());
-    check_wanted(function, wanted,
-                 {true, true, true, true, is_present(w2), is_present(key_bias),
-                  is_present(attn_mask) && attn_mask->is_floating_point()});
+    const AttentionSizes sizes = check_attention_backward(grad_output, query, key, value, w1, w2,
+                                                          output, log_normalizer, options, wanted);
     AttentionBackwardParams params;
     Kept kept;
     set_common(params, sizes, query, key, w1, w2, options, kept);
     leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.output = array_of(output);
-    params.log_normalizer = array_of(log_normalizer);
+    kept.log_normalizer = log_normalizer.contiguous();
+    params.log_normalizer = array_of(kept.log_normalizer);
     params.grad_output = array_of(grad_output);
     return run_backward(function, params, sizes, query, key, value, w1, options, wanted);
   }
@@ -328,14 +324,7 @@ struct AttentionOperators {
     const AttentionOptions options{IKATTN_OPTION_VALUES};
     const char* function = "implicit_kernel_weights_backward";
     const AttentionSizes sizes =
-        check_attention(function, query, key, at::Tensor(), w1, w2, options);
-    std::vector<int64_t> weights_sizes = {sizes.B, sizes.L, sizes.S};
-    if (!average_heads) weights_sizes.insert(weights_sizes.begin() + 1, sizes.H);
-    check_like(function, "grad_weights", grad_weights, weights_sizes, query.scalar_type(),
-               query.device());
-    check_wanted(function, wanted,
-                 {true, true, true, is_present(w2), is_present(key_bias),
-                  is_present(attn_mask) && attn_mask->is_floating_point()});
+        check_weights_backward(grad_weights, query, key, w1, w2, options, average_heads, wanted);
     const auto compute = query.options().dtype(compute_type(query.scalar_type()));
     const auto [sums, log_normalizer] = with_memory_for(function, "sums of rows", [&] {
       return std::pair{at::empty({sizes.B, sizes.H, sizes.L, 1}, compute),
@@ -373,10 +362,7 @@ struct AttentionOperators {
       const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
       const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
     const char* function = "spectral_features_backward";
-    const FeatureSizes sizes = check_features(x, w1, w2);
-    check_like(function, "grad_features", grad_features, {sizes.B, sizes.H, sizes.N, 2 * sizes.M},
-               x.scalar_type(), x.device());
-    check_wanted(function, wanted, {true, true, is_present(w2)});
+    const FeatureSizes sizes = check_features_backward(grad_features, x, w1, w2, wanted);
     FeaturesParams params = features_params(sizes, x, w1, w2, grad_features);
     const auto compute = x.options().dtype(compute_type(x.scalar_type()));
     const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.H, sizes.d,
@@ -394,12 +380,12 @@ struct AttentionOperators {
   }
 
   static void register_in(torch::Library& m) {
-    m.impl("implicit_kernel_attention", attention);
-    m.impl("implicit_kernel_attention_backward", attention_backward);
-    m.impl("implicit_kernel_weights", weights);
-    m.impl("implicit_kernel_weights_backward", weights_backward);
-    m.impl("spectral_features", features);
-    m.impl("spectral_features_backward", features_backward);
+    implement<"implicit_kernel_attention", attention>(m);
+    implement<"implicit_kernel_attention_backward", attention_backward>(m);
+    implement<"implicit_kernel_weights", weights>(m);
+    implement<"implicit_kernel_weights_backward", weights_backward>(m);
+    implement<"spectral_features", features>(m);
+    implement<"spectral_features_backward", features_backward>(m);
   }
 };
 

@@ -6,63 +6,40 @@
 #include "attention/arguments.h"
 #include "attention/reference.h"
 #include "support/dispatch.h"
+#include "support/memory.h"
 
 namespace ikattn {
 namespace {
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "implicit_kernel_attention(Tensor query, Tensor key, Tensor value, Tensor w1, "
-      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA ") -> (Tensor output, Tensor log_normalizer)",
-      tags);
-  m.def(
-      "implicit_kernel_attention_backward(Tensor grad_output, Tensor query, Tensor key, "
-      "Tensor value, Tensor w1, Tensor? w2, Tensor output, Tensor "
-      "log_normalizer, " IKATTN_OPTION_SCHEMA
-      ", bool[7] wanted) -> (Tensor grad_query, Tensor grad_key, "
-      "Tensor grad_value, Tensor grad_w1, Tensor grad_w2, Tensor grad_key_bias, "
-      "Tensor grad_attn_mask)",
-      tags);
-  m.def(
-      "implicit_kernel_weights(Tensor query, Tensor key, Tensor w1, Tensor? "
-      "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
-      tags);
-  m.def(
-      "implicit_kernel_weights_backward(Tensor grad_weights, Tensor query, Tensor key, Tensor w1, "
-      "Tensor? w2=None, " IKATTN_OPTION_SCHEMA
-      ", bool average_heads, bool[6] wanted) -> "
-      "(Tensor grad_query, Tensor grad_key, Tensor grad_w1, Tensor grad_w2, Tensor grad_key_bias, "
-      "Tensor grad_attn_mask)",
-      tags);
-  m.def("spectral_features(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
-  m.def(
-      "spectral_features_backward(Tensor grad_features, Tensor x, Tensor w1, Tensor? w2, "
-      "bool[3] wanted) -> (Tensor grad_x, Tensor grad_w1, Tensor grad_w2)",
-      tags);
-  m.def(
-      "attention_from_features(Tensor query_features, Tensor key_features, Tensor logits, "
-      "Tensor value, float eps=1e-05) -> Tensor",
-      tags);
-  m.def(
-      "dropout_keep_mask(Tensor dropout_seed, SymInt B, SymInt H, SymInt L, SymInt S, "
-      "float dropout_p) -> Tensor",
-      tags);
+  m.def("implicit_kernel_attention" IKATTN_ATTENTION_SCHEMA
+        " -> (Tensor output, Tensor log_normalizer)",
+        tags);
+  m.def("implicit_kernel_attention_backward" IKATTN_ATTENTION_BACKWARD_SCHEMA
+        " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_w1, "
+        "Tensor grad_w2, Tensor grad_key_bias, Tensor grad_attn_mask)",
+        tags);
+  m.def("implicit_kernel_weights" IKATTN_WEIGHTS_SCHEMA " -> Tensor", tags);
+  m.def("implicit_kernel_weights_backward" IKATTN_WEIGHTS_BACKWARD_SCHEMA
+        " -> (Tensor grad_query, Tensor grad_key, Tensor grad_w1, Tensor grad_w2, "
+        "Tensor grad_key_bias, Tensor grad_attn_mask)",
+        tags);
+  m.def("spectral_features" IKATTN_FEATURES_SCHEMA " -> Tensor", tags);
+  m.def("spectral_features_backward" IKATTN_FEATURES_BACKWARD_SCHEMA
+        " -> (Tensor grad_x, Tensor grad_w1, Tensor grad_w2)",
+        tags);
+  m.def("attention_from_features" IKATTN_FROM_FEATURES_SCHEMA " -> Tensor", tags);
+  m.def("dropout_keep_mask" IKATTN_KEEP_MASK_SCHEMA " -> Tensor", tags);
   m.def(
       "implicit_kernel_attention_reference(Tensor query, Tensor key, Tensor value, Tensor w1, "
       "Tensor? w2=None, " IKATTN_OPTION_SCHEMA
       ", float norm_dropout_p=0.0) -> "
       "(Tensor output, Tensor log_normalizer)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  m.def(
-      "implicit_kernel_weights_reference(Tensor query, Tensor key, Tensor w1, Tensor? "
-      "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads=False) -> Tensor",
-      tags);
-  m.def("spectral_features_reference(Tensor x, Tensor w1, Tensor? w2=None) -> Tensor", tags);
-  m.def(
-      "attention_from_features_reference(Tensor query_features, Tensor key_features, "
-      "Tensor logits, Tensor value, float eps=1e-05) -> Tensor",
-      tags);
+  m.def("implicit_kernel_weights_reference" IKATTN_WEIGHTS_SCHEMA " -> Tensor", tags);
+  m.def("spectral_features_reference" IKATTN_FEATURES_SCHEMA " -> Tensor", tags);
+  m.def("attention_from_features_reference" IKATTN_FROM_FEATURES_SCHEMA " -> Tensor", tags);
 }
 
 // --- The reference as operators: no kernel of their own, so that every transformation sees through
@@ -70,31 +47,36 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
 std::tuple<at::Tensor, at::Tensor> attention_reference_op(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS, double norm_dropout_p) {
-  return reference_attention(query, key, value, w1, w2, {IKATTN_OPTION_VALUES}, norm_dropout_p);
+  const AttentionOptions options{IKATTN_OPTION_VALUES};
+  check_attention_call(query, key, value, w1, w2, options);
+  return reference_attention(query, key, value, w1, w2, options, norm_dropout_p);
 }
 
 std::tuple<at::Tensor, at::Tensor> attention_decomposition(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS) {
-  return reference_attention(query, key, value, w1, w2, {IKATTN_OPTION_VALUES});
+  return attention_reference_op(query, key, value, w1, w2, IKATTN_OPTION_VALUES, 0);
 }
 
 at::Tensor weights_reference_op(const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& w1, const std::optional<at::Tensor>& w2,
                                 IKATTN_OPTION_PARAMETERS, bool average_heads) {
-  return reference_weights(query, key, w1, w2, {IKATTN_OPTION_VALUES}, average_heads);
+  const AttentionOptions options{IKATTN_OPTION_VALUES};
+  check_attention_call(query, key, at::Tensor(), w1, w2, options);
+  return reference_weights(query, key, w1, w2, options, average_heads);
 }
 
 at::Tensor features_reference_op(const at::Tensor& x, const at::Tensor& w1,
                                  const std::optional<at::Tensor>& w2) {
+  check_features_call(x, w1, w2);
   return reference_features(x, w1, w2).to(x.scalar_type());
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
-  m.impl("implicit_kernel_attention_reference", attention_reference_op);
-  m.impl("implicit_kernel_weights_reference", weights_reference_op);
-  m.impl("spectral_features_reference", features_reference_op);
-  m.impl("attention_from_features_reference", reference_from_features);
+  implement<"implicit_kernel_attention_reference", attention_reference_op>(m);
+  implement<"implicit_kernel_weights_reference", weights_reference_op>(m);
+  implement<"spectral_features_reference", features_reference_op>(m);
+  implement<"attention_from_features_reference", reference_from_features>(m);
 }
 
 // Where no kernel is.
@@ -109,15 +91,15 @@ at::Tensor from_features_anywhere(const at::Tensor& query_features, const at::Te
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
-  m.impl("attention_from_features", from_features_anywhere);
+  implement<"attention_from_features", from_features_anywhere>(m);
 }
 
 // vmap: the reference instead of a loop over the batch.
 TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
-  m.impl("implicit_kernel_attention", attention_decomposition);
-  m.impl("implicit_kernel_weights", weights_reference_op);
-  m.impl("spectral_features", features_reference_op);
-  m.impl("attention_from_features", reference_from_features);
+  implement<"implicit_kernel_attention", attention_decomposition>(m);
+  implement<"implicit_kernel_weights", weights_reference_op>(m);
+  implement<"spectral_features", features_reference_op>(m);
+  implement<"attention_from_features", reference_from_features>(m);
 }
 
 // --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they
@@ -162,10 +144,10 @@ struct Autocast {
     return call_from_features(wide(query_features), wide(key_features), wide(logits), value, eps);
   }
   static void register_in(torch::Library& m) {
-    m.impl("implicit_kernel_attention", attention);
-    m.impl("implicit_kernel_weights", weights);
-    m.impl("spectral_features", features);
-    m.impl("attention_from_features", from_features);
+    implement<"implicit_kernel_attention", attention>(m);
+    implement<"implicit_kernel_weights", weights>(m);
+    implement<"spectral_features", features>(m);
+    implement<"attention_from_features", from_features>(m);
   }
 };
 

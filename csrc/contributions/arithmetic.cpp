@@ -25,7 +25,8 @@ void multiply_on_cpu(const at::Tensor& c, const at::Tensor& a, const at::Tensor&
   params.c = array_of(c, {outer, inner, rows, columns});
   params.accumulate = accumulate;
   const double work = static_cast<double>(c.numel()) * static_cast<double>(depth);
-  IKATTN_KERNELS(contribution_kernels).multiply[compute_index(c)](params, TorchExecutor(work));
+  IKATTN_KERNELS(contribution_kernels)
+      .multiply[compute_index(c)](params, TorchExecutor("contributions", work));
 }
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b) {

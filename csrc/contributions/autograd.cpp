@@ -62,7 +62,7 @@ class Maps : public torch::autograd::Function<Maps> {
     const bool creates_graph = at::GradMode::is_enabled();
     if (creates_graph || batched) {
       const at::AutoGradMode records(true);
-      const ExactArithmetic exact;
+      const ExactArithmetic exact;  // in what comes back, too
       const MapTensors maps = reference_maps(call);
       variable_list outputs, grad_outputs;
       for (int map = 0; map < kMaps; ++map) {
@@ -119,7 +119,7 @@ MapTensors maps_autograd(const ContributionCall& given) {
     transformed = transformed || is_transformed(*input);
   }
   const ExactArithmetic exact;
-  if (transformed) return reference_maps(call);
+  if (transformed) return checked_reference_maps(call);
   const variable_list maps = Maps::apply(at::TensorList(present), call);
   MapTensors result;
   std::copy(maps.begin(), maps.end(), result.begin());

@@ -5,13 +5,16 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "contributions/arguments.h"
 #include "contributions/operators.h"
 #include "contributions/params.h"
 #include "contributions/reference.h"
 #include "support/glue.h"
+#include "support/memory.h"
 
 namespace ikattn {
 namespace {
@@ -91,7 +94,7 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
     params.norms[n] = {keys.weights[n].const_data_ptr(), block.centered[n]};
   }
   bool needed = block.maps[kValueNorms];
-  with_memory_for("contributions", "the value norms and factors of the keys", [&] {
+  with_memory_for(name_of(call), "the value norms and factors of the keys", [&] {
     if (needed) {
       keys.value_norms = at::empty({B, H, S}, options);
       params.value_norms = keys.value_norms.mutable_data_ptr();
@@ -180,8 +183,9 @@ inline at::Tensor ratio_of(const at::Tensor& own, const at::Tensor& others) {
   return (others / sum).masked_fill_(sum == 0, 0);
 }
 
+// In float64: squares may leave the range of float32.
 inline at::Tensor norms_of(const at::Tensor& vectors, const at::Tensor& padding) {
-  at::Tensor norms = at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1});
+  at::Tensor norms = at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1}, false, at::kDouble);
   if (padding.defined()) norms.masked_fill_(padding, 0);
   return norms;
 }
@@ -226,11 +230,12 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   const Block& block = call.block;
   const bool needs_own = needs_own_pairs(block);
   Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call));
-  if (needs_own) keys.summands = values_to_weigh(keys);
-  const auto options = call.value.options().dtype(arithmetic_type(call));
   MapTensors maps;
   maps[kValueNorms] = keys.value_norms;
-  with_memory_for("contributions", "the maps", [&] {
+  if (std::none_of(block.maps.begin() + kSummed, block.maps.end(), std::identity())) return maps;
+  if (needs_own) keys.summands = values_to_weigh(keys);
+  const auto options = call.value.options().dtype(arithmetic_type(call));
+  with_memory_for(name_of(call), "the maps", [&] {
     for (int map = kSummed; map < kMixingRatios; ++map) {
       if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.T, sizes.S}, options);
     }
@@ -243,7 +248,7 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
     const int64_t rows = std::min(step, sizes.T - i0);
     const ContributionCall round = rows_of(call, i0, rows);
-    const at::Tensor weights = weights_of(round.source, kArithmetic);
+    const at::Tensor weights = weights_of(round, kArithmetic);
     MapTensors part = maps;
     for (int map = kSummed; map < kMaps; ++map) {
       if (part[map].defined()) part[map] = part[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows);

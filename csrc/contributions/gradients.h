@@ -175,7 +175,7 @@ inline WeightsGraph weights_graph(const ContributionCall& round, at::ScalarType 
     input = input.alias().requires_grad_();
     graph.leaves[n] = input;
   }
-  graph.weights = weights_of(call.source, kGraphArithmetic);
+  graph.weights = weights_of(call, kGraphArithmetic);
   return graph;
 }
 
@@ -229,7 +229,9 @@ inline void add_key_gradients(const Keys& keys, const Block& block, const Contri
   bool any = grad_value_norms.defined();
   for (int variant = 0; variant < 3; ++variant) {
     if (!totals.outer[variant].defined()) continue;
-    matrices[variant] = unpacked(totals.outer[variant], H, S).to(keys.value.scalar_type());
+    matrices[variant] = with_memory_for(kMapsBackward, "the outer products of the keys", [&] {
+      return unpacked(totals.outer[variant], H, S).to(keys.value.scalar_type());
+    });
     any = true;
   }
   if (!any) return;
@@ -319,7 +321,7 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
   const c10::InferenceMode ordinary_mode(false);
   const at::AutoGradMode gradients_off(false);
   const ExactArithmetic exact;
-  const ContributionSizes sizes = check_contributions(given);
+  const ContributionSizes sizes = check_contributions_backward(grad_maps, given);
   ContributionCall call = given;
   Block& block = call.block;
   bool needs_own = false;
@@ -342,13 +344,18 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
                                            wanted[kNormWeight] || wanted[kNormWeight + 2];
   for (size_t i = 0; i < kContributionInputs; ++i) {
     if (!wanted[i]) continue;
-    totals.inputs[i] =
-        at::zeros(inputs[i]->sizes(), inputs[i]->options().dtype(i < kValue ? type : key_type));
+    TORCH_CHECK(inputs[i]->defined(), kMapsBackward, ": the gradient of input ", i,
+                " is wanted, which was not given");
+    const auto options = inputs[i]->options().dtype(i < kValue ? type : key_type);
+    totals.inputs[i] = with_memory_for(kMapsBackward, "the gradients",
+                                       [&] { return at::zeros(inputs[i]->sizes(), options); });
     wants_weights = wants_weights || i < kValue;
   }
   for (int variant = 0; wants_keys && variant < 3; ++variant) {
     const at::Tensor& factors = keys.factors[variant];
-    if (factors.defined()) totals.outer[variant] = at::zeros_like(factors);
+    if (!factors.defined()) continue;
+    totals.outer[variant] = with_memory_for(kMapsBackward, "the outer products of the keys",
+                                            [&] { return at::zeros_like(factors); });
   }
 
   const int64_t step = rows_at_a_time(sizes, call.value.device());

@@ -2,9 +2,12 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "contributions/operators.h"
 #include "contributions/reference.h"
 #include "support/dispatch.h"
+#include "support/memory.h"
 
 namespace ikattn {
 
@@ -39,36 +42,73 @@ namespace {
 #define IKATTN_STREAMED_ARGUMENTS                                                          \
   "(Tensor query, Tensor key, Tensor value, Tensor out_proj_weight, " IKATTN_SOURCE_SCHEMA \
       IKATTN_BLOCK_SCHEMA
+// inputs: those of a ContributionCall in the order of its gradients, then query_padding and
+// key_padding; gradients that are not wanted are empty
+#define IKATTN_BACKWARD_ARGUMENTS                                                       \
+  "(Tensor?[] grad_maps, Tensor?[] inputs, float? p, bool is_causal, bool enable_gqa, " \
+  "float eps, float? magnitude_scale, float? scale, bool norm_centered, "               \
+  "bool second_norm_centered, int diagonal, bool[6] maps, bool[14] wanted) -> Tensor[]"
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def("contribution_maps" IKATTN_GIVEN_ARGUMENTS, tags);
   m.def("streamed_contribution_maps" IKATTN_STREAMED_ARGUMENTS, tags);
-  // inputs: those of a ContributionCall in the order of its gradients, then query_padding and
-  // key_padding; gradients that are not wanted are empty
-  m.def(
-      "contribution_maps_backward(Tensor?[] grad_maps, Tensor?[] inputs, float? p, "
-      "bool is_causal, bool enable_gqa, float eps, float? magnitude_scale, float? scale, "
-      "bool norm_centered, bool second_norm_centered, int diagonal, bool[6] maps, "
-      "bool[14] wanted) -> Tensor[]",
-      tags);
+  m.def("contribution_maps_backward" IKATTN_BACKWARD_ARGUMENTS, tags);
+  m.def("check_contribution_maps" IKATTN_GIVEN_ARGUMENTS, tags);
+  m.def("check_streamed_contribution_maps" IKATTN_STREAMED_ARGUMENTS, tags);
+  m.def("check_contribution_maps_backward" IKATTN_BACKWARD_ARGUMENTS, tags);
   m.def("contribution_maps_reference" IKATTN_GIVEN_ARGUMENTS, tags);
   m.def("streamed_contribution_maps_reference" IKATTN_STREAMED_ARGUMENTS, tags);
 }
 
-MapTensors checked_reference(const ContributionCall& call) {
-  check_contributions(call);
-  return reference_maps(call);
-}
-
 // The reference as operators: no kernel of their own, so that every transformation sees through.
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
-  m.impl("contribution_maps_reference", MapsOperator<checked_reference>::given);
-  m.impl("streamed_contribution_maps_reference", MapsOperator<checked_reference>::streamed);
+  implement<"contribution_maps_reference", MapsOperator<checked_reference_maps>::given>(m);
+  implement<"streamed_contribution_maps_reference", MapsOperator<checked_reference_maps>::streamed>(
+      m);
 }
 
 TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
-  register_contribution_maps<reference_maps>(m);
+  register_contribution_maps<checked_reference_maps>(m);
+}
+
+// --- Operators that only check the arguments of others, as in attention/check_operators.cpp; what
+// they return is empty
+
+bool is_symbolic(ContributionCall call) {
+  const Block& block = call.block;
+  if (has_symbols({&block.query_padding, &block.key_padding})) return true;
+  const auto inputs = differentiable_inputs(call);
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [](const at::Tensor* input) { return has_symbols({input}); });
+}
+
+MapTensors no_maps(const ContributionCall& call) {
+  if (is_symbolic(call)) {
+    check_placement(call);
+  } else {
+    check_contributions(call);
+  }
+  return {};
+}
+
+std::array<at::Tensor, kContributionInputs> no_gradients(
+    const MapTensors& grad_maps, const ContributionCall& call,
+    const std::array<bool, kContributionInputs>&) {
+  check_placement(call);
+  bool symbolic = is_symbolic(call);
+  for (const at::Tensor& gradient : grad_maps) {
+    check_placement(kMapsBackward, "value", call.value, {{"grad_maps", &gradient}});
+    symbolic = symbolic || has_symbols({&gradient});
+  }
+  if (!symbolic) check_contributions_backward(grad_maps, call);
+  return {};
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  m.impl("check_contribution_maps", MapsOperator<no_maps>::given);
+  m.impl("check_streamed_contribution_maps", MapsOperator<no_maps>::streamed);
+  m.impl("check_contribution_maps_backward", maps_backward<no_gradients>);
 }
 
 c10::List<std::optional<at::Tensor>> list_of(at::ArrayRef<at::Tensor> tensors) {

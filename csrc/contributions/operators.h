@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "contributions/arguments.h"
+#include "support/memory.h"
 
 namespace ikattn {
 
@@ -98,8 +99,8 @@ std::vector<at::Tensor> maps_backward(const c10::List<std::optional<at::Tensor>>
 
 template <MapTensors (*kMapsOf)(const ContributionCall&)>
 void register_contribution_maps(torch::Library& m) {
-  m.impl("contribution_maps", MapsOperator<kMapsOf>::given);
-  m.impl("streamed_contribution_maps", MapsOperator<kMapsOf>::streamed);
+  implement<"contribution_maps", MapsOperator<kMapsOf>::given>(m);
+  implement<"streamed_contribution_maps", MapsOperator<kMapsOf>::streamed>(m);
 }
 
 }  // namespace ikattn

@@ -135,6 +135,7 @@ std::vector<at::Tensor> logit_terms(const WeightsSource& source, const at::Tenso
   std::vector<at::Tensor> terms;
   if (is_present(source.options.key_bias)) {
     at::Tensor bias = source.options.key_bias->to(type);
+    if (bias.dim() == 0) bias = bias.unsqueeze(0);
     if (bias.dim() >= 2 && bias.size(-2) != 1) {
       bias = at::repeat_interleave(bias, source.query.size(1) / bias.size(-2), -2);
     }
@@ -178,14 +179,25 @@ at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask,
 
 }  // namespace
 
-at::Tensor weights_of(const WeightsSource& source, const Arithmetic& arithmetic) {
+at::Tensor weights_of(const ContributionCall& call, const Arithmetic& arithmetic) {
+  WeightsSource source = call.source;
   if (source.attn_weights.defined()) return source.attn_weights;
+  if (call.block.query_padding.defined()) {  // NaN there would reach the gradients of keys
+    source.query = zero_where(call.block.query_padding.unsqueeze(1).unsqueeze(-1), source.query);
+  }
   const at::Tensor mask = mask_of(source);
   if (!source.w1.defined()) return softmax_weights(source, mask, arithmetic);
+  const at::ScalarType given = source.query.scalar_type(), type = compute_type(given);
+  // In 16 bits weights would be rounded, which those of softmax are not here.
+  const auto wide = [&](const at::Tensor& x) {
+    return type != given && x.defined() && x.is_floating_point() ? x.to(type) : x;
+  };
   AttentionOptions options = source.options;
   options.is_causal = false;
-  options.attn_mask = or_none(mask);
-  return implicit_kernel_weights(source.query, source.key, source.w1, or_none(source.w2), options);
+  options.attn_mask = or_none(wide(mask));
+  if (is_present(options.key_bias)) options.key_bias = wide(*options.key_bias);
+  return implicit_kernel_weights(wide(source.query), wide(source.key), wide(source.w1),
+                                 or_none(wide(source.w2)), options);
 }
 
 Summands summands_of(const at::Tensor& value) {
@@ -217,7 +229,7 @@ at::Tensor sum_of_weighed(const at::Tensor& weights, const Summands& summands,
   return at::where(counts, at::scalar_tensor(NAN, sum.options()), sum);
 }
 
-ReferenceKeys reference_keys(const ContributionCall& call) {
+ReferenceKeys reference_keys(const ContributionCall& call, const at::Tensor& weights) {
   ReferenceKeys keys;
   const Block& block = call.block;
   keys.value = wide(call.value);
@@ -225,13 +237,19 @@ ReferenceKeys reference_keys(const ContributionCall& call) {
     keys.value = zero_where(block.key_padding.unsqueeze(1).unsqueeze(-1), keys.value);
   }
   keys.projection = wide(call.out_proj_weight);
-  const int64_t d_v = call.value.size(3);
-  const int64_t H = call.out_proj_weight.size(1) / std::max<int64_t>(1, d_v);
-  const at::Tensor value = at::repeat_interleave(keys.value, H / call.value.size(1), 1);
-  // [B, S, H, D]
-  at::Tensor vectors =
-      at::matmul(value, keys.projection.unflatten(1, {H, d_v}).permute({1, 2, 0})).transpose(1, 2);
-  if (block.maps[kValueNorms]) keys.value_norms = vector_norms(vectors).transpose(1, 2);
+  const int64_t H = weights.size(1), d_v = call.value.size(3);
+  const auto transformed = [&](const at::Tensor& values) {  // [B, S, H, D]
+    const at::Tensor by_head = at::repeat_interleave(values, H / call.value.size(1), 1);
+    const at::Tensor projections = keys.projection.unflatten(1, {H, d_v}).permute({1, 2, 0});
+    return at::matmul(by_head, projections).transpose(1, 2);
+  };
+  if (block.maps[kValueNorms]) {
+    keys.value_norms = vector_norms(transformed(keys.value)).transpose(1, 2);
+  }
+  // What a key holds that nobody weighs does not count in pairs, nor in their gradients.
+  const at::Tensor unseen = (weights == 0).flatten(1, 2).all(1);
+  keys.value = zero_where(unseen.unsqueeze(1).unsqueeze(-1), keys.value);
+  at::Tensor vectors = transformed(keys.value);
   keys.grams[0] = at::matmul(vectors, vectors.transpose(2, 3));
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
     vectors = apply_norm(vectors, wide(block.norm_weight[n]), block.centered[n], kTorchArithmetic);
@@ -298,9 +316,9 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
 namespace {
 
 // The maps of a call whose weights and keys are there; value_norms is undefined.
-MapTensors reference_pairs(const at::Tensor& given_weights, const ReferenceKeys& keys,
+//   weights: 0 where hidden
+MapTensors reference_pairs(const at::Tensor& weights, const ReferenceKeys& keys,
                            const Block& block) {
-  const at::Tensor weights = hide(wide(given_weights), block);
   const at::Tensor by_key = weights.permute({0, 3, 2, 1});  // [B, S, rows, H]
   const at::Tensor unseen = (by_key == 0).all(-1);          // [B, S, rows]
   const std::array<at::Tensor, 3> scales = pair_scales(block, at::kDouble);
@@ -325,14 +343,29 @@ MapTensors reference_pairs(const at::Tensor& given_weights, const ReferenceKeys&
 }  // namespace
 
 MapTensors reference_maps(const ContributionCall& call) {
-  const ReferenceKeys keys = reference_keys(call);
-  MapTensors maps = reference_pairs(weights_of(call.source), keys, call.block);
+  // In float64 from the start, which autocast leaves alone, also on the way back.
+  ContributionCall exact = call;
+  WeightsSource& source = exact.source;
+  for (at::Tensor* tensor : {&source.query, &source.key, &source.w1, &source.w2}) {
+    *tensor = wide(*tensor);
+  }
+  for (std::optional<at::Tensor>* tensor : {&source.options.key_bias, &source.options.attn_mask}) {
+    if (is_present(*tensor) && (*tensor)->is_floating_point()) *tensor = wide(**tensor);
+  }
+  const at::Tensor weights = hide(wide(weights_of(exact)), call.block);
+  const ReferenceKeys keys = reference_keys(call, weights);
+  MapTensors maps = reference_pairs(weights, keys, call.block);
   maps[kValueNorms] = keys.value_norms;
   const at::ScalarType type = arithmetic_type(call);
   for (at::Tensor& map : maps) {
     if (map.defined()) map = map.to(type);
   }
   return maps;
+}
+
+MapTensors checked_reference_maps(const ContributionCall& call) {
+  check_contributions(call);
+  return reference_maps(call);
 }
 
 }  // namespace ikattn

@@ -21,13 +21,15 @@ struct ReferenceKeys {
   std::array<at::Tensor, 3> grams;  // [B, S, H, H]: of f as it is, through the first norm, both
   at::Tensor value_norms;           // [B, H, S]
 };
-ReferenceKeys reference_keys(const ContributionCall& call);
+// weights: those of the call, 0 where hidden.
+ReferenceKeys reference_keys(const ContributionCall& call, const at::Tensor& weights);
 
 // The call for the queries [i0, i0 + rows) alone.
 ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows);
 
-// The weights of a source, [B, H, T, S]: the given ones, or from query and key.
-at::Tensor weights_of(const WeightsSource& source, const Arithmetic& arithmetic = kTorchArithmetic);
+// The weights of a call, [B, H, T, S]: the given ones, or from query and key.
+at::Tensor weights_of(const ContributionCall& call,
+                      const Arithmetic& arithmetic = kTorchArithmetic);
 
 // [B, rows] true on the rows whose own pair counts for nothing; undefined: none.
 at::Tensor own_padding(const Block& block, int64_t rows);
@@ -67,6 +69,8 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
 
 // All maps, in the arithmetic type of the call.
 MapTensors reference_maps(const ContributionCall& call);
+// The same of arguments that are looked at first.
+MapTensors checked_reference_maps(const ContributionCall& call);
 
 // The arithmetic type of a call: float64 if an input is, otherwise float32.
 at::ScalarType arithmetic_type(const ContributionCall& call);

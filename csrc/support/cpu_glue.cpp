@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "support/memory.h"
+
 namespace ikattn {
 namespace {
 
@@ -24,13 +26,17 @@ void run_tasks(int threads, int64_t count, void (*task)(void*, int64_t, int), vo
 
 }  // namespace
 
-TorchExecutor::TorchExecutor(double work) {
+TorchExecutor::TorchExecutor(const char* function, double work) : function_(function) {
   threads = work < kSerialWork || at::in_parallel_region() ? 1 : at::get_num_threads();
   run = run_tasks;
   owner = this;
   allocate = [](void* self, int64_t bytes) {
     auto* executor = static_cast<TorchExecutor*>(self);
-    executor->memory_ = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
+    executor->memory_ = with_memory(
+        [&] { return c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes)); },
+        [&] {
+          return c10::str(executor->function_, ": no memory for ", bytes, " bytes", kWorkingMemory);
+        });
     return executor->memory_.get();
   };
 }

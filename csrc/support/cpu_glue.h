@@ -24,9 +24,10 @@ namespace ikattn {
 // is torch's: counted, and out of memory reported, as that of a tensor.
 class TorchExecutor : public Executor {
  public:
-  explicit TorchExecutor(double work);
+  TorchExecutor(const char* function, double work);
 
  private:
+  const char* function_;  // whose memory it is
   c10::DataPtr memory_;
 };
 

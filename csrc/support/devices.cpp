@@ -20,12 +20,56 @@ std::string why_no_kernels(const c10::Device& device) {
 #endif
 }
 
+std::string cuda::why_not_on_this_gpu(const std::string& error) {
+  // Of a launch, and of a question about a kernel.
+  for (const char* no_code :
+       {"no kernel image", "invalid device function", "unsupported toolchain"}) {
+    if (error.find(no_code) == std::string::npos) continue;
+    return error +
+           " (ikattn was built for other architectures than this GPU's, or by a newer CUDA than "
+           "its driver's. python -m ikattn info names what it was built for: from compute "
+           "capability 8.0 on, set TORCH_CUDA_ARCH_LIST and build again; before, there are no "
+           "kernels)";
+  }
+  return error;
+}
+
 namespace {
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("why_no_kernels(Device device) -> str",
         [](c10::Device device) { return why_no_kernels(device); });
 }
+
+constexpr const char* kOperators[] = {
+    "implicit_kernel_attention",  "implicit_kernel_attention_backward",
+    "implicit_kernel_weights",    "implicit_kernel_weights_backward",
+    "spectral_features",          "spectral_features_backward",
+    "dropout_keep_mask",          "contribution_maps",
+    "streamed_contribution_maps", "contribution_maps_backward"};
+
+// A call with tensors that are not dense, which is checked before it comes here but in inference
+// mode and in a backward: the check names the argument.
+void refuse_layout(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const std::string& name = op.operator_name().name;
+  const std::string own = name.substr(name.rfind(':') + 1);
+  c10::Dispatcher::singleton()
+      .findSchemaOrThrow(("ikattn::check_" + own).c_str(), "")
+      .callBoxed(stack);
+  TORCH_CHECK(false, own, ": every tensor must be dense (strided)");
+}
+
+void refuse_layouts(torch::Library& m) {
+  m.impl("attention_from_features", torch::CppFunction::makeFromBoxedFunction<refuse_layout>());
+  for (const char* name : kOperators) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<refuse_layout>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(ikattn, SparseCPU, m) { refuse_layouts(m); }
+TORCH_LIBRARY_IMPL(ikattn, SparseCUDA, m) { refuse_layouts(m); }
+TORCH_LIBRARY_IMPL(ikattn, SparseCsrCPU, m) { refuse_layouts(m); }
+TORCH_LIBRARY_IMPL(ikattn, SparseCsrCUDA, m) { refuse_layouts(m); }
 
 #if !defined(IKATTN_HAVE_CUDA)
 
@@ -40,11 +84,7 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CUDA, m) {
-  for (const char* name :
-       {"implicit_kernel_attention", "implicit_kernel_attention_backward",
-        "implicit_kernel_weights", "implicit_kernel_weights_backward", "spectral_features",
-        "spectral_features_backward", "dropout_keep_mask", "contribution_maps",
-        "streamed_contribution_maps", "contribution_maps_backward"}) {
+  for (const char* name : kOperators) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<refuse>());
   }
 }

@@ -13,6 +13,8 @@ std::string why_no_kernels(const c10::Device& device);
 namespace cuda {
 // Of a GPU; -1: the current one.
 std::string why_no_kernels(c10::DeviceIndex index);
+// What CUDA said of a launch, with what to do where the library has no code for this GPU.
+std::string why_not_on_this_gpu(const std::string& error);
 }  // namespace cuda
 
 }  // namespace ikattn

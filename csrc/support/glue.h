@@ -17,20 +17,4 @@ inline int compute_index(const at::Tensor& tensor) {
 Array array_of(const at::Tensor& tensor, at::IntArrayRef sizes);
 inline Array array_of(const at::Tensor& tensor) { return array_of(tensor, tensor.sizes()); }
 
-// make(), which allocates. Where there is no memory, torch says how much was asked for, and this by
-// whom and for what.
-template <typename Make>
-auto with_memory_for(const char* function, const char* what, const Make& make) {
-  try {
-    return make();
-  } catch (const c10::OutOfMemoryError& error) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, function, ": no memory for ", what, ": ",
-                     error.what_without_backtrace());
-  } catch (const c10::AcceleratorError&) {
-    throw;  // a fault of earlier work, which shows wherever the device is asked next
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, function, ": no memory for ", what, ": ", error.what_without_backtrace());
-  }
-}
-
 }  // namespace ikattn

@@ -5,6 +5,8 @@ IKATTN_TEST_DEVICE=simt: without a GPU, in the interpreter (devices.py).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,24 @@ if not IN_THE_INTERPRETER:
 
 needs_a_gpu = pytest.mark.skipif(IN_THE_INTERPRETER, reason="the interpreter is no GPU")
 large = pytest.mark.skipif(IN_THE_INTERPRETER, reason="takes the interpreter minutes")
+
+
+@contextlib.contextmanager
+def memory_limited_to(free: int) -> Iterator[None]:
+    """Tensors can have so many bytes there, beside what they hold."""
+    if IN_THE_INTERPRETER:
+        torch.ops.ikattn_simt.limit_memory(free)
+    else:
+        held = torch.cuda.memory_reserved()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((held + free) / total)
+    try:
+        yield
+    finally:
+        if IN_THE_INTERPRETER:
+            torch.ops.ikattn_simt.limit_memory(-1)
+        else:
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, Any]:

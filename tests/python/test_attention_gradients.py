@@ -13,6 +13,7 @@ from agreement import (
     assert_gradients_accurate,
     assert_identical,
     direction,
+    error,
     gradient_scales,
     gradients,
 )
@@ -171,3 +172,71 @@ def test_hidden_pairs_of_a_float_mask_have_no_gradient(sample: Sample, dtype: to
     arguments = sample.arguments(dtype)
     found = gradients(attention, arguments, ["attn_mask"])["attn_mask"]
     assert (found[arguments["attn_mask"] == -torch.inf] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 1, 64), (2048, 1), (4, 1, 1, 1)], ids=str)
+def test_gradients_of_broadcast_masks_are_sums_that_keep_their_digits(
+    shape: tuple[int, ...],
+) -> None:
+    torch.manual_seed(0)
+    call = {"query": torch.randn(4, 4, 2048, 16), "attn_mask": torch.randn(shape)}
+    call |= {name: torch.randn(4, 4, 64, 16) for name in ("key", "value")}
+    call |= {name: 0.1 * torch.randn(4, 16, 16) for name in ("w1", "w2")}
+    incoming = torch.randn(4, 4, 2048, 16)
+    wide = gradients(reference, converted(call, torch.float64), ["attn_mask"], incoming.double())[
+        "attn_mask"
+    ]
+    got, other = (
+        gradients(function, call, ["attn_mask"], incoming)["attn_mask"]
+        for function in (attention, reference)
+    )
+    # What is added up vanishes as a whole where every key of a row gets the same.
+    scale = 0.0 if shape[-1] == 64 else 1.0
+    assert error(got, wide, scale) <= max(2 * error(other, wide, scale), 1e-6)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
+    """Those of units are summed in groups of 8 MiB: three of them here, that part batch items."""
+    torch.manual_seed(0)
+    sets = (9, 2) if per_sample else (2,)
+    call = {name: torch.randn(9, 2, 5, 256) for name in ("key", "value")}
+    call |= {"query": torch.randn(9, 4, 5, 256), "enable_gqa": True}
+    call |= {"key_bias": torch.randn(9, 4, 5)}  # so that the key side is per head
+    call |= {name: 0.1 * torch.randn(*sets, 256, 256) for name in ("w1", "w2")}
+    call = converted(call, torch.float64)
+    incoming = torch.randn(9, 4, 5, 256, dtype=torch.float64)
+    got, expected = (gradients(f, call, ["w1", "w2"], incoming) for f in (attention, reference))
+    for name, gradient in got.items():
+        assert_close(gradient, expected[name], 1e-12, name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "p"),  # in float32 magnitudes are lost beside such a mask
+    [(torch.float64, 2.0), (torch.float64, None), (torch.float32, None), (torch.bfloat16, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["mask", "bias"])
+def test_rows_of_the_lowest_number_have_their_gradients(
+    way: str, dtype: torch.dtype, p: float | None
+) -> None:
+    """As Hugging Face's masks hide padding: such rows are like rows without the mask."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 300, 8).to(dtype).unbind()
+    call = {"query": query, "key": key, "value": value}
+    call |= dict(zip(("w1", "w2"), 0.1 * torch.randn(2, 2, 8, 16).to(dtype), strict=True))
+    lowest = {}
+    if way == "mask":
+        mask = torch.zeros(300, 300, dtype=dtype)
+        mask[5] = torch.finfo(dtype).min
+        lowest["attn_mask"] = mask
+    else:
+        lowest["key_bias"] = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
+    incoming = torch.zeros(1, 2, 300, 8, dtype=dtype)
+    incoming[:, :, 5] = 1
+    names = ["value", "key", "query", "w1"]
+    attention = ikattn.implicit_kernel_attention
+    got = gradients(attention, call | lowest | {"p": p}, names, incoming)
+    expected = gradients(attention, call | {"p": p}, names, incoming)
+    for name in names:
+        assert_close(got[name], expected[name], max(1e-5, 4 * torch.finfo(dtype).eps), name)

@@ -237,21 +237,42 @@ def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
     assert (maps.summed.triu(1) == 0).all()
 
 
-@pytest.mark.parametrize("name", ["summed", "per_head"])
-def test_what_a_key_without_weight_holds_never_shows(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "create_graph"),
+    [
+        ("summed", False),
+        ("summed", True),
+        ("with_residual", False),
+        ("with_residual", True),
+        ("per_head", False),  # through value_norms, where a second derivative would meet the NaN
+    ],
+)
+def test_what_a_key_without_weight_holds_never_shows(name: str, create_graph: bool) -> None:
     weights, value = torch.rand(2, 3, 5, 6), torch.randn(2, 3, 6, 4)
     weights[..., 2] = 0
+    residual = torch.randn(2, 5, 12)
     results = []
     for rubbish in (1.0, torch.nan):
         value[:, :, 2] = rubbish
         call = [x.clone().requires_grad_() for x in (weights, value, torch.ones(12, 12))]
-        found = getattr(ikattn.contributions(*call, maps=[name]), name)
-        results.append([found, *torch.autograd.grad(found.sum(), call)])
+        found = getattr(ikattn.contributions(*call, residual=residual, maps=[name]), name)
+        gradients = torch.autograd.grad(found.sum(), call, create_graph=create_graph)
+        results.append([found, *gradients])
     others = [0, 1, 3, 4, 5]
     for result in results:  # what the weight would bring is not there where the key is NaN
         assert all(x.isfinite().all() for x in result)
         result[1] = result[1][..., others]
     assert_identical(*results)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_heads_of_no_size_have_gradients(create_graph: bool) -> None:
+    weights = torch.rand(1, 2, 3, 3, requires_grad=True)
+    value = torch.rand(1, 2, 3, 0, requires_grad=True)
+    maps = ikattn.contributions(weights, value, torch.rand(4, 0), maps=["summed"])
+    assert maps.summed is not None
+    found = torch.autograd.grad(maps.summed.sum(), (weights, value), create_graph=create_graph)
+    assert_identical(found, [torch.zeros(1, 2, 3, 3), torch.zeros(1, 2, 3, 0)])
 
 
 def test_negated_views_have_the_gradients_of_their_numbers() -> None:

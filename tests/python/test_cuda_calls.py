@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import ikattn
-from agreement import assert_close
-from gpu import DEVICE, IN_THE_INTERPRETER, drawn_on_gpu, large, needs_a_gpu
+from agreement import assert_close, assert_identical
+from gpu import (
+    DEVICE,
+    IN_THE_INTERPRETER,
+    drawn_on_gpu,
+    large,
+    memory_limited_to,
+    needs_a_gpu,
+)
 from samples import DTYPES, Arguments, name_of
 
 attention = ikattn.implicit_kernel_attention
@@ -42,11 +54,111 @@ def dropping() -> tuple[Arguments, Tensor]:
     return call | {"dropout_p": 0.2, "dropout_seed": seed}, seed
 
 
-def results(call: Arguments, names: list[str] = GRADIENTS) -> list[Tensor]:
-    """Output and gradients, on the current stream."""
-    leaves = [call[name] for name in names]
-    output = attention(**call)
-    return [output.detach(), *torch.autograd.grad(output, leaves, torch.ones_like(output))]
+@dataclass
+class Work:
+    """A call, and its arguments whose gradients are made, too."""
+
+    function: Callable[..., Tensor]
+    arguments: Arguments
+    leaves: list[str] = field(default_factory=lambda: list(GRADIENTS))
+
+    def __post_init__(self) -> None:
+        for name in self.leaves:
+            self.arguments[name].requires_grad_()
+
+    def __call__(self, **others: Tensor) -> list[Tensor]:
+        """Output and gradients, on the current stream."""
+        call = self.arguments | others
+        output = self.function(**call)
+        if not self.leaves:
+            return [output]
+        leaves = [call[name] for name in self.leaves]
+        return [output.detach(), *torch.autograd.grad(output, leaves, torch.ones_like(output))]
+
+
+def attending(*sizes: Any, **options: Any) -> Work:
+    return Work(attention, drawn_on_gpu(*sizes) | options)
+
+
+def masked(*shape: int) -> Work:
+    """With the gradients of mask and bias."""
+    call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16)
+    call["attn_mask"] = torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+    call["key_bias"] = torch.randn(4, 200, device=DEVICE, dtype=torch.bfloat16)
+    return Work(attention, call, [*GRADIENTS, "attn_mask", "key_bias"])
+
+
+def weighing(**options: Any) -> Work:
+    call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16) | options
+    del call["value"]
+    return Work(ikattn.implicit_kernel_weights, call, ["query", "key", "w1", "w2"])
+
+
+def all_maps(maps: Callable[..., ikattn.Contributions], names: list[str], heads: int) -> Work:
+    torch.manual_seed(0)
+    sizes = {
+        "attn_weights": (1, heads, 70, 70),
+        "query": (1, heads, 70, 16),
+        "key": (1, heads, 70, 16),
+        "value": (1, heads, 70, 8),
+        "out_proj_weight": (32, heads * 8),
+        "residual": (1, 70, 32),
+    }
+    names = [*names, "value", "out_proj_weight", "residual"]
+    call: Arguments = {name: torch.rand(sizes[name], device=DEVICE) for name in names}
+    ones = torch.ones(32, device=DEVICE), torch.ones(1, 70, device=DEVICE)
+    norm = ikattn.NormStats(*ones)
+
+    def joined(**arguments: Tensor) -> Tensor:
+        found = maps(**arguments, norm=norm, second_norm=norm)
+        every = [found.value_norms, found.summed, found.with_residual, found.with_norm]
+        every += [found.encoder, *found.mixing_ratio.values()]
+        return torch.cat([x.flatten() for x in every if x is not None])
+
+    return Work(joined, call, names)
+
+
+def features() -> Work:
+    call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16)
+    tokens = {"x": call["query"], "w1": call["w1"], "w2": call["w2"]}
+    return Work(ikattn.spectral_features, tokens, list(tokens))
+
+
+def kept(seed: Tensor) -> Tensor:
+    return ikattn.dropout_keep_mask(seed, (2, 4, 200, 200), 0.2)
+
+
+HALF = torch.bfloat16
+# A call for every kind of kernels; Hopper's own take two of them where they are on.
+KINDS: dict[str, Callable[[], Work]] = {
+    "folded": lambda: attending(8, 33, 200, 300, 64, 64, HALF),
+    "causal": lambda: attending(8, 33, 200, 200, 64, 64, torch.float16, is_causal=True),
+    "shared keys": lambda: attending(1, 2, 3, 3000, 64, 100, HALF),
+    "general": lambda: attending(2, 4, 200, 200, 64, 16, HALF, is_causal=True, magnitude_scale=3.0),
+    "float mask": lambda: masked(200, 200),
+    "mask of keys": lambda: masked(200),
+    "mask of rows": lambda: masked(2, 1, 200, 1),
+    "dropout": lambda: Work(attention, dropping()[0]),
+    "wide": lambda: attending(2, 4, 200, 300, 160, 100, torch.float16),
+    "wide and dropout": lambda: attending(
+        2, 4, 200, 200, 160, 16, HALF, dropout_p=0.2, dropout_seed=dropping()[1], is_causal=True
+    ),
+    "without pairs": lambda: attending(1, 4, 2000, 2000, 64, 16, HALF),
+    "float32": lambda: attending(2, 4, 200, 200, 64, 16, torch.float32),
+    "float64": lambda: attending(1, 2, 70, 130, 64, 16, torch.float64),
+    "weights": lambda: weighing(dropout_p=0.2, dropout_seed=dropping()[1]),
+    "average weights": lambda: weighing(average_heads=True),
+    "features": features,
+    "keep mask": lambda: Work(kept, {"seed": dropping()[1]}, []),
+    "maps": lambda: all_maps(ikattn.contributions, ["attn_weights"], 4),
+    "maps of many heads": lambda: all_maps(ikattn.contributions, ["attn_weights"], 70),
+    "streamed maps": lambda: all_maps(ikattn.streamed_contributions, ["query", "key"], 12),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def results(call: Arguments) -> list[Tensor]:
+    return Work(attention, call, [name for name in GRADIENTS if call[name].requires_grad])()
 
 
 def captured(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
@@ -62,22 +174,46 @@ def captured(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
     return graph, written
 
 
+@large
+@every_kind
+def test_the_same_call_gives_the_same_bits(kind: str) -> None:
+    work = KINDS[kind]()
+    first = [x.cpu() for x in work()]
+    for _ in range(5):
+        assert_identical([x.cpu() for x in work()], first)
+
+
 @needs_a_gpu
-def test_a_call_runs_on_the_current_stream() -> None:
-    call, _ = dropping()
-    for name in GRADIENTS:
-        call[name].requires_grad_()
-    expected = results(call)
+@every_kind
+def test_a_call_runs_on_the_current_stream(kind: str) -> None:
+    work = KINDS[kind]()
+    expected = work()
+    name, tensor = next(iter(work.arguments.items()))
     stream = torch.cuda.Stream()
-    late = call["query"].detach().clone().zero_()
+    late = torch.zeros_like(tensor).requires_grad_(False)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # what another stream would not wait for
-        late.copy_(call["query"])
-        found = results(call | {"query": late.requires_grad_()})
+        late.copy_(tensor.detach())
+        found = work(**{name: late.requires_grad_(name in work.leaves)})
     stream.synchronize()
     for got, right in zip(found, expected, strict=True):
         assert torch.equal(got, right)
+
+
+@needs_a_gpu
+@every_kind
+def test_a_call_can_be_captured(kind: str) -> None:
+    """Which it could not if it waited for the host."""
+    work = KINDS[kind]()
+    expected = [x.clone() for x in work()]
+    graph, written = captured(work)
+    for _ in range(2):
+        for each in written:
+            each.zero_()
+        graph.replay()
+        for got, right in zip(written, expected, strict=True):
+            assert torch.equal(got, right)
 
 
 @needs_a_gpu
@@ -88,7 +224,7 @@ def test_every_replay_of_a_graph_reads_the_seed(backward: bool) -> None:
         call[name].requires_grad_(backward)
 
     def run() -> list[Tensor]:
-        return results(call) if backward else [attention(**call)]
+        return results(call)
 
     expected = []
     for offset in (2, 3):
@@ -101,26 +237,6 @@ def test_every_replay_of_a_graph_reads_the_seed(backward: bool) -> None:
         graph.replay()
         for got, each in zip(written, right, strict=True):
             assert torch.equal(got, each)
-
-
-@needs_a_gpu
-def test_gradients_of_maps_can_be_captured() -> None:
-    torch.manual_seed(0)
-    weights = torch.rand(1, 4, 40, 40, device=DEVICE, requires_grad=True)
-    value = torch.randn(1, 4, 40, 8, device=DEVICE, requires_grad=True)
-    projection = torch.randn(32, 32, device=DEVICE, requires_grad=True)
-    leaves = (weights, value, projection)
-
-    def run() -> list[Tensor]:
-        norms = ikattn.contributions(*leaves, maps=["summed"]).summed
-        assert norms is not None
-        return [norms.detach(), *torch.autograd.grad(norms.sum(), leaves)]
-
-    expected = run()
-    graph, written = captured(run)
-    graph.replay()
-    for got, right in zip(written, expected, strict=True):
-        assert torch.equal(got, right)
 
 
 @needs_a_gpu
@@ -196,19 +312,77 @@ def test_tokens_with_offsets_beyond_32_bits() -> None:
 @needs_a_gpu
 def test_memory_that_is_not_there_is_named() -> None:
     call = drawn_on_gpu(1, 1, 1 << 20, 64, 8, 64, torch.bfloat16)
-    total = torch.cuda.get_device_properties(0).total_memory
-    try:
-        torch.cuda.set_per_process_memory_fraction(
-            (torch.cuda.memory_reserved() + (100 << 20)) / total
-        )
-        with pytest.raises(
+    with (
+        memory_limited_to(100 << 20),
+        pytest.raises(
             torch.OutOfMemoryError,
-            match=r"implicit_kernel_attention: of its working memory, .* bytes so far, the next",
-        ):
-            attention(**call)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+            match=r"attention: no memory for \d+ bytes beyond \d+ of its working memory",
+        ),
+    ):
+        attention(**call)
     attention(**call)
+
+
+def attended(call: Arguments) -> list[Tensor]:
+    return [attention(**call)]
+
+
+def weighed(call: Arguments) -> list[Tensor]:
+    weights = ikattn.implicit_kernel_weights(call["query"], call["key"], call["w1"])
+    return [weights, *torch.autograd.grad(weights.sum(), [call["query"], call["w1"]])]
+
+
+@functools.cache
+def projection() -> Tensor:
+    return torch.eye(80, device=DEVICE, dtype=torch.bfloat16)
+
+
+def mapped(call: Arguments) -> list[Tensor]:
+    tokens = [call[name].detach() for name in GRADIENTS[:3]]
+    return [ikattn.streamed_contributions(*tokens, projection(), maps=["summed"]).summed]
+
+
+NAMED = r"(implicit_kernel|(streamed_)?contribution)\w+: no memory for "
+
+
+@pytest.mark.skipif(not IN_THE_INTERPRETER, reason="a GPU's memory comes in large pieces")
+@pytest.mark.parametrize("work", [attended, results, weighed, mapped])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_may_be_missing_anywhere(
+    work: Callable[[Arguments], list[Tensor]], causal: bool
+) -> None:
+    """Whatever a call cannot have, it says so, leaves nothing behind, and the next one runs."""
+    call = drawn_on_gpu(1, 2, 70, 70, 40, 16, torch.bfloat16) | {"is_causal": causal}
+    for name in GRADIENTS:
+        call[name].requires_grad_()
+    expected = [x.cpu() for x in work(call)]
+    refusals, found = [], None
+    for free in itertools.count(0, 1 << 14):
+        with memory_limited_to(free):
+            try:
+                found = work(call)
+                break
+            except torch.OutOfMemoryError as error:
+                refusals.append(str(error))
+    assert len(refusals) > 3
+    assert [text for text in refusals if not re.match(NAMED, text)] == []
+    assert_identical([x.cpu() for x in found], expected)
+
+
+def test_the_backward_reads_results_as_they_lie() -> None:
+    call = drawn_on_gpu(2, 4, 30, 40, 64, 16, torch.float32)
+    tensors = [call[name] for name in GRADIENTS]
+    output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(*tensors)
+
+    def backward(output: Tensor, log_normalizer: Tensor) -> list[Tensor]:
+        wanted = [True] * 5 + [False] * 2
+        found = torch.ops.ikattn.implicit_kernel_attention_backward(
+            torch.ones_like(output), *tensors, output, log_normalizer, wanted=wanted
+        )
+        return [x.cpu() for x in found]
+
+    turned = [x.mT.contiguous().mT for x in (output, log_normalizer)]
+    assert_identical(backward(*turned), backward(output, log_normalizer))
 
 
 def test_tensors_of_two_devices_are_refused() -> None:

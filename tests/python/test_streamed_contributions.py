@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,6 +145,40 @@ def test_what_hidden_keys_hold_never_shows(kernel: str, hide: str) -> None:
     assert_identical(*results)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_what_padded_queries_hold_never_shows(kernel: str, create_graph: bool) -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    options: dict[str, Any] = {"w1": 0.1 * torch.randn(4, 8, 5)} if kernel == "implicit" else {}
+    padding = torch.tensor([[False, False, True, False, True, False]]).expand(2, 6)
+    results = []
+    for rubbish in (0.0, torch.nan):
+        q[:, :, padding[0]] = rubbish
+        call = [x.clone().requires_grad_() for x in (q, k, v, torch.ones(32, 32))]
+        found = ikattn.streamed_contributions(*call, query_padding=padding, **options).summed
+        assert found is not None
+        gradients = torch.autograd.grad(found.sum(), call, create_graph=create_graph)
+        results.append([found, *gradients])
+    assert all(x.isfinite().all() for x in results[0])
+    assert_identical(*results)
+
+
+def test_value_norms_alone_make_no_weights() -> None:
+    """They would be 100 MiB at a time here, and 0.3 * 10^12 of them in all."""
+    program = """
+        import resource, torch, ikattn
+        torch.set_num_threads(1)
+        query = torch.randn(1, 8, 200_000, 4)
+        value, projection = torch.randn(1, 8, 200_000, 2), torch.randn(4, 16)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ikattn.streamed_contributions(query, query, value, projection, maps=["value_norms"])
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    assert int(result.stdout) / 1024 < 60
+
+
 def test_streaming_many_rounds_gives_what_one_gives() -> None:
     """Enough pairs for several rounds of queries, in the backward too."""
     torch.manual_seed(5)
@@ -204,6 +239,34 @@ def test_autocast_changes_nothing() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = maps_and_gradients()
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+@pytest.mark.parametrize("way", ["create_graph", "grad", "vmap", "vmap of grad", "jvp"])
+def test_autocast_changes_nothing_in_transformations(way: str, kernel: str) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 3, 1, 4, 9, 5).unbind()
+    projection = torch.randn(6, 20)
+    options: dict[str, Any] = {"w1": torch.randn(4, 5, 3) / 5} if kernel == "implicit" else {}
+
+    def summed(k: Tensor) -> Tensor:
+        q, v = query[0], value[0]
+        found = ikattn.streamed_contributions(q, k, v, projection, **options).summed
+        assert found is not None
+        return found
+
+    ways: dict[str, Callable[[], Any]] = {
+        "create_graph": lambda: torch.autograd.grad(
+            summed(leaf := key[0].clone().requires_grad_()).sum(), leaf, create_graph=True
+        )[0],
+        "grad": lambda: torch.func.grad(lambda k: summed(k).sum())(key[0]),
+        "vmap": lambda: torch.func.vmap(summed)(key),
+        "vmap of grad": lambda: torch.func.vmap(torch.func.grad(lambda k: summed(k).sum()))(key),
+        "jvp": lambda: torch.func.jvp(summed, (key[0],), (key[1],))[1],
+    }
+    expected = ways[way]()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ways[way](), expected)
 
 
 def test_opcheck_of_streamed_weights() -> None:
@@ -275,3 +338,35 @@ def test_errors_of_the_streamed_maps_name_the_argument(
     }
     with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
         ikattn.streamed_contributions(**(call | changes))
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_half_precision_are_not_rounded(kernel: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 20, 8).to(dtype).unbind()
+    projection, mask = torch.randn(32, 32).to(dtype), torch.randn(4, 20, 20).to(dtype)
+    options: dict[str, Any] = {"attn_mask": mask, "key_bias": torch.randn(20).to(dtype)}
+    if kernel == "implicit":
+        options["w1"] = 0.1 * torch.randn(4, 8, 5)
+
+    def summed(convert: Any) -> Tensor:
+        tensors = [convert(x) for x in (query, key, value, projection)]
+        rest = {name: convert(x) for name, x in options.items()}
+        found = ikattn.streamed_contributions(*tensors, **rest, maps=["summed"]).summed
+        assert found is not None
+        return found
+
+    assert_close(summed(lambda x: x), summed(Tensor.double), 2e-6)
+
+
+def test_a_bias_may_be_one_number() -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
+    projection = torch.randn(8, 8)
+    for options in ({}, {"w1": 0.1 * torch.randn(2, 4, 3)}):
+        found = [
+            ikattn.streamed_contributions(query, key, value, projection, **options, key_bias=bias)
+            for bias in (torch.tensor(0.5), torch.full((5,), 0.5))
+        ]
+        for name, map_ in named(found[0]).items():
+            assert_identical([map_], [named(found[1])[name]])

@@ -47,20 +47,22 @@ struct Cpu {
     const AttentionParams params = with_context(given, query);
     const SixteenBitKernels* narrow = sixteen_bit_kernels(params, false);
     const auto forward = narrow ? narrow->forward : kernels().forward[compute_index(query)];
-    forward(params, TorchExecutor(work));
+    forward(params, TorchExecutor("implicit_kernel_attention", work));
   }
   static void backward(const AttentionBackwardParams& given, const at::Tensor& query, double work) {
     const AttentionBackwardParams params = with_context(given, query);
     const SixteenBitKernels* narrow = sixteen_bit_kernels(params, true);
     const auto backward = narrow ? narrow->backward : kernels().backward[compute_index(query)];
-    backward(params, TorchExecutor(work));
+    backward(params, TorchExecutor("implicit_kernel_attention_backward", work));
   }
   static void weights(const WeightsParams& params, const at::Tensor& query, double work) {
-    kernels().weights[compute_index(query)](with_context(params, query), TorchExecutor(work));
+    kernels().weights[compute_index(query)](with_context(params, query),
+                                            TorchExecutor("implicit_kernel_weights", work));
   }
   static void features(const FeaturesParams& params, bool backward, const at::Tensor& x,
                        double work) {
-    kernels().features[compute_index(x)](params, backward, TorchExecutor(work));
+    const char* function = backward ? "spectral_features_backward" : "spectral_features";
+    kernels().features[compute_index(x)](params, backward, TorchExecutor(function, work));
   }
 
  private:
@@ -80,7 +82,9 @@ at::Tensor attention_from_features_cpu(const at::Tensor& query_features,
                                        const at::Tensor& value, double eps) {
   const FromFeaturesSizes sizes =
       check_from_features(query_features, key_features, logits, value, eps);
-  const at::Tensor output = at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, value.options());
+  const at::Tensor output = with_memory_for("attention_from_features", "the output", [&] {
+    return at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, value.options());
+  });
   FromFeaturesParams params{sizes.B, sizes.H,   sizes.L,         sizes.S,
                             sizes.F, sizes.d_v, sizes.key_heads, sizes.value_heads};
   params.query = array_of(query_features);
@@ -92,17 +96,15 @@ at::Tensor attention_from_features_cpu(const at::Tensor& query_features,
   const double work = static_cast<double>(sizes.B * sizes.H) *
                       static_cast<double>(sizes.L * sizes.S) *
                       static_cast<double>(sizes.F + sizes.d_v);
-  kernels().from_features[compute_index(query_features)](params, TorchExecutor(work));
+  kernels().from_features[compute_index(query_features)](
+      params, TorchExecutor("attention_from_features", work));
   return output.transpose(1, 2);
 }
 
 at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
                                  int64_t S, double dropout_p) {
   check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
-  TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
-              "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ", S);
-  const at::Tensor keep =
-      at::ones({B, H, L, S}, at::TensorOptions().dtype(at::kBool).device(dropout_seed.device()));
+  const at::Tensor keep = whole_keep_mask(dropout_seed, B, H, L, S);
   if (dropout_p == 0) return keep;
   const at::Tensor numbers = dropout_seed.contiguous();
   const auto seed = static_cast<uint64_t>(numbers.const_data_ptr<int64_t>()[0]);
@@ -129,8 +131,8 @@ at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int6
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
   AttentionOperators<Cpu>::register_in(m);
-  m.impl("attention_from_features", attention_from_features_cpu);
-  m.impl("dropout_keep_mask", dropout_keep_mask_cpu);
+  implement<"attention_from_features", attention_from_features_cpu>(m);
+  implement<"dropout_keep_mask", dropout_keep_mask_cpu>(m);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ struct Cuda {
     run("implicit_kernel_weights", query, cuda::attention_kernels.weights, params);
   }
   static void features(const FeaturesParams& params, bool backward, const at::Tensor& x, double) {
-    cuda::Call call("spectral_features", x);
+    cuda::Call call(backward ? "spectral_features_backward" : "spectral_features", x);
     call.check(
         cuda::attention_kernels.features[compute_index(x)](params, backward, executor_of(call)));
   }
@@ -50,9 +50,7 @@ struct Cuda {
 at::Tensor dropout_keep_mask_cuda(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
                                   int64_t S, double dropout_p) {
   check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
-  TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
-              "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ", S);
-  const at::Tensor keep = at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
+  const at::Tensor keep = whole_keep_mask(dropout_seed, B, H, L, S);
   if (dropout_p == 0) return keep;
   const at::Tensor state = dropout_seed.contiguous();
   AttentionParams params;
@@ -70,7 +68,7 @@ at::Tensor dropout_keep_mask_cuda(const at::Tensor& dropout_seed, int64_t B, int
 
 TORCH_LIBRARY_IMPL(ikattn, IKATTN_CUDA_KEY, m) {
   AttentionOperators<Cuda>::register_in(m);
-  m.impl("dropout_keep_mask", dropout_keep_mask_cuda);
+  implement<"dropout_keep_mask", dropout_keep_mask_cuda>(m);
 }
 
 }  // namespace

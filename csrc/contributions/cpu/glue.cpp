@@ -41,24 +41,24 @@ struct Cpu {
       const at::Tensor grams = grams_of(projection, sizes);
       const double work = 2.0 * static_cast<double>(sizes.B * sizes.S) *
                           static_cast<double>(sizes.H * sizes.d_v * sizes.d_v);
-      kernels().value_norms(params, array_of(grams), TorchExecutor(work));
+      kernels().value_norms(params, array_of(grams), TorchExecutor("contributions", work));
       return;
     }
     const double work = static_cast<double>(sizes.B * sizes.S * sizes.H) *
                         static_cast<double>((sizes.H + sizes.d_v) * sizes.D);
-    kernels().factors[compute_index(keys.value)](params, TorchExecutor(work));
+    kernels().factors[compute_index(keys.value)](params, TorchExecutor("contributions", work));
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double work) {
-    kernels().pair_norms[compute_index(like)](params, TorchExecutor(work));
+    kernels().pair_norms[compute_index(like)](params, TorchExecutor("contributions", work));
   }
   static void pair_gradients(const PairGradientParams& params, const at::Tensor&, double work) {
-    kernels().pair_gradients(params, TorchExecutor(work));
+    kernels().pair_gradients(params, TorchExecutor(kMapsBackward, work));
   }
 };
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
   register_contribution_maps<contribution_maps_of<Cpu>>(m);
-  m.impl("contribution_maps_backward", maps_backward<contribution_gradients_of<Cpu>>);
+  implement<"contribution_maps_backward", maps_backward<contribution_gradients_of<Cpu>>>(m);
 }
 
 }  // namespace

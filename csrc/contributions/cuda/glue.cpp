@@ -13,7 +13,9 @@ struct Cuda {
                       const ContributionSizes& sizes) {
     const auto [B, H, G, T, S, d_v, D] = sizes;
     const int64_t step = std::min(tokens_at_a_time(sizes, keys.value.device()), S);
-    const at::Tensor buffer = at::empty({H * B * step * D}, keys.value.options());
+    const at::Tensor buffer = with_memory_for("contributions", "vectors of every head", [&] {
+      return at::empty({H * B * step * D}, keys.value.options());
+    });
     cuda::Call call("contributions", buffer);
     void* scratch = cuda::takes_gram_matrices(common, buffer.scalar_type() == at::kDouble)
                         ? nullptr
@@ -42,7 +44,7 @@ struct Cuda {
     call.check(cuda::contribution_kernels.pair_norms[compute_index(like)](params, call.stream()));
   }
   static void pair_gradients(const PairGradientParams& params, const at::Tensor& like, double) {
-    cuda::Call call("contributions", like);
+    cuda::Call call(kMapsBackward, like);
     const int64_t bytes = cuda::pair_gradient_scratch(params) * int64_t{sizeof(double)};
     auto* scratch = static_cast<double*>(call.allocate(bytes));
     call.check(cuda::contribution_kernels.pair_gradients(params, scratch, call.stream()));
@@ -51,7 +53,7 @@ struct Cuda {
 
 TORCH_LIBRARY_IMPL(ikattn, IKATTN_CUDA_KEY, m) {
   register_contribution_maps<contribution_maps_of<Cuda>>(m);
-  m.impl("contribution_maps_backward", maps_backward<contribution_gradients_of<Cuda>>);
+  implement<"contribution_maps_backward", maps_backward<contribution_gradients_of<Cuda>>>(m);
 }
 
 }  // namespace

@@ -7,6 +7,9 @@
 #include <vector>
 
 #include "support/cuda/launch.h"
+#include "support/devices.h"
+#include "support/glue.h"
+#include "support/memory.h"
 
 #if defined(IKATTN_SIMT)
 #include "simt/torch/device_call.h"
@@ -32,9 +35,6 @@ inline Stream current_stream(const c10::Device& device) {
 
 namespace ikattn::cuda {
 
-// What a launch returned, with what to do where the library has no code for this GPU.
-std::string why_not_on_this_gpu(const char* error);
-
 // The device of a call made current, its stream, and memory that lives as long as this object: the
 // allocator hands it out again only to work queued after.
 class Call {
@@ -48,16 +48,12 @@ class Call {
   Stream stream() const { return stream_; }
 
   void* allocate(int64_t bytes) {
-    try {
-      memory_.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
-    } catch (const c10::OutOfMemoryError& error) {
-      TORCH_CHECK_WITH(OutOfMemoryError, false, function_, ": of its working memory, ", taken_,
-                       " bytes so far, the next ", bytes,
-                       " could not be had. It is for features, weights' sums or vectors of every "
-                       "token, never for pairs: fewer sequences, heads or tokens in a call need "
-                       "less. ",
-                       error.what_without_backtrace());
-    }
+    const auto said = [&] {
+      return c10::str(function_, ": no memory for ", bytes, " bytes beyond ", taken_,
+                      kWorkingMemory);
+    };
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
+    memory_.push_back(with_memory([&] { return at::empty({bytes}, options); }, said));
     taken_ += bytes;
     return memory_.back().mutable_data_ptr();
   }

@@ -4,7 +4,8 @@
 // Read from the environment: IKATTN_WARPGROUPS, 1: the kernels for Hopper alone;
 // IKATTN_SIMT_MULTIPROCESSORS, how many the device says it has, 1 if it is not there.
 //
-// New memory is NaNs, and what is written before or behind it ends the process.
+// New memory is NaNs, and what is written before or behind it ends the process. There is as much as
+// torch.ops.ikattn_simt.limit_memory has said last.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -18,6 +19,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,12 +27,6 @@
 
 #include "simt/interpreter.h"
 #include "support/cuda/glue.h"
-
-namespace ikattn::cuda {
-
-std::string why_not_on_this_gpu(const char* error) { return error; }
-
-}  // namespace ikattn::cuda
 
 namespace ikattn::simt {
 namespace {
@@ -46,8 +42,10 @@ class DeviceMemory final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, kDevice};
     const size_t whole = (bytes + kZone - 1) / kZone * kZone + 2 * kZone;
-    auto* zone = static_cast<unsigned char*>(std::aligned_alloc(kZone, whole));
+    const bool fits = held_ + bytes <= limit_;
+    auto* zone = static_cast<unsigned char*>(fits ? std::aligned_alloc(kZone, whole) : nullptr);
     TORCH_CHECK_WITH(OutOfMemoryError, zone != nullptr, "simt: no memory for ", bytes, " bytes");
+    held_ += bytes;
     std::memset(zone, kUnwritten, whole);
     std::memcpy(zone, &bytes, sizeof(bytes));
     return {zone + kZone, zone, &release, kDevice};
@@ -56,8 +54,14 @@ class DeviceMemory final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
+  // Beside what is held; less than 0: any.
+  static void limit(int64_t bytes) {
+    limit_ = bytes < 0 ? kAny : held_ + static_cast<size_t>(bytes);
+  }
 
  private:
+  static constexpr size_t kAny = size_t{1} << 62;
+  inline static std::atomic<size_t> held_ = 0, limit_ = kAny;  // bytes
   static constexpr size_t kZone = 256;  // bytes before and behind, the alignment of CUDA's memory
   static constexpr int kUnwritten = 0xff;
 
@@ -73,6 +77,7 @@ class DeviceMemory final : public c10::Allocator {
       std::fprintf(stderr, "simt: a kernel wrote beside a tensor of %zu bytes\n", bytes);
       std::abort();
     }
+    held_ -= bytes;
     std::free(pointer);
   }
 };
@@ -158,6 +163,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
   m.impl("resize_", at::native::resize_);
+}
+
+TORCH_LIBRARY(ikattn_simt, m) {
+  m.def("limit_memory(int bytes) -> ()", [](int64_t bytes) { DeviceMemory::limit(bytes); });
 }
 
 const bool registered = [] {
