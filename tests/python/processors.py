@@ -34,10 +34,15 @@ def processor_flags() -> set[str]:
     return {*flags, *(["amd"] if "AuthenticAMD" in text else [])}
 
 
-def run_tests_with(capability: str, *arguments: str, **environment: str) -> None:
-    """pytest in a process of its own with that ATEN_CPU_CAPABILITY; skips without the processor."""
+def skip_without(capability: str) -> None:
+    """Torch takes ATEN_CPU_CAPABILITY at its word, on a processor without it, too."""
     if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
         pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
+
+
+def run_tests_with(capability: str, *arguments: str, **environment: str) -> None:
+    """pytest in a process of its own with that ATEN_CPU_CAPABILITY; skips without the processor."""
+    skip_without(capability)
     inherited = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     told = {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(

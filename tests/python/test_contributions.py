@@ -30,6 +30,7 @@ from contribution_samples import (
     replaced,
     vectors,
 )
+from processors import skip_without
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
@@ -83,6 +84,20 @@ def test_norms_are_right_where_their_squares_leave_the_range_of_float32(
         assert_close(found.summed, expected.summed, 1e-6, "summed")
     assert_close(found.value_norms, expected.value_norms, 1e-6, "value_norms")
     assert found.summed.isfinite().all()
+
+
+def test_own_pairs_and_ratios_are_right_where_squares_leave_the_range_of_float32() -> None:
+    torch.manual_seed(0)
+    weights, value = torch.rand(1, 3, 9, 9), torch.randn(1, 3, 9, 4)
+    projection, residual = torch.randn(8, 12), torch.randn(1, 9, 8)
+    found, expected = (
+        ikattn.contributions(weights, factor * value, projection, residual=factor * residual)
+        for factor in (2.0**80, 1.0)
+    )
+    assert found.with_residual is not None
+    assert_close(found.with_residual / 2.0**80, expected.with_residual, 1e-6)
+    for name, ratio in expected.mixing_ratio.items():
+        assert_close(found.mixing_ratio[name], ratio, 1e-6, name)
 
 
 @every_sample
@@ -364,6 +379,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_every_instruction_set_computes_the_definition(capability: str) -> None:
+    skip_without(capability)
     program = """
         import torch
         from agreement import error

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_identical
+from processors import skip_without
 
 # B, H, G, S, d_v, D; all but the last two with more tokens than that takes
 SHAPES = [
@@ -150,6 +151,7 @@ def test_gradients_are_those_of_the_definition() -> None:
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_on_every_instruction_set(capability: str) -> None:
+    skip_without(capability)
     program = (
         "import torch; from test_value_norms import SHAPES, largest_error; "
         "assert largest_error(SHAPES, torch.float32) < 5e-7"

@@ -9,11 +9,15 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
+// In float64: squares may leave the range of float32.
 template <typename T>
-__device__ __forceinline__ T dot_of_warp(const T* a, const T* b, int64_t D, int lane) {
-  T sum = 0;
-  for (int64_t c = lane; c < D; c += 32) sum += a[c] * b[c];
-  return sum_of_lanes(sum);
+__device__ __forceinline__ double norm_of_warp(const T* a, int64_t D, int lane) {
+  double sum = 0;
+  for (int64_t c = lane; c < D; c += 32) {
+    const auto x = static_cast<double>(a[c]);
+    sum += x * x;
+  }
+  return sqrt(sum_of_lanes(sum));
 }
 
 // row = the linear part of a norm of row, by one warp.
@@ -40,12 +44,12 @@ __global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorsOfVectors pa
   const T* vectors = static_cast<const T*>(params.vectors) + token * D;
   T* work = scratch + token * D;
   const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
-  const T smallest = sizeof(T) == 8 ? static_cast<T>(1e-300) : static_cast<T>(1e-37);
+  const double smallest = sizeof(T) == 8 ? 1e-150 : 1e-30;
   if (params.value_norms != nullptr) {
     for (int64_t h = warp; h < H; h += kWarps) {
-      const T square = dot_of_warp(vectors + h * pitch, vectors + h * pitch, D, lane);
+      const double norm = norm_of_warp(vectors + h * pitch, D, lane);
       if (lane == 0) {
-        static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] = sqrt(square);
+        static_cast<T*>(params.value_norms)[(b * H + h) * params.S + j] = static_cast<T>(norm);
       }
     }
   }
@@ -62,16 +66,17 @@ __global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorsOfVectors pa
     for (int64_t h = 0; h < H; ++h) {
       __syncthreads();  // row h has lost its parts along the rows before it
       const T* row = work + h * pitch;
-      const T square = dot_of_warp(row, row, D, lane);
-      const bool vanishes = square < smallest;  // false for NaN
-      const T norm = vanishes ? T(0) : sqrt(square);
-      const T inverse = vanishes ? T(0) : T(1) / norm;
-      if (threadIdx.x == 0) factors[0] = norm;
+      const double norm = norm_of_warp(row, D, lane);
+      const bool vanishes = norm < smallest;  // false for NaN
+      const T inverse = vanishes ? T(0) : static_cast<T>(1 / norm);
+      if (threadIdx.x == 0) factors[0] = vanishes ? T(0) : static_cast<T>(norm);
       for (int64_t k = h + 1 + warp; k < H; k += kWarps) {
         T* rest = work + k * pitch;
-        const T r = dot_of_warp(row, rest, D, lane) * inverse;
+        T r = 0;
+        for (int64_t c = lane; c < D; c += 32) r += row[c] * inverse * rest[c];
+        r = sum_of_lanes(r);
         if (lane == 0) factors[(k - h) * kFactorBlock] = r;
-        for (int64_t c = lane; c < D; c += 32) rest[c] -= r * inverse * row[c];
+        for (int64_t c = lane; c < D; c += 32) rest[c] -= r * (row[c] * inverse);
       }
       factors += (H - h) * kFactorBlock;
     }

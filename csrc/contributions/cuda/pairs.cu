@@ -35,6 +35,28 @@ __device__ __forceinline__ const T* factors_of(const PairParams& params, const v
          at.j % kFactorBlock;
 }
 
+// The norm of one pair in float64, its weights and factors read again: where the squares overflow
+// float32 the norm may not.
+template <typename T>
+__device__ __forceinline__ T norm_in_double(const PairParams& params, const PairBlock& at,
+                                            int64_t i, const void* of_variant) {
+  const int64_t* stride = params.weights.stride;
+  const int64_t first = at.b * stride[0] + i * stride[2] + at.j * stride[3];
+  const T* factors = factors_of<T>(params, of_variant, at);
+  double square = 0;
+#pragma unroll 1
+  for (int64_t h = 0; h < params.H; ++h) {
+    double sum = 0;
+#pragma unroll 1
+    for (int64_t k = h; k < params.H; ++k, factors += kFactorBlock) {
+      sum += static_cast<double>(*factors) *
+             load_element<double>(params.weights, first + k * stride[1]);
+    }
+    square += sum * sum;
+  }
+  return static_cast<T>(sqrt(square));
+}
+
 // Shared memory holds every thread's own weights, [warps][H][kRows][32]: no thread reads another's.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
@@ -68,8 +90,12 @@ __global__ void __launch_bounds__(128, 2) pair_kernel(PairParams params) {
       for (int m = 0; m < kRows; ++m) {
         if (j >= params.S || i0 + m >= end) continue;
         // A key without weight is selected away: what it holds may be NaN.
+        T norm = weighed[m] ? sqrt(squares[m]) : T(0);
+        if (sizeof(T) == 4 && norm == INFINITY) {
+          norm = norm_in_double<T>(params, at, i0 + m, params.factors[variant]);
+        }
         store_element<T>(out, b * out.stride[0] + (i0 + m) * out.stride[1] + j * out.stride[2],
-                         weighed[m] ? sqrt(squares[m]) : T(0));
+                         norm);
       }
     }
   }
@@ -101,16 +127,22 @@ __device__ __forceinline__ void load_weights(const PairParams& params, const Pai
 template <int kHeads>
 constexpr int kVariantPitch = static_cast<int>(triangle(kHeads)) * 32;
 
+// An index that is known at run time only would take local memory.
+__device__ __forceinline__ const void* factors_of_variant(const PairParams& params, int variant) {
+  return variant == 0 ? params.factors[0] : variant == 1 ? params.factors[1] : params.factors[2];
+}
+
+__device__ __forceinline__ const Array& norms_of_variant(const PairParams& params, int variant) {
+  return variant == 0 ? params.norms[0] : variant == 1 ? params.norms[1] : params.norms[2];
+}
+
 // A variant's factors of a block's keys; zeros for heads and keys that are not there.
 //   to: from the lane's entry on
 template <int kHeads>
 __device__ __forceinline__ void load_factors(const PairParams& params, const PairBlock& at,
                                              int variant, bool exists, Shared<float> to) {
   const int warp = threadIdx.x / 32, H = static_cast<int>(params.H);
-  const void* of_variant = variant == 0   ? params.factors[0]
-                           : variant == 1 ? params.factors[1]
-                                          : params.factors[2];
-  const float* from = factors_of<float>(params, of_variant, at);
+  const float* from = factors_of<float>(params, factors_of_variant(params, variant), at);
   int entry = 0;
   for (int h = 0; h < kHeads; ++h) {
     for (int k = h; k < kHeads; ++k, ++entry) {
@@ -163,6 +195,25 @@ __device__ __forceinline__ void square_products(Shared<const float> factors,
   }
 }
 
+// Of the rows that a thread has stored. Not where they are stored, where registers are few.
+__device__ __forceinline__ void repair_infinite(const PairParams& params, const PairBlock& at,
+                                                int64_t first) {
+#pragma unroll 1
+  for (int variant = 0; variant < params.variants; ++variant) {
+    const Array& out = norms_of_variant(params, variant);
+    float* norms = static_cast<float*>(out.data) + at.b * out.stride[0] + at.j * out.stride[2];
+#pragma unroll 1
+    for (int64_t i0 = first; i0 < at.end; i0 += kPairWarps * kPairRows) {
+#pragma unroll 1
+      for (int64_t i = i0; i < min(at.end, i0 + kPairRows); ++i) {
+        float& norm = norms[i * out.stride[1]];
+        if (norm != INFINITY) continue;
+        norm = norm_in_double<float>(params, at, i, factors_of_variant(params, variant));
+      }
+    }
+  }
+}
+
 // Shared memory: factors of each variant.
 template <int kHeads>
 __global__ void __launch_bounds__(kPairWarps * 32, kHeads > 12 ? 3 : 4)
@@ -176,6 +227,7 @@ __global__ void __launch_bounds__(kPairWarps * 32, kHeads > 12 ? 3 : 4)
   }
   __syncthreads();
   const int64_t first = at.first + threadIdx.x / 32 * kPairRows;
+  bool any_infinite = false;
   for (int64_t i0 = first; i0 < at.end; i0 += kPairWarps * kPairRows) {
     float weights[kHeads][kPairRows];
     load_weights_of_any_type(params, at, i0, key_visible, weights);
@@ -189,19 +241,20 @@ __global__ void __launch_bounds__(kPairWarps * 32, kHeads > 12 ? 3 : 4)
     for (int variant = 0; variant < params.variants; ++variant) {
       float squares[kPairRows] = {};
       square_products(factors + variant * kVariantPitch<kHeads>, weights, squares);
-      const Array& out = variant == 0   ? params.norms[0]
-                         : variant == 1 ? params.norms[1]
-                                        : params.norms[2];
+      const Array& out = norms_of_variant(params, variant);
       float* norms = static_cast<float*>(out.data) + at.b * out.stride[0] + i0 * out.stride[1] +
                      at.j * out.stride[2];
 #pragma unroll
       for (int m = 0; m < kPairRows; ++m) {
         if (!exists || i0 + m >= at.end) continue;
         // A key without weight is selected away: what it holds may be NaN.
-        norms[m * out.stride[1]] = weighed[m] ? sqrtf(squares[m]) : 0.0f;
+        const float norm = weighed[m] ? sqrtf(squares[m]) : 0.0f;
+        any_infinite |= norm == INFINITY;
+        norms[m * out.stride[1]] = norm;
       }
     }
   }
+  if (any_infinite) repair_infinite(params, at, first);
 }
 
 template <int kHeads>
