@@ -67,6 +67,36 @@ def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(
     assert str(report[0]).startswith("layers.0.self_attn: error of the weights 0.")
 
 
+@pytest.mark.parametrize("spectral", ["direct", "ikan"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_models_of_16_bits_are_calibrated_in_float32(
+    encoder: nn.TransformerEncoder, dtype: torch.dtype, spectral: str
+) -> None:
+    model = ikattn.convert(encoder, spectral=spectral, num_frequencies=32, seed=0).to(dtype)
+    for report in ikattn.calibrate(model, [data().to(dtype)], steps=50):
+        assert report.after.mean() < 0.9 * report.before.mean()
+    assert {x.dtype for x in model.state_dict().values() if x.is_floating_point()} == {dtype}
+    assert model(data().to(dtype)).isfinite().all()
+
+
+def test_a_fit_that_fails_leaves_the_frequencies(
+    encoder: nn.TransformerEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ikattn.convert(encoder, num_frequencies=32, seed=0).half()
+    before = copy.deepcopy(model.state_dict())
+    steps = iter(range(3))
+
+    def failing(*_: object, **__: object) -> None:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.optim.lr_scheduler.CosineAnnealingLR, "step", failing)
+    with pytest.raises((KeyboardInterrupt, StopIteration)):
+        ikattn.calibrate(model, [data().half()], steps=50)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
 def test_only_frequencies_change(encoder: nn.TransformerEncoder) -> None:
     model = ikattn.convert(encoder, num_frequencies=8, seed=0).train()
     model.layers[1].eval()
@@ -178,6 +208,11 @@ def test_errors_say_what_was_expected_and_got(encoder: nn.TransformerEncoder) ->
     model = ikattn.convert(encoder, num_frequencies=4)
     with pytest.raises(ValueError, match="at least one batch"):
         ikattn.calibrate(model, [])
+    for one in (data(), {"src": data()}):
+        with pytest.raises(TypeError, match=rf"got one {type(one).__name__}: \[batch\] is one"):
+            ikattn.calibrate(model, one)
+    with pytest.raises(TypeError, match=r"steps must be a whole number, got 2\.5"):
+        ikattn.calibrate(model, [data()], steps=2.5)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         ikattn.calibrate(model, [data()], steps=0)
     with pytest.raises(ValueError, match="attention was not called in 1 batches"):

@@ -401,6 +401,22 @@ def test_logits_follow_a_magnitude_that_rises() -> None:
     assert_close(found, shorter.attend(query, value[:, :, :5]), 1e-4)
 
 
+def test_a_key_that_is_forgotten_rounds_no_logit() -> None:
+    """As in speculative decoding: what is left is as if the key had never been there."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
+    w1 = 0.1 * torch.randn(2, 8, 16)
+    features, expected = ikattn.KeyFeatures(w1), ikattn.KeyFeatures(w1)
+    features.append(k)
+    features.append(1e4 * k[:, :, :2])
+    features.crop(9)
+    expected.append(k)
+    assert_identical([features.attend(q, v)], [expected.attend(q, v)])
+    features.crop(0)
+    features.append(k)
+    assert_identical([features.attend(q, v)], [expected.attend(q, v)])
+
+
 def test_a_failure_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     features, key = kept(70)
     query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 70, 8)
@@ -494,6 +510,19 @@ def test_what_is_wrong_is_named() -> None:
         ikattn.KeyFeatures(w, magnitude_scale=torch.nan)
     with pytest.raises(TypeError, match=r"key must be floating point, got torch\.int64"):
         ikattn.KeyFeatures(w).append(torch.ones(3, 2, 1, 8, dtype=torch.int64))
+    for name, x in {
+        "query": query.int(),
+        "value": value.int(),
+        "key_bias": torch.ones(5, dtype=torch.bool),
+        "attn_mask": torch.tensor([1, 1, 1, 0, 0]),
+    }.items():
+        call = {"query": query, "value": value} | {name: x}
+        with pytest.raises(TypeError, match=rf"KeyFeatures\.attend: {name} must be .*, got torch"):
+            features.attend(**call)
+    with pytest.raises(TypeError, match=r"KeyFeatures: w2 must be floating point, got torch\.int"):
+        ikattn.KeyFeatures(w, w.long())
+    with pytest.raises(ValueError, match="p must be a finite number >= 1 or None, got learned"):
+        ikattn.KeyFeatures(w, p="learned")
     with pytest.raises(ValueError, match="query must have the heads of w1, 2"):
         features.attend(torch.randn(3, 3, 1, 8), value)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):

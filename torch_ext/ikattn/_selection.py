@@ -124,7 +124,12 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
     report = conversion_report(model)
     if not report:
         types = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}")
+        hint = (
+            "; for models of transformers there is ikattn.integrations.transformers"
+            if any(type(x).__module__.startswith("transformers.") for x in model.modules())
+            else ""
+        )
+        raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}{hint}")
     selected = []
     for found in report:
         path = chain.from_iterable(_path(model, name) for name in found.names)

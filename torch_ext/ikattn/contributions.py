@@ -48,9 +48,13 @@ class NormStats:
     def of(module: nn.Module, norm_input: Tensor) -> NormStats:
         """The statistics of ``module`` on ``norm_input``, ``[B, T, D]``.
 
-        Knows ``nn.LayerNorm``, ``nn.RMSNorm`` and modules that look like either: a ``weight`` (or
-        none) and an ``eps`` or ``variance_epsilon``, without a mean if their class name says RMS
-        or is T5's.
+        Knows ``nn.LayerNorm``, ``nn.RMSNorm`` and modules that act like either: with an ``eps`` or
+        ``variance_epsilon``, with a mean taken off or not, and times a ``weight``, one more than
+        that, or none. How another class acts is seen by calling its ``forward`` on three rows.
+
+        Args:
+            module: The normalisation.
+            norm_input: What it was called with.
 
         Raises:
             TypeError: The module is no normalisation this function knows.
@@ -61,33 +65,67 @@ class NormStats:
             >>> ikattn.NormStats.of(norm, torch.randn(2, 5, 8)).scale.shape
             torch.Size([2, 5])
         """
-        name = type(module).__name__
-        centered = not ("RMS" in name or name.startswith("T5"))
-        eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-        if eps is None and isinstance(module, nn.RMSNorm):
-            eps = torch.finfo(norm_input.dtype).eps
-        weight = getattr(module, "weight", None)
         size = norm_input.shape[-1]
-        if eps is None or (weight is not None and weight.shape != (size,)):
-            raise TypeError(
-                f"NormStats.of: module must be a LayerNorm or RMSNorm over the last axis, {size}, "
-                f"got {module}"
-            )
+        refusal = (
+            f"NormStats.of: module must be a LayerNorm or RMSNorm over the last axis, {size}, "
+            f"got {module}"
+        )
+        eps: Any = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+        weight = getattr(module, "weight", None)
+        x = norm_input if norm_input.dtype == torch.float64 else norm_input.float()
+        if eps is None and isinstance(module, nn.RMSNorm):
+            eps = torch.finfo(x.dtype).eps
+        shapes = [getattr(module, "normalized_shape", None), getattr(weight, "shape", None)]
+        if eps is None or any(shape is not None and tuple(shape) != (size,) for shape in shapes):
+            raise TypeError(refusal)
         if weight is None:
             weight = norm_input.new_ones(size)
-        elif name.startswith("Gemma"):
-            weight = 1 + weight
-        x = norm_input if norm_input.dtype == torch.float64 else norm_input.float()
+        centered, offset = type(module) is nn.LayerNorm, 0
+        if type(module) not in (nn.LayerNorm, nn.RMSNorm):
+            try:
+                form = _form_of(module, weight, eps, norm_input)
+            except Exception as error:
+                raise TypeError(refusal) from error
+            if form is None:
+                raise TypeError(refusal)
+            centered, offset = form
         variance = x.var(-1, correction=0) if centered else x.square().mean(-1)
-        return NormStats(weight, (variance + eps).sqrt(), centered)
+        return NormStats(weight + offset if offset else weight, (variance + eps).sqrt(), centered)
+
+
+@torch.no_grad()
+def _form_of(
+    module: nn.Module, weight: Tensor, eps: float, like: Tensor
+) -> tuple[bool, int] | None:
+    """Whether a norm takes the mean off, and what it adds to its weight; None: it acts otherwise.
+
+    The form that comes nearest to what the module makes of three rows far from centered, in the
+    precision in which it computes.
+    """
+    rows = torch.linspace(-1, 2, 3 * weight.shape[0], device=like.device).sin() + 0.5
+    x = rows.view(1, 3, -1).to(like.dtype)
+    made = module.forward(x)
+    if made.shape != x.shape:
+        return None
+    bias = getattr(module, "bias", None)
+    beta = 0.0 if bias is None else bias.double()
+    forms, errors = [(centered, offset) for centered in (True, False) for offset in (0, 1)], []
+    for centered, offset in forms:
+        y = x.double() - x.double().mean(-1, keepdim=True) if centered else x.double()
+        y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+        expected = y * (weight.double() + offset) + beta
+        error = (made.double() - expected).abs().max()
+        errors.append(error / expected.abs().max().clamp_min(1e-3))
+    off, nearest = torch.stack(errors).min(0)
+    return forms[int(nearest)] if off < 0.05 else None
 
 
 @dataclass
 class Contributions:
     """The maps of one layer of attention; None where not asked for or not defined.
 
-    float64 where an input is, otherwise float32, also of half-precision inputs. Masked and padded
-    pairs are 0.
+    float64 where the weights (or the query), value, out_proj_weight or residual are, otherwise
+    float32, also of half-precision inputs. Masked and padded pairs are 0.
 
     Attributes:
         value_norms: ``[B, H, S]``, ``|f_h(x_j)|``.
@@ -318,13 +356,19 @@ class _Block:
 
 def _wanted(function: str, maps: Iterable[str] | None, per_head: bool, block: _Block) -> set[str]:
     """The names of the maps to compute, checked against what the block defines."""
+    for name, norm in (("norm", block.norm), ("second_norm", block.second_norm)):
+        if norm is not None and not isinstance(norm, NormStats):
+            raise TypeError(
+                f"{function}: {name} must be NormStats, as NormStats.of(module, its input) makes "
+                f"them, got {type(norm).__name__}"
+            )
     defined = block.defined_maps()
     if maps is None:
         wanted = {"value_norms", *defined}
         if block.residual is not None:
             wanted.add("mixing_ratio")
     else:
-        wanted = set(maps)
+        wanted = {maps} if isinstance(maps, str) else set(maps)
     if per_head:
         wanted.add("per_head")
     if unknown := sorted(wanted - set(MAPS)):

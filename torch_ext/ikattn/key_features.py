@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .magnitude import log_magnitude
+from .magnitude import check_order, log_magnitude
 from .ops import attention_from_features, spectral_features
 
 __all__ = ["KeyFeatures"]
@@ -31,7 +31,8 @@ class KeyFeatures:
     float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
     for as many tokens again, for memory grows by doubling.
 
-    There are no gradients: keys are appended as they are under ``torch.no_grad()``.
+    Nothing has a gradient but key_bias and attn_mask: keys are appended as they are under
+    ``torch.no_grad()``.
 
     Args:
         w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, which must stay as they are.
@@ -40,6 +41,7 @@ class KeyFeatures:
         magnitude_scale: Factor of ``|k|_p^2``, by default ``1 / (2 sqrt d)``.
 
     Raises:
+        TypeError: Frequencies are not floating point.
         ValueError: p, magnitude_scale or the shape of the frequencies is wrong.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
@@ -71,12 +73,12 @@ class KeyFeatures:
                 f"KeyFeatures: w1 must have shape [H, d, M] or [G, d, M], got {list(w1.shape)}; "
                 "frequencies of each batch item cannot be kept"
             )
+        _check_floating("KeyFeatures", w1=w1, w2=w2)
         if w2 is not None and w2.shape != w1.shape:
             raise ValueError(
                 f"KeyFeatures: w2 must have the shape of w1, {list(w1.shape)}, got {list(w2.shape)}"
             )
-        if p is not None and not 1 <= p < math.inf:
-            raise ValueError(f"KeyFeatures: p must be a finite number >= 1 or None, got {p}")
+        check_order("KeyFeatures", p)
         if magnitude_scale is not None and not math.isfinite(magnitude_scale):
             raise ValueError(f"KeyFeatures: magnitude_scale must be finite, got {magnitude_scale}")
         self.w1 = w1
@@ -171,9 +173,12 @@ class KeyFeatures:
 
         Raises:
             RuntimeError, TypeError, ValueError: An argument has a wrong shape, type or value, or a
-                gradient would be lost.
+                gradient would be lost. Masks of 0 and 1 are no masks: ``mask.bool()`` is one.
         """
         self._refuse_gradients("attend", query, value)
+        _check_floating("KeyFeatures.attend", query=query, value=value, key_bias=key_bias)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            _check_floating("KeyFeatures.attend", "bool or floating point", attn_mask=attn_mask)
         kept, length = self._known(), self._length
         features, logits = kept.features[:, :, :length], kept.logits[:, :, None, :length]
         self._check_query(query, features.size(0), logits.size(1))
@@ -208,6 +213,9 @@ class KeyFeatures:
         """
         if not 0 <= length <= self._length:
             raise ValueError(f"KeyFeatures.crop: length must be 0 to {self._length}, got {length}")
+        if self._kept is not None and length < self._length:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = self._kept.cropped(length)
         self._length = length
 
     def select(self, indices: Tensor) -> None:
@@ -236,8 +244,7 @@ class KeyFeatures:
     def _check_key(self, key: Tensor) -> None:
         heads, size, _ = self.w1.shape
         self._refuse_gradients("append", key)
-        if not key.is_floating_point():
-            raise TypeError(f"KeyFeatures.append: key must be floating point, got {key.dtype}")
+        _check_floating("KeyFeatures.append", key=key)
         if key.dim() != 4 or key.size(3) != size or key.size(1) < 1 or heads % key.size(1):
             raise ValueError(
                 f"KeyFeatures.append: key must have shape [B, G, new, d] with d = {size} and G a "
@@ -284,7 +291,7 @@ class _Kept(NamedTuple):
 
     features: Tensor  # [B, K, capacity, 2 M]
     magnitudes: Tensor  # [B, G, capacity], float64
-    reference: Tensor  # [B, G, 1], float64: the largest magnitude that was ever written
+    reference: Tensor  # [B, G, 1], float64: the largest magnitude
     logits: Tensor  # [B, G, capacity], magnitudes - reference in the features' type
 
     @staticmethod
@@ -317,12 +324,26 @@ class _Kept(NamedTuple):
         if not bool((magnitudes > self.reference).any()):
             self.logits[:, :, used:end] = magnitudes - self.reference
             return
-        known = self.magnitudes[:, :, :end]
-        finite = known.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        largest = torch.maximum(self.reference, finite.amax(-1, keepdim=True))
-        logits = known - largest.masked_fill(largest == -math.inf, 0.0)
+        largest, logits = self._relative_to_largest(end)
         self.reference.copy_(largest)  # nothing that could fail from here on
         self.logits[:, :, :end].copy_(logits)
+
+    def cropped(self, length: int) -> _Kept:
+        """With the first tokens' own reference: beside a key that is gone they would round."""
+        largest, logits = self._relative_to_largest(length)
+        if torch.equal(largest, self.reference):
+            return self
+        kept = self.logits.clone()
+        kept[:, :, :length] = logits
+        return self._replace(reference=largest, logits=kept)
+
+    def _relative_to_largest(self, end: int) -> tuple[Tensor, Tensor]:
+        """The largest magnitude of the first tokens that is finite, and theirs less that."""
+        known = self.magnitudes[:, :, :end]
+        finite = known.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+        none = finite.new_full((*finite.shape[:2], 1), -math.inf)
+        largest = torch.cat([finite, none], -1).amax(-1, keepdim=True)
+        return largest, known - largest.masked_fill(largest == -math.inf, 0.0)
 
     def select(self, indices: Tensor) -> _Kept:
         """The buffers of some batch items."""
@@ -334,6 +355,12 @@ def _as_they_are(like: Tensor) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(like.device.type):
         return nullcontext()
     return torch.autocast(like.device.type, enabled=False)
+
+
+def _check_floating(function: str, kind: str = "floating point", **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{function}: {name} must be {kind}, got {x.dtype}")
 
 
 def _check_broadcasts(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+
+
+def check_order(function: str, p: object) -> None:
+    """Raises ValueError unless p is an order of a norm, or None."""
+    if p is None or (isinstance(p, Real) and 1 <= float(p) < math.inf):
+        return
+    raise ValueError(f"{function}: p must be a finite number >= 1 or None, got {p}")
 
 
 def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
-from .magnitude import log_magnitude
+from .magnitude import check_order, log_magnitude
 
 __all__ = [
     "attention_from_features",
@@ -90,8 +90,10 @@ def implicit_kernel_attention(
     with :func:`spectral_features` phi. Time O(B H L S (M + d_v)), memory
     O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask and dropout, causal
     or not, take time O(B H (L + S) M^2 d_v) on the CPU where that is less, to the same precision,
-    and in the same memory: O(M^2 d_v) is then less than a head's features and values. Angles,
-    logits and sums are formed in float32 (float64 for float64 inputs).
+    and in the same memory: O(M^2 d_v) is then less than a head's features and values; on CUDA in
+    16 bits, or where torch allows TF32, those that are not causal, with M <= 64.
+    :func:`which_kernels` tells of a call. Angles, logits and sums are formed in float32 (float64
+    for float64 inputs).
 
     Args:
         query: ``[B, H, L, d]``; float64, float32, bfloat16 or float16, any strides.
@@ -113,8 +115,8 @@ def implicit_kernel_attention(
         eps: Added to the squared covariance; positive.
         magnitude_scale: Factor of ``|k|_p^2``. None: ``1 / (2 sqrt(d))``, the paper's. The authors'
             code computes ``1 / (2 d ** 0.25)``.
-        dropout_seed: int64 ``[2]`` on query's device, seed and offset of the dropout mask: the same
-            mask on every device. None: drawn from torch's default generator.
+        dropout_seed: int64 ``[2]`` on query's device, seed and offset (modulo 2^32) of the dropout
+            mask: the same mask on every device. None: drawn from torch's default generator.
 
     Returns:
         ``[B, H, L, d_v]`` in the dtype of query. A row that sees no key is zero. Differentiable in
@@ -182,9 +184,10 @@ def implicit_kernel_weights(
     Returns:
         ``[B, H, L, S]``, or ``[B, L, S]`` with average_heads. Rows sum to 1 (before dropout), or to
         0 where no key is visible.
-        Differentiable, through the reference, some queries of one head at a time: the backward
-        holds weights of no head, under dropout one byte per weight of every head, and NaN in a key
-        that some rows see reaches all gradients.
+        Differentiable by the kernels of attention's backward, which hold no weights but their
+        gradient. Under ``create_graph=True`` and ``torch.func`` the reference computes: it holds
+        ``[B, H, L, S]``, and a NaN that some rows see reaches the gradients of others. On CUDA
+        weights and their gradients are made on the ordinary units, in 16 bits, too.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
@@ -376,7 +379,8 @@ def decompose(
         similarity ``[B, H, L, S]`` and magnitude ``exp(magnitude_scale |k_j|_p^2)``, ``[B, H, S]``.
 
     Raises:
-        ValueError: The kernel is unknown, or frequencies are missing or given where none belong.
+        ValueError: The kernel is unknown, frequencies are missing or given where none belong, or p,
+            magnitude_scale or a shape does not fit.
 
     Example:
         >>> import torch, ikattn
@@ -393,6 +397,21 @@ def decompose(
         raise ValueError(
             f'decompose: w1 must be given for kernel="implicit" and only there, got {kernel!r} '
             f"with w1 {'missing' if w1 is None else 'given'}"
+        )
+    if w2 is not None and w1 is None:
+        raise ValueError(f'decompose: w2 must be given for kernel="implicit" only, got {kernel!r}')
+    if magnitude_scale is not None and kernel == "dot":
+        raise ValueError(
+            'decompose: magnitude_scale must be None for kernel="dot", whose magnitude is fixed, '
+            f"got {magnitude_scale}"
+        )
+    if kernel != "dot":
+        check_order("decompose", p)
+    fits = query.dim() == key.dim() == 4 and query.shape[:2] == key.shape[:2]
+    if not fits or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            "decompose: key must have shape [B, H, S, d] with B, H and d of query, "
+            f"{list(query.shape)}, got {list(key.shape)}"
         )
     default_scale = 1 / (2 * math.sqrt(query.shape[-1]))
     if kernel == "dot":
