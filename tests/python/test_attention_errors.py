@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ikattn
+import ikattn.reference
 from agreement import direction
 from samples import Arguments, Sample, of_features, of_weights
 
@@ -301,22 +303,61 @@ def correct_call() -> Arguments:
     return {name: x for name, x in SHAPE.arguments().items() if x is not None}
 
 
+def on(device: str, call: Arguments) -> Arguments:
+    """The same call there."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+# Kernels check what they are given; on the meta device, and for torch.compile, fake ones do.
+each_device = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+@each_device
 @pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: mistake.name)
-def test_attention_names_the_wrong_argument(mistake: Mistake) -> None:
+def test_attention_names_the_wrong_argument(mistake: Mistake, device: str) -> None:
     call = correct_call()
     with pytest.raises(mistake.error, match=mistake.message("implicit_kernel_attention")):
-        ikattn.implicit_kernel_attention(**(call | mistake.change(call)))
+        ikattn.implicit_kernel_attention(**on(device, call | mistake.change(call)))
 
 
+@each_device
 @pytest.mark.parametrize(
     "mistake",
     [mistake for mistake in ALL if not mistake.name.startswith("value")],
     ids=lambda mistake: mistake.name,
 )
-def test_weights_name_the_wrong_argument(mistake: Mistake) -> None:
+def test_weights_name_the_wrong_argument(mistake: Mistake, device: str) -> None:
     call = of_weights(correct_call())
     with pytest.raises(mistake.error, match=mistake.message("implicit_kernel_weights")):
-        ikattn.implicit_kernel_weights(**(call | mistake.change(call)))
+        ikattn.implicit_kernel_weights(**on(device, call | mistake.change(call)))
+
+
+@pytest.mark.parametrize("way", ["reference", "vmap", "grad", "jvp", "fake"])
+@pytest.mark.parametrize("mistake", SHAPES[:8], ids=lambda mistake: mistake.name)
+def test_errors_are_the_same_where_no_kernel_runs(mistake: Mistake, way: str) -> None:
+    call = correct_call() | mistake.change(correct_call())
+
+    def attend(w1: Tensor) -> Tensor:
+        return ikattn.implicit_kernel_attention(**(call | {"w1": w1}))
+
+    def faked() -> Tensor:
+        with FakeTensorMode() as mode:
+            fakes = {
+                name: mode.from_tensor(x) if isinstance(x, Tensor) else x
+                for name, x in call.items()
+            }
+            return ikattn.implicit_kernel_attention(**fakes)
+
+    w1 = call["w1"]
+    ways: dict[str, Callable[[], object]] = {
+        "reference": lambda: ikattn.reference.implicit_kernel_attention(**call),
+        "vmap": lambda: torch.func.vmap(attend)(torch.stack([w1, w1])),
+        "grad": lambda: torch.func.grad(lambda x: attend(x).sum())(w1),
+        "jvp": lambda: torch.func.jvp(attend, (w1,), (w1,)),
+        "fake": faked,
+    }
+    with pytest.raises(mistake.error, match=mistake.message("implicit_kernel_attention")):
+        ways[way]()
 
 
 @pytest.mark.parametrize("mistake", SHAPES[:8], ids=lambda mistake: mistake.name)
@@ -351,11 +392,12 @@ FEATURE_MISTAKES = [
 ]
 
 
+@each_device
 @pytest.mark.parametrize("mistake", FEATURE_MISTAKES, ids=lambda mistake: mistake.name)
-def test_features_name_the_wrong_argument(mistake: Mistake) -> None:
+def test_features_name_the_wrong_argument(mistake: Mistake, device: str) -> None:
     call = of_features(correct_call())
     with pytest.raises(mistake.error, match=mistake.message("spectral_features")):
-        ikattn.spectral_features(**(call | mistake.change(call)))
+        ikattn.spectral_features(**on(device, call | mistake.change(call)))
 
 
 def test_features_never_speak_of_a_query() -> None:
@@ -365,8 +407,13 @@ def test_features_never_speak_of_a_query() -> None:
     assert "query" not in str(caught.value)
 
 
+# In inference mode autograd, which looks first otherwise, is passed by.
+each_mode = pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+
+
+@each_mode
 @pytest.mark.parametrize("name", [*ATTENTION_TENSORS, "dropout_seed"])
-def test_a_tensor_on_another_device_is_named(name: str) -> None:
+def test_a_tensor_on_another_device_is_named(name: str, inference: bool) -> None:
     call = correct_call() | {
         "key_bias": torch.zeros(S).double(),
         "attn_mask": torch.zeros(L, S).double(),
@@ -377,30 +424,41 @@ def test_a_tensor_on_another_device_is_named(name: str) -> None:
     message = f": {name} must be on the device of query, cpu, got meta"
     if name == "query":  # the others are where it is not
         message = ": key must be on the device of query, meta, got cpu"
-    with pytest.raises(RuntimeError, match=f"implicit_kernel_attention{message}"):
-        ikattn.implicit_kernel_attention(**call)
-    if name != "value":
-        with pytest.raises(RuntimeError, match=f"implicit_kernel_weights{message}"):
-            ikattn.implicit_kernel_weights(**of_weights(call))
+    with torch.inference_mode(inference):
+        with pytest.raises(RuntimeError, match=f"implicit_kernel_attention{message}"):
+            ikattn.implicit_kernel_attention(**call)
+        if name != "value":
+            with pytest.raises(RuntimeError, match=f"implicit_kernel_weights{message}"):
+                ikattn.implicit_kernel_weights(**of_weights(call))
 
 
+@each_mode
 @pytest.mark.parametrize("name", ["x", "w1", "w2"])
-def test_a_feature_argument_on_another_device_is_named(name: str) -> None:
+def test_a_feature_argument_on_another_device_is_named(name: str, inference: bool) -> None:
     call = of_features(correct_call())
     call[name] = call[name].to("meta")
     message = f"{name} must be on the device of x, cpu, got meta"
     if name == "x":
         message = "w1 must be on the device of x, meta, got cpu"
-    with pytest.raises(RuntimeError, match=f"spectral_features: {message}"):
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(RuntimeError, match=f"spectral_features: {message}"),
+    ):
         ikattn.spectral_features(**call)
 
 
+@each_mode
 @pytest.mark.parametrize("name", ATTENTION_TENSORS)
-def test_a_sparse_tensor_is_refused(name: str) -> None:
+def test_a_sparse_tensor_is_refused(name: str, inference: bool) -> None:
     call = correct_call()
     call |= {"key_bias": torch.zeros(S).double(), "attn_mask": torch.zeros(L, S).double()}
     call[name] = call[name].to_sparse()
-    with pytest.raises((RuntimeError, NotImplementedError), match=rf"{name}.*(strided|Sparse)"):
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(
+            RuntimeError, match=rf"{name} must be a dense \(strided\) tensor, got .*Sparse"
+        ),
+    ):
         ikattn.implicit_kernel_attention(**call)
 
 
@@ -441,32 +499,54 @@ def test_keep_mask_wants_sizes_that_are_not_negative() -> None:
         ({"kernel": "implicit"}, r"w1 must be given .*w1 missing"),
         ({"kernel": "rbf", "w1": torch.zeros(H, D, M).double()}, r"w1 must be given .*w1 given"),
         ({"w1": torch.zeros(H, D, M).double()}, r"w1 must be given .*w1 given"),
+        ({"w2": torch.zeros(H, D, M).double()}, r"w2 must be given for kernel=\"implicit\" only"),
+        ({"kernel": "rbf", "p": 0.2}, r"p must be a finite number >= 1 or None, got 0\.2"),
+        ({"magnitude_scale": 0.1}, r"magnitude_scale must be None for kernel=\"dot\".*got 0\.1"),
+        (
+            {"key": torch.zeros(2, 2, 5, 9)},
+            r"key must have shape .* of query, .*got \[2, 2, 5, 9\]",
+        ),
     ],
-    ids=["unknown kernel", "no frequencies", "frequencies for rbf", "frequencies for dot"],
+    ids=[
+        "unknown kernel",
+        "no frequencies",
+        "frequencies for rbf",
+        "frequencies for dot",
+        "other frequencies for dot",
+        "p",
+        "magnitude of dot",
+        "shape",
+    ],
 )
 def test_decompose_names_what_does_not_fit(options: Arguments, pattern: str) -> None:
     call = correct_call()
+    tokens = {"query": call["query"], "key": call["key"]}
     with pytest.raises(ValueError, match=pattern):
-        ikattn.decompose(call["query"], call["key"], **options)
+        ikattn.decompose(**tokens | options)
 
 
 @pytest.mark.parametrize(
     "spoil",
-    [lambda grad: grad[:, :, :-1], lambda grad: grad.float(), lambda grad: grad.mT],
-    ids=["shape", "dtype", "order of axes"],
+    [
+        lambda grad: grad[:, :, :-1],
+        lambda grad: grad.float(),
+        lambda grad: grad.mT,
+        lambda grad: grad.to("meta"),
+    ],
+    ids=["shape", "dtype", "order of axes", "device"],
 )
 def test_backward_refuses_a_gradient_unlike_the_output(spoil: Callable[..., Tensor]) -> None:
     call = correct_call()
     output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(**call)
     tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
+    arguments = [spoil(direction(output)), *tensors, output, log_normalizer]
+    backward = torch.ops.ikattn.implicit_kernel_attention_backward
     with pytest.raises(RuntimeError, match=r"grad_output must be .*got"):
-        torch.ops.ikattn.implicit_kernel_attention_backward(
-            spoil(direction(output)),
-            *tensors,
-            output,
-            log_normalizer,
-            wanted=WANTED,
-        )
+        backward(*arguments, wanted=WANTED)
+    if arguments[0].is_meta:
+        return
+    with pytest.raises(RuntimeError, match=r"grad_output must be .*got"):
+        backward(*(x.to("meta") for x in arguments), wanted=WANTED)
 
 
 @pytest.mark.parametrize("name", ["output", "log_normalizer"])

@@ -1,12 +1,35 @@
-"""Shapes, dtypes and strides of the operators' results, for torch.compile and the meta device."""
+"""Shapes, dtypes and strides of the operators' results, for torch.compile and the meta device.
+
+Every fake kernel begins with the checks of the real one, in C++. Of sizes that are symbols those
+look at devices and layouts only; what a fake kernel checks beside is for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Fake = TypeVar("Fake", bound=Callable[..., Any])
+
+
+def _fake(name: str) -> Callable[[Fake], Fake]:
+    """Registers the fake kernel of the operator ``name``, which begins with the checks."""
+    check = getattr(torch.ops.ikattn, f"check_{name}")
+
+    def register(results: Fake) -> Fake:
+        @functools.wraps(results)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            check(*arguments, **options)
+            return results(*arguments, **options)
+
+        torch.library.register_fake(f"ikattn::{name}")(checked)
+        return results
+
+    return register
 
 
 def _check_heads(function: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
@@ -15,16 +38,12 @@ def _check_heads(function: str, query: Tensor, key: Tensor, enable_gqa: bool) ->
         lambda: f"{function}: query and key must have four axes, got {query.dim()} and {key.dim()}",
     )
     torch._check(
-        query.device == key.device,
-        lambda: f"{function}: key must be on the device of query, {query.device}, got {key.device}",
-    )
-    torch._check(
         enable_gqa or query.shape[1] == key.shape[1],
         lambda: f"{function}: key must have the heads of query (enable_gqa=True allows fewer)",
     )
 
 
-@torch.library.register_fake("ikattn::implicit_kernel_attention")
+@_fake("implicit_kernel_attention")
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -55,7 +74,7 @@ def _gradients(
     )
 
 
-@torch.library.register_fake("ikattn::implicit_kernel_attention_backward")
+@_fake("implicit_kernel_attention_backward")
 def _attention_backward(
     grad_output: Tensor,
     query: Tensor,
@@ -74,7 +93,7 @@ def _attention_backward(
     return _gradients((query, key, value), (w1, w2, key_bias, attn_mask), wanted)
 
 
-@torch.library.register_fake("ikattn::implicit_kernel_weights")
+@_fake("implicit_kernel_weights")
 def _weights(
     query: Tensor,
     key: Tensor,
@@ -91,7 +110,7 @@ def _weights(
     return query.new_empty(shape)
 
 
-@torch.library.register_fake("ikattn::implicit_kernel_weights_backward")
+@_fake("implicit_kernel_weights_backward")
 def _weights_backward(
     grad_weights: Tensor,
     query: Tensor,
@@ -107,20 +126,20 @@ def _weights_backward(
     return _gradients((query, key), (w1, w2, key_bias, attn_mask), wanted)
 
 
-@torch.library.register_fake("ikattn::spectral_features")
+@_fake("spectral_features")
 def _features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
     torch._check(x.dim() == 4, lambda: f"spectral_features: x must have four axes, got {x.dim()}")
     return x.new_empty((*x.shape[:3], 2 * w1.shape[-1]))
 
 
-@torch.library.register_fake("ikattn::spectral_features_backward")
+@_fake("spectral_features_backward")
 def _features_backward(
     grad_features: Tensor, x: Tensor, w1: Tensor, w2: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     return _gradients((x,), (w1, w2), wanted)
 
 
-@torch.library.register_fake("ikattn::attention_from_features")
+@_fake("attention_from_features")
 def _from_features(
     query_features: Tensor, key_features: Tensor, logits: Tensor, value: Tensor, eps: float = 1e-5
 ) -> Tensor:
@@ -135,7 +154,7 @@ def _from_features(
     return value.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
 
 
-@torch.library.register_fake("ikattn::dropout_keep_mask")
+@_fake("dropout_keep_mask")
 def _dropout_keep_mask(
     dropout_seed: Tensor, B: int, H: int, L: int, S: int, dropout_p: float
 ) -> Tensor:
@@ -158,7 +177,7 @@ def _is_wide(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
 
 
-@torch.library.register_fake("ikattn::contribution_maps")
+@_fake("contribution_maps")
 def _contribution_maps(
     attn_weights: Tensor,
     value: Tensor,
@@ -173,7 +192,7 @@ def _contribution_maps(
     return _maps(value, heads, length, maps, wide)
 
 
-@torch.library.register_fake("ikattn::streamed_contribution_maps")
+@_fake("streamed_contribution_maps")
 def _streamed_contribution_maps(
     query: Tensor,
     key: Tensor,
@@ -191,15 +210,16 @@ def _streamed_contribution_maps(
     return _maps(value, heads, length, maps, wide)
 
 
-@torch.library.register_fake("ikattn::contribution_maps_backward")
+@_fake("contribution_maps_backward")
 def _contribution_maps_backward(
     grad_maps: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
     *rest: Any,
 ) -> list[Tensor]:
     wanted: Sequence[bool] = rest[-1]
-    like = next(tensor for tensor in inputs if tensor is not None)
+    value = inputs[7]
+    assert value is not None
     return [
-        tensor.new_empty(tensor.shape) if want and tensor is not None else like.new_empty((0,))
+        tensor.new_empty(tensor.shape) if want and tensor is not None else value.new_empty((0,))
         for tensor, want in zip(inputs, wanted, strict=False)
     ]
