@@ -271,6 +271,31 @@ BAD_CALLS = {
     "batches, batch first": ({"batch_first": True}, (X, Y[:1], Y[:1]), {}),
     "sizes of 2-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, L)}),
     "sizes of 3-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(N, L, S)}),
+    "sizes of causal mask": (
+        {},
+        (X, X, X),
+        {"attn_mask": causal(L + 1), "is_causal": True},
+    ),
+    "sizes of causal mask, padding": (
+        {},
+        (X, X, X),
+        {
+            "attn_mask": causal(L + 1),
+            "is_causal": True,
+            "key_padding_mask": torch.zeros(N, L, dtype=torch.bool),
+            "need_weights": False,
+        },
+    ),
+    "double causal mask, padding": (
+        {},
+        (X, X, X),
+        {
+            "attn_mask": torch.zeros(L, L, dtype=torch.float64),
+            "is_causal": True,
+            "key_padding_mask": torch.zeros(N, L, dtype=torch.float64),
+            "need_weights": False,
+        },
+    ),
     "batch of padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(1, S)}),
     "length of padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(N, L)}),
     "length of padding, zero_attn": (
@@ -314,6 +339,11 @@ def test_bad_calls_raise_what_upstream_raises(name, kernel):
             module(*inputs, **masks)
         raised.append((caught.type, str(caught.value)))
     assert raised[0] == raised[1]
+
+
+def test_a_mask_that_a_hint_stands_for_is_on_the_device_of_the_query() -> None:
+    with pytest.raises(RuntimeError, match="attn_mask must be on the device of query, cpu, got me"):
+        make("implicit").float()(X, X, X, attn_mask=causal(L).float().to("meta"), is_causal=True)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (4, 0), (5, 2), (-4, 2)])

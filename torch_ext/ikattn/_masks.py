@@ -61,6 +61,19 @@ class Masks(NamedTuple):
             attention=_for_logits_of(queries, attention),
         )
 
+    def check_unread(self, queries: Tensor) -> None:
+        """Checks ``attention``, for which a hint stands, as if it were read.
+
+        Raises:
+            RuntimeError: As ``for_logits_of``; or it is on another device.
+        """
+        self.for_logits_of(queries)
+        if self.attention is not None and self.attention.device != queries.device:
+            raise RuntimeError(
+                f"attn_mask must be on the device of query, {queries.device}, "
+                f"got {self.attention.device}"
+            )
+
     def with_visible_keys(self, count: int) -> Masks:
         """Adds keys at the end, which every query sees."""
         if count == 0:

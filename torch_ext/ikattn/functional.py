@@ -269,9 +269,12 @@ def attend(
         of_queries = padding_of_queries(query, key, masks.padding, batch_first)
         kernel = kernel._replace(query_padding=of_queries)
     hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
-    masks = Masks(masks.padding, None if hint else masks.attention, hint)
     q, k, v = projection(query, key, value, batch_first)
-    masks = masks.four_axes(q, k).for_logits_of(q)
+    if not hint or masks.padding is not None or wanted.weights:  # else upstream does not look
+        masks = masks.four_axes(q, k)
+        if hint:
+            masks.check_unread(q)
+    masks = Masks(masks.padding, None if hint else masks.attention, hint).for_logits_of(q)
     k, v, masks = with_extra_keys(k, v, masks, extra)
     _check_values_fit(k, v, wanted.weights)
     compute = _implicit if kernel.name == "implicit" else _softmax

@@ -63,9 +63,9 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
         num_frequencies: M, per head; this and the options below are for "implicit".
         spectral: Where frequencies come from. "direct": they are parameters; "stationary": so, one
             set per head; "ikan": from a network of noise; "mikan": so, of noise inferred from
-            queries and keys. Or a module with the interface described in ``ikattn.spectral``, or a
-            function that is called with this module, whose ``num_heads`` and ``head_dim`` it may
-            ask for, and returns one.
+            queries and keys (both: num_frequencies even). Or a module with the interface described
+            in ``ikattn.spectral``, or a function that is called with this module, whose
+            ``num_heads`` and ``head_dim`` it may ask for, and returns one.
         stationary: One set of frequencies per head in place of two; for named sources.
         seed: If given, the initial frequencies are a function of it alone, and torch's default
             generator is left as nn.MultiheadAttention would leave it.
