@@ -377,6 +377,62 @@ def test_second_run_at_the_same_time_is_refused(
     assert "another run is writing to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["index.html", "lines.jsonl", "manifest.json"])
+@pytest.mark.parametrize("restart", [(), ("--restart",)])
+def test_what_others_wrote_is_left_alone(
+    tmp_path: Path,
+    bert: Path,
+    text: Path,
+    name: str,
+    restart: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text('{"name": "another program\'s"}\n')
+    said = refused(capsys, "--model", bert, "--file", text, "--out", out, *restart)
+    assert f"{name} was not written by this program" in said
+    assert (out / name).read_text() == '{"name": "another program\'s"}\n'
+    assert {path.name for path in out.iterdir()} == {name, ".lock"}
+
+
+def test_results_stay_where_a_restart_cannot_begin(
+    tmp_path: Path, bert: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    refused(capsys, "--model", tmp_path / "empty", "--file", text, "--out", out, "--restart")
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_run_that_came_to_nothing_leaves_the_directory_free(
+    tmp_path: Path, bert: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    call = ("--model", bert, "--file", text, "--out", out, "--format", "npz")
+    assert "at most 16" in refused(capsys, *call, "--max-length", 1000)
+    assert analyze(*call, "--max-length", 8) == 0
+    assert len(entries_in(out)) == 5
+
+
+@pytest.mark.parametrize("place", ["model/maps", "model", "."])
+def test_results_may_lie_in_the_model_s_directory_or_around_it(
+    tmp_path: Path, text: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = save_model(tmp_path / "model", "Bert", **SIZES), tmp_path / place
+    call = ("--model", model, "--file", text, "--out", out, "--format", "npz")
+    assert analyze(*call) == 0
+    (out / "line-000003.npz").write_bytes(b"")
+    assert analyze(*call) == 0
+    assert (out / "line-000003.npz").stat().st_size > 0
+    os.utime(model / "model.safetensors", (1, 1))
+    capsys.readouterr()
+    assert "a run with other model files" in refused(capsys, *call)
+
+
 # --- What is refused
 
 
@@ -391,6 +447,7 @@ def test_second_run_at_the_same_time_is_refused(
         ("--max-length", "many", "got 'many'"),
         ("--device", "gpu", "torch cannot compute on 'gpu' here"),
         ("--text", "also", "not allowed with argument"),
+        ("--out", "", "must name a directory, got ''"),
     ],
 )
 def test_wrong_usage_exits_with_2(
@@ -433,6 +490,11 @@ def test_what_cannot_be_done_is_said_in_one_line(
     (tmp_path / "latin").write_bytes(b"water\nTier\xe4\n")
     said = refused(capsys, "--model", bert, "--file", tmp_path / "latin", *write)
     assert "latin, line 2: must be UTF-8" in said
+    os.mkfifo(tmp_path / "pipe")
+    said = refused(capsys, "--model", bert, "--file", tmp_path / "pipe", *write)
+    assert "pipe must be a regular file" in said
+    said = refused(capsys, "--model", bert, "--text", "caf\udce9", *write)
+    assert "--text, line 1: must be text" in said
     (tmp_path / "nothing").touch()
     said = refused(capsys, "--model", bert, "--file", tmp_path / "nothing", *write)
     assert "nothing holds no line" in said

@@ -221,6 +221,20 @@ def test_nan_in_padding_reaches_no_map(kernel: str) -> None:
     assert found.query_padding.equal(padding)
 
 
+@pytest.mark.parametrize("kernel", ["stock", "dot", "implicit"])
+def test_calls_without_keys_stay_what_they_are(kernel: str) -> None:
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    if kernel != "stock":
+        module = ikattn.MultiheadAttention(16, 4, kernel=kernel, batch_first=True).eval()
+    query, nothing = torch.randn(2, 3, 16), torch.randn(2, 0, 16)
+    with torch.no_grad():
+        expected = module(query, nothing, nothing)[0]
+        with ikattn.record(module) as recording:
+            found = module(query, nothing, nothing)[0]
+    assert torch.equal(found, expected)
+    assert recording[type(module).__name__].summed.shape == (2, 3, 0)
+
+
 def test_query_that_sees_no_key_has_zeros() -> None:
     module = attention(batch_first=True)
     x, mask = torch.randn(1, 3, 16), torch.zeros(3, 3, dtype=torch.bool)

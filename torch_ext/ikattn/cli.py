@@ -53,7 +53,7 @@ def _add_analyze(
         "--maps",
         default="all",
         help=f"any of {', '.join(_known_maps())}, with commas; each layer gives those that it has; "
-        "all: without those of the ledger (default: %(default)s)",
+        "all: but weights, similarity, magnitude and per_head (default: %(default)s)",
     )
     add(
         "--format",
@@ -61,7 +61,13 @@ def _add_analyze(
         metavar="FORMATS",
         help=f"any of {', '.join(FORMATS)}, with commas (default: %(default)s)",
     )
-    add("--out", required=True, type=Path, metavar="DIR", help="receives one file for each line")
+    add(
+        "--out",
+        required=True,
+        type=_directory,
+        metavar="DIR",
+        help="receives a file for each line",
+    )
     add("--batch-size", type=_positive, default=8, metavar="N", help="default: %(default)s")
     add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")
     add("--device", type=_device, default="cpu", help="default: %(default)s")
@@ -127,6 +133,12 @@ def _choices(
     if not names:
         parser.error(f"{option} must name at least one of {', '.join(known)}")
     return names
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a directory, got ''")
+    return Path(text)
 
 
 def _positive(text: str) -> int:

@@ -57,33 +57,45 @@ def analyze(job: Job, say: Callable[[str], None]) -> int:
                 f"the target must have as many lines as the text, {source.count}, "
                 f"got {target.count}"
             )
+    # What is there is given up only for a run that can begin.
+    model = AnalyzedModel.load(job, has_target=target is not None) if job.restart else None
     with open_results(job, source, target) as ledger:
         if ledger.count == source.count:
             say(f"all {source.count} lines are done already")
         else:
-            _run(job, source, target, ledger, say)
+            _run(job, model, source, target, ledger, say)
+        if ledger.count != source.count:
+            raise AnalyzeError(
+                f"the text had {source.count} lines before the run, of which {ledger.count} were "
+                "found: it must not change meanwhile"
+            )
         if "html" in job.formats:
             write_index(job.out, ledger)
         return ledger.count
 
 
 def _run(
-    job: Job, source: Source, target: Source | None, ledger: Ledger, say: Callable[[str], None]
+    job: Job,
+    loaded: AnalyzedModel | None,
+    source: Source,
+    target: Source | None,
+    ledger: Ledger,
+    say: Callable[[str], None],
 ) -> None:
     if ledger.count:
         say(f"resuming: {ledger.count} of {source.count} lines are done")
-    model = AnalyzedModel.load(job, has_target=target is not None)
-    waiting = (line for line in read_lines(source, target) if line.number not in ledger.done)
-    with _progress(source.count, ledger.count) as (advance, note):
-        try:
+    try:
+        model = loaded or AnalyzedModel.load(job, has_target=target is not None)
+        waiting = (line for line in read_lines(source, target) if line.number not in ledger.done)
+        with _progress(source.count, ledger.count) as (advance, note):
             while chunk := list(islice(waiting, job.batch_size)):
                 for line, recording, truncated in _maps_of(job, model, chunk):
                     if truncated:
                         note(f"line {line.number}: {truncated} tokens, cut to {model.max_length}")
                     ledger.add(_write_line(job, line, recording, bool(truncated)))
                     advance()
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{ledger.count} of {source.count}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{ledger.count} of {source.count}") from None
 
 
 def _maps_of(

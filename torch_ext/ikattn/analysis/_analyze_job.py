@@ -101,6 +101,8 @@ class Source:
     @staticmethod
     def of(option: str, texts: tuple[str, ...] | None, file: Path | None) -> Source:
         digest, count = hashlib.sha256(), 0
+        if file is not None and file.exists() and not file.is_file():
+            raise AnalyzeError(f"{file} must be a regular file, which can be read twice")
         try:
             for text in Source(texts, file, 0, ""):
                 digest.update(text.encode() + b"\n")
@@ -109,6 +111,8 @@ class Source:
             raise AnalyzeError(f"cannot read {file}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise AnalyzeError(f"{file}, line {count + 1}: must be UTF-8; {error}") from error
+        except UnicodeEncodeError as error:
+            raise AnalyzeError(f"{option}, line {count + 1}: must be text; {error}") from error
         if count == 0:
             raise AnalyzeError(f"{file or option} holds no line")
         return Source(texts, file, count, digest.hexdigest())

@@ -50,7 +50,7 @@ def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Le
     """
     try:
         job.out.mkdir(parents=True, exist_ok=True)
-        lock = (job.out / ".lock").open("w")
+        lock = (job.out / _LOCK).open("w")
     except OSError as error:
         raise AnalyzeError(f"cannot write to {job.out}: {error.strerror}") from error
     with lock:
@@ -59,6 +59,7 @@ def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Le
         except OSError:
             raise AnalyzeError(f"another run is writing to {job.out}") from None
         try:
+            _refuse_what_others_wrote(job.out)
             if job.restart:
                 _remove_results(job.out)
             for partial in job.out.glob(PARTIAL):  # of a run that was killed
@@ -72,30 +73,63 @@ def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Le
             raise AnalyzeError(error.strerror or str(error)) from error
 
 
+_MANIFEST, _LOCK = "manifest.json", ".lock"
+
+
+def _is_of_results(name: str) -> bool:
+    """Whether a run gives a file this name."""
+    of_line = re.fullmatch(rf"line-\d{{6,}}\.({'|'.join(FORMATS)})", name)
+    return of_line is not None or name in (_MANIFEST, _LOCK, "lines.jsonl", "index.html")
+
+
+def _refuse_what_others_wrote(out: Path) -> None:
+    """Files under names of ours are ours only beside our manifest, the first that a run writes."""
+    manifest = out / _MANIFEST
+    if manifest.exists():
+        try:
+            written = json.loads(manifest.read_text(encoding="utf-8"))
+        except ValueError:
+            return  # damaged, which is said where it is read
+        if not isinstance(written, dict) or "ikattn" not in written:
+            raise AnalyzeError(f"{manifest} was not written by this program; take another --out")
+        return
+    for name in ("lines.jsonl", "index.html"):
+        if (out / name).exists():
+            raise AnalyzeError(
+                f"{out / name} was not written by this program, which finds no manifest.json "
+                "beside it; take another --out"
+            )
+
+
 def _remove_results(out: Path) -> None:
     """What a run writes, and nothing else; the entries first, that none outlives its files."""
     (out / "lines.jsonl").unlink(missing_ok=True)
-    (out / "manifest.json").unlink(missing_ok=True)
-    (out / "index.html").unlink(missing_ok=True)
-    for path in out.glob("line-*"):
-        if re.fullmatch(rf"line-\d{{6,}}\.({'|'.join(FORMATS)})", path.name):
+    for path in out.iterdir():
+        if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK):
             path.unlink()
+    (out / _MANIFEST).unlink(missing_ok=True)  # without which the others would not be ours
 
 
 def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
     """Writes the manifest of a new run, or makes sure that the old one asks for the same."""
     wishes = _wishes(job, source, target)
-    path = job.out / "manifest.json"
-    if not path.exists():
+    path = job.out / _MANIFEST
+
+    def write() -> None:
         with whole_file(path) as file:
             file.write(json.dumps(wishes, indent=2, ensure_ascii=False).encode() + b"\n")
+
+    if not path.exists():
+        write()
         return
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name in wishes if earlier.get(name) != wishes[name]]
     except (ValueError, AttributeError):
         raise AnalyzeError(f"{path} is damaged; --restart begins anew") from None
-    if changed:
+    if changed and not _finished(job.out / "lines.jsonl"):
+        write()  # that of a run which came to nothing
+    elif changed:
         raise AnalyzeError(
             f"{job.out} holds the results of a run with other {', '.join(changed)}; take another "
             "--out, or --restart to replace them"
@@ -107,7 +141,7 @@ def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
     return {
         "ikattn": ikattn.__version__,
         "model": job.model,
-        "model files": _fingerprint(Path(job.model)),
+        "model files": _fingerprint(Path(job.model), job.out),
         "text": {"lines": source.count, "sha256": source.digest},
         "target text": target and {"lines": target.count, "sha256": target.digest},
         "maps": list(job.maps),
@@ -116,13 +150,17 @@ def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
     }
 
 
-def _fingerprint(folder: Path) -> str | None:
-    """Names, sizes and times of a model's files: to read gigabytes of weights takes too long."""
+def _fingerprint(folder: Path, out: Path) -> str | None:
+    """Names, sizes and times of a model's files: to read gigabytes of weights takes too long.
+
+    out: Where results are, which may be among them.
+    """
     if not folder.is_dir():
         return None
-    digest = hashlib.sha256()
+    digest, results = hashlib.sha256(), out.resolve()
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        ours = _is_of_results(path.name) and path.parent.resolve() == results
+        if path.is_file() and not ours:
             stat = path.stat()
             digest.update(
                 f"{path.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}\n".encode()
@@ -160,13 +198,16 @@ def _entries(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     with path.open("rb") as lines:
         for text in lines:
             try:
-                yield (json.loads(text) if text.endswith(b"\n") else None), text
+                entry = json.loads(text) if text.endswith(b"\n") else None
             except ValueError:
-                yield None, text
+                entry = None
+            is_whole = isinstance(entry, dict) and {"line", "files", "text"} <= entry.keys()
+            yield entry if is_whole else None, text
 
 
 def _has_files(folder: Path, entry: dict[str, Any]) -> bool:
-    return all((folder / name).is_file() for name in entry["files"])
+    paths = [folder / name for name in entry["files"]]
+    return all(path.is_file() and path.stat().st_size > 0 for path in paths)
 
 
 def write_index(out: Path, ledger: Ledger) -> None:

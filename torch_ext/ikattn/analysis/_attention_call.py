@@ -100,7 +100,7 @@ class AttentionCall:
                 if is_bool
                 else logits + self.attn_mask
             )
-        blind = logits.detach().amax(-1, keepdim=True) == -math.inf
+        blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
         return logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
     def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
