@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -263,28 +264,30 @@ def compare_both(
 
 
 def show_errors(options: argparse.Namespace) -> None:
-    """Of output and gradients, beside those of the composition whose arithmetic has that type."""
+    """Of output and gradients, beside those of the composition in that type."""
     length = min(512, options.tokens)
     tensors = inputs(options, 1, length, length)
     names = ["output", "grad_query", "grad_key", "grad_value", "grad_w1", "grad_w2"]
     torch.manual_seed(1)
     incoming = torch.randn_like(tensors[0])
 
-    def results(rival: str, dtype: torch.dtype | None, causal: bool) -> list[Tensor]:
+    def results(
+        attend: Callable[..., Tensor], causal: bool, dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
         leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
-        output = gpu_rivals.attention(leaves, causal)[rival]()
+        output = attend(*leaves, is_causal=causal)
         found = torch.autograd.grad(output, leaves, incoming.to(output.dtype))
         return [output.detach(), *found]
 
     print(
-        f"errors at N = {length}, {options.dtype}, of the largest element; the composition "
-        "computes in that type (in parentheses: in float32, from the same tensors)"
+        f"errors at N = {length}, {options.dtype}, of the largest element; the composition stores "
+        "in that type (in parentheses: ikattn.reference, which computes in float32)"
     )
     for causal in (False, True):
-        truth = results("eager", torch.float64, causal)
-        ours = results("ikattn", None, causal)
-        theirs = results("eager", None, causal)
-        narrow = results("eager", getattr(torch, options.dtype), causal)
+        truth = results(ikattn.reference.implicit_kernel_attention, causal, torch.float64)
+        ours = results(ikattn.implicit_kernel_attention, causal)
+        theirs = results(ikattn.reference.implicit_kernel_attention, causal)
+        narrow = results(gpu_rivals.stored_in_half, causal)
         for name, right, *found in zip(names, truth, ours, theirs, narrow, strict=True):
             largest = right.abs().max()
             errors = [((x.double() - right).abs().max() / largest).item() for x in found]

@@ -61,6 +61,25 @@ def attention(
     return rivals
 
 
+def stored_in_half(
+    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, is_causal: bool
+) -> Tensor:
+    """The eager composition whose features, scores, weights and output have the type of q.
+
+    As those of eager softmax attention would; ``ikattn.reference`` computes in float32 whatever
+    the type of its inputs. Between them angles and weights are formed in float32, as torch.softmax
+    forms its.
+    """
+    phi_q, phi_k = (ikattn.reference.spectral_features(x.float(), w1, w2).to(q) for x in (q, k))
+    s = (phi_q @ phi_k.mT / (4 * w1.shape[-1])).float()
+    magnitudes = k.float().square().sum(-1, keepdim=True).mT / (2 * k.shape[-1] ** 0.5)
+    logits = torch.log(s.square() + 1e-5) + magnitudes
+    if is_causal:
+        sees = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        logits = logits.masked_fill(~sees, -torch.inf)
+    return logits.softmax(-1).to(q) @ v
+
+
 def flex(tensors: list[Tensor], causal: bool, compiled: bool = True) -> Callable[[], Tensor]:
     """The same attention as FlexAttention over the features, with log(s^2 + eps) + g as its score.
 

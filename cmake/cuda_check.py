@@ -1,9 +1,10 @@
 """Compile every CUDA kernel for several architectures, on any machine that has nvcc; no GPU needed.
 
-Fails on an error of the compiler, on local memory, that is register spills and stack frames
-(cuda_local_memory_allowed.txt lists exceptions and their reasons), and on wgmma that ptxas
-serialises. Then checks the syntax of the glue files against
-this environment's torch. `make cuda-check`, or, for one file and architecture while writing it:
+Fails on an error of the compiler, on register spills, on stack frames (but those of
+cuda_local_memory_allowed.txt, which has the reasons), on wgmma that ptxas serialises,
+and where a kernel whose warpgroups exchange registers does not begin with all of them. Then checks
+the syntax of the glue files against this environment's torch. `make cuda-check`, or, for one file
+and architecture while writing it:
 
     python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/forward.cu
 """
@@ -24,7 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "cuda-check"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100", "sm_120"]
+# Of these the host's code is compiled, too, which differs by IKATTN_HAVE_WARPGROUPS alone; where
+# none of them is asked for, of each.
+WITH_HOST = ["sm_80", "sm_90a"]
 INCLUDES = ["-Icsrc", "-Icsrc/include"]
+# Of a thread, in a block of 384. With fewer the block would wait for ever for those that its
+# products take (setmaxnreg, kProductRegisters in warpgroup_tiles.h).
+WARPGROUP_REGISTERS = 168
 
 
 @dataclass
@@ -93,11 +100,13 @@ def kernels_in(output: str, source: str, arch: str) -> list[Kernel]:
     return kernels
 
 
-def compile_kernels(nvcc: str, source: Path, arch: str) -> Compilation:
+def compile_kernels(nvcc: str, source: Path, arch: str, *, with_host: bool) -> Compilation:
     name = str(source.relative_to(ROOT))
-    target = OUTPUT / f"{name.replace('/', '-')}.{arch}.o"
+    what = "-c" if with_host else "-cubin"
+    target = OUTPUT / f"{name.replace('/', '-')}.{arch}.{'o' if with_host else 'cubin'}"
     command = [nvcc, "-std=c++20", "-O3", "-Xptxas", "-v", f"-arch={arch}", *INCLUDES]
-    command += ["-Itests/cpp", "-c", name, "-o", str(target.relative_to(ROOT))]
+    command.append(f"-DIKATTN_HAVE_WARPGROUPS={int(arch == 'sm_90a')}")
+    command += ["-Itests/cpp", what, name, "-o", str(target.relative_to(ROOT))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     output = done.stdout + done.stderr
     return Compilation(command, done.returncode != 0, output, kernels_in(output, name, arch))
@@ -110,6 +119,8 @@ def check_glue(source: Path, torch: Path, cuda_headers: Path) -> Compilation:
     missing.touch()
     include = torch / "include"
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra"]
+    command += ["-DIKATTN_HAVE_CUDA=1", "-DIKATTN_HAVE_WARPGROUPS=1"]
+    command += ['-DIKATTN_CUDA_ARCHITECTURES="80 90"']
     command += [*INCLUDES, "-isystem", str(include)]
     command += ["-isystem", str(include / "torch/csrc/api/include")]
     command += ["-isystem", str(cuda_headers), "-isystem", str(OUTPUT / "include")]
@@ -136,13 +147,24 @@ def allowed_local_memory() -> list[str]:
     return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
 
 
-def report(compilations: list[Compilation]) -> bool:
+def exchanges_registers(kernel: Kernel) -> bool:
+    """Whether its warpgroups take registers from each other: Hopper's of the package."""
+    return (
+        kernel.arch == "sm_90a"
+        and kernel.source.startswith("csrc/")
+        and "::warpgroup_" in kernel.name
+    )
+
+
+def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
     """Print the table and what is wrong; whether all is well."""
     allowed = allowed_local_memory()
     kernels = sorted(
         (k for c in compilations for k in c.kernels), key=lambda k: (k.source, k.name, k.arch)
     )
     wrong: list[str] = []
+    if not kernels and expects_kernels:
+        wrong.append("ptxas named no kernel: its output is not what this script reads")
     if kernels:
         width = max(len(short(k.name)) for k in kernels)
         print(f"{'kernel':{width}}  {'arch':7} registers  spills B  stack B  static shared B")
@@ -151,11 +173,20 @@ def report(compilations: list[Compilation]) -> bool:
             f"{short(k.name):{width}}  {k.arch:7} {k.registers:9}  {k.spill_bytes:8}"
             f"  {k.stack_bytes:7}  {k.shared_bytes:15}"
         )
-        if (k.spill_bytes or k.stack_bytes) and not any(part in k.name for part in allowed):
+        has_place = any(part in k.name for part in allowed)
+        if k.spill_bytes:
             wrong.append(
-                f"{short(k.name)} ({k.source}) spills {k.spill_bytes} bytes and has "
-                f"{k.stack_bytes} of stack on {k.arch}: shorten it, or list it with a reason in "
-                "cmake/cuda_local_memory_allowed.txt"
+                f"{short(k.name)} ({k.source}) spills {k.spill_bytes} bytes on {k.arch}: shorten it"
+            )
+        if k.stack_bytes > k.spill_bytes and not has_place:
+            wrong.append(
+                f"{short(k.name)} ({k.source}) has {k.stack_bytes} bytes of stack on {k.arch}: "
+                "shorten it, or list it with a reason in cmake/cuda_local_memory_allowed.txt"
+            )
+        if exchanges_registers(k) and k.registers != WARPGROUP_REGISTERS:
+            wrong.append(
+                f"{short(k.name)} ({k.source}) begins with {k.registers} registers, not "
+                f"{WARPGROUP_REGISTERS}: its products would wait for ever"
             )
     for c in compilations:
         if c.failed:
@@ -187,22 +218,30 @@ def main() -> int:
     glue = [path for path in sources if path.suffix == ".cpp"]
     if not arguments.sources:
         glue = sorted((ROOT / "csrc").glob("*/cuda/*.cpp"))
+        # And what else says something of CUDA where the library has it.
+        glue += [
+            path
+            for path in sorted((ROOT / "csrc").glob("*/*.cpp"))
+            if "IKATTN_HAVE_CUDA" in path.read_text()
+        ]
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
     torch = importlib.util.find_spec("torch")
     headers = cuda_headers_of(nvcc)
+    architectures = arguments.arch or ARCHITECTURES
+    hosts = set(architectures) & set(WITH_HOST) or set(architectures)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
-            pool.submit(compile_kernels, nvcc, source, arch)
+            pool.submit(compile_kernels, nvcc, source, arch, with_host=arch in hosts)
             for source in kernels
-            for arch in arguments.arch or ARCHITECTURES
+            for arch in architectures
         ]
         if glue and torch and torch.origin and headers:
             jobs += [
                 pool.submit(check_glue, path, Path(torch.origin).parent, headers) for path in glue
             ]
         compilations = [job.result() for job in jobs]
-    all_is_well = report(compilations)
+    all_is_well = report(compilations, expects_kernels=bool(kernels))
     if glue and not (torch and torch.origin and headers):
         print("error: no torch, or no headers of CUDA, to check the glue with", file=sys.stderr)
         return 1

@@ -129,7 +129,12 @@ function(ikattn_cuda_architectures)
   endif()
   foreach(architecture IN LISTS architectures)
     string(REGEX MATCH "^[0-9]+" number "${architecture}")
-    if(number AND number LESS 80)
+    if(NOT number)
+      message(FATAL_ERROR "ikattn: architectures must be numbers such as 90 or 90-real, got "
+                          "${architecture}: change CUDAARCHS, or leave it out for "
+                          "the GPU that is here")
+    endif()
+    if(number LESS 80)
       message(FATAL_ERROR "ikattn: kernels for ${architecture} were asked for, but they need compute "
                           "capability 8.0 or later: change CUDAARCHS or TORCH_CUDA_ARCH_LIST, or "
                           "build with WITH_CUDA=0")

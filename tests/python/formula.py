@@ -35,12 +35,21 @@ def covariance(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor | None) -> Ten
     return total / 4
 
 
+def covariance_stored_in(
+    dtype: torch.dtype, query: Tensor, key: Tensor, w1: Tensor, w2: Tensor | None
+) -> Tensor:
+    """Of features of that type, and rounded to it; angles need more digits than it has."""
+    phi_q, phi_k = (ikattn.reference.spectral_features(x, w1, w2).to(dtype) for x in (query, key))
+    return (phi_q @ phi_k.mT / (4 * w1.shape[-1])).to(query)
+
+
 def unnormalised(
     query: Tensor,
     key: Tensor,
     w1: Tensor,
     w2: Tensor | None = None,
     *,
+    stored_in: torch.dtype | None = None,
     p: float | None = 2.0,
     key_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -54,7 +63,10 @@ def unnormalised(
     key = of_query_heads(key, 1, heads)
     w1 = of_query_heads(w1, -3, heads)
     w2 = None if w2 is None else of_query_heads(w2, -3, heads)
-    s = covariance(query, key, w1, w2)
+    if stored_in is None:
+        s = covariance(query, key, w1, w2)
+    else:
+        s = covariance_stored_in(stored_in, query, key, w1, w2)
 
     exponent = torch.zeros_like(s)
     visible = torch.ones(s.shape, dtype=torch.bool)
@@ -73,7 +85,8 @@ def unnormalised(
     exponent = exponent.masked_fill(~visible, -math.inf)
     shift = torch.zeros(exponent.shape[:-1]).unsqueeze(-1)
     if key.shape[2] > 0:
-        shift = exponent.detach().amax(-1, keepdim=True).clamp_min(-1e300)
+        lowest = torch.finfo(exponent.dtype).min
+        shift = exponent.detach().amax(-1, keepdim=True).clamp_min(lowest)
     return (s.square() + eps) * torch.exp(exponent - shift), shift
 
 
@@ -94,6 +107,22 @@ def attention(value: Tensor, hold_normalizer: bool = False, **arguments: Any) ->
     """The output [B, H, L, d_v]."""
     w = weights(hold_normalizer, **arguments)
     return w @ of_query_heads(value, 1, arguments["query"].shape[1])
+
+
+def attention_in_its_type(value: Tensor, **arguments: Any) -> Tensor:
+    """The output as torch's operators would compute it in half precision, with their errors.
+
+    Features, scores, weights and output are stored in the type of the query, as scores, weights and
+    output of eager softmax attention are; ``ikattn.reference`` computes in float32 whatever the
+    type of its inputs. Between them all is float32, as it is within torch.softmax.
+    """
+    dtype = arguments["query"].dtype
+    wide = {
+        name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+    w = weights(stored_in=dtype, **wide).to(dtype)
+    return w @ of_query_heads(value, 1, w.shape[1])
 
 
 def log_normalizer(**arguments: Any) -> Tensor:

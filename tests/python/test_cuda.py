@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import formula
 import ikattn
 from agreement import (
+    FLOAT64_OUTPUT,
+    OUTPUT_FACTOR,
+    OUTPUT_ULPS,
     assert_close,
     assert_gradients_accurate,
     assert_identical,
@@ -34,12 +38,10 @@ every_sample = pytest.mark.parametrize(
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 
-# On tensor cores features are rounded to float16.
-FEATURE_ROUNDING = 2**-11
 
-
-def largest(x: Tensor) -> float:
-    return x.double().nan_to_num().abs().max().item() if x.numel() else 0.0
+def at_that_precision(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The reference whose own error is the measure."""
+    return formula.attention_in_its_type if dtype.itemsize == 2 else reference
 
 
 @every_dtype
@@ -50,15 +52,12 @@ def test_output_is_as_accurate_as_the_reference(sample: Sample, dtype: torch.dty
     assert output.device.type == DEVICE
     assert output.dtype == dtype
     truth = in_float64(reference, arguments)
-    allowed = 2 * error(reference(**arguments), truth) + 6 * torch.finfo(torch.float32).eps
-    if dtype == torch.float64:
-        allowed = 3e-14
-    elif dtype.itemsize == 2:
-        # The output is rounded, and before it meets the value every weight, which errs by its
-        # features' roundings, too. The reference rounds neither where a row sees one key.
-        roundoff = torch.finfo(dtype).eps / 2
-        of_weights = (roundoff + FEATURE_ROUNDING) * largest(arguments["value"])
-        allowed += roundoff + of_weights / max(largest(truth), 1e-300)
+    allowed = FLOAT64_OUTPUT
+    if dtype != torch.float64:
+        own = error(at_that_precision(dtype)(**arguments), truth)
+        allowed = OUTPUT_FACTOR * own + OUTPUT_ULPS * torch.finfo(torch.float32).eps
+    if dtype.itemsize == 2:
+        allowed += torch.finfo(dtype).eps / 2  # its own rounding
     assert_close(output.cpu(), truth, allowed)
 
 
@@ -75,12 +74,10 @@ def test_gradients_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
     )
     assert_gradients_accurate(
         {name: gradient.cpu() for name, gradient in got.items()},
-        gradients(reference, arguments, grad_output=incoming),
+        gradients(at_that_precision(dtype), arguments, grad_output=incoming),
         gradients(reference, converted(arguments, torch.float64), grad_output=incoming.double()),
         gradient_scales(arguments, incoming),
         dtype,
-        # A score is of two features each, and a weight its square.
-        extra=4 * FEATURE_ROUNDING,
     )
 
 
@@ -219,6 +216,82 @@ def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
         return [output, *found.values()]
 
     assert_identical([x.cpu() for x in results(rubbish)], [x.cpu() for x in results(0.0)])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"attn_mask": torch.finfo(torch.float32).min, "key_bias": torch.finfo(torch.float32).min},
+        {"attn_mask": torch.finfo(torch.float32).min, "key_bias": -299.1, "p": None},
+        {"attn_mask": torch.finfo(torch.float32).min, "magnitude_scale": -1 / 16},
+        {"attn_mask": torch.finfo(torch.float32).min, "key_bias": -168.4, "eps": 0.5},
+        {"attn_mask": torch.finfo(torch.float32).min, "key_bias": -36.9, "p": None, "eps": 0.9},
+        {"attn_mask": -1048000.0, "key_bias": -1048000.0, "eps": 0.9},
+    ],
+    ids=str,
+)
+def test_lowest_numbers_leave_weights_of_float16_in_its_range(call: Arguments, matmul: Any) -> None:
+    """Where scores are 1, and what the largest logit has beside 2^33 is rounded."""
+    matmul.fp32_precision = "tf32"
+    torch.manual_seed(0)
+    query = torch.randn(1, 1, 64, 64)
+    query *= 298.9**0.5 * 4 / query.norm(dim=-1, keepdim=True)  # |k|^2 / 16 = 298.9
+    value, w1 = torch.randn(1, 1, 64, 8), 1e-5 * torch.randn(1, 64, 16)
+    shapes = {"attn_mask": (64, 64), "key_bias": (64,)}
+    call = {name: torch.full(shapes[name], x) if name in shapes else x for name, x in call.items()}
+    arguments: Arguments = {"query": query, "key": query, "value": value, "w1": w1} | call
+    output = ikattn.implicit_kernel_attention(**on_gpu(arguments)).cpu()
+    near = arguments | {"attn_mask": torch.zeros(64, 64)}
+    near |= {"key_bias": torch.zeros(64)} if "key_bias" in call else {}
+    assert_close(output, in_float64(reference, near), 2**-9)
+
+
+@pytest.mark.parametrize("form", ["plain", "causal", "bias", "float mask", "grouped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_each_gradient_alone_is_what_it_is_among_all(form: str, dtype: torch.dtype) -> None:
+    call = drawn_on_gpu(2, 4, 70, 140, 40, 32, dtype)
+    if form == "causal":
+        call["is_causal"] = True
+    if form == "bias":
+        call["key_bias"] = torch.linspace(-1, 1, 140, device=DEVICE, dtype=dtype)
+    if form == "float mask":
+        call["attn_mask"] = torch.linspace(-1, 1, 140, device=DEVICE, dtype=dtype).cos()
+    if form == "grouped":
+        call |= {"enable_gqa": True, "key": call["key"][:, :2], "value": call["value"][:, :2]}
+    everything = gradients(ikattn.implicit_kernel_attention, call)
+    for name, gradient in everything.items():
+        alone = gradients(ikattn.implicit_kernel_attention, call, [name])[name]
+        assert_identical([alone.cpu()], [gradient.cpu()])
+
+
+@pytest.mark.parametrize("way", ["mask", "bias", "mask and bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_rows_of_the_lowest_number(way: str, dtype: torch.dtype) -> None:
+    """As Hugging Face's masks hide padding: such rows are like rows without the mask."""
+    call = drawn_on_gpu(1, 2, 140, 600, 40, 32, dtype)
+    call["key"] *= 3  # logits of 36, which 2^33 in one float32 would lose
+    lowest: Arguments = {}
+    if "mask" in way:
+        mask = torch.zeros(140, 600, device=DEVICE, dtype=dtype)
+        mask[[5, 77]] = torch.finfo(dtype).min
+        lowest["attn_mask"] = mask
+    if "bias" in way:
+        lowest["key_bias"] = torch.full((600,), torch.finfo(dtype).min, device=DEVICE, dtype=dtype)
+    incoming = torch.zeros(1, 2, 140, 40, device=DEVICE, dtype=dtype)
+    incoming[:, :, [5, 77]] = direction(incoming)[:, :, [5, 77]]
+    got, alike = (
+        gradients(ikattn.implicit_kernel_attention, arguments, OF_TOKENS, incoming)
+        for arguments in (call | lowest, call)
+    )
+    wide = converted({name: x.cpu() for name, x in call.items()}, torch.float64)
+    expected = gradients(reference, wide, OF_TOKENS, incoming.cpu().double())
+    rounding = max(1e-4, torch.finfo(dtype).eps)  # of float32: 2^33 in 48 bits
+    for name in OF_TOKENS:
+        tolerance = 2 * error(alike[name].cpu(), expected[name]) + rounding
+        assert_close(got[name].cpu(), expected[name], tolerance, name)
+    outputs = (ikattn.implicit_kernel_attention(**call | added) for added in (lowest, {}))
+    rows, rows_alike = (output[:, :, [5, 77]].cpu() for output in outputs)
+    assert_close(rows, rows_alike, 2 * rounding)
 
 
 @pytest.mark.parametrize("way", ["one key", "causal", "key bias", "bool mask", "float mask"])

@@ -6,6 +6,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +14,13 @@ import torch
 import ikattn
 from agreement import assert_close
 from programs import run_checked
+from samples import name_of
+
+
+@pytest.fixture
+def rivals(source_tree: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(source_tree / "benchmarks")
+    return import_module("gpu_rivals")
 
 
 @pytest.mark.parametrize(
@@ -48,13 +56,24 @@ def test_a_dry_run(source_tree: Path, tmp_path: Path, choice: list[str], compari
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [False, True])
-def test_flex_attention_computes_the_same(
-    source_tree: Path, monkeypatch: pytest.MonkeyPatch, causal: bool
-) -> None:
-    monkeypatch.syspath_prepend(source_tree / "benchmarks")
-    rivals = import_module("gpu_rivals")
+def test_flex_attention_computes_the_same(rivals: ModuleType, causal: bool) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 40, 16).unbind()
     tensors = [query, key, value, *torch.randn(2, 4, 16, 16) * 0.2]
     found = rivals.flex(tensors, causal, compiled=False)()
     assert_close(found, ikattn.implicit_kernel_attention(*tensors, is_causal=causal), 1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=name_of)
+def test_the_composition_stores_in_the_type_of_its_inputs(
+    rivals: ModuleType, causal: bool, dtype: torch.dtype
+) -> None:
+    """Which rounds nothing in float32, and much in half precision."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 40, 16).to(dtype).unbind()
+    tensors = [query, key, value, *torch.randn(2, 4, 16, 16) * 0.05]
+    found = rivals.stored_in_half(*tensors, is_causal=causal)
+    expected = ikattn.reference.implicit_kernel_attention(*tensors, is_causal=causal)
+    assert_close(found, expected, 1e-5 if dtype == torch.float32 else 2**-6)
+    assert dtype == torch.float32 or not torch.equal(found, expected)
