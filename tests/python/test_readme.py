@@ -27,13 +27,15 @@ def test_examples_of_the_readme_run_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    attention, analysis = map(run, code_blocks("README.md"))
-    assert torch.isfinite(attention["output"]).all()
+    training, analysis, attention = map(run, code_blocks("README.md"))
+    assert torch.isfinite(training["output"]).all()
+    assert analysis["recording"].names == [f"encoder.layer.{i}.attention.self" for i in (0, 1)]
+    assert analysis["contribution"].shape == (1, 4, 4)
+    torch.testing.assert_close(analysis["flow"].sum(-1), torch.ones(1, 4))
+    assert (tmp_path / "maps.html").stat().st_size > 10_000
     assert attention["weights"].shape == (2, 1000, 1000)
     torch.testing.assert_close(attention["weights"].sum(-1), torch.ones(2, 1000))
-    assert analysis["contribution"].shape == (1, 12, 12)
-    torch.testing.assert_close(analysis["flow"].sum(-1), torch.ones(1, 12))
-    assert (tmp_path / "maps.html").stat().st_size > 10_000
+    assert attention["kernels"].forward.endswith(", by pairs")
 
 
 @pytest.mark.parametrize("page", ["docs/analysis.md", "docs/analysis_aggregation.md"])
@@ -47,8 +49,21 @@ def test_examples_of_the_analysis_pages_run_as_shown(
         run(block)
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in DOCS.glob("*.md"))])
-def test_files_a_page_links_to_exist(page: str) -> None:
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+PAGES += [str(page.relative_to(ROOT)) for page in sorted(DOCS.rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_links_to_exists(page: str) -> None:
     path = ROOT / page
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    for link in re.findall(r"\]\(([^)\s:]+)\)", path.read_text()):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link

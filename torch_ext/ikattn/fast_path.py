@@ -86,7 +86,15 @@ def why_not_fast(
 
 
 class Kernels(NamedTuple):
-    """What :func:`which_kernels` says of the two passes of a call."""
+    """What :func:`which_kernels` says of the two passes of a call.
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, w = torch.randn(1, 2, 40, 16), torch.randn(2, 16, 8)
+        >>> forward, backward = ikattn.which_kernels(q, q, q, w)
+        >>> forward == ikattn.which_kernels(q, q, q, w).forward
+        True
+    """
 
     forward: str
     backward: str
@@ -123,8 +131,14 @@ def which_kernels(
         device: Answer for this device; None: that of query.
 
     Returns:
-        In words, such as ``"avx512, by pairs"``, ``"tensor cores (mma.sync), without pairs"``,
-        ``"ordinary units, by pairs: "`` and why, or ``"none: "`` and why there are no kernels.
+        Of each pass, in words. On CPU ``"avx512"``, ``"avx2"`` or ``"baseline"``, and ``", by
+        pairs"`` or ``", without pairs"``; in 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or
+        ``"amx"``, and ``", products of 16 bits, by pairs"``. On CUDA ``"tensor cores (mma.sync), by
+        pairs"`` or ``", without pairs"``, ``"tensor cores (Hopper's wgmma), by pairs"``, or
+        ``"ordinary units, by pairs: "`` and why; where a float mask wants a gradient, ``"; the
+        gradient of attn_mask on the ordinary units"`` behind it. ``"none: "`` and why there are no
+        kernels. :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, always
+        goes by pairs, on CUDA on the ordinary units.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.
