@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ._memory import takes_memory_for
 
 __all__ = ["Contributions", "NormStats", "contributions", "streamed_contributions"]
 
@@ -157,6 +158,7 @@ class Contributions:
     key_padding: Tensor | None = None
 
 
+@takes_memory_for("the maps")
 def contributions(
     attn_weights: Tensor,
     value: Tensor,
@@ -235,6 +237,7 @@ def contributions(
     return found
 
 
+@takes_memory_for("the maps")
 def streamed_contributions(
     query: Tensor,
     key: Tensor,

@@ -28,6 +28,7 @@ from ikattn._masks import (
     padded,
     padding_of_queries,
 )
+from ikattn._memory import takes_memory_for
 from ikattn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn._softmax import rbf_key_bias, select_away, softmax_attention
 from ikattn.magnitude import LearnedOrder
@@ -221,6 +222,7 @@ def multi_head_attention_forward(
     )
 
 
+@takes_memory_for("projections, logits or weights", function="MultiheadAttention")
 def attend(
     query: Tensor,
     key: Tensor,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._memory import takes_memory_for
 from .magnitude import check_order, log_magnitude
 from .ops import attention_from_features, spectral_features
 
@@ -120,6 +121,7 @@ class KeyFeatures:
         """
         return self._known().magnitudes[:, :, : self._length]
 
+    @takes_memory_for("the features of keys", function="KeyFeatures.append")
     def append(self, key: Tensor) -> None:
         """Keeps more keys, after those that are kept.
 
@@ -145,6 +147,7 @@ class KeyFeatures:
         self._kept = kept
         self._length += key.size(2)
 
+    @takes_memory_for("logits and the output", function="KeyFeatures.attend")
     def attend(
         self,
         query: Tensor,

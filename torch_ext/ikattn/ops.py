@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ._memory import takes_memory_for
 from .magnitude import check_order, log_magnitude
 
 __all__ = [
@@ -351,6 +352,7 @@ def dropout_keep_mask(
     )
 
 
+@takes_memory_for("similarity and magnitude")
 def decompose(
     query: Tensor,
     key: Tensor,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
+from .._memory import memory_for
 from .._selection import Selection, is_selected
 from ..contributions import Contributions
 from ..integrations.transformers._interface import Given
@@ -446,9 +447,10 @@ class _Recorder:
 
     def _make_maps(self, call: _Call, plan: _Plan, run: _Run) -> None:
         parts, attention = plan.parts, run.attention
-        with self._grad_mode(), without_autocast(attention.query.device):
-            maps = make_maps(attention, parts, run.around, run.wanted)
-        maps = convert_tensors(maps, detach=self._detach, to_cpu=self._to_cpu)
+        with memory_for("record", f"the maps of layer {run.name}"):
+            with self._grad_mode(), without_autocast(attention.query.device):
+                maps = make_maps(attention, parts, run.around, run.wanted)
+            maps = convert_tensors(maps, detach=self._detach, to_cpu=self._to_cpu)
         layer = Layer(
             run.name,
             attention.kind,

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .._memory import memory_for
 from .recording import Batch, Recording
 from .summary import (
     Maps,
@@ -100,10 +101,11 @@ def rollout(
         True
     """
     steps = _steps(maps, normalize, map, layers, residual, padding, "rollout")
-    products = [steps[0]]
-    for step in steps[1:]:
-        products.append(step @ products[-1])
-    return torch.stack(products) if all_layers else products[-1]
+    with memory_for("rollout", "the products of maps, [B, T, T]"):
+        products = [steps[0]]
+        for step in steps[1:]:
+            products.append(step @ products[-1])
+        return torch.stack(products) if all_layers else products[-1]
 
 
 def token_importance(

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .._memory import takes_memory_for
 from ..contributions import Contributions
 from .recording import Batch, Recording
 
@@ -343,6 +344,7 @@ class LedgerShares:
     left_out: Tensor
 
 
+@takes_memory_for("the factors of every pair and head")
 def ledger_shares(contributions: Contributions) -> LedgerShares:
     r"""Shares of similarity, key magnitude and value norm in what tokens contribute.
 

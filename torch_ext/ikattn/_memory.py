@@ -1,0 +1,57 @@
+"""Memory that is missing in what is composed of torch's operators: who asked for it, and what for.
+
+The operators in C++ tell this themselves (csrc/support/memory.h).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# What torch says where there is no memory: of the CPU, of a GPU, and of sizes that no memory has.
+_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "size calculation")
+
+
+@contextmanager
+def memory_for(function: str, what: str) -> Iterator[None]:
+    """A context in which missing memory is told with ``function`` and ``what`` it was for.
+
+    Raises:
+        torch.OutOfMemoryError: In place of what torch raises, on the CPU a RuntimeError. Other
+            errors, and those which already say what the memory was for, pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        is_of_memory = isinstance(error, torch.OutOfMemoryError) or any(
+            part in text for part in _OF_MEMORY
+        )
+        if not is_of_memory or ": no memory for " in text:
+            raise
+        raise torch.OutOfMemoryError(f"{function}: no memory for {what}: {text}") from error
+
+
+def takes_memory_for(
+    what: str, *, function: str | None = None
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorates a function with :func:`memory_for`, under its own name where none is given."""
+
+    def decorate(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @functools.wraps(call)
+        def decorated(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+            if torch.compiler.is_compiling():  # whose graphs hold no handlers
+                return call(*arguments, **options)
+            with memory_for(function or call.__name__, what):
+                return call(*arguments, **options)
+
+        return decorated
+
+    return decorate
