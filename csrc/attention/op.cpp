@@ -72,11 +72,21 @@ at::Tensor features_reference_op(const at::Tensor& x, const at::Tensor& w1,
   return reference_features(x, w1, w2).to(x.scalar_type());
 }
 
+at::Tensor from_features_reference_op(const at::Tensor& query_features,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value, double eps) {
+  check_from_features_placement(query_features, key_features, logits, value);
+  if (!has_symbols({&query_features, &key_features, &logits, &value})) {
+    check_from_features(query_features, key_features, logits, value, eps);
+  }
+  return reference_from_features(query_features, key_features, logits, value, eps);
+}
+
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"implicit_kernel_attention_reference", attention_reference_op>(m);
   implement<"implicit_kernel_weights_reference", weights_reference_op>(m);
   implement<"spectral_features_reference", features_reference_op>(m);
-  implement<"attention_from_features_reference", reference_from_features>(m);
+  implement<"attention_from_features_reference", from_features_reference_op>(m);
 }
 
 // Where no kernel is.
@@ -99,7 +109,7 @@ TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
   implement<"implicit_kernel_attention", attention_decomposition>(m);
   implement<"implicit_kernel_weights", weights_reference_op>(m);
   implement<"spectral_features", features_reference_op>(m);
-  implement<"attention_from_features", reference_from_features>(m);
+  implement<"attention_from_features", from_features_reference_op>(m);
 }
 
 // --- Autocast: query, key and value in the lower precision; frequencies, bias and mask as they

@@ -231,3 +231,10 @@ def test_a_model_that_fails_is_left_as_it_was(encoder: nn.TransformerEncoder) ->
     assert model.layers[0].self_attn.kernel == "implicit"
     assert model.layers[0].self_attn.training
     assert len(model.layers[0].self_attn._forward_pre_hooks) == 1
+
+
+def test_steps_of_calibration_may_be_a_number_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    module = ikattn.MultiheadAttention(8, 2, kernel="implicit", batch_first=True)
+    x = torch.randn(2, 5, 8)
+    assert ikattn.calibrate(module, [(x, x, x)], steps=numpy.int64(2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def calibrate(
             "positional or a dict of keyword arguments, got one "
             f"{type(batches).__name__}: [batch] is one batch"
         )
-    if not isinstance(steps, int):
+    if not isinstance(steps, Integral):
         raise TypeError(f"calibrate: steps must be a whole number, got {steps!r}")
     if steps < 1:
         raise ValueError(f"calibrate: steps must be at least 1, got {steps}")
