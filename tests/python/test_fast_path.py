@@ -12,6 +12,9 @@ import ikattn
 from ikattn._info import cuda_kernels, gpu
 
 HAS_CUDA_KERNELS = "CUDA kernels     no" not in ikattn.info()
+needs_kernels_and_gpu = pytest.mark.skipif(
+    not (HAS_CUDA_KERNELS and torch.cuda.is_available()), reason="no CUDA kernels, or no GPU"
+)
 
 
 def inputs() -> tuple[torch.Tensor, ...]:
@@ -75,6 +78,17 @@ def test_calls_on_a_gpu_without_kernels_are_refused() -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA_KERNELS, reason="this library has no CUDA kernels")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
+    half = [x.half() for x in inputs()[:3]]
+    reason = ikattn.why_not_fast(*half, inputs()[3], device="cuda")
+    assert reason is not None
+    assert "torch finds no GPU" in reason
+    said = ikattn.which_kernels(*half, inputs()[3], device="cuda")
+    assert said == (f"none: {reason}",) * 2
+
+
+@needs_kernels_and_gpu
 def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
     reason = ikattn.why_not_fast(*inputs(), device="cuda")
     assert reason is not None
@@ -137,7 +151,8 @@ def test_memory_that_is_not_there_is_named() -> None:
         (lambda: ikattn.implicit_kernel_weights(q, k, w1), "weights: no memory for the weights"),
         (lambda: ikattn.spectral_features(q, w1), "features: no memory for the features"),
     ):
-        with pytest.raises(RuntimeError, match=rf"{what}.*: .*tried to allocate \d+ bytes"):
+        named = rf"{what}.*: .*tried to allocate \d+ bytes"
+        with pytest.raises(torch.OutOfMemoryError, match=named):
             call()
 
 
@@ -176,7 +191,7 @@ def test_which_kernels_says_why_there_are_none() -> None:
         ikattn.which_kernels(inputs()[0], inputs()[1][..., :3], inputs()[2], inputs()[3])
 
 
-@pytest.mark.skipif(not HAS_CUDA_KERNELS, reason="this library has no CUDA kernels")
+@needs_kernels_and_gpu
 def test_which_kernels_says_what_a_gpu_takes() -> None:
     ordinary = "ordinary units, by pairs: "
     tensor_cores = "tensor cores (mma.sync), by pairs"
