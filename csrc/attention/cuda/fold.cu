@@ -9,40 +9,51 @@
 namespace ikattn::cuda {
 namespace {
 
+// A logit of a key, of two parts; those of float32 may be large, and the second part then counts.
+struct KeyLogit {
+  float high, low;
+
+  __device__ __forceinline__ bool is_above(KeyLogit other) const {
+    return high > other.high || (high == other.high && low > other.low);
+  }
+  __device__ __forceinline__ double value() const {
+    return static_cast<double>(high) + static_cast<double>(low);
+  }
+};
+
 // Over one key head, a block: max and spread of the logits, what is hidden and poisoned left out,
 // and thus the form; then what the form needs of every key.
 //   c, scaled_eps: of the folded form; most_spread: in nats, what it bears
-__global__ void __launch_bounds__(256, 2)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
                 double most_spread, float* scales, float* terms, float* lows, double* largest,
                 uint32_t* state, unsigned* items_taken) {
-  IKATTN_SHARED(double, maxima, 8);
-  IKATTN_SHARED(double, minima, 8);
-  IKATTN_SHARED(int, counts, 8);
+  constexpr int kWarps = kThreads / 32;
+  IKATTN_SHARED(double, maxima, kWarps);
+  IKATTN_SHARED(double, minima, kWarps);
+  IKATTN_SHARED(int, counts, kWarps);
   const int64_t S = params.S, padded = padded_tokens(S);
   const float* high = logits.high + blockIdx.x * S;
   const float* low = logits.low + blockIdx.x * S;
-  // In float64: a key's low part counts, too, where offsets are large.
-  const auto logit_at = [&](int64_t j) {
-    return static_cast<double>(high[j]) + static_cast<double>(low[j]);
-  };
-  double most = -INFINITY, least = INFINITY;
+  KeyLogit largest_seen = {-INFINITY, 0}, smallest_seen = {INFINITY, 0};
   bool unclean = false;
-  for (int64_t j = threadIdx.x; j < S; j += 256) {
-    const double logit = logit_at(j);
-    unclean = unclean || logit != logit;
-    if (!is_finite(logit)) continue;
-    most = logit > most ? logit : most;
-    least = logit < least ? logit : least;
+  for (int64_t j = threadIdx.x; j < S; j += kThreads) {
+    const KeyLogit logit = {high[j], low[j]};
+    const float sum = logit.high + logit.low;
+    unclean = unclean || sum != sum;
+    if (!is_finite(sum)) continue;
+    if (logit.is_above(largest_seen)) largest_seen = logit;
+    if (smallest_seen.is_above(logit)) smallest_seen = logit;
   }
-  most = max_of_lanes(most);
-  least = -max_of_lanes(-least);
+  double most = max_of_lanes(largest_seen.value());
+  double least = -max_of_lanes(-smallest_seen.value());
   if (threadIdx.x % 32 == 0) {
     maxima[threadIdx.x / 32] = most;
     minima[threadIdx.x / 32] = least;
   }
   const bool any_unclean = __syncthreads_or(unclean) != 0;
-  for (int warp = 0; warp < 8; ++warp) {
+  for (int warp = 0; warp < kWarps; ++warp) {
     const double a = maxima[warp], z = minima[warp];
     most = a > most ? a : most;
     least = z < least ? z : least;
@@ -50,10 +61,12 @@ __global__ void __launch_bounds__(256, 2)
   const double reference = most == -INFINITY ? 0.0 : most;
   const bool general = most_spread < 0 || most - least > most_spread;
   if (blockIdx.x == 0 && threadIdx.x < 2) items_taken[threadIdx.x] = 0;
+  const auto reference_high = static_cast<float>(reference);
+  const auto reference_low = static_cast<float>(reference - static_cast<double>(reference_high));
   int count = 0;
-  for (int64_t j = threadIdx.x; j < padded; j += 256) {
+  for (int64_t j = threadIdx.x; j < padded; j += kThreads) {
     const bool hidden = j >= S || high[j] == -INFINITY;
-    const float logit = hidden ? -INFINITY : static_cast<float>(logit_at(j) - reference);
+    const float logit = hidden ? -INFINITY : (high[j] - reference_high) + (low[j] - reference_low);
     count += logit >= -kNatsThatCount;
     const float e = hidden ? 0.0f : expf(logit);
     terms[blockIdx.x * padded + j] = !general ? scaled_eps * e : hidden ? -INFINITY : high[j];
@@ -67,7 +80,7 @@ __global__ void __launch_bounds__(256, 2)
   __syncthreads();
   if (threadIdx.x != 0) return;
   int all = 0;
-  for (int warp = 0; warp < 8; ++warp) all += counts[warp];
+  for (int warp = 0; warp < kWarps; ++warp) all += counts[warp];
   largest[blockIdx.x] = reference;
   state[blockIdx.x] =
       (general ? kGeneral : 0u) | (any_unclean ? kUnclean : 0u) | (all <= kFewKeys ? kFew : 0u);
@@ -116,10 +129,14 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
                              : every_row_sees_all(params) ? static_cast<double>(INFINITY)
                              : is_half                    ? of_half
                                                           : 36.0;
+  const auto fold = [&](auto kernel, unsigned threads) {
+    return launch(kernel, dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream,
+                  params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
+                  most_spread, scales, terms, lows, largest, state, items_taken);
+  };
+  // A block has a head's keys: of many, all the threads that a block may have.
   if (const char* error =
-          launch(fold_kernel, dim3(static_cast<unsigned>(key_heads)), dim3(256), 0, executor.stream,
-                 params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
-                 most_spread, scales, terms, lows, largest, state, items_taken)) {
+          params.S > 1024 ? fold(fold_kernel<1024>, 1024) : fold(fold_kernel<256>, 256)) {
     return error;
   }
   if (const char* error = fold_values(params, executor, logits, for_backward, folded)) {

@@ -17,7 +17,8 @@ __device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
   return max_of_lanes(other);
 }
 
-// Of a key head, a block: its center, its numbers, and the Gram matrix of all parts.
+// The Gram matrix of all parts, an element a thread; grid: key heads, F F / kHeadThreads. The first
+// blocks of the heads make their centers and numbers, too.
 __global__ void __launch_bounds__(kHeadThreads, 1)
     finish_head_kernel(AttentionParams params, LinearTokens tokens, int F, TokenParts parts,
                        LinearSums sums) {
@@ -31,17 +32,19 @@ __global__ void __launch_bounds__(kHeadThreads, 1)
     for (int part = 0; part < parts.of_sums.count; ++part) sum += from[int64_t{part} * columns];
     return sum;
   };
-  if (threadIdx.x < kTokenSums) totals[threadIdx.x] = sum_of(static_cast<int>(threadIdx.x));
   const float unit = tokens.gram_scales == nullptr ? 1.0f : 1 / tokens.gram_scales[bk];
   float* gram = parts.gram + bk * (F * F);
-  for (int index = threadIdx.x; index < F * F; index += kHeadThreads) {
+  const int index = static_cast<int>(blockIdx.y * kHeadThreads + threadIdx.x);
+  if (index < F * F) {
     float sum = gram[index];
     for (int part = 1; part < parts.of_gram.count; ++part) {
       sum += gram[part * parts.heads * (F * F) + index];
     }
     gram[index] = sum * unit;
   }
-  __syncthreads();  // the totals are there
+  if (blockIdx.y != 0) return;  // the whole block
+  if (threadIdx.x < kTokenSums) totals[threadIdx.x] = sum_of(static_cast<int>(threadIdx.x));
+  __syncthreads();
   const float terms = totals[0], squares = totals[1], fourths = totals[2];
   for (int c = threadIdx.x; c < columns - kTokenSums; c += kHeadThreads) {
     const float sum = sum_of(kTokenSums + c);
@@ -179,8 +182,9 @@ const char* finish_sums(const AttentionParams& params, const LinearTokens& token
   const unsigned heads = static_cast<unsigned>(parts.heads);
   const int64_t pairs = parts.heads * parts.slices * chunks.pairs() *
                         (kPairEntries * kMomentColumns / 2);  // of moments
-  if (const char* error = launch(finish_head_kernel, dim3(heads), dim3(kHeadThreads), 0, stream,
-                                 params, tokens, F, parts, sums)) {
+  const dim3 of_gram(heads, static_cast<unsigned>(ceil_div(F * F, kHeadThreads)));
+  if (const char* error = launch(finish_head_kernel, of_gram, dim3(kHeadThreads), 0, stream, params,
+                                 tokens, F, parts, sums)) {
     return error;
   }
   if (sums.moments != nullptr || sums.squares != nullptr) {

@@ -72,7 +72,8 @@ class RowPairs {
   __device__ __forceinline__ void store(int64_t offset, int64_t first, int64_t columns,
                                         const Pair& pair) const {
     const int64_t own = first + threadIdx.x % 4 * 2;
-    if (!is_together_ || first + kWidth > columns) {
+    // Of an even number of columns, each pair lies within the row or beyond it as a whole.
+    if (!is_together_ || (columns % 2 != 0 && first + kWidth > columns)) {
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
         const float2 two = pair(n);
@@ -83,14 +84,18 @@ class RowPairs {
     } else if (rows_.type == ElementType::kFloat32) {
       float* row = static_cast<float*>(rows_.data) + offset + own;
 #pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n) store_vector(row + 8 * n, pair(n));
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const float2 two = pair(n);
+        if (own + 8 * n < columns) store_vector(row + 8 * n, two);
+      }
     } else {
       const bool is_half = rows_.type == ElementType::kFloat16;
       uint16_t* row = static_cast<uint16_t*>(rows_.data) + offset + own;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
         const float2 two = pair(n);
-        store_vector(row + 8 * n, is_half ? pack_f16x2(two.x, two.y) : pack_bf16x2(two.x, two.y));
+        const uint32_t packed = is_half ? pack_f16x2(two.x, two.y) : pack_bf16x2(two.x, two.y);
+        if (own + 8 * n < columns) store_vector(row + 8 * n, packed);
       }
     }
   }
