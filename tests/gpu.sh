@@ -1,17 +1,56 @@
 #!/usr/bin/env bash
-# What is to be run on a GPU, in this order, each step by itself: docs/cuda.md, "With a GPU".
+# All that wants a GPU, in parts that can be run by name: docs/cuda.md, "With a GPU".
 #
-#   tests/gpu.sh build programs calls suite    # some steps
-#   tests/gpu.sh                               # all of them
+#   tests/gpu.sh suite calls table              # some parts
+#   tests/gpu.sh --wheel ikattn-*.whl build     # installs a wheel that was built elsewhere
+#   tests/gpu.sh                                # all parts, in at most eight minutes with a wheel
+#   tests/gpu.sh --list                         # the parts, and how many seconds each may take
 #
-# Every step's output is kept in build/gpu/STEP.log (GPU_LOGS names another folder), also of one that
-# fails; the last lines say how each ended and how long it took. Python, pytest and torch are those on
-# PATH, and `build` installs the package for the GPU that is here.
+# A part that takes longer than it may is ended and has failed; the others run. What each printed is
+# kept in build/gpu/PART.log (GPU_LOGS names another folder); the last lines say how each ended.
+# Python, pytest, its xdist and torch are those on PATH. For a wheel for Hopper's GPUs, on any
+# machine with nvcc: CUDAARCHS=90-real pip wheel --no-build-isolation --no-deps .
 set -uo pipefail
 cd "$(dirname "$0")/.."
+
+parts=(build programs suite suite_linear suite_hopper calls replay memcheck racecheck table maps)
+# Seconds; of `build` with a wheel.
+declare -A limits=([build]=30 [programs]=30 [suite]=40 [suite_linear]=40 [suite_hopper]=40 [calls]=40
+  [replay]=40 [memcheck]=60 [racecheck]=40 [table]=90 [maps]=30)
+without_wheel=600
+
+wheel=""
+inner=""
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --wheel)
+      wheel=${2:?--wheel needs the path of a wheel}
+      [[ -f $wheel ]] || { echo "tests/gpu.sh: there is no wheel $wheel" >&2; exit 2; }
+      shift
+      ;;
+    --list)
+      for part in "${parts[@]}"; do echo "$part ${limits[$part]}"; done
+      exit 0
+      ;;
+    --inner) inner=yes ;; # one part, by this script itself
+    *)
+      echo "tests/gpu.sh: unknown option $1 (--wheel FILE, --list)" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+[[ -n $wheel || -n $inner ]] || limits[build]=$without_wheel
+
 logs=${GPU_LOGS:-build/gpu}
 mkdir -p "$logs"
+workers=$(($(nproc) > 2 ? $(nproc) - 1 : 2))
+tests=tests/python
 
+python_tests() { python -m pytest -q -p no:cacheprovider "$@"; }
+shared_tests() { python_tests -n "$workers" --dist worksteal "$@"; }
+# Tests that every device must pass, and those of a GPU.
+of_all_devices=("$tests/test_attention_nan.py" "$tests/test_attention_laws.py")
 sm90a() {
   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include -Itests/cpp \
     "$@" -o "$logs/program" && "$logs/program"
@@ -20,84 +59,85 @@ sanitized() {
   local tool=$1
   shift
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    python -m pytest -q -x "$@"
+    python -m pytest -q -x -p no:cacheprovider "$@"
 }
-python_tests() { python -m pytest -q -p no:cacheprovider "$@"; }
 
-build() { python -m pip install --no-build-isolation --no-deps . && python -m ikattn info; }
-# wgmma's products, each form alone; copies by TMA and a ring of stages.
+build() {
+  if [[ -n $wheel ]]; then
+    python -m pip install --no-deps --no-index --force-reinstall "$wheel"
+  else
+    python -m pip install --no-build-isolation --no-deps .
+  fi && python -m ikattn info
+}
+# Hopper's products, each form alone; copies by TMA and a ring of stages.
 programs() {
-  sm90a tests/cpp/cuda/wgmma.cu &&
-    sm90a tests/cpp/cuda/copies.cu tests/cpp/simt/sample_copies.cu
+  sm90a tests/cpp/cuda/wgmma.cu && sm90a tests/cpp/cuda/copies.cu tests/cpp/simt/sample_copies.cu
 }
-# Streams, graphs, bits, memory, sizes; then maps.
-calls() { python_tests tests/python/test_cuda_calls.py tests/python/test_cuda_contributions.py; }
-suite() { python_tests tests/python/test_cuda.py tests/python/test_fast_path.py; }
-# Operators and module from C++; wants GoogleTest, or a network to fetch it from.
-cpp() {
-  local torch_dir
-  torch_dir=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')/Torch &&
-    cmake -S . -B build/gpu-tests -DTorch_DIR="$torch_dir" -DIKATTN_BUILD_TESTS=ON &&
-    cmake --build build/gpu-tests --parallel --target ikattn_tests &&
-    IKATTN_TEST_DEVICE=cuda build/gpu-tests/tests/cpp/ikattn_tests
+suite() {
+  IKATTN_TEST_DEVICE=cuda shared_tests "$tests/test_cuda.py" "$tests/test_cuda_contributions.py" \
+    "$tests/test_fast_path.py" "${of_all_devices[@]}"
 }
-laws() {
-  IKATTN_TEST_DEVICE=cuda python_tests tests/python/test_attention_nan.py \
-    tests/python/test_attention_laws.py
+suite_linear() {
+  IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/test_cuda.py" \
+    "${of_all_devices[@]}" -k "float16 or attention_nan"
 }
-compiled() { python_tests tests/python/test_compilers.py -k replay; }
-hopper() {
-  IKATTN_WARPGROUPS=1 python_tests tests/python/test_cuda_calls.py tests/python/test_cuda.py \
-    -k "float16 or captured or bits or stream"
+suite_hopper() {
+  IKATTN_WARPGROUPS=1 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/test_cuda.py" \
+    "${of_all_devices[@]}"
 }
-hopper_laws() {
-  IKATTN_WARPGROUPS=1 IKATTN_TEST_DEVICE=cuda python_tests tests/python/test_attention_nan.py
+# Streams, graphs, bits, sizes beyond 2^31; and first, in a process of its own, missing memory.
+calls() {
+  local failed=0
+  python_tests "$tests/test_cuda_calls.py" -k memory_that_is_not_there || failed=1
+  IKATTN_WARPGROUPS=1 python_tests "$tests/test_cuda_calls.py" \
+    -k "not memory_that_is_not_there" || failed=1
+  return $failed
 }
-without_pairs() {
-  IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda python_tests tests/python/test_cuda.py \
-    tests/python/test_attention_nan.py -k "float16 or attention_nan"
+replay() { python_tests "$tests/test_compilers.py" -k replay; }
+memcheck() {
+  IKATTN_WARPGROUPS=1 sanitized memcheck "$tests/test_cuda_calls.py" -k same_bits
 }
-memcheck() { sanitized memcheck tests/python/test_cuda_calls.py -k "same_bits or memory"; }
-racecheck() { sanitized racecheck tests/python/test_cuda_calls.py -k same_bits; }
-# What is not a kind of call there: float32 as TF32.
-tf32_memcheck() { sanitized memcheck tests/python/test_cuda.py -k "tf32 and allow"; }
-hopper_memcheck() { IKATTN_WARPGROUPS=1 memcheck; }
-hopper_racecheck() {
-  IKATTN_WARPGROUPS=1 sanitized racecheck tests/python/test_cuda_calls.py \
+racecheck() {
+  IKATTN_WARPGROUPS=1 sanitized racecheck "$tests/test_cuda_calls.py" \
     -k "same_bits and (folded or causal)"
 }
-hopper_synccheck() {
-  IKATTN_WARPGROUPS=1 sanitized synccheck tests/python/test_cuda_calls.py \
-    -k "same_bits and (folded or causal)"
+# Attention beside torch's, by pairs and without.
+table() {
+  IKATTN_WARPGROUPS=1 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
+    --lengths 512 1024 2048 4096 16384 --rounds 5 &&
+    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 --rounds 5
 }
-benchmark() { python benchmarks/gpu.py --no-flex --lengths 4096 8192 16384 --rounds 5; }
-benchmark_by_pairs() { IKATTN_LINEAR_TIME=never benchmark; }
-benchmark_without_pairs() { IKATTN_LINEAR_TIME=always benchmark; }
-benchmark_hopper() { IKATTN_WARPGROUPS=1 IKATTN_LINEAR_TIME=never benchmark; }
-benchmark_maps() { python benchmarks/gpu.py --contributions --rounds 5; }
-# FlashAttention's own shapes, masks, few queries, FlexAttention.
-benchmark_all() { IKATTN_WARPGROUPS=1 python benchmarks/gpu.py; }
+maps() { python benchmarks/gpu.py --contributions --rounds 5; }
 
-steps=(build programs calls suite laws compiled hopper hopper_laws without_pairs memcheck racecheck
-  tf32_memcheck hopper_memcheck hopper_racecheck hopper_synccheck cpp benchmark_by_pairs
-  benchmark_without_pairs benchmark_hopper benchmark_maps benchmark_all)
-[[ $# -gt 0 ]] || set -- "${steps[@]}"
-for step; do
-  if [[ " ${steps[*]} " != *" $step "* ]]; then
-    echo "tests/gpu.sh: there is no step $step; there are: ${steps[*]}" >&2
+[[ $# -gt 0 ]] || set -- "${parts[@]}"
+for part; do
+  if [[ " ${parts[*]} " != *" $part "* ]]; then
+    echo "tests/gpu.sh: there is no part $part; there are: ${parts[*]}" >&2
     exit 2
   fi
 done
+if [[ -n $inner ]]; then
+  "$1"
+  exit
+fi
+
 summary=()
 failed=0
-for step; do
-  echo "=== $step"
+for part; do
+  echo "=== $part"
   began=$SECONDS
-  "$step" 2>&1 | tee "$logs/$step.log"
+  options=(--inner)
+  [[ -z $wheel ]] || options=(--wheel "$wheel" --inner)
+  timeout --kill-after=5 "${GPU_LIMIT:-${limits[$part]}}" bash tests/gpu.sh "${options[@]}" "$part" 2>&1 |
+    tee "$logs/$part.log"
   status=${PIPESTATUS[0]}
+  case $status in
+    0) said=passed ;;
+    124 | 137) said="ended after its ${GPU_LIMIT:-${limits[$part]}} s" ;;
+    *) said="FAILED with $status" ;;
+  esac
   [[ $status -eq 0 ]] || failed=1
-  summary+=("$(printf '%-24s %s, %d s' "$step" "$([[ $status -eq 0 ]] && echo passed ||
-    echo "FAILED with $status")" $((SECONDS - began)))")
+  summary+=("$(printf '%-14s %s, %d s' "$part" "$said" $((SECONDS - began)))")
 done
 echo "=== summary, logs in $logs"
 printf '%s\n' "${summary[@]}"
