@@ -3,7 +3,8 @@
     pip install --no-build-isolation .
 
 Read from the environment: MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL (parallel compilations),
-CMAKE_ARGS (more arguments for CMake), WITH_CUDA (0 or 1), IKATTN_DEBUG=1, CXX.
+CMAKE_ARGS (more arguments for CMake), WITH_CUDA (0 or 1), IKATTN_ISA (native: for this processor
+alone), IKATTN_DEBUG=1, CXX.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class BuildNative(Command):
             f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
             f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch",
             f"-DWITH_CUDA={os.environ.get('WITH_CUDA', 'AUTO')}",
+            f"-DIKATTN_ISA={os.environ.get('IKATTN_ISA') or 'all'}",
             "-DCMAKE_INSTALL_LIBDIR=lib",
             # A wheel goes to other machines: no path of this one in the library.
             "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=OFF",

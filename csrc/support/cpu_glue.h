@@ -8,15 +8,29 @@
 #include "support/glue.h"
 #include "support/instruction_set.h"
 
-// The table `name` of the instruction set in use; each is declared in its own namespace.
-#if defined(IKATTN_HAVE_X86_ISAS)
-#define IKATTN_KERNELS(name)                                   \
-  (instruction_set() == InstructionSet::kAvx512 ? avx512::name \
-   : instruction_set() == InstructionSet::kAvx2 ? avx2::name   \
-                                                : baseline::name)
+// The address of a table of kernels, or null where its instruction set was not built, which
+// instruction_set() never returns.
+#if IKATTN_HAVE_BASELINE
+#define IKATTN_IN_BASELINE(name) &baseline::name
 #else
-#define IKATTN_KERNELS(name) baseline::name
+#define IKATTN_IN_BASELINE(name) nullptr
 #endif
+#if IKATTN_HAVE_AVX2
+#define IKATTN_IN_AVX2(name) &avx2::name
+#else
+#define IKATTN_IN_AVX2(name) nullptr
+#endif
+#if IKATTN_HAVE_AVX512
+#define IKATTN_IN_AVX512(name) &avx512::name
+#else
+#define IKATTN_IN_AVX512(name) nullptr
+#endif
+
+// The table `name` of the instruction set in use; each is declared in its own namespace.
+#define IKATTN_KERNELS(name)                                               \
+  (*(instruction_set() == InstructionSet::kAvx512 ? IKATTN_IN_AVX512(name) \
+     : instruction_set() == InstructionSet::kAvx2 ? IKATTN_IN_AVX2(name)   \
+                                                  : IKATTN_IN_BASELINE(name)))
 
 namespace ikattn {
 

@@ -10,10 +10,11 @@ namespace ikattn {
 namespace {
 
 std::string build_info() {
-  std::string isas = "\"baseline\"";
-#if defined(IKATTN_HAVE_X86_ISAS)
-  isas += ", \"avx2\", \"avx512\"";
-#endif
+  std::string isas;
+  for (const InstructionSet set :
+       {InstructionSet::kBaseline, InstructionSet::kAvx2, InstructionSet::kAvx512}) {
+    if (is_built(set)) isas += std::string(isas.empty() ? "\"" : ", \"") + name_of(set) + "\"";
+  }
 #if defined(IKATTN_HAVE_CUDA)
   const char* cuda = "\"cuda_architectures\": \"" IKATTN_CUDA_ARCHITECTURES "\"";
 #else

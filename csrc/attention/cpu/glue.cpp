@@ -27,9 +27,13 @@ const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool
       takes_linear_time(params, backward, rate_of_16_bits(params, backward))) {
     return nullptr;
   }
-#if defined(IKATTN_HAVE_X86_ISAS)
+#if IKATTN_HAVE_AMX
   if (sixteen_bits() == SixteenBits::kAmx) return &amx::sixteen_bit_kernels;
+#endif
+#if IKATTN_HAVE_AVX512_BF16
   if (sixteen_bits() == SixteenBits::kBFloat16) return &avx512_bf16::sixteen_bit_kernels;
+#endif
+#if IKATTN_HAVE_AVX512_VNNI
   if (sixteen_bits() == SixteenBits::kVnni) return &avx512_vnni::sixteen_bit_kernels;
 #endif
   return nullptr;

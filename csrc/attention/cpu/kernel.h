@@ -21,10 +21,10 @@ struct SixteenBitKernels {
   void (*backward)(const AttentionBackwardParams&, const Executor&);
 };
 
+// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
 extern const AttentionKernels attention_kernels;
 }
-#if defined(IKATTN_HAVE_X86_ISAS)
 namespace avx2 {
 extern const AttentionKernels attention_kernels;
 }
@@ -40,6 +40,5 @@ extern const SixteenBitKernels sixteen_bit_kernels;
 namespace amx {
 extern const SixteenBitKernels sixteen_bit_kernels;
 }
-#endif
 
 }  // namespace ikattn

@@ -15,16 +15,15 @@ struct ContributionKernels {
   void (*value_norms)(const FactorsOfTokens&, const Array& grams, const Executor&);  // in float32
 };
 
+// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
 extern const ContributionKernels contribution_kernels;
 }
-#if defined(IKATTN_HAVE_X86_ISAS)
 namespace avx2 {
 extern const ContributionKernels contribution_kernels;
 }
 namespace avx512 {
 extern const ContributionKernels contribution_kernels;
 }
-#endif
 
 }  // namespace ikattn
