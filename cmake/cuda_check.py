@@ -7,6 +7,10 @@ the syntax of the glue files against this environment's torch. `make cuda-check`
 and architecture while writing it:
 
     python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/forward.cu
+
+or one architecture of all files, and all of those that changed, headers counted in, since a commit:
+
+    python cmake/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
 """
 
 from __future__ import annotations
@@ -156,6 +160,28 @@ def exchanges_registers(kernel: Kernel) -> bool:
     )
 
 
+def with_includes(source: Path, known: dict[Path, set[Path]]) -> set[Path]:
+    """A file and what it includes of this repository, headers of headers too."""
+    if source in known:
+        return known[source]
+    found = known[source] = {source}
+    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', source.read_text(), re.MULTILINE):
+        places = (source.parent, ROOT / "csrc", ROOT / "csrc/include", ROOT / "tests/cpp")
+        header = next((place / name for place in places if (place / name).exists()), None)
+        if header is not None:
+            found |= with_includes(header.resolve(), known)
+    return found
+
+
+def changed_since(commit: str, sources: list[Path]) -> set[Path]:
+    """Those of the sources that differ from a commit, or include what does."""
+    command = ["git", "diff", "--name-only", commit]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    changed = {(ROOT / name).resolve() for name in done.stdout.splitlines()}
+    known: dict[Path, set[Path]] = {}
+    return {source for source in sources if with_includes(source, known) & changed}
+
+
 def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
     """Print the table and what is wrong; whether all is well."""
     allowed = allowed_local_memory()
@@ -203,6 +229,7 @@ def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", help="default: " + ", ".join(ARCHITECTURES))
+    parser.add_argument("--all-of-changed-since", metavar="COMMIT", help="see above")
     parser.add_argument("sources", nargs="*", type=Path, help="default: every .cu under csrc")
     arguments = parser.parse_args()
 
@@ -230,11 +257,14 @@ def main() -> int:
     headers = cuda_headers_of(nvcc)
     architectures = arguments.arch or ARCHITECTURES
     hosts = set(architectures) & set(WITH_HOST) or set(architectures)
+    changed: set[Path] = set()
+    if arguments.all_of_changed_since:
+        changed = changed_since(arguments.all_of_changed_since, kernels)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(compile_kernels, nvcc, source, arch, with_host=arch in hosts)
             for source in kernels
-            for arch in architectures
+            for arch in (ARCHITECTURES if source in changed else architectures)
         ]
         if glue and torch and torch.origin and headers:
             jobs += [
