@@ -1,7 +1,10 @@
 # make demo      train a vision transformer on digits, with stock and with implicit-kernel attention
 # make analyze   attention maps of a pretrained model, as a page and pictures to look at
-# make test      C++ and Python tests against the installed package
-# make test-simt  a part of it: Python tests of a GPU, without one
+# make check     lint, and a handful of tests: while editing
+# make test      every option of every operator, every module and family of kernels once, in C++ and
+#                Python, against the installed package: before a commit
+# make test-full everything: before a release, after a change of kernels. Its parts are targets of
+#                their own: full-cpp full-python full-sets full-interpreter full-cuda asan
 # make asan      the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, by instruction set
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills;
 #                  CUDA_CHECK='--arch sm_90a' for one architecture
@@ -12,12 +15,14 @@
 # make clean     remove build/, keep the environment
 #
 # Everything happens in a virtual environment, .venv unless VENV names another, for example one that has
-# the torch you want: make test VENV=~/my-env. TORCH is what is installed where torch is missing.
+# the torch you want: make test VENV=~/my-env. TORCH is what is installed where torch is missing. Where
+# there is ccache, compilations go through it.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo analyze test test-cpp test-simt asan cuda-check lint format bench develop clean
+.PHONY: demo analyze check test test-cpp test-python test-sets test-full full-cpp full-python full-sets \
+  full-interpreter full-cuda asan cuda-check lint format bench develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -28,9 +33,20 @@ stamps := $(VENV)/.ikattn
 pip := $(python) -m pip install --constraint $(stamps)/constraints.txt
 packaged_nvcc := build/nvcc/nvidia/cu13/bin/nvcc
 nvcc := $(or $(NVCC),$(shell command -v nvcc),$(packaged_nvcc))
+# An environment that holds nothing but the examples needs the instructions of this processor alone.
+package := $(if $(wildcard $(stamps)/package)$(filter-out demo analyze,$(MAKECMDGOALS)),package,package-native)
+cmake_build = build/torch-$$($(python) -c 'import torch; print(torch.__version__)')
+pytest := $(VENV)/bin/pytest -n 2 --dist worksteal
 # Threads that wait asleep: tests and benchmarks share the cores with others.
 export OMP_WAIT_POLICY := passive
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Compilations are remembered where there is ccache, those with precompiled headers too, and found
+# again from other clones.
+export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
+export CMAKE_CUDA_COMPILER_LAUNCHER = $(shell command -v ccache)
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+export CCACHE_BASEDIR := $(abspath .)
+export CCACHE_NOHASHDIR := 1
 
 sources := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc -type f) \
   $(shell find torch_ext -name '*.py' -o -path '*/analysis/page/*')
@@ -43,27 +59,60 @@ demo: $(stamps)/extra-demo
 analyze: $(stamps)/minilm
 	$(python) examples/minilm_maps.py
 
-test: test-cpp test-simt $(stamps)/minilm $(stamps)/chromium $(stamps)/integrations
-	$(VENV)/bin/pytest -n 2 --dist worksteal --doctest-modules --pyargs tests/python ikattn
+# The samples of FEW, the first test of every module; tests/python/tiers.py.
+check: lint $(stamps)/extra-test
+	IKATTN_TESTS=check $(pytest) -q tests/python
+
+test: test-cpp test-python test-sets
 
 # In the directory where setup.py has just built the library, so that only the tests are compiled.
 test-cpp: $(stamps)/extra-test $(stamps)/googletest
-	@build=build/torch-$$($(python) -c 'import torch; print(torch.__version__)')
-	cmake -S . -B "$$build" -DIKATTN_BUILD_TESTS=ON
-	cmake --build "$$build" --parallel $${MAX_JOBS:-$$(nproc)}
-	ctest --test-dir "$$build" --output-on-failure --parallel 2
+	@cmake -S . -B "$(cmake_build)" -DIKATTN_BUILD_TESTS=ON
+	cmake --build "$(cmake_build)" --parallel $${MAX_JOBS:-$$(nproc)}
+	ctest --test-dir "$(cmake_build)" --output-on-failure --parallel 2
 
-# Tests of a GPU without one, in the same directory: in float16, for the tensor cores, and maps;
+test-python: $(stamps)/extra-test $(stamps)/minilm $(stamps)/chromium $(stamps)/integrations
+	$(pytest) --durations=25 --doctest-modules --pyargs tests/python ikattn
+
+# The operators once on every set of instructions that the processor has.
+test-sets: $(stamps)/extra-test
+	$(python) tests/instructions.py
+
+# --- Everything: the same parts whole, and what CONTRIBUTING.md lists -------------------------------
+
+test-full:
+	@set +e
+	for part in full-cpp full-python full-sets full-interpreter full-cuda asan; do
+	  began=$$SECONDS
+	  $(MAKE) "$$part"
+	  status=$$?
+	  told+="$$(printf '%-18s %s, %d s' "$$part" \
+	    "$$([[ $$status -eq 0 ]] && echo passed || echo "FAILED with $$status")" $$((SECONDS - began)))"$$'\n'
+	  failed=$$((failed + (status != 0)))
+	done
+	printf '=== make test-full\n%s' "$$told"
+	exit $$((failed > 0))
+
+full-%: export IKATTN_TESTS := full
+
+full-cpp: test-cpp
+
+full-python: test-python
+
+full-sets: test-sets
+
+full-cuda: cuda-check
+
+# Python tests of a GPU without one, in the interpreter: in float16, for the tensor cores, and maps;
 # bfloat16 goes the same way, and is in the C++ tests. Hopper's own kernels take no masks and no
 # dropout, what goes without pairs is not causal either. docs/cuda.md has the rest.
-test-simt: $(stamps)/extra-test $(stamps)/googletest
-	@build=build/torch-$$($(python) -c 'import torch; print(torch.__version__)')
-	cmake -S . -B "$$build" -DIKATTN_BUILD_TESTS=ON
-	cmake --build "$$build" --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_simt_device
-	export IKATTN_TEST_DEVICE=simt IKATTN_SIMT_DEVICE="$$build/tests/cpp/simt/libikattn_simt_device.so"
+full-interpreter: $(stamps)/extra-test $(stamps)/googletest
+	@cmake -S . -B "$(cmake_build)" -DIKATTN_BUILD_TESTS=ON
+	cmake --build "$(cmake_build)" --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_simt_device
+	export IKATTN_TEST_DEVICE=simt
+	export IKATTN_SIMT_DEVICE="$(cmake_build)/tests/cpp/simt/libikattn_simt_device.so"
 	simt_pytest() {
-	  $(VENV)/bin/pytest -n 2 --dist worksteal tests/python/test_attention_nan.py \
-	    tests/python/test_cuda.py "$$@"
+	  $(pytest) tests/python/test_attention_nan.py tests/python/test_cuda.py "$$@"
 	}
 	nan='(attention_nan and float16 and not bfloat16)'
 	selected="$$nan or (as_accurate and float16 and not bfloat16) or lone_key or lowest or memory"
@@ -105,12 +154,12 @@ bench: $(stamps)/extra-test
 	$(python) benchmarks/cpu_table.py
 
 develop: $(stamps)/tools
-	rm -f $(stamps)/package
+	rm -f $(stamps)/package*
 	$(pip) --verbose --no-build-isolation --no-deps --editable .
 	$(pip) --quiet 'ikattn[test]'
 
 clean:
-	rm -rf build $(stamps)/package
+	rm -rf build $(stamps)/package*
 
 # --- The environment: each step leaves a stamp and is not repeated ----------------------------------
 
@@ -149,7 +198,12 @@ $(stamps)/package: $(stamps)/tools $(sources)
 	$(pip) --verbose --no-build-isolation --no-deps .
 	touch $@
 
-$(stamps)/extra-%: $(stamps)/package
+$(stamps)/package-native: $(stamps)/tools $(sources)
+	@echo "Building ikattn for this processor: minutes the first time, later only what changed"
+	IKATTN_ISA=native $(pip) --verbose --no-build-isolation --no-deps .
+	touch $@
+
+$(stamps)/extra-%: $(stamps)/$(package)
 	$(pip) --quiet 'ikattn[$*]'
 	touch $@
 
@@ -159,7 +213,7 @@ $(stamps)/minilm: $(stamps)/extra-analyze
 	touch $@
 
 # The libraries of docs/integrations.md; where they cannot be had, their tests say so and are skipped.
-$(stamps)/integrations: $(stamps)/package pyproject.toml
+$(stamps)/integrations: $(stamps)/$(package) pyproject.toml
 	@$(pip) --quiet 'ikattn[integrations]' ||
 	  echo "pip could not install the libraries of docs/integrations.md: they are not tested"
 	touch $@

@@ -18,13 +18,39 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
-    config.addinivalue_line("markers", "compiles: compiles C++ for minutes")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts what compiles first, so that one worker does not end up compiling alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of this tier, and starts what compiles first.
+
+    Otherwise one worker could end up compiling alone.
+    """
+    from tiers import TIER
+
+    if TIER != "full":
+        _keep(config, items, [item.get_closest_marker("full") is None for item in items])
+    if TIER == "check":
+        _keep(config, items, _checked(items))
     items.sort(key=lambda item: item.get_closest_marker("compiles") is None)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: list[bool]) -> None:
+    left_out = [item for item, wants in zip(items, wanted, strict=True) if not wants]
+    items[:] = [item for item, wants in zip(items, wanted, strict=True) if wants]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _checked(items: list[pytest.Item]) -> list[bool]:
+    """The tests of operators, and of every module the first that compiles nothing."""
+    modules: set[Path] = set()
+    wanted = []
+    for item in items:
+        is_first = item.path not in modules and item.get_closest_marker("compiles") is None
+        if is_first:
+            modules.add(item.path)
+        wanted.append(is_first or item.get_closest_marker("operators") is not None)
+    return wanted
 
 
 @pytest.fixture(scope="session")

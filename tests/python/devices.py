@@ -1,7 +1,7 @@
 """The device of tests that every device must pass: IKATTN_TEST_DEVICE, for example cuda.
 
 simt is a device of CUDA's kernels without a GPU: they run in the interpreter of tests/cpp/simt. Its
-library is IKATTN_SIMT_DEVICE, or the one that was built last (make test-simt).
+library is IKATTN_SIMT_DEVICE, or the one that was built last (make full-interpreter).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def _library_of_simt() -> Path:
     build = Path(__file__).parents[2] / "build"
     built = list(build.glob("*/tests/cpp/simt/libikattn_simt_device.so"))
     if not built:
-        raise RuntimeError("IKATTN_TEST_DEVICE=simt: there is no library of it, run make test-simt")
+        raise RuntimeError(
+            "IKATTN_TEST_DEVICE=simt: there is no library of it, run make full-interpreter"
+        )
     return max(built, key=lambda library: library.stat().st_mtime)
 
 

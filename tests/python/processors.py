@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,7 @@ SIXTEEN_BITS = {
     "none": (),
     "avx512_vnni": (*AVX512, "avx512_vnni"),
     "avx512_bf16": (*AVX512, "avx512_vnni", "avx512_bf16", "amd"),
-    "amx": (*AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),  # test_amx.py
+    "amx": (*AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
 }
 
 
@@ -38,21 +35,3 @@ def skip_without(capability: str) -> None:
     """Torch takes ATEN_CPU_CAPABILITY at its word, on a processor without it, too."""
     if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
         pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")
-
-
-def run_tests_with(capability: str, *arguments: str, **environment: str) -> None:
-    """pytest in a process of its own with that ATEN_CPU_CAPABILITY; skips without the processor."""
-    skip_without(capability)
-    inherited = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    told = {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        capture_output=True,
-        text=True,
-        env=inherited | told | environment,
-        cwd=Path(__file__).parent,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert " passed" in run.stdout
-    assert "failed" not in run.stdout

@@ -340,6 +340,7 @@ FEW: tuple[Sample, ...] = tuple(
         "15 queries, 17 keys, causal, masked",
         "p = 1.8, zero keys",
         "p = None",
+        "p = 3.0, own scale",
         "6 of 2 heads, w [H], bias [BGS]",
         "6 of 2 heads, mask [L1]",
         "w [1H], ungrouped, stationary",
@@ -385,7 +386,7 @@ def name_of(parameter: Any) -> str | None:
         return parameter.name
     if isinstance(parameter, torch.dtype):
         return str(parameter).removeprefix("torch.")
-    return None
+    return getattr(parameter, "__name__", None)
 
 
 def differentiable(arguments: Arguments) -> list[str]:

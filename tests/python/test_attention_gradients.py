@@ -29,6 +29,7 @@ from samples import (
     name_of,
     with_gradients,
 )
+from tiers import each_call
 
 attention = ikattn.implicit_kernel_attention
 reference = ikattn.reference.implicit_kernel_attention
@@ -37,13 +38,13 @@ MASKS_WITH_INFINITY = [sample for sample in SAMPLES if sample.mask_kind == "floa
 ORDERS = (1.0, 1.5, 1.8, 2.0, 3.0, 7.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@pytest.mark.operators
+@each_call(SAMPLES, dtype=DTYPES)
 def test_gradients_are_as_accurate_as_the_references(sample: Sample, dtype: torch.dtype) -> None:
     assert_call_accurate(attention, reference, sample.arguments(dtype))
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES)
 def test_reference_has_the_gradients_of_the_formula(sample: Sample) -> None:
     arguments = sample.arguments()
     by_formula = gradients(formula.attention, arguments)
@@ -166,8 +167,7 @@ def test_saved_tensors_can_be_moved_away_and_back() -> None:
     assert_identical(moved.values(), expected.values())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", MASKS_WITH_INFINITY, ids=name_of)
+@each_call(MASKS_WITH_INFINITY, dtype=DTYPES)
 def test_hidden_pairs_of_a_float_mask_have_no_gradient(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     found = gradients(attention, arguments, ["attn_mask"])["attn_mask"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from agreement import (
 )
 from devices import on_test_device
 from samples import DTYPES, Arguments, Sample, name_of, of_weights
+from tiers import each
 
 attention = on_test_device(ikattn.implicit_kernel_attention)
 weights = on_test_device(ikattn.implicit_kernel_weights)
@@ -96,13 +98,9 @@ def with_rubbish(
     return arguments | {name: arguments[name].masked_fill(hide, fitting) for name in names}
 
 
-def parametrised_over_rubbish(dtypes: tuple[torch.dtype, ...]) -> object:
-    def decorate(test: object) -> object:
-        test = pytest.mark.parametrize("hide", WAYS_TO_HIDE, ids=lambda way: way.__name__)(test)
-        test = pytest.mark.parametrize("rubbish", RUBBISH.values(), ids=RUBBISH)(test)
-        return pytest.mark.parametrize("dtype", dtypes, ids=name_of)(test)
-
-    return decorate
+def parametrised_over_rubbish(dtypes: tuple[torch.dtype, ...]) -> pytest.MarkDecorator:
+    rows = list(itertools.product(WAYS_TO_HIDE, RUBBISH.values()))
+    return each(("hide", "rubbish"), rows, {"dtype": dtypes})
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -113,6 +111,7 @@ def tolerance(dtype: torch.dtype) -> float:
 # --- Hidden -----------------------------------------------------------------------------------
 
 
+@pytest.mark.operators
 @parametrised_over_rubbish(DTYPES)
 def test_hidden_keys_and_values_never_leak(
     hide: object, rubbish: float, dtype: torch.dtype
@@ -123,6 +122,7 @@ def test_hidden_keys_and_values_never_leak(
 
 
 @pytest.mark.parametrize("d_v", [1, 2])  # on AVX2 too, of which two share a vector
+@pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
 def test_hidden_keys_never_leak_into_their_neighbours_in_a_vector(
     hide: object, rubbish: float, dtype: torch.dtype, d_v: int
@@ -135,6 +135,7 @@ def test_hidden_keys_never_leak_into_their_neighbours_in_a_vector(
         assert_close(gradient, expected[name], tolerance(dtype), name)
 
 
+@pytest.mark.operators
 @parametrised_over_rubbish(DTYPES)
 def test_hidden_keys_and_values_never_leak_into_gradients(
     hide: object, rubbish: float, dtype: torch.dtype
@@ -149,6 +150,7 @@ def test_hidden_keys_and_values_never_leak_into_gradients(
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
 def test_rubbish_in_the_key_or_the_value_alone_never_leaks(
     hide: object, rubbish: float, dtype: torch.dtype, name: str
@@ -162,6 +164,7 @@ def test_rubbish_in_the_key_or_the_value_alone_never_leaks(
 
 
 @pytest.mark.parametrize("average_heads", [False, True])
+@pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
 def test_hidden_keys_never_leak_into_weights_and_their_gradients(
     hide: object, rubbish: float, dtype: torch.dtype, average_heads: bool
@@ -185,6 +188,7 @@ def second_derivatives(arguments: Arguments) -> list[Tensor]:
     return list(torch.autograd.grad(sum((g * direction(g)).sum() for g in first), leaves))
 
 
+@pytest.mark.operators
 @parametrised_over_rubbish((torch.float64,))
 def test_hidden_keys_and_values_never_leak_into_second_derivatives(
     hide: object, rubbish: float, dtype: torch.dtype

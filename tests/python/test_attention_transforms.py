@@ -31,6 +31,7 @@ from samples import (
     of_weights,
     with_gradients,
 )
+from tiers import each, each_call
 
 operators = torch.ops.ikattn
 attention = ikattn.implicit_kernel_attention
@@ -73,7 +74,6 @@ CHECKED = (
     *(BY_NAME[f"layout: {layout}"] for layout in ("strided", "expanded batch", "negated")),
     BY_NAME["causal, padding mask"],
 )
-each_checked = pytest.mark.parametrize("sample", CHECKED, ids=name_of)
 
 
 def arguments_for(function: Callable[..., Tensor], arguments: Arguments) -> Arguments:
@@ -152,15 +152,13 @@ def test_double_backward_drops_what_the_forward_dropped() -> None:
 # --- Registration ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
-@each_checked
+@each_call(CHECKED, few=(), dtype=[torch.float64, torch.bfloat16])
 def test_attention_is_registered_as_torch_expects(sample: Sample, dtype: torch.dtype) -> None:
     arguments = with_gradients(sample.arguments(dtype))
     torch.library.opcheck(operators.implicit_kernel_attention.default, (), arguments)
 
 
-@pytest.mark.parametrize("average_heads", [False, True])
-@each_checked
+@each_call(CHECKED, few=(), average_heads=[False, True])
 def test_weights_are_registered_as_torch_expects(sample: Sample, average_heads: bool) -> None:
     arguments = with_gradients(of_weights(sample.arguments()))
     arguments["average_heads"] = average_heads
@@ -185,6 +183,7 @@ backwards = [(sample, "all") for sample in (*TINY, *FEW)] + [
     for wanted in ("every second", "query alone", "none")
 ]
 each_backward = pytest.mark.parametrize(("sample", "wanted"), backwards, ids=name_of)
+each_backward_of_weights = each(("sample", "wanted"), backwards, {"average_heads": [False, True]})
 
 
 @each_backward
@@ -200,8 +199,7 @@ def test_backward_of_attention_is_registered_as_torch_expects(sample: Sample, wa
     )
 
 
-@pytest.mark.parametrize("average_heads", [False, True])
-@each_backward
+@each_backward_of_weights
 def test_backward_of_weights_is_registered_as_torch_expects(
     sample: Sample, wanted: str, average_heads: bool
 ) -> None:
@@ -236,9 +234,7 @@ def fake_copy(arguments: Arguments, mode: FakeTensorMode) -> Arguments:
     return {n: mode.from_tensor(x) if torch.is_tensor(x) else x for n, x in arguments.items()}
 
 
-@each_function
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES, dtype=[torch.float32, torch.bfloat16], function=FUNCTIONS)
 def test_fake_results_have_the_shapes_types_and_strides_of_real_ones(
     sample: Sample, dtype: torch.dtype, function: Callable[..., Tensor]
 ) -> None:
@@ -254,7 +250,7 @@ def test_fake_results_have_the_shapes_types_and_strides_of_real_ones(
         assert real.stride() == imagined.stride() or real.numel() == 0
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES)
 def test_results_on_the_meta_device_differ_from_real_ones_in_having_no_numbers(
     sample: Sample,
 ) -> None:
@@ -469,7 +465,7 @@ def test_exported_with_dynamic_batch_and_length_it_computes_what_eager_does() ->
 
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize("sample", FEW, ids=name_of)
+@each_call(FEW)
 def test_autocast_lowers_the_tokens_and_leaves_the_frequencies(
     sample: Sample, lower: torch.dtype
 ) -> None:

@@ -12,6 +12,7 @@ import formula
 import ikattn
 from agreement import assert_close, assert_identical, assert_output_accurate, in_float64
 from samples import BY_NAME, DTYPES, SAMPLES, Arguments, Sample, name_of
+from tiers import each_call, few_of
 
 reference = ikattn.reference.implicit_kernel_attention
 
@@ -22,15 +23,15 @@ def log_normalizer(**arguments: object) -> Tensor:
     return torch.ops.ikattn.implicit_kernel_attention(**arguments)[1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@pytest.mark.operators
+@each_call(SAMPLES, dtype=DTYPES)
 def test_output_is_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     output = ikattn.implicit_kernel_attention(**arguments)
     assert_output_accurate(output, reference(**arguments), in_float64(reference, arguments))
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES)
 def test_reference_computes_the_formula(sample: Sample) -> None:
     arguments = sample.arguments()
     assert_close(reference(**arguments), formula.attention(**arguments), 1e-14)
@@ -60,8 +61,7 @@ def rounding_of_fixed_point(**arguments: Any) -> Tensor:
     return (formula.weights(**arguments) * relative).sum(-1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES, dtype=DTYPES)
 def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
     sample: Sample, dtype: torch.dtype
 ) -> None:
@@ -80,8 +80,7 @@ def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
     assert ((got - expected)[finite].abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(few_of(SAMPLES), dtype=DTYPES)
 def test_output_is_laid_out_as_the_projection_after_it_reads_it(
     sample: Sample, dtype: torch.dtype
 ) -> None:
@@ -91,8 +90,7 @@ def test_output_is_laid_out_as_the_projection_after_it_reads_it(
     assert output.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("sample", LAYOUT_SAMPLES, ids=name_of)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@each_call(LAYOUT_SAMPLES, dtype=DTYPES)
 def test_strides_of_the_inputs_do_not_change_a_bit(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     dense = {
@@ -105,7 +103,7 @@ def test_strides_of_the_inputs_do_not_change_a_bit(sample: Sample, dtype: torch.
     assert_identical([first], [second])
 
 
-@pytest.mark.parametrize("sample", LAYOUT_SAMPLES, ids=name_of)
+@each_call(LAYOUT_SAMPLES)
 def test_inputs_are_left_as_they_were(sample: Sample) -> None:
     arguments = sample.arguments()
     tensors = [argument for argument in arguments.values() if torch.is_tensor(argument)]

@@ -45,12 +45,14 @@ from attention_cases import (
     run,
 )
 from ikattn.functional import multi_head_attention_forward
+from tiers import share
 
 
 @each_weights
 @pytest.mark.parametrize("mask", MASKS)
 def test_dot_equals_upstream_for_every_combination_of_options(mask, wanted):
-    for options, is_batched, batch_first in itertools.product(OPTIONS, *[(True, False)] * 2):
+    combinations = list(itertools.product(OPTIONS, *[(True, False)] * 2))
+    for options, is_batched, batch_first in share(combinations, list(MASKS).index(mask)):
         sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
         arguments = arguments_of(mask, is_batched, batch_first, **sizes) | wanted
         options = {**options, "batch_first": batch_first}
@@ -61,7 +63,8 @@ def test_dot_equals_upstream_for_every_combination_of_options(mask, wanted):
 @pytest.mark.parametrize("mask", MASKS)
 @each_kernel
 def test_every_kernel_equals_its_formula_for_every_combination_of_options(kernel, mask):
-    for options, is_batched, batch_first in itertools.product(OPTIONS, *[(True, False)] * 2):
+    combinations = list(itertools.product(OPTIONS, *[(True, False)] * 2))
+    for options, is_batched, batch_first in share(combinations, list(MASKS).index(mask) + 1):
         sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
         arguments = arguments_of(mask, is_batched, batch_first, **sizes)
         module = make(kernel, **options, batch_first=batch_first)

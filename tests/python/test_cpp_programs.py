@@ -14,7 +14,7 @@ import ikattn
 from attention_cases import CASES, KERNELS, case, make
 from programs import build_examples, run, run_checked
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ from agreement import (
     in_float64,
 )
 from gpu import DEVICE, assert_on_tensor_cores, drawn_on_gpu, large, needs_a_gpu, on_gpu
-from samples import DTYPES, FEW, SAMPLES, Arguments, Sample, converted, name_of
+from samples import BY_NAME, DTYPES, FEW, SAMPLES, Arguments, Sample, converted, name_of
+from tiers import each_call
 
 reference = ikattn.reference.implicit_kernel_attention
 every_sample = pytest.mark.parametrize(
@@ -36,6 +37,7 @@ every_sample = pytest.mark.parametrize(
     ],
     ids=name_of,
 )
+
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 
 
@@ -215,7 +217,13 @@ def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
         )
         return [output, *found.values()]
 
-    assert_identical([x.cpu() for x in results(rubbish)], [x.cpu() for x in results(0.0)])
+    spoilt, clean = ([x.cpu() for x in results(held)] for held in (rubbish, 0.0))
+    if torch.ops.ikattn.linear_time() != "always":
+        return assert_identical(spoilt, clean)
+    # A head whose hidden keys are not finite goes by pairs, whose bits are others (docs/cuda.md).
+    for got, expected in zip(spoilt, clean, strict=True):
+        assert_close(got, expected, 4 * torch.finfo(dtype).eps)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -352,7 +360,7 @@ def test_dropout_keeps_what_the_cpu_keeps(shape: tuple[int, int, int, int]) -> N
     assert torch.equal(ikattn.dropout_keep_mask(seed.to(DEVICE), shape, 0.3).cpu(), on_cpu)
 
 
-@pytest.mark.parametrize("sample", FEW, ids=name_of)
+@each_call(FEW)
 def test_the_same_call_gives_the_same_bits(sample: Sample) -> None:
     arguments = on_gpu(sample.arguments(torch.float32), sample.layout)
     runs = []
@@ -363,7 +371,7 @@ def test_the_same_call_gives_the_same_bits(sample: Sample) -> None:
         assert_identical(runs[0], run)
 
 
-@pytest.mark.parametrize("sample", FEW, ids=name_of)
+@each_call(FEW)
 def test_gradients_of_weights_are_those_of_the_cpu(sample: Sample) -> None:
     arguments = sample.arguments()
     arguments.pop("value")
@@ -372,7 +380,8 @@ def test_gradients_of_weights_are_those_of_the_cpu(sample: Sample) -> None:
     got = gradients(weights, on_gpu(arguments, sample.layout), grad_output=incoming.to(DEVICE))
     expected = gradients(weights, arguments, grad_output=incoming)
     for name, gradient in got.items():
-        assert_close(gradient.cpu(), expected[name], 1e-12, name)
+        # of a lone key, or of a mask of whole rows, they vanish but for rounding
+        assert_close(gradient.cpu(), expected[name], 1e-12, name, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -427,7 +436,7 @@ def test_autocast_takes_the_module_to_the_tensor_cores() -> None:
 
 
 def test_second_derivatives_are_those_of_the_cpu() -> None:
-    sample = FEW[0]
+    sample = BY_NAME["15 queries, 17 keys"]  # of a lone key they would vanish
 
     def second(arguments: Arguments) -> list[Tensor]:
         names = ["query", "key", "value", "w1"]

@@ -56,6 +56,7 @@ def rows_of(output: str, *names: str) -> list[str]:
     return [next(line for line in lines if line.startswith(name)) for name in names]
 
 
+@pytest.mark.full
 def test_digits_prints_both_accuracies_and_draws(
     source_tree: Path, tmp_path: Path, digits: ModuleType
 ) -> None:
@@ -104,6 +105,7 @@ def test_received_attention_is_a_share_of_what_is_given(digits: ModuleType, kern
     torch.testing.assert_close(received, digits.received_attention(model, images))
 
 
+@pytest.mark.full
 def test_regression_reports_every_setting_and_writes_every_run(
     source_tree: Path, tmp_path: Path, sines: Path
 ) -> None:
@@ -124,6 +126,7 @@ def test_regression_reports_every_setting_and_writes_every_run(
     assert all(0 < float(run["best_rmse"]) <= float(run["last_rmse"]) for run in runs)
 
 
+@pytest.mark.full
 def test_regression_on_the_data_of_the_paper(source_tree: Path, tmp_path: Path) -> None:
     data = source_tree.parent / "shared" / "data" / "regression"
     if not data.is_dir():

@@ -12,6 +12,7 @@ from experiment_programs import run
 from programs import import_program
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["initial_width.py", "evaluation_noise.py"])
 def test_the_comparisons_run(source_tree: Path, tmp_path: Path, name: str) -> None:
     sizes = ["--heads", "1", "--head-dims", "8"] if name == "initial_width.py" else []

@@ -34,6 +34,7 @@ def tables(tmp_path: Path, regression: ModuleType) -> Path:
     return tmp_path / "tables"
 
 
+@pytest.mark.full
 def test_regression_runs_every_attention_and_order(
     source_tree: Path, tmp_path: Path, tables: Path
 ) -> None:
@@ -48,6 +49,7 @@ def test_regression_runs_every_attention_and_order(
     assert "selected on the test set" in result.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not REGRESSION.is_dir(), reason=f"{REGRESSION} is absent")
 def test_regression_runs_quickly_on_the_real_data(source_tree: Path, tmp_path: Path) -> None:
     options = ["--data", REGRESSION, "--quick", "--csv", "a.csv", "--plot", "a.png"]
@@ -209,6 +211,7 @@ def test_the_eager_formulation_is_the_same_attention(regression: ModuleType, p: 
     torch.testing.assert_close(eager(x), fused(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_cost_is_measured_in_processes_of_their_own(
     source_tree: Path, tmp_path: Path, tables: Path
 ) -> None:

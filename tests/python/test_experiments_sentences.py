@@ -31,6 +31,7 @@ def texts(tmp_path: Path, sentences: ModuleType) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_sentences_run_every_attention(source_tree: Path, tmp_path: Path, texts: Path) -> None:
     options = ["--data", texts, "--quick", "--p", "2", "learned", "--csv", "a.csv"]
     result = run(source_tree, "sentences.py", *options, "--plot", "a.png", cwd=tmp_path)

@@ -60,6 +60,7 @@ def aligned(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_translation_runs_every_attention(
     source_tree: Path, tmp_path: Path, captions: Path, aligned: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_translation_runs_every_attention(
     assert "linking along the diagonal has the error rate 0.0 %" in result.stdout
 
 
+@pytest.mark.full
 def test_translation_learns_a_dictionary(
     translation: ModuleType, captions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_translation_learns_a_dictionary(
     assert translation.bleu(fitted.model, corpus.tokenizer, corpus.test) > 80
 
 
+@pytest.mark.full
 def test_models_that_were_kept_are_measured_without_training(
     source_tree: Path, tmp_path: Path, captions: Path
 ) -> None:
@@ -104,6 +107,7 @@ def test_models_that_were_kept_are_measured_without_training(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.full
 def test_what_cannot_be_a_folder_of_models_is_named(
     source_tree: Path, tmp_path: Path, captions: Path
 ) -> None:

@@ -374,7 +374,7 @@ def test_a_model_of_two_models_is_saved_in_pieces_and_loads(tmp_path: Path) -> N
     assert_close(loaded(**inputs).logits, model(**inputs).logits, TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.full)])
 def test_models_compile_as_one_graph_and_export(family: str) -> None:
     model, inputs = convert(build(family)), inputs_of(family)
     model.config.use_cache = False

@@ -16,8 +16,8 @@ from agreement import (
     assert_output_accurate,
     in_float64,
 )
-from processors import INSTRUCTION_SETS, run_tests_with
 from samples import DTYPES, SAMPLES, Sample, converted, name_of
+from tiers import each_call
 
 reference = ikattn.reference.implicit_kernel_attention
 
@@ -83,8 +83,8 @@ def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tens
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", KEPT, ids=name_of)
+@pytest.mark.operators
+@each_call(KEPT, dtype=DTYPES)
 def test_kept_keys_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     assert_output_accurate(
@@ -92,7 +92,8 @@ def test_kept_keys_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
     )
 
 
-@pytest.mark.parametrize("sample", KEPT, ids=name_of)
+@pytest.mark.operators
+@each_call(KEPT)
 def test_the_kernel_is_the_composition(sample: Sample) -> None:
     call = of_features(sample)
     found = ikattn.attention_from_features(*call)
@@ -151,6 +152,7 @@ def test_logits_are_broadcast() -> None:
         assert_identical([found], [whole])
 
 
+@pytest.mark.operators
 def test_what_is_hidden_does_not_count_whatever_it_holds() -> None:
     call = of_features(Sample("hidden", S=1100, L=3))
     query, key, logits, value = call
@@ -169,6 +171,7 @@ def test_what_is_hidden_does_not_count_whatever_it_holds() -> None:
             assert_close(operator(query, bad_key, logits, bad_value), expected, 1e-13)
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e200])
 @pytest.mark.parametrize("way", ["key_bias", "bool mask", "float mask"])
 def test_a_hidden_key_does_not_count_whatever_it_is(way: str, bad: float) -> None:
@@ -230,6 +233,7 @@ def test_large_magnitudes_keep_their_digits(size: float, p: float) -> None:
         assert_output_accurate(attend(**call, p=p), reference(**call, p=p), truth)
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize("place", ["query", "key", "logits"])
 def test_what_is_not_a_number_reaches_the_rows_that_see_it(place: str) -> None:
     torch.manual_seed(0)
@@ -251,12 +255,6 @@ def test_large_logits_do_not_overflow() -> None:
         call = (query, key, shifted.float(), value)
         truth = ikattn.reference.attention_from_features(*(x.double() for x in call))
         assert_close(ikattn.attention_from_features(*call), truth, 1e-5)
-
-
-@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
-def test_every_instruction_set_is_right(capability: str) -> None:
-    some = "accurate or composition or hidden or not_a_number"
-    run_tests_with(capability, __file__, "-k", some)
 
 
 # --- Transformations ------------------------------------------------------------------------------
@@ -567,3 +565,15 @@ def test_wrong_arguments_of_the_operator_are_named(
         call[1].requires_grad_()
     with pytest.raises(kind, match=message):
         ikattn.attention_from_features(*call[:4], eps=call[4])
+
+
+@pytest.mark.parametrize("how", ["reference", "vmap"])
+def test_wrong_arguments_are_named_however_the_operator_is_called(how: str) -> None:
+    query, key, _, value = of_features(Sample("errors"), torch.float32)
+    call = [query, key, torch.zeros(5, 5), value]
+    operator = torch.ops.ikattn.attention_from_features_reference
+    if how == "vmap":
+        operator = torch.vmap(ikattn.attention_from_features, in_dims=(0, None, None, None))
+        call[0] = query.unsqueeze(0)
+    with pytest.raises(RuntimeError, match=r"logits must broadcast to \[B, H, L, S\]"):
+        operator(*call)

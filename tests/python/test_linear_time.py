@@ -22,9 +22,9 @@ from agreement import (
     gradients,
     in_float64,
 )
-from processors import INSTRUCTION_SETS, run_tests_with
 from programs import run_checked
 from samples import DTYPES, Arguments, Sample, converted, name_of
+from tiers import each, each_call
 
 HERE = Path(__file__).parent
 attention = ikattn.implicit_kernel_attention
@@ -89,8 +89,8 @@ def spread(sample: Sample, dtype: torch.dtype, distance: float) -> Arguments:
     return {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", LONG + CAUSAL, ids=name_of)
+@pytest.mark.operators
+@each_call(LONG + CAUSAL, dtype=DTYPES)
 def test_long_calls_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
     arguments = sample.arguments(dtype)
     assert_output_accurate(
@@ -99,8 +99,11 @@ def test_long_calls_are_as_accurate_as_the_reference(sample: Sample, dtype: torc
     assert_call_accurate(attention, reference, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
-@pytest.mark.parametrize("distance", [1.0, 3.0, 4.0, 6.0])
+@each(
+    ("distance",),
+    [(distance,) for distance in (1.0, 3.0, 4.0, 6.0)],
+    {"dtype": [torch.float64, torch.float32]},
+)
 def test_queries_far_from_all_keys_keep_their_digits(distance: float, dtype: torch.dtype) -> None:
     sample = Sample("far", B=1, H=1, L=1300, S=1300, M=16, d=16, d_v=16)
     arguments = spread(sample, dtype, distance)
@@ -230,8 +233,11 @@ def test_gradients_come_only_from_later_queries() -> None:
         assert (gradient[:, :, 300:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("visible", [(0, 500), (100, 600), (128, 600), (200, 600)], ids=str)
+@each(
+    ("visible",),
+    [(visible,) for visible in ((0, 500), (100, 600), (128, 600), (200, 600))],
+    {"dtype": DTYPES},
+)
 def test_keys_hidden_before_and_after_do_not_count(
     visible: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -252,8 +258,7 @@ def test_keys_hidden_before_and_after_do_not_count(
     assert (found[0][0, :, :begin] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("spoilt", [0, 127, 128, 300, 599])
+@each(("spoilt",), [(spoilt,) for spoilt in (0, 127, 128, 300, 599)], {"dtype": DTYPES})
 def test_a_spoilt_query_spoils_the_keys_before_it(spoilt: int, dtype: torch.dtype) -> None:
     sample = Sample("spoilt, causal", B=1, H=2, L=600, S=600, M=4, key_bias="1S", is_causal=True)
     arguments = sample.arguments(dtype)
@@ -289,7 +294,7 @@ def test_a_spoilt_key_spoils_the_queries_after_it(name: str) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("sample", CAUSAL, ids=name_of)
+@each_call(CAUSAL)
 def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
     arguments, found = sample.arguments(torch.float32), []
     for number in (1, 2, 7):
@@ -321,7 +326,9 @@ def results(setting: str, length: int, is_causal: bool, folder: Path) -> list[Te
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "short", "long"), [(False, 40, 700), (True, 200, 900)], ids=["", "causal"]
+    ("is_causal", "short", "long"),
+    [(False, 40, 700), pytest.param(True, 200, 900, marks=pytest.mark.full)],
+    ids=["", "causal"],
 )
 def test_long_calls_go_without_pairs_unless_they_are_told_not_to(
     is_causal: bool, short: int, long: int, tmp_path: Path
@@ -355,9 +362,3 @@ def test_info_tells_the_setting(tmp_path: Path) -> None:
     program = "import torch, ikattn; print(ikattn.info())"
     output = run_checked(sys.executable, "-c", program, cwd=tmp_path, IKATTN_LINEAR_TIME="never")
     assert "linear time      never" in output
-
-
-@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
-def test_every_call_that_can_go_without_pairs_is_right(capability: str) -> None:
-    files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients", "nan")]
-    run_tests_with(capability, *files, IKATTN_LINEAR_TIME="always")

@@ -25,6 +25,7 @@ from attention_cases import (
     make,
     run,
 )
+from tiers import each
 
 
 @pytest.fixture
@@ -200,8 +201,11 @@ def test_part_by_part_batched_gradients_of_the_values_alone(every_call_is_large)
 # --- Under a compiler -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", ["none", "bool padding", "both float", "bool 3-D"])
-@pytest.mark.parametrize("kernel", ["dot", "rbf"])
+@each(
+    ("mask",),
+    [(mask,) for mask in ("none", "bool padding", "both float", "bool 3-D")],
+    {"kernel": ["dot", "rbf"]},
+)
 def test_a_compiled_call_by_parts_equals_the_eager_one(kernel, mask, every_call_is_large):
     arguments = arguments_of(mask, True, False)
     module = make(kernel)

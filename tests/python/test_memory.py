@@ -61,9 +61,10 @@ held = sum(x.numel() * x.element_size() for x in results) / 2**20
 print(megabytes("VmHWM") - before - held)
 """
 
-pytestmark = pytest.mark.skipif(
+needs_resident_memory = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc/self/status"
 )
+pytestmark = [pytest.mark.full, needs_resident_memory]
 
 
 def megabytes_above_results(function: str, N: int, threads: int = 1, causal: bool = False) -> float:

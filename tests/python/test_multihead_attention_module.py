@@ -303,7 +303,15 @@ def test_bad_options_are_found_whatever_the_kernel(kernel, options):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "training"), [("dot", True), ("rbf", False), ("implicit", True), ("implicit", False)]
+    ("kernel", "training"),
+    [
+        ("implicit", True),
+        ("rbf", False),
+        *(
+            pytest.param(*call, marks=pytest.mark.full)
+            for call in (("dot", True), ("implicit", False))
+        ),
+    ],
 )
 def test_torch_compile_takes_the_module_in_one_graph(kernel, training):
     torch._dynamo.reset()

@@ -59,6 +59,7 @@ def test_sdist_holds_every_file_of_the_tree(source_tree: Path, sdist: Path) -> N
     assert {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= packed
 
 
+@pytest.mark.full
 @pytest.mark.compiles
 def test_package_installs_from_its_sdist(sdist: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
@@ -84,6 +85,7 @@ def train_example(source_tree: Path, build: Path, prefix: Path | str) -> None:
     assert "loss" in printed
 
 
+@pytest.mark.full
 @pytest.mark.compiles
 def test_cpp_program_trains_with_the_pip_installed_package(
     source_tree: Path, tmp_path: Path
@@ -91,6 +93,7 @@ def test_cpp_program_trains_with_the_pip_installed_package(
     train_example(source_tree, tmp_path, ikattn.cmake_prefix_path())
 
 
+@pytest.mark.full
 @pytest.mark.compiles
 def test_cpp_program_trains_after_cmake_install(source_tree: Path, tmp_path: Path) -> None:
     build = source_tree / "build" / f"torch-{torch.__version__}"
@@ -147,6 +150,34 @@ def test_build_with_an_unsupported_compiler_names_it(
     assert finished.returncode != 0
     message = " ".join(finished.stderr.split())
     assert f"needs GCC >= 12 or Clang >= 16, got {name} {version}" in message
+
+
+def test_other_instruction_sets_to_build_are_refused(source_tree: Path) -> None:
+    command = ("cmake", "-DIKATTN_ISA=avx2", "-P", "cmake/ikattnKernel.cmake")
+    finished = run(*command, cwd=source_tree)
+    assert finished.returncode != 0
+    assert "IKATTN_ISA must be all or native, got avx2" in finished.stderr
+
+
+@pytest.mark.full
+@pytest.mark.compiles
+def test_a_library_for_this_processor_alone_says_what_it_lacks(
+    source_tree: Path, tmp_path: Path
+) -> None:
+    torch_dir = f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch"
+    options = ("-DIKATTN_ISA=native", "-DWITH_CUDA=OFF", torch_dir)
+    run_checked("cmake", "-S", source_tree, "-B", tmp_path, *options, cwd=source_tree)
+    run_checked("cmake", "--build", tmp_path, "--target", "ikattn", "-j", 2, cwd=source_tree)
+    program = (
+        f"import torch; torch.ops.load_library({str(tmp_path / 'libikattn.so')!r})\n"
+        "q = torch.randn(1, 2, 40, 16, dtype=torch.bfloat16)\n"
+        "print(torch.ops.ikattn.implicit_kernel_attention(q, q, q, torch.randn(2, 16, 8))[0].shape)"
+    )
+    assert "[1, 2, 40, 16]" in run_checked(sys.executable, "-c", program, cwd=tmp_path)
+    if torch.ops.ikattn.instruction_set() != "baseline":
+        told = {"ATEN_CPU_CAPABILITY": "default"}
+        finished = run(sys.executable, "-c", program, cwd=tmp_path, **told)
+        assert "holds no kernels for baseline, which this process would take" in finished.stderr
 
 
 def test_import_into_another_torch_says_built_for_and_got(tmp_path: Path) -> None:

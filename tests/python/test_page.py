@@ -338,6 +338,7 @@ def test_large_page_stays_quick(tab: Tab, tmp_path: Path) -> None:
     assert tab.complaints == []
 
 
+@pytest.mark.full
 def test_example_writes_a_page_of_a_pretrained_model(
     tab: Tab, tmp_path: Path, source_tree: Path
 ) -> None:

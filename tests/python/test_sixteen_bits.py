@@ -20,6 +20,9 @@ from agreement import (
     in_float64,
 )
 from samples import SAMPLES, Arguments, Sample, name_of
+from tiers import each_call
+
+pytestmark = pytest.mark.operators
 
 attention = ikattn.implicit_kernel_attention
 reference = ikattn.reference.implicit_kernel_attention
@@ -63,20 +66,20 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+@each_call(LARGE)
 def test_outputs_are_as_accurate_as_the_references(sample: Sample) -> None:
     arguments = sample.arguments(torch.bfloat16)
     truth = in_float64(reference, arguments)
     assert_output_accurate(attention(**arguments), reference(**arguments), truth)
 
 
-@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+@each_call(LARGE)
 def test_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
     assert_call_accurate(attention, reference, sample.arguments(torch.bfloat16))
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+@each_call(LARGE)
 def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
     arguments, results = sample.arguments(torch.bfloat16), []
     for number in (1, 3):
@@ -94,7 +97,7 @@ def medium() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("medium")
-@pytest.mark.parametrize("sample", [*LARGE, *SAMPLES], ids=name_of)
+@each_call([*LARGE, *SAMPLES])
 def test_values_and_gradients_err_by_roundings_to_bfloat16(sample: Sample) -> None:
     arguments = sample.arguments(torch.float32)
     output = attention(**arguments)

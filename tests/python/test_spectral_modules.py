@@ -14,6 +14,7 @@ import ikattn
 from attention_cases import E, H, L, N, batch, ignore, make
 from ikattn.spectral import SOURCES, Direct, Ikan, Stationary
 from spectral_cases import M, perturbed
+from tiers import each
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -132,8 +133,7 @@ def test_meta_device_runs(name, training):
     assert module.train(training)(x, x, x)[0].shape == x.shape
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["ikan", "mikan"])
+@each(("name",), [("ikan",), ("mikan",)], {"training": [False, True]})
 def test_torch_compile_takes_generators_in_one_graph(name, training):
     torch._dynamo.reset()
     module = make("implicit", spectral=name, num_frequencies=M, batch_first=True, p="learned")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import ikattn
-from agreement import assert_identical, gradients
+from agreement import (
+    assert_call_accurate,
+    assert_identical,
+    assert_output_accurate,
+    gradients,
+    in_float64,
+)
 from processors import INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags
-from samples import DTYPES, FEW, SAMPLES, Sample, name_of, of_features, of_weights
+from samples import DTYPES, FEW, Sample, of_features, of_weights
+from tiers import each_call
 
 THREADS = (2, 3, 7)
 
@@ -65,8 +70,7 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+@each_call(LARGE, dtype=DTYPES)
 def test_results_are_bitwise_the_same_for_every_number_of_threads(
     sample: Sample, dtype: torch.dtype
 ) -> None:
@@ -78,7 +82,7 @@ def test_results_are_bitwise_the_same_for_every_number_of_threads(
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("sample", LARGE, ids=name_of)
+@each_call(LARGE)
 def test_results_are_bitwise_the_same_from_run_to_run(sample: Sample) -> None:
     torch.set_num_threads(3)
     expected = everything(sample, torch.float32)
@@ -121,9 +125,21 @@ def test_a_forked_worker_computes_after_its_parent_did() -> None:
     assert_identical(list(loader), expected)
 
 
-# --- Instruction sets -----------------------------------------------------------------------------
+@pytest.mark.operators
+@each_call(LARGE, few=(), dtype=DTYPES)
+def test_large_calls_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
+    """On the instructions that this process has been told to use (processors.py)."""
+    arguments = sample.arguments(dtype)
+    attention, reference = (
+        module.implicit_kernel_attention for module in (ikattn, ikattn.reference)
+    )
+    assert_output_accurate(
+        attention(**arguments), reference(**arguments), in_float64(reference, arguments)
+    )
+    assert_call_accurate(attention, reference, arguments)
 
-HERE = Path(__file__).parent
+
+# --- Instruction sets -----------------------------------------------------------------------------
 
 
 def in_process(variable: str, name: str, *command: str) -> subprocess.CompletedProcess[str]:
@@ -163,42 +179,3 @@ def test_other_sixteen_bit_instructions_are_refused(name: str) -> None:
         assert run.stdout.strip() == torch.ops.ikattn.sixteen_bit_instructions()
     else:
         assert "must be none, avx512_vnni, avx512_bf16 or amx, got bf16" in run.stderr
-
-
-def run_accuracy_tests(variable: str, name: str, of_types: Sequence[torch.dtype]) -> None:
-    """The tests of the attention's values and gradients in another process."""
-    files = [str(HERE / f"test_attention_{part}.py") for part in ("values", "gradients")]
-    types = " or ".join(f"-{name_of(dtype)}]" for dtype in of_types)
-    options = ["-q", "-k", f"as_accurate and ({types})", "-p", "no:cacheprovider"]
-    run = in_process(variable, name, "-m", "pytest", *options, *files)
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert f"{2 * len(SAMPLES) * len(of_types)} passed" in run.stdout
-
-
-@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
-def test_nothing_hidden_leaks_on_any_instruction_set(capability: str) -> None:
-    if INSTRUCTION_SETS[capability][0] == torch.ops.ikattn.instruction_set():
-        pytest.skip("this process uses it already, and so do the tests of NaN")
-    options = ["-q", "-k", "hidden", "-p", "no:cacheprovider"]
-    files = str(HERE / "test_attention_nan.py")
-    run = in_process("ATEN_CPU_CAPABILITY", capability, "-m", "pytest", *options, files)
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert " passed" in run.stdout
-
-
-@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
-def test_every_instruction_set_is_as_accurate_as_the_reference(capability: str) -> None:
-    if INSTRUCTION_SETS[capability][0] == torch.ops.ikattn.instruction_set():
-        pytest.skip("this process uses it already, and so do the tests of values and gradients")
-    run_accuracy_tests("ATEN_CPU_CAPABILITY", capability, DTYPES)
-
-
-@pytest.mark.parametrize("name", SIXTEEN_BITS)
-def test_all_sixteen_bit_instructions_are_as_accurate_as_the_reference(name: str) -> None:
-    if name == torch.ops.ikattn.sixteen_bit_instructions():
-        pytest.skip("this process uses them already, and so do the tests of values and gradients")
-    run_accuracy_tests("IKATTN_SIXTEEN_BITS", name, [torch.bfloat16])
-    files = [str(HERE / "test_sixteen_bits.py"), "-q", "-p", "no:cacheprovider"]
-    run = in_process("IKATTN_SIXTEEN_BITS", name, "-m", "pytest", *files)
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert " passed" in run.stdout

@@ -30,10 +30,10 @@ from samples import (
     LAYOUTS,
     SAMPLES,
     Sample,
-    name_of,
     of_features,
     of_weights,
 )
+from tiers import each_call, few_of
 
 weights = ikattn.implicit_kernel_weights
 reference_weights = ikattn.reference.implicit_kernel_weights
@@ -78,8 +78,8 @@ def assert_weights_accurate(sample: Sample, dtype: torch.dtype, average: bool) -
 # --- Weights --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@pytest.mark.operators
+@each_call(SAMPLES, dtype=DTYPES)
 def test_weights_are_as_accurate_as_the_references(sample: Sample, dtype: torch.dtype) -> None:
     arguments = of_weights(sample.arguments(dtype))
     found = weights(**arguments)
@@ -89,14 +89,13 @@ def test_weights_are_as_accurate_as_the_references(sample: Sample, dtype: torch.
     )
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES)
 def test_reference_weights_are_those_of_the_formula(sample: Sample) -> None:
     arguments = of_weights(sample.arguments())
     assert_close(reference_weights(**arguments), formula.weights(**arguments), 1e-13)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES, dtype=DTYPES)
 def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.dtype) -> None:
     arguments = of_weights(sample.arguments(dtype))
     found = weights(**arguments, average_heads=True)
@@ -108,9 +107,7 @@ def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.d
     )
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "averaged"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SOME, ids=name_of)
+@each_call(SOME, dtype=DTYPES, average={"per head": False, "averaged": True})
 def test_gradients_of_the_weights_are_as_accurate_as_the_references(
     sample: Sample, dtype: torch.dtype, average: bool
 ) -> None:
@@ -127,16 +124,16 @@ MANY_PAIRS = (
 )
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "averaged"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("sample", MANY_PAIRS, ids=name_of)
+@each_call(
+    MANY_PAIRS, dtype=[torch.float32, torch.bfloat16], average={"per head": False, "averaged": True}
+)
 def test_gradients_of_many_weights_are_as_accurate_as_the_references(
     sample: Sample, dtype: torch.dtype, average: bool
 ) -> None:
     assert_weights_accurate(sample, dtype, average)
 
 
-@pytest.mark.parametrize("sample", FEW, ids=name_of)
+@each_call(FEW)
 def test_each_gradient_of_the_weights_alone_is_what_it_is_among_all(sample: Sample) -> None:
     arguments = of_weights(sample.arguments())
     everything = gradients(weights, arguments)
@@ -145,7 +142,7 @@ def test_each_gradient_of_the_weights_alone_is_what_it_is_among_all(sample: Samp
         assert_close(alone[name], gradient, 1e-13, name, scale=1.0)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES)
 def test_weights_times_values_are_the_output(sample: Sample) -> None:
     """Dropout included: the same seed drops the same weights."""
     arguments = sample.arguments()
@@ -154,8 +151,7 @@ def test_weights_times_values_are_the_output(sample: Sample) -> None:
     assert_close(weights(**of_weights(arguments)) @ values, expected, 1e-13, scale=1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(few_of(SAMPLES), dtype=DTYPES)
 def test_rows_of_the_weights_sum_to_one_or_to_nothing(sample: Sample, dtype: torch.dtype) -> None:
     arguments = of_weights(sample.arguments(dtype)) | {"dropout_p": 0.0}
     found = weights(**arguments).double()
@@ -165,7 +161,7 @@ def test_rows_of_the_weights_sum_to_one_or_to_nothing(sample: Sample, dtype: tor
     assert (found >= 0).all()
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+@each_call(SAMPLES)
 def test_hidden_pairs_weigh_exactly_nothing(sample: Sample) -> None:
     arguments = of_weights(sample.arguments())
     hidden = formula.unnormalised(**arguments)[0] == 0
@@ -175,8 +171,7 @@ def test_hidden_pairs_weigh_exactly_nothing(sample: Sample) -> None:
 # --- Features -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", FEATURE_SAMPLES, ids=name_of)
+@each_call(FEATURE_SAMPLES, dtype=DTYPES)
 def test_features_are_as_accurate_as_the_references(sample: Sample, dtype: torch.dtype) -> None:
     arguments = of_features(sample.arguments(dtype))
     found = ikattn.spectral_features(**arguments)
@@ -185,8 +180,7 @@ def test_features_are_as_accurate_as_the_references(sample: Sample, dtype: torch
     assert_output_accurate(found, reference_features(**arguments), truth)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("sample", FEATURE_SAMPLES, ids=name_of)
+@each_call(FEATURE_SAMPLES, dtype=DTYPES)
 def test_gradients_of_the_features_are_as_accurate_as_the_references(
     sample: Sample, dtype: torch.dtype
 ) -> None:

@@ -1,11 +1,28 @@
 #include "simt/attention_cases.h"
 
 #include <algorithm>
+#include <numeric>
 #include <random>
+#include <stdexcept>
 
 #include "support/cuda/float16.h"
+#include "tier.h"
 
 namespace ikattn {
+
+std::vector<Case> cases_of_tier(std::span<const Case> all,
+                                std::initializer_list<std::string_view> standing_for_all) {
+  if (runs_everything()) return {all.begin(), all.end()};
+  std::vector<Case> chosen;
+  for (const std::string_view name : standing_for_all) {
+    const auto found = std::ranges::find(all, name, &Case::name);
+    if (found == all.end()) throw std::invalid_argument("no case " + std::string(name));
+    chosen.push_back(*found);
+  }
+  return chosen;
+}
+
+size_t turn_of(const Case& c) { return std::accumulate(c.name.begin(), c.name.end(), size_t{0}); }
 
 int64_t size_of(ElementType type) {
   switch (type) {

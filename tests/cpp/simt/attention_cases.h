@@ -6,7 +6,10 @@
 
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "attention/cpu/kernel.h"
@@ -54,6 +57,12 @@ struct Case {
   }
   int64_t key_heads() const { return frequency_heads != G ? H : G; }
 };
+
+// All cases where everything runs, otherwise those named, which stand for the others.
+std::vector<Case> cases_of_tier(std::span<const Case> all,
+                                std::initializer_list<std::string_view> standing_for_all);
+// A number that cases differ in.
+size_t turn_of(const Case& c);
 
 inline Case one_head(Case c) {
   c.B = c.H = c.G = c.frequency_heads = 1;

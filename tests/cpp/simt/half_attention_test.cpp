@@ -10,7 +10,7 @@ namespace {
 class HalfAttentionOnDevice : public ::testing::TestWithParam<Case> {};
 
 TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
-  for (const ElementType type : kTypes) {
+  for (const ElementType type : types_in_turn(GetParam())) {
     const Case c = of_type(GetParam(), type);
     Call call(c);
     const Results truth = truth_of(call, c), got = device_results(call, c);
@@ -104,7 +104,7 @@ TEST(HalfAttentionOnDevice, WeightsAreRounded) {
 
 // Alone, what the backward pass adds: the features' rounding in Half and that of its results.
 TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
-  for (const ElementType type : kTypes) {
+  for (const ElementType type : types_in_turn(GetParam())) {
     const Case c = of_type(GetParam(), type);
     Call call(c);
     const Results truth = truth_of(call, c);
@@ -114,7 +114,54 @@ TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Simt, HalfAttentionOnDevice, ::testing::ValuesIn(kHalfCases),
+// Every form of the kernels, narrow and wide, plain, causal, masked, dropped, and what they share.
+INSTANTIATE_TEST_SUITE_P(Simt, HalfAttentionOnDevice,
+                         ::testing::ValuesIn(cases_of_tier(kHalfCases,
+                                                           {"plain",
+                                                            "not_a_multiple_of_8",
+                                                            "tiles",
+                                                            "narrow_features_wide_value",
+                                                            "tokens_of_three_slices",
+                                                            "wide_heads_and_odd_frequencies",
+                                                            "causal",
+                                                            "causal_and_fewer_keys",
+                                                            "bool_mask_and_dropout",
+                                                            "dropout",
+                                                            "dropout_and_causal",
+                                                            "bool_mask",
+                                                            "negative_magnitudes",
+                                                            "grouped",
+                                                            "wide_features_and_value",
+                                                            "grouped_frequencies_per_sample",
+                                                            "stationary",
+                                                            "uneven_magnitudes_and_causal",
+                                                            "float_mask",
+                                                            "float_mask_causal_and_more_keys",
+                                                            "float_mask_and_p_1",
+                                                            "float_mask_per_row",
+                                                            "float_mask_per_key",
+                                                            "features_of_two_slices",
+                                                            "value_of_two_slices",
+                                                            "slices_and_uneven_magnitudes",
+                                                            "slices_and_dropout",
+                                                            "slices_float_mask_and_causal",
+                                                            "slices_and_mask_of_all_pairs",
+                                                            "slices_and_p_1",
+                                                            "slices_without_keys",
+                                                            "sides_of_16_bits",
+                                                            "no_magnitude",
+                                                            "p_1_5",
+                                                            "larger_eps",
+                                                            "eps_for_ordinary_units",
+                                                            "eps_for_bfloat16",
+                                                            "no_keys",
+                                                            "no_queries",
+                                                            "large_magnitudes_and_bool_mask",
+                                                            "large_magnitudes_causal_and_more_keys",
+                                                            "uneven_magnitudes_causal_and_dropout",
+                                                            "slices_large_magnitudes_and_bool_mask",
+                                                            "slices_dropout_and_causal",
+                                                            "lowest_mask"})),
                          [](const auto& info) { return info.param.name; });
 
 // Of float32's own numbers value and grad_output are rounded to 11 bits, as TF32 rounds them. They

@@ -1,6 +1,14 @@
 #include "simt/half_cases.h"
 
+#include "tier.h"
+
 namespace ikattn {
+
+std::vector<ElementType> types_in_turn(size_t turn) {
+  if (runs_everything()) return {std::begin(kTypes), std::end(kTypes)};
+  return {kTypes[turn % std::size(kTypes)]};
+}
+std::vector<ElementType> types_in_turn(const Case& c) { return types_in_turn(turn_of(c)); }
 
 double roundoff_of(ElementType type) { return type == ElementType::kBFloat16 ? 0x1p-9 : 0x1p-12; }
 

@@ -11,6 +11,10 @@ namespace ikattn {
 inline constexpr ElementType kTypes[] = {ElementType::kBFloat16, ElementType::kFloat16,
                                          ElementType::kFloat32};
 
+// Those that a test runs with: all where everything runs, otherwise one, by turns.
+std::vector<ElementType> types_in_turn(size_t turn);
+std::vector<ElementType> types_in_turn(const Case& c);
+
 double roundoff_of(ElementType type);
 Case of_type(Case c, ElementType type);
 

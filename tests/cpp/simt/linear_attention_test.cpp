@@ -74,7 +74,7 @@ int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns
 }
 
 TEST_P(LinearAttentionOnDevice, ErrsByTheRoundingsOfPairs) {
-  for (const ElementType type : kTypes) {
+  for (const ElementType type : types_in_turn(GetParam())) {
     const Case c = linear(of_type(GetParam(), type));
     Call call(c);
     const int before = simt::launches_of("entry_kernel");
@@ -96,7 +96,7 @@ TEST_P(LinearAttentionOnDevice, ErrsByTheRoundingsOfPairs) {
 
 // Alone, what the backward adds.
 TEST_P(LinearAttentionOnDevice, BackwardErrsByTheRoundingsOfPairs) {
-  for (const ElementType type : kTypes) {
+  for (const ElementType type : types_in_turn(GetParam())) {
     const Case c = linear(of_type(GetParam(), type));
     Call call(c);
     const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
@@ -109,7 +109,12 @@ TEST_P(LinearAttentionOnDevice, BackwardErrsByTheRoundingsOfPairs) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Simt, LinearAttentionOnDevice, ::testing::ValuesIn(kLinearCases),
+INSTANTIATE_TEST_SUITE_P(Simt, LinearAttentionOnDevice,
+                         ::testing::ValuesIn(cases_of_tier(
+                             kLinearCases, {"two_chunks", "four_chunks", "six_chunks",
+                                            "eight_chunks", "two_slices", "blocks_of_queries",
+                                            "grouped", "stationary", "no_magnitude", "p_1_5",
+                                            "larger_eps", "lowest_bias", "least", "edges"})),
                          [](const auto& info) { return info.param.name; });
 
 TEST(LinearAttentionOnDevice, SharesOfKeysAreAddedInEveryOrder) {
@@ -224,7 +229,7 @@ void expect_same_rows(const Case& c, const Results& got, const Results& expected
 // moments would leave nothing. Its block goes by pairs, the others do not; in the backward its
 // head.
 TEST(LinearAttentionOnDevice, QueriesOfSmallScoresGoByPairs) {
-  for (const ElementType type : kTypes) {
+  for (const ElementType type : types_in_turn(0)) {
     Case c{.name = "small", .B = 1, .H = 2, .L = 300, .S = 130, .d = 1, .d_v = 8, .M = 1};
     c.stationary = true;
     c = of_type(c, type);
@@ -269,7 +274,7 @@ TEST(LinearAttentionOnDevice, HeadsOfFewKeysGoByPairs) {
 
 // What is not finite spoils what sees it, and only that; what is hidden may be anything.
 TEST(LinearAttentionOnDevice, NanStaysWhereItIsSeen) {
-  for (const ElementType type : kTypes) {
+  for (const ElementType type : types_in_turn(1)) {
     Case c =
         of_type(one_head({.name = "nan", .L = 20, .S = 130, .d_v = 8, .M = 8, .bias = true}), type);
     c = linear(c);
