@@ -5,8 +5,8 @@
     python tests/instructions.py baseline amx          # some of the sets
 
 A process chooses its instructions once, when the library is loaded, so that each set is a run of
-pytest of its own. The set that a process takes by itself is left out: the other tests use it. Sets
-that the processor lacks are named and passed over. Ends with 1 if a run failed.
+pytest of its own, two at a time. The set that a process takes by itself is left out: the other
+tests use it. Sets that the processor lacks are named and passed over. Ends with 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,11 +92,13 @@ def files_with_such_tests() -> list[str]:
 
 
 def pytest(run: Run, *arguments: str, **environment: str) -> bool:
-    """Whether the tests pass."""
+    """Whether the tests pass; what they print is printed at their end."""
     told = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **run.environment, **environment}
     told["IKATTN_TESTS"] = "full" if IS_FULL else "check"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, env=os.environ | told).returncode == 0
+    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
+    print(f"=== {run.name}", done.stdout + done.stderr, sep="\n", end="", flush=True)
+    return done.returncode == 0
 
 
 def imitate_amx(run: Run) -> bool:
@@ -119,32 +122,29 @@ def imitate_amx(run: Run) -> bool:
         return passed and products > 0 and palette == 0
 
 
+def told_of(run: Run) -> tuple[bool, str]:
+    """Whether a run passes or cannot be here, and a line that says so."""
+    if reason := run.why_not():
+        return True, f"{run.name:20} not here: {reason}"
+    began = time.monotonic()
+    if run.name == "imitated-amx":
+        passed = imitate_amx(run)
+    else:
+        passed = pytest(run, "-m", "operators", "-k", run.selected, *files_with_such_tests())
+    took = time.monotonic() - began
+    return passed, f"{run.name:20} {'passed' if passed else 'FAILED'}, {took:.0f} s"
+
+
 def main() -> int:
     runs, wanted = plan(), sys.argv[1:]
     if unknown := set(wanted) - {run.name for run in runs}:
         print(f"there is no set {', '.join(sorted(unknown))}; there are: ", end="")
         print(*(run.name for run in runs), sep=", ")
         return 2
-    told = []
-    failed = False
-    for run in runs:
-        if wanted and run.name not in wanted:
-            continue
-        if reason := run.why_not():
-            told.append(f"{run.name:20} not here: {reason}")
-            continue
-        print(f"=== {run.name}", flush=True)
-        began = time.monotonic()
-        if run.name == "imitated-amx":
-            passed = imitate_amx(run)
-        else:
-            options = ("-n", "2", "--dist", "worksteal", "-m", "operators", "-k", run.selected)
-            passed = pytest(run, *options, *files_with_such_tests())
-        failed = failed or not passed
-        took = time.monotonic() - began
-        told.append(f"{run.name:20} {'passed' if passed else 'FAILED'}, {took:.0f} s")
-    print("=== sets of instructions", *told, sep="\n")
-    return int(failed)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(told_of, [x for x in runs if not wanted or x.name in wanted]))
+    print("=== sets of instructions", *(line for _, line in results), sep="\n")
+    return int(not all(passed for passed, _ in results))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ struct Case {
   std::string name;
   int64_t B = 2, H = 4, T = 5, S = 7, D = 20;
   bool padding = false;
+  double size = 1;  // of the vectors
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 };
 
@@ -38,6 +39,7 @@ struct Call {
       for (T& value : values) value = static_cast<T>(static_cast<float>(normal(generator)));
     };
     fill(vectors, c.H * c.B * c.S * c.D);
+    for (T& value : vectors) value *= static_cast<T>(static_cast<float>(c.size));
     fill(norm_weights[0], c.D);
     fill(norm_weights[1], c.D);
     fill(weights, c.B * c.H * c.T * c.S);
@@ -418,6 +420,11 @@ TEST(ContributionKernelsOnDevice, StridesAreKept) {
 
 TEST(ContributionKernelsOnDevice, HeadsBeyondFourQueriesInFloat32) {
   compare<float>({.name = "heads", .B = 1, .H = 200, .T = 6, .S = 2, .D = 4}, 2e-6);
+}
+
+TEST(ContributionKernelsOnDevice, NormsMayHaveSquaresBeyondFloat32) {
+  compare<float>({.name = "large", .size = 3e19}, 2e-6);
+  compare<float>({.name = "large", .B = 1, .H = 20, .T = 6, .S = 3, .D = 68, .size = 3e19}, 2e-6);
 }
 
 TEST(ContributionKernelsOnDevice, TooManyHeadsAreNamed) {
