@@ -119,7 +119,7 @@ full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	selected+=' or (cuda_contributions and not 192) or (gradient_alone and bfloat16 and bias)'
 	simt_pytest tests/python/test_cuda_calls.py tests/python/test_cuda_contributions.py -k "$$selected"
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
-	IKATTN_WARPGROUPS=1 simt_pytest -k "($$selected) and not mask and not dropout"
+	IKATTN_SIMT_HOPPER=1 simt_pytest -k "($$selected) and not mask and not dropout"
 	IKATTN_LINEAR_TIME=always simt_pytest -k "($$selected) and not mask and not dropout and not causal"
 
 # Every instruction set the processor has, one after the other. torch is not instrumented: what it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -115,15 +116,15 @@ def test_bad_arguments_are_errors_as_in_the_call() -> None:
 def test_info_names_the_architectures_and_whether_hopper_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("IKATTN_WARPGROUPS", raising=False)
+    monkeypatch.setenv("IKATTN_HOPPER", "0")
 
     def said(architectures: str, warpgroups: bool) -> str:
         return cuda_kernels({"cuda_architectures": architectures, "warpgroups": warpgroups})
 
     assert cuda_kernels({"no_cuda_reason": "WITH_CUDA=0"}) == "no: WITH_CUDA=0"
     assert said("80", False) == "for 80; those for Hopper alone: not built"
-    assert "off (IKATTN_WARPGROUPS=1" in said("80-real 90", True)
-    monkeypatch.setenv("IKATTN_WARPGROUPS", "1")
+    assert "off (IKATTN_HOPPER=0)" in said("80-real 90", True)
+    monkeypatch.delenv("IKATTN_HOPPER")
     for capability, state in (((9, 0), "on"), ((10, 0), "on, but this GPU is another")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(
@@ -202,7 +203,11 @@ def test_which_kernels_says_what_a_gpu_takes() -> None:
     assert said(*inputs()).forward.startswith(f"{ordinary}query, key and value must be float16")
     assert said(*(x.double() for x in inputs())) == (f"{ordinary}float64",) * 2
     half = [*(x.half() for x in inputs()[:3]), inputs()[3]]
-    assert said(*half) == (tensor_cores, tensor_cores)
+    is_hopper = (
+        torch.cuda.get_device_capability()[0] == 9 and os.environ.get("IKATTN_HOPPER") != "0"
+    )
+    without_mask = "tensor cores (Hopper's wgmma), by pairs" if is_hopper else tensor_cores
+    assert said(*half) == (without_mask, without_mask)
     without = "tensor cores (mma.sync), without pairs"
     assert said(*long_call(20000, dtype=torch.float16)) == (without, without)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)

@@ -24,8 +24,8 @@ def cuda_kernels(build: dict[str, Any]) -> str:
         return f"no: {build['no_cuda_reason']}"
     if not build["warpgroups"]:
         state = "not built"
-    elif os.environ.get("IKATTN_WARPGROUPS") != "1":
-        state = "off (IKATTN_WARPGROUPS=1 turns them on)"
+    elif os.environ.get("IKATTN_HOPPER") == "0":
+        state = "off (IKATTN_HOPPER=0)"
     elif torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         state = "on, but this GPU is another"
     else:

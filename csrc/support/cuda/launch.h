@@ -95,13 +95,25 @@ inline int multiprocessors() {
   return count;
 }
 
-// Whether the current device runs kernels compiled for sm_90a, this library has them, and the
-// environment variable IKATTN_WARPGROUPS is 1: they have not run on a GPU as they are now.
+// Bytes of shared memory that a block of the current device may have.
+inline int64_t most_shared_memory() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess) {
+    (void)cudaGetLastError();
+    return 48 * 1024;
+  }
+  return bytes;
+}
+
+// Whether the current device runs kernels compiled for sm_90a, and this library has them;
+// IKATTN_HOPPER=0 in the environment says no.
 inline bool has_warpgroups() {
 #if IKATTN_HAVE_WARPGROUPS
   static const bool wanted = [] {
-    const char* variable = std::getenv("IKATTN_WARPGROUPS");
-    return variable != nullptr && std::strcmp(variable, "1") == 0;
+    const char* variable = std::getenv("IKATTN_HOPPER");
+    return variable == nullptr || std::strcmp(variable, "0") != 0;
   }();
 #else
   constexpr bool wanted = false;

@@ -241,6 +241,7 @@ using Stream = CUstream_st*;
 
 inline int multiprocessors() { return simt::multiprocessors(); }
 inline bool has_warpgroups() { return simt::has_warpgroups(); }
+inline int64_t most_shared_memory() { return static_cast<int64_t>(simt::shared_limit()); }
 
 template <typename... Parameters>
 const char* why_not_here(void (*)(Parameters...)) {

@@ -308,6 +308,7 @@ void Interpreter::fail(const std::string& message, Place place) {
 
 void set_order(Order order) { settings.order = order; }
 void set_shared_limit(size_t bytes) { settings.shared_limit = bytes; }
+size_t shared_limit() { return settings.shared_limit; }
 void set_multiprocessors(int count) { settings.multiprocessors = count; }
 int multiprocessors() { return settings.multiprocessors; }
 void set_warpgroups(bool has) { settings.warpgroups = has; }

@@ -69,6 +69,7 @@ struct Launch {
 const char* run(const Launch& launch);  // nullptr or what went wrong
 int multiprocessors();
 bool has_warpgroups();
+size_t shared_limit();
 
 // threadIdx and its like, of the thread that runs.
 struct BuiltIns {

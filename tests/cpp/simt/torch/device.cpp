@@ -1,7 +1,7 @@
 // The torch device "simt": tensors in the memory of the CPU that torch takes for another device's.
 // ikattn's operators run its CUDA kernels there, in the interpreter; torch's run on copies.
 //
-// Read from the environment: IKATTN_WARPGROUPS, 1: the kernels for Hopper alone;
+// Read from the environment: IKATTN_SIMT_HOPPER, 1: the kernels for Hopper alone;
 // IKATTN_SIMT_MULTIPROCESSORS, how many the device says it has, 1 if it is not there.
 //
 // New memory is NaNs, and what is written before or behind it ends the process. There is as much as
@@ -174,8 +174,8 @@ const bool registered = [] {
   c10::register_privateuse1_backend("simt");
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(kType, &memory);
-  const char* warpgroups = std::getenv("IKATTN_WARPGROUPS");
-  set_warpgroups(warpgroups != nullptr && std::string(warpgroups) == "1");
+  const char* hopper = std::getenv("IKATTN_SIMT_HOPPER");
+  set_warpgroups(hopper != nullptr && std::string(hopper) == "1");
   const char* count = std::getenv("IKATTN_SIMT_MULTIPROCESSORS");
   set_multiprocessors(count == nullptr ? 1 : std::atoi(count));
   return true;
