@@ -47,11 +47,11 @@ __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRows][4][2][4],
   }
 }
 
-// A turn becomes its gradient.
+// A turn, in units of `turn_unit`, becomes its gradient.
 __device__ __forceinline__ void to_gradient(float& turn, float units, float grad_sin,
-                                            float grad_cos) {
+                                            float grad_cos, float turn_unit = 1) {
   float sine, cosine;
-  fast_sincos_turns(turn, &sine, &cosine);
+  fast_sincos_of_turn(turn_remainder(turn, turn_unit), &sine, &cosine);
   turn = turn_gradient(units, sine, cosine, grad_sin, grad_cos);
 }
 

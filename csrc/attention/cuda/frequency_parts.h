@@ -31,10 +31,13 @@ struct FrequencyParts {
   TokenShares shares;
   T* sums;
 
-  FrequencyParts(const FeatureSource& source, int64_t tokens_each, const DeviceExecutor& executor)
-      : shares(source, tokens_each),
-        sums(executor.take<T>(shares.count * 2 * source.frequency_batches * source.frequency_heads *
-                              source.d * source.M)) {}
+  // No executor: no sums are wanted.
+  FrequencyParts(const FeatureSource& source, int64_t tokens_each, const DeviceExecutor* executor)
+      : shares(source, tokens_each), sums(nullptr) {
+    if (executor == nullptr) return;
+    sums = executor->take<T>(shares.count * 2 * source.frequency_batches * source.frequency_heads *
+                             source.d * source.M);
+  }
   // Of the kernel that writes the parts.
   dim3 blocks(const FeatureSource& source) const {
     return dim3(static_cast<unsigned>(shares.count * source.frequency_batches *
@@ -59,14 +62,14 @@ struct FrequencyBlock {
   T* part;                                   // of w1
   int64_t size;                              // to that of w2
 
-  __device__ FrequencyBlock(const FeatureSource& source, const FrequencyParts<T>& parts) {
+  __device__ FrequencyBlock(const FeatureSource& source, const FrequencyParts<T>& parts,
+                            unsigned index = blockIdx.x) {
     const TokenShares& shares = parts.shares;
     const unsigned tiles_m = (static_cast<unsigned>(source.M) + kTile - 1) / kTile;
     const unsigned tiles_c = (static_cast<unsigned>(source.d) + kTile - 1) / kTile;
     const unsigned heads = static_cast<unsigned>(source.frequency_heads);
     const unsigned sets = static_cast<unsigned>(source.frequency_batches) * heads;
     const unsigned ranges = static_cast<unsigned>(shares.ranges);
-    unsigned index = blockIdx.x;
     m0 = index % tiles_m * kTile;
     index /= tiles_m;
     c0 = index % tiles_c * kTile;

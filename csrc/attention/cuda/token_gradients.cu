@@ -180,7 +180,7 @@ const char* side_gradients(const FeatureSource& source, const Array& grad_phi, c
     }
   }
   if (grad_w1 == nullptr && grad_w2 == nullptr) return nullptr;
-  const FrequencyParts<T> parts(source, 2048, executor);
+  const FrequencyParts<T> parts(source, 2048, &executor);
   if (const char* error = launch(frequency_part_kernel<T>, parts.blocks(source), dim3(kThreads),
                                  3 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, source,
                                  parts, read1, read2)) {

@@ -2,7 +2,10 @@
 // access where these begin at a multiple of 16 bytes.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cuda/tiles.h"
+#include "attention/fast_path.h"
 #include "support/cuda/warps.h"
 
 namespace ikattn::cuda {
@@ -11,22 +14,24 @@ namespace {
 constexpr int kRowThreads = 256, kTokenLanes = 8, kRowsOfBlock = kRowThreads / kTokenLanes;
 constexpr int kLaneColumns = 8 * kTokenLanes;  // that a token's lanes have at a time
 
-// For N tokens of each head; a block has those of one.
-inline dim3 row_blocks(int64_t heads, int64_t N) {
-  return dim3(static_cast<unsigned>(heads * ceil_div(N, kRowsOfBlock)));
+// For N tokens of each head; a block has those of one, `each` times kRowsOfBlock.
+inline dim3 row_blocks(int64_t heads, int64_t N, int each = 1) {
+  return dim3(static_cast<unsigned>(heads * ceil_div(N, int64_t{each} * kRowsOfBlock)));
 }
 
 struct RowPlace {
   unsigned bh, b, head;  // bh: the head, of all batches'
-  int64_t row;           // may be N and more
-  int lane;              // of eight
+  // May be N and more. Others of a thread's rows are kRowsOfBlock further on each.
+  int64_t row;
+  int lane;  // of eight
 
-  __device__ RowPlace(int64_t heads, int64_t N) {
-    const unsigned blocks = static_cast<unsigned>((N + kRowsOfBlock - 1) / kRowsOfBlock);
+  __device__ RowPlace(int64_t heads, int64_t N, int each = 1) {
+    const int64_t rows = int64_t{each} * kRowsOfBlock;
+    const unsigned blocks = static_cast<unsigned>((N + rows - 1) / rows);
     bh = blockIdx.x / blocks;
     b = bh / static_cast<unsigned>(heads);
     head = bh % static_cast<unsigned>(heads);
-    row = int64_t{blockIdx.x % blocks} * kRowsOfBlock + threadIdx.x / kTokenLanes;
+    row = int64_t{blockIdx.x % blocks} * rows + threadIdx.x / kTokenLanes;
     lane = threadIdx.x % kTokenLanes;
   }
 };
@@ -101,6 +106,99 @@ class Row {
   bool is_together_;
 };
 
+// Stores eight columns of a row at `offset`, from `column` on, of those below `columns`: together
+// where rows lie at multiples of 16 bytes.
+__device__ __forceinline__ void store_eight(const Array& array, int64_t offset, int64_t column,
+                                            int64_t columns, const float (&x)[8]) {
+  const bool is_float = array.type == ElementType::kFloat32;
+  const int64_t at = offset + column * array.stride[3];
+  unsigned char* to = static_cast<unsigned char*>(array.data) + at * (is_float ? 4 : 2);
+  if (array.stride[3] == 1 && column + 8 <= columns && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    if (is_float) {
+      store_vector(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+      store_vector(reinterpret_cast<float4*>(to) + 1, make_float4(x[4], x[5], x[6], x[7]));
+    } else {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = array.type == ElementType::kFloat16 ? pack_f16x2(x[2 * i], x[2 * i + 1])
+                                                       : pack_bf16x2(x[2 * i], x[2 * i + 1]);
+      }
+      store_vector(reinterpret_cast<uint4*>(to),
+                   make_uint4(words[0], words[1], words[2], words[3]));
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (column + i < columns) store_element<float>(array, at + i * array.stride[3], x[i]);
+  }
+}
+
+// How a kernel reads its rows. Of 16 bits whose rows all lie at multiples of 16 bytes, S is their
+// type, and eight columns are one access, so that a thread can have those of several rows under way
+// before it looks at one. Any: one row after the other, whatever it is made of.
+struct Any {};
+template <typename S>
+constexpr int kRowsAtOnce = std::is_same_v<S, Any> ? 1 : 4;
+
+// Eight columns of a row, as they came.
+template <typename T, typename S>
+struct EightColumns {
+  uint4 packed;
+
+  // Columns `column` and on of the row at `row`, zeros from `columns` on, a multiple of 8.
+  __device__ __forceinline__ void load(const Array& array, int64_t b, int64_t h, int64_t row,
+                                       int64_t column, int64_t columns) {
+    packed = make_uint4(0, 0, 0, 0);
+    if (column >= columns) return;
+    packed = load_vector<uint4>(static_cast<const S*>(array.data) + b * array.stride[0] +
+                                h * array.stride[1] + row * array.stride[2] + column);
+  }
+  __device__ __forceinline__ void unpack_to(T (&x)[8]) const {
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = unpack<S>(words[i]);
+      x[2 * i] = static_cast<T>(two.x);
+      x[2 * i + 1] = static_cast<T>(two.y);
+    }
+  }
+};
+template <typename T>
+struct EightColumns<T, Any> {
+  T columns_of_row[8];
+
+  __device__ __forceinline__ void load(const Array& array, int64_t b, int64_t h, int64_t row,
+                                       int64_t column, int64_t columns) {
+    Row(array, b, h, row).load(columns_of_row, column, columns);
+  }
+  __device__ __forceinline__ void unpack_to(T (&x)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = columns_of_row[i];
+  }
+};
+
+// Whether what is read as S is of 16 bits: other layouts give the same bits.
+template <typename S>
+__device__ __forceinline__ bool is_half(const Array& array) {
+  return !std::is_same_v<S, Any> || array.type == ElementType::kBFloat16 ||
+         array.type == ElementType::kFloat16;
+}
+// Whether rows of `columns` can be read as EightColumns of their own type.
+inline bool lies_in_eights(const Array& array, int64_t columns) {
+  if (array.type == ElementType::kNone) return true;
+  return lies_in_rows_of_16_bytes(array, 2) && columns % 8 == 0 &&
+         (array.type == ElementType::kBFloat16 || array.type == ElementType::kFloat16);
+}
+// Calls launch.operator()<S>() for rows of `type`, which all lie so, or for Any.
+template <typename Launch>
+const char* launch_rows(bool lie_in_eights, ElementType type, const Launch& launch) {
+  if (!lie_in_eights) return launch.template operator()<Any>();
+  return type == ElementType::kBFloat16 ? launch.template operator()<BFloat16>()
+                                        : launch.template operator()<Half>();
+}
+
 // Of a token's eight lanes.
 __device__ __forceinline__ bool all_of_row(bool x) {
   const unsigned votes = __ballot_sync(0xffffffffu, x);
@@ -126,14 +224,14 @@ __device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
   for (int i = 0; i < 8; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
   return squares;
 }
+// Of eight columns: adds up squares, and not_finite becomes NaN where one is not finite.
 template <typename T>
-__device__ __forceinline__ bool all_finite(const T (&x)[8]) {
-  bool finite = true;
+__device__ __forceinline__ void add_row(const T (&x)[8], bool is_half, double& squares,
+                                        T& not_finite) {
+  squares += squares_of(x, is_half);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) finite &= is_finite(x[i]);
-  return finite;
+  for (int i = 0; i < 8; ++i) not_finite += x[i] * T(0);
 }
-
 // x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less.
 __device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
   return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))

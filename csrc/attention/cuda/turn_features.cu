@@ -27,8 +27,9 @@ struct FeatureRows {
 };
 
 // The features of a warp's 32 tokens, 16 frequencies at a time, of their turns as products leave
-// them: rows g and g + 8 of two tiles of 16.
-template <int kSets>
+// them: rows g and g + 8 of two tiles of 16. kNumbers: of FrequencyNumbers, where a lane has four
+// neighbours. kWidth: of a row, or 0.
+template <int kSets, bool kNumbers, int kWidth>
 class WarpFeatures {
  public:
   // Of the tokens from `first` of the head `bh`, of N.
@@ -37,6 +38,7 @@ class WarpFeatures {
       : rows_(rows),
         first_row_(bh * N + first),
         tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
+    phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scales_[i] = 0;
@@ -48,23 +50,21 @@ class WarpFeatures {
   // tokens and j of 8 frequencies.
   template <typename Turn>
   __device__ __forceinline__ void store(int m0, int M, float unit, const Turn& turn) {
-    const int sine_at = sine_step(rows_.width);
-    const int left = M - m0 - static_cast<int>(threadIdx.x) % 4 * 2;
+    const int sine_at = sine_step(width()), t = static_cast<int>(threadIdx.x) % 4;
     // Bits of pairs of features, ones where there is a frequency.
-    const uint32_t present[2] = {left > 1   ? 0xffffffffu
-                                 : left > 0 ? 0x0000ffffu
-                                            : 0u,
-                                 left > 9   ? 0xffffffffu
-                                 : left > 8 ? 0x0000ffffu
-                                            : 0u};
-    Half* phi = rows_.phi + first_row_ * rows_.width + cosine_column(m0, rows_.width);
+    uint32_t present[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int left = M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j);
+      present[j] = left > 1 ? 0xffffffffu : left > 0 ? 0x0000ffffu : 0u;
+    }
+    Half* phi = phi_ + cosine_column(m0, width());
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int m = i / 2, half = i % 2;
       const float scale = kSets == 1 ? 2 * scales_[i] : scales_[i];
       // By bits: what a hidden key holds may be NaN.
       const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
-      const bool there = row(i) < tokens_;
       uint32_t cosines[2], sines[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -87,9 +87,17 @@ class WarpFeatures {
         cosines[j] = pack_f16x2(cosine[0], cosine[1]) & present[j] & counts;
         sines[j] = pack_f16x2(sine[0], sine[1]) & present[j] & counts;
       }
-      Half* to = phi + row(i) * rows_.width;
-      store_tiles(to, there, cosines[0], cosines[1]);
-      store_tiles(to + sine_at, there, sines[0], sines[1]);
+      Half* to = phi + 8 * i * width();
+      if constexpr (kNumbers) {
+        if (row(i) < tokens_) {
+          store_vector(to, make_uint2(cosines[0], cosines[1]));
+          store_vector(to + sine_at, make_uint2(sines[0], sines[1]));
+        }
+      } else {
+        const bool there = row(i) < tokens_;
+        store_tiles(to, there, cosines[0], cosines[1]);
+        store_tiles(to + sine_at, there, sines[0], sines[1]);
+      }
     }
     __syncwarp();  // lanes of no token come to the next product with the others
   }
@@ -105,23 +113,25 @@ class WarpFeatures {
       if (row(i) >= tokens_) continue;
       if (rows_.poison != nullptr && t == 0) rows_.poison[first_row_ + row(i)] = poison;
       if (poison == poison) continue;
-      Half* to = rows_.phi + (first_row_ + row(i)) * rows_.width;
+      Half* to = rows_.phi + (first_row_ + row(i)) * width();
 #pragma unroll 1
-      for (int column = 8 * t; column < rows_.width; column += 32) {
+      for (int column = 8 * t; column < width(); column += 32) {
         store_vector(to + column, make_uint4(0, 0, 0, 0));
       }
     }
   }
 
  private:
-  // Of a thread's four.
+  // Of a thread's four, eight apart.
   __device__ __forceinline__ static int row(int i) {
-    return i / 2 * 16 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+    return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
   }
+  __device__ __forceinline__ int width() const { return kWidth == 0 ? rows_.width : kWidth; }
 
   const FeatureRows& rows_;
   int64_t first_row_;
   int tokens_;
+  Half* phi_;  // of the thread's first row, where it begins
   float scales_[4];
   float not_finite_[4] = {};  // 0, or NaN
 };
@@ -131,7 +141,8 @@ template <int kSets>
 __global__ void __launch_bounds__(kProductThreads, 3)
     turn_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
   const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
-  WarpFeatures<kSets> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32, source.N);
+  WarpFeatures<kSets, false, 0> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
+                                         source.N);
   for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kTurnFrequencies) {
     float turns[2][2 * kSets][2][4] = {};
     tile.make_turns(m0, 0, turns, [] {});
@@ -145,7 +156,7 @@ __global__ void __launch_bounds__(kProductThreads, 3)
 }
 
 // Of 16 bits: a block has 256 tokens at a time, tiles_each times.
-template <typename T, int kSets>
+template <typename T, int kSets, int kWidth>
 __global__ void __launch_bounds__(kNumberThreads, 2)
     number_feature_kernel(FeatureSource source, FrequencyNumbers frequencies, FeatureRows rows,
                           int tiles_each) {
@@ -153,13 +164,14 @@ __global__ void __launch_bounds__(kNumberThreads, 2)
   const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
   const int64_t bh = blockIdx.x / ranges;
   const int first_tile = static_cast<int>(blockIdx.x % ranges) * tiles_each;
-  NumberTile<T, kSets> tile(source, frequencies, bh, dynamic_shared<unsigned char>());
+  const int end = min(first_tile + tiles_each, tiles);
+  NumberTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  for (int index = first_tile; index < min(first_tile + tiles_each, tiles); ++index) {
+  for (int index = first_tile; index < end; ++index) {
     const int64_t first = int64_t{index} * kNumberTokens + warp * 32;
     const bool has_tokens = first < source.N;  // the whole warp
-    WarpFeatures<kSets> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
-    for (int m0 = 0; m0 < rows.width / 2; m0 += 16) {
+    WarpFeatures<kSets, true, kWidth> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
+    for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
       float turns[kSets][2][2][4] = {};
       tile.make_turns(index, m0, has_tokens, turns);
       if (!has_tokens) continue;
@@ -180,13 +192,15 @@ const char* write_side(const FeatureSource& source, const TurnOperands& operands
                     dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
                     operands.frequencies, rows);
     } else {
-      // Frequencies are copied once for all tiles of a block; blocks should be several for every
-      // place that there is.
+      // Frequencies are copied once for all tiles of a block, and the next tile's tokens while one
+      // is multiplied; a multiprocessor should have two times the two blocks that it has room for.
       const int64_t tiles = ceil_div(source.N, kNumberTokens);
-      const int64_t each = heads * tiles / (int64_t{8} * multiprocessors());
+      const int64_t each = ceil_div(heads * tiles, int64_t{4} * multiprocessors());
       const int tiles_each = static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
-      return launch(number_feature_kernel<T, kSets>,
-                    dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
+      const auto kernel = rows.width == 64    ? number_feature_kernel<T, kSets, 64>
+                          : rows.width == 128 ? number_feature_kernel<T, kSets, 128>
+                                              : number_feature_kernel<T, kSets, 0>;
+      return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
                     dim3(kNumberThreads), NumberTile<T, kSets>::kBytes, stream, source,
                     operands.numbers, rows, tiles_each);
     }

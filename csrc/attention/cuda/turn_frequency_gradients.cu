@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
                                      const FeatureGradients& grad_phi, float* grad_w1,
                                      float* grad_w2, const DeviceExecutor& executor) {
-  const FrequencyParts<float> parts(source, kTokensOfShare, executor);
+  const FrequencyParts<float> parts(source, kTokensOfShare, &executor);
   const char* error = launch_turns(source, [&]<typename T, int kSets>() {
     return launch(turn_frequency_kernel<T, kSets>, parts.blocks(source), dim3(kProductThreads),
                   FrequencyLayout<T, kSets>::kBytes, executor.stream, source, frequencies, grad_phi,

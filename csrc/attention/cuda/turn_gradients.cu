@@ -156,18 +156,23 @@ const char* turn_gradients(const AttentionBackwardParams& params, const DeviceEx
                            const TurnOperands& operands, const SplitLogits<float>& keys,
                            const FoldedGradients& gradients) {
   const FrequencyRows& frequencies = operands.frequencies;
-  return for_sides(params, keys, gradients,
-                   [&](bool of_keys, const FeatureGradients& grad_phi, const Array& grad_x,
-                       const auto& magnitude) {
-                     const FeatureSource& source = of_keys ? operands.keys : operands.queries;
-                     const char* error = grad_x ? side_gradients(source, frequencies, grad_phi,
-                                                                 grad_x, magnitude, executor)
-                                                : nullptr;
-                     if (error != nullptr || !wants_frequencies(params)) return error;
-                     return turn_frequency_gradients(source, frequencies, grad_phi,
-                                                     data_of<float>(params.grad_w1),
-                                                     data_of<float>(params.grad_w2), executor);
-                   });
+  float* grad_w1 = data_of<float>(params.grad_w1);
+  float* grad_w2 = data_of<float>(params.grad_w2);
+  return for_sides(
+      params, keys, gradients,
+      [&](bool of_keys, const FeatureGradients& grad_phi, const Array& grad_x,
+          const auto& magnitude) {
+        const FeatureSource& source = of_keys ? operands.keys : operands.queries;
+        if (goes_in_one_pass(source)) {
+          return number_gradients(source, operands.numbers, grad_phi, grad_x, magnitude, grad_w1,
+                                  grad_w2, executor);
+        }
+        const char* error =
+            grad_x ? side_gradients(source, frequencies, grad_phi, grad_x, magnitude, executor)
+                   : nullptr;
+        if (error != nullptr || !wants_frequencies(params)) return error;
+        return turn_frequency_gradients(source, frequencies, grad_phi, grad_w1, grad_w2, executor);
+      });
 }
 
 }  // namespace ikattn::cuda

@@ -21,50 +21,69 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   data[index] = c < source.d && m < source.M ? load_element<float>(w, from) : 0.0f;
 }
 
-// A block per set of frequencies.
+// A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see FrequencyNumbers.
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads, 2)
-    frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices, T* data,
-                            float* units) {
+    frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices,
+                            bool for_backward, uint16_t* data, float* units) {
   IKATTN_SHARED(float, maxima, kCopyThreads / 32);
-  const int64_t which = blockIdx.x, d = source.d, M = source.M;
+  constexpr int kTileSize = kTurnFrequencies * kSliceColumns;
+  const int tiles = pieces * slices * sets, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int set = tile % sets, slice = tile / sets % slices, piece = tile / sets / slices;
+  const int64_t which = blockIdx.x / static_cast<unsigned>(tiles);
   const int64_t batch = which / source.frequency_heads, head = which % source.frequency_heads;
-  const auto load = [&](int64_t set, int64_t c, int64_t m) {
-    const Array& w = set == 0 ? source.w1 : source.w2;
+  const int d = static_cast<int>(source.d), M = static_cast<int>(source.M);
+  const auto load = [&](int of_set, int c, int m) {
+    const Array& w = of_set == 0 ? source.w1 : source.w2;
     const int64_t from =
         batch * w.stride[0] + head * w.stride[1] + c * w.stride[2] + m * w.stride[3];
     return c < d && m < M ? load_element<float>(w, from) : 0.0f;
   };
-  float scale = 1;
-  if constexpr (std::is_same_v<T, Half>) {
-    float most = 0;
-    for (int64_t index = threadIdx.x; index < sets * d * M; index += kCopyThreads) {
-      const float size = fabsf(load(index / M / d, index / M % d, index % M));
-      if (is_finite(size) && size > most) most = size;
+  const bool is_scaled = std::is_same_v<T, Half> || for_backward;
+  float most = 0;
+  for (int of_set = 0; is_scaled && of_set < sets; ++of_set) {
+    for (int m = threadIdx.x % 32; m < M; m += 32) {
+      for (int c0 = threadIdx.x / 32; c0 < d; c0 += kCopyThreads) {
+        float sizes[8];  // all under way before one is looked at
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          sizes[i] = fabsf(load(of_set, c0 + i * (kCopyThreads / 32), m));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (is_finite(sizes[i])) most = fmaxf(most, sizes[i]);
+        }
+      }
     }
-    most = max_of_lanes(most);
-    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = most;
-    __syncthreads();
-    for (int warp = 0; warp < kCopyThreads / 32; ++warp) {
-      const float other = maxima[warp];
-      most = other > most ? other : most;
-    }
-    scale = fitting_power(most);
   }
-  if (threadIdx.x == 0) units[which] = 1 / scale;
-  const int64_t count = int64_t{pieces} * slices * sets * (kTurnFrequencies * kSliceColumns);
-  T* out = data + which * count * kNumbersOf<T>;
-  for (int64_t index = threadIdx.x; index < count; index += kCopyThreads) {
-    const int m = static_cast<int>(index % kTurnFrequencies);
-    const int c = static_cast<int>(index / kTurnFrequencies % kSliceColumns);
-    const int64_t tile = index / (kTurnFrequencies * kSliceColumns), set = tile % sets;
-    const int64_t slice = tile / sets % slices, piece = tile / sets / slices;
-    float rest = load(set, slice * kSliceColumns + c, piece * kTurnFrequencies + m) * scale;
+  most = max_of_lanes(most);
+  if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = most;
+  __syncthreads();
+  for (int warp = 0; warp < kCopyThreads / 32; ++warp) {
+    const float other = maxima[warp];
+    most = other > most ? other : most;
+  }
+  const float fit = fitting_power(most), scale = std::is_same_v<T, Half> ? fit : 1.0f;
+  if (threadIdx.x == 0 && tile == 0) {
+    units[2 * which] = 1 / scale;
+    units[2 * which + 1] = 1 / fit;
+  }
+  uint16_t* out = data +
+                  ((which * pieces + piece) * slices + slice) * kPlanesOf<T> * sets * kTileSize +
+                  set * kTileSize;
+#pragma unroll
+  for (int index = threadIdx.x; index < kTileSize; index += kCopyThreads) {
+    const int c = index % kSliceColumns, m = frequency_of_row(index / kSliceColumns);
+    const float w = load(set, slice * kSliceColumns + c, piece * kTurnFrequencies + m);
+    float rest = w * scale;
 #pragma unroll
     for (int number = 0; number < kNumbersOf<T>; ++number) {
       const T rounded = from_float<T>(rest);
-      out[((tile * kNumbersOf<T> + number) * kTurnFrequencies + m) * kSliceColumns + c] = rounded;
+      out[number * sets * kTileSize + index] = rounded.bits;
       rest -= to_float(rounded);
+    }
+    if (kHalfPlane<T> != 0 && for_backward) {
+      out[kHalfPlane<T> * sets * kTileSize + index] = to_half(w * fit).bits;
     }
   }
 }
@@ -121,23 +140,23 @@ const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& e
     FrequencyNumbers& numbers = operands.numbers;
     numbers.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kTurnFrequencies);
     numbers.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
-    float* units = executor.take<float>(heads);
+    float* units = executor.take<float>(2 * heads);
     numbers.units = units;
-    const int64_t count =
-        heads * numbers.pieces * numbers.slices * sets * kTurnFrequencies * int64_t{kSliceColumns};
+    const int64_t tiles = heads * numbers.pieces * numbers.slices * sets;
     const auto make_numbers = [&]<typename T>() {
-      T* data = executor.take<T>(count * kNumbersOf<T>);
+      uint16_t* data =
+          executor.take<uint16_t>(tiles * kPlanesOf<T> * kTurnFrequencies * int64_t{kSliceColumns});
       numbers.data = data;
-      return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(heads)),
+      return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)),
                     dim3(kCopyThreads), 0, executor.stream, source, sets, numbers.pieces,
-                    numbers.slices, data, units);
+                    numbers.slices, for_backward, data, units);
     };
     const char* error = source.x.type == ElementType::kBFloat16
                             ? make_numbers.template operator()<BFloat16>()
                             : make_numbers.template operator()<Half>();
     if (error != nullptr) return error;
   }
-  if (!is_float && !for_backward) return nullptr;
+  if (!is_float && (!for_backward || goes_in_one_pass(source))) return nullptr;
   FrequencyRows& rows = operands.frequencies;
   rows.rows = ceil_div(params.M, kSliceColumns) * kSliceColumns;
   rows.columns = ceil_div(params.d, kSliceColumns) * kSliceColumns;

@@ -24,19 +24,26 @@ struct FrequencyRows {
   __host__ __device__ int64_t set_size() const { return rows * columns; }
 };
 
-// Frequencies as sums of numbers of 16 bits, the largest first, by pieces of 32 frequencies and
-// slices of 64 dimensions: [frequency_batches, frequency_heads, pieces, slices, w1 and w2, numbers,
-// 32, 64], zeros where there is none.
+// Frequencies in 16 bits, by pieces of 32 frequencies and slices of 64 dimensions:
+// [frequency_batches, frequency_heads, pieces, slices, planes, w1 and w2, 32, 64], zeros where
+// there is none. Rows lie so that of the sums of 16 a lane has four neighbours (frequency_of_row).
+// The first planes are numbers of the tokens' type that add up to the frequency, the largest first;
+// beside those of bfloat16 there is one of Half, which gradients are multiplied with.
 struct FrequencyNumbers {
   const void* data;
-  const float* units;  // [frequency_batches, frequency_heads]  what the sums are multiplied with
+  // [frequency_batches, frequency_heads, 2]  powers of two that products with the numbers, and with
+  // Half, are multiplied with
+  const float* units;
   int pieces, slices;
 };
-// bfloat16: 24 bits. Half: 22, of what fits it times a power of two.
+// bfloat16: 16 bits, where the tokens have 8. Half: 22, of what fits it times a power of two.
 template <typename T>
-constexpr int kNumbersOf = sizeof(T) == 4                ? 1
-                           : std::is_same_v<T, BFloat16> ? 3
-                                                         : 2;
+constexpr int kNumbersOf = sizeof(T) == 4 ? 1 : 2;
+template <typename T>
+constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kNumbersOf<T>;
+// Which of them is Half.
+template <typename T>
+constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
 
 // What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
 struct TurnOperands {
@@ -62,6 +69,17 @@ const char* write_turn_features(const AttentionParams& params, const TurnOperand
 const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                            const TurnOperands& operands, const SplitLogits<float>& keys,
                            const FoldedGradients& gradients);
+// Whether one kernel makes both of them, number_gradients(): tokens of 16 bits, of at most 64
+// frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
+bool goes_in_one_pass(const FeatureSource& source);
+template <typename T>
+struct Magnitude;
+// Of one side's tokens, and its share of the frequencies': grad_x is written, grad_w1 and grad_w2
+// are added to, those that are there.
+const char* number_gradients(const FeatureSource& source, const FrequencyNumbers& frequencies,
+                             const FeatureGradients& grad_phi, const Array& grad_x,
+                             const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
+                             const DeviceExecutor& executor);
 // Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
 const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
                                      const FeatureGradients& grad_phi, float* grad_w1,
@@ -209,6 +227,13 @@ __host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
   return width == 64 ? m0 : m0 / 64 * 128 + m0 % 64;
 }
 __host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 32 : 64; }
+
+// Which of 32 frequencies has a row of FrequencyNumbers: a product's lanes have columns 2t and 2t +
+// 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
+__device__ __forceinline__ int frequency_of_row(int row) {
+  const int column = row % 8, tile = row / 8 % 2;
+  return row / 16 * 16 + column / 2 * 4 + tile * 2 + column % 2;
+}
 
 // Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
 template <typename Launch>

@@ -18,7 +18,7 @@ TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
     expect_forward_within(call, c, got, truth);
     // delta comes from the rounded output, which tells where single keys dominate.
     // float32's results are not rounded themselves, which takes from those of float16 some of it.
-    if (c.magnitude == 1) compare_gradients(got, truth, c, (c.tf32 ? 8 : 6) * roundoff);
+    if (c.magnitude == 1) compare_gradients(got, truth, c, (c.tf32 ? 8 : 7) * roundoff);
   }
 }
 
@@ -56,13 +56,12 @@ TEST(HalfAttentionOnDevice, SmallestEps) {
       Call call(c = of_type(c, type));
       const Results truth = truth_of(call, c), got = device_results(call, c);
       expect_forward_within(call, c, got, truth);
-      compare_gradients(device_gradients(call, c, truth), truth, c,
-                        2 * roundoff_of(type) + 0x1p-10);
+      compare_gradients(device_gradients(call, c, truth), truth, c, 2 * roundoff_of(type) + 0x1p-9);
     }
   }
 }
 
-// Frequencies of any size as sums of 16-bit numbers: turns are as exact as in float32.
+// Frequencies of any size as sums of two numbers of 16 bits.
 TEST(HalfAttentionOnDevice, FrequenciesMayBeOfAnySize) {
   for (const double size : {1e-6, 30.0}) {
     for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
@@ -110,7 +109,7 @@ TEST_P(HalfAttentionOnDevice, BackwardErrsByItsRoundings) {
     const Results truth = truth_of(call, c);
     const double roundoff = roundoff_of(type);
     compare_gradients(device_gradients(call, c, truth), truth, c,
-                      amplification_of(c) * (2 * roundoff + 0x1p-10));
+                      amplification_of(c) * (2 * roundoff + 0x1p-9));
   }
 }
 

@@ -82,7 +82,7 @@ TEST_P(LinearAttentionOnDevice, ErrsByTheRoundingsOfPairs) {
     // of the output, and of the gradients of values up to 64 wide
     EXPECT_EQ(simt::launches_of("entry_kernel"), before + (c.d_v <= 64 ? 2 : 1));
     expect_forward_within(call, c, got, truth);
-    if (c.magnitude == 1) compare_gradients(got, truth, c, (c.tf32 ? 8 : 6) * roundoff_of(type));
+    if (c.magnitude == 1) compare_gradients(got, truth, c, (c.tf32 ? 8 : 7) * roundoff_of(type));
     // Not what pairs give: rows do go without. In 11 bits the blocks of some cases all have a query
     // that does not, for scores of three frequencies with few keys.
     if (type != ElementType::kBFloat16) continue;
@@ -100,7 +100,7 @@ TEST_P(LinearAttentionOnDevice, BackwardErrsByTheRoundingsOfPairs) {
     const Case c = linear(of_type(GetParam(), type));
     Call call(c);
     const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
-    compare_gradients(got, truth, c, amplification_of(c) * (2 * roundoff_of(type) + 0x1p-10));
+    compare_gradients(got, truth, c, amplification_of(c) * (2 * roundoff_of(type) + 0x1p-9));
     if (type != ElementType::kBFloat16) continue;
     const Results others = device_gradients(call.by(LinearTime::kNever), c, truth);
     const bool expected = c.d_v <= 64;
@@ -168,7 +168,7 @@ TEST(LinearAttentionOnDevice, ValuesOfAnySize) {
     }
     const Results truth = truth_of(call, c), got = device_results(call, c);
     expect_close(got.output, truth.output, 6 * roundoff_of(type), "output", size * 1e-3);
-    compare_gradients(got, truth, c, 6 * roundoff_of(type));
+    compare_gradients(got, truth, c, 7 * roundoff_of(type));
   }
 }
 

@@ -61,7 +61,7 @@ TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
       const Results truth = truth_of(call, c), got = device_results(call, c);
       EXPECT_EQ(simt::launches_of("warpgroup_"), before + 3);
       compare_gradients(device_gradients(call, c, truth), truth, c,
-                        amplification_of(c) * (2 * roundoff + 0x1p-10));
+                        amplification_of(c) * (2 * roundoff + 0x1p-9));
       expect_forward_within(call, c, got, truth, kLargestFeatureRoundoff);
     }
   }
