@@ -377,7 +377,7 @@ const char* attention_backward(const AttentionBackwardParams& params,
   const bool folds = sizeof(T) == sizeof(float) && why_no_tensor_cores(params) == nullptr;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
-  if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
+  if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) return error;
   T* grad_logits = executor.take<T>(keys);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {

@@ -19,47 +19,72 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   });
 }
 
-// The keys' logits.
-template <typename T>
+// The keys' logits, and the norms of their values where they are asked for.
+template <typename T, typename S>
 __global__ void __launch_bounds__(kRowThreads, 3)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
-  const RowPlace at(params.key_heads, params.S);
+  constexpr int kEach = kRowsAtOnce<S>;
+  const RowPlace at(params.key_heads, params.S, kEach);
   const unsigned group = shared_head(at.head, params.key_heads, params.G);
-  const int64_t j = at.row, index = at.bh * params.S + j;
-  const bool there = j < params.S;
-  const Row key(params.key, at.b, group, j), value(params.value, at.b, group, j);
-  const int64_t d = there ? params.d : 0;
-  const int64_t d_v = there && params.value.type != ElementType::kNone ? params.d_v : 0;
-  // The first columns of both are under way before either is looked at.
-  T of_key[8], of_value[8];
-  key.load(of_key, at.lane * 8, d);
-  value.load(of_value, at.lane * 8, d_v);
+  const int64_t d_v = params.value.type != ElementType::kNone ? params.d_v : 0;
+  const int64_t widest = params.d > d_v ? params.d : d_v;
+  // A thread's sums over its columns; not_finite: 0, or NaN.
+  double squares[kEach] = {}, value_squares[kEach] = {};
+  T not_finite[kEach] = {};
+  for (int64_t column = at.lane * 8; column < widest; column += kLaneColumns) {
+    EightColumns<T, S> of_key[kEach], of_value[kEach];
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+      const int64_t j = at.row + r * kRowsOfBlock;
+      const bool there = j < params.S;
+      of_key[r].load(params.key, at.b, group, j, column, there ? params.d : 0);
+      of_value[r].load(params.value, at.b, group, j, column, there ? d_v : 0);
+    }
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+      T x[8];
+      of_key[r].unpack_to(x);
+      add_row(x, is_half<S>(params.key), squares[r], not_finite[r]);
+      of_value[r].unpack_to(x);
+      add_row(x, is_half<S>(params.value), value_squares[r], not_finite[r]);
+    }
+  }
+  // One lane for each row from here on.
+  int64_t j = params.S;
+  double square = 0, value_square = 0;
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) {
+    const double of_row = sum_of_lanes<kTokenLanes>(squares[r]);
+    const double of_value = sum_of_lanes<kTokenLanes>(value_squares[r]);
+    const bool all = all_of_row(not_finite[r] == not_finite[r]);
+    if (at.lane != r) continue;
+    j = at.row + r * kRowsOfBlock;
+    square = of_row;
+    value_square = of_value;
+    finite = all;
+  }
+  double norm = sqrt(square);
+  if (params.p > 0 && (params.p != 2 || sizeof(T) == 8)) {
+    // Squares of float64 may leave its range.
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+      const int64_t row = at.row + r * kRowsOfBlock;
+      const bool there = row < params.S;
+      const double of_row = p_norm<T>(Row(params.key, at.b, group, there ? row : 0), at.lane,
+                                      there ? params.d : 0, params.p);
+      if (at.lane == r) norm = of_row;
+    }
+  }
+  if (j >= params.S) return;
+  const int64_t index = int64_t{at.bh} * params.S + j;
   double logit = 0;
-  if (there && params.key_bias.type != ElementType::kNone) {
+  if (params.key_bias.type != ElementType::kNone) {
     const int64_t* stride = params.key_bias.stride;
     logit = bounded_offset(load_element<double>(
         params.key_bias, at.b * stride[0] + at.head * stride[1] + j * stride[2]));
   }
-  bool finite = all_finite(of_key) && all_finite(of_value);
-  double squares = squares_of(of_key, key.is_half());
-  key.visit<T>(
-      at.lane, d,
-      [&](const T(&x)[8]) {
-        finite &= all_finite(x);
-        squares += squares_of(x, key.is_half());
-      },
-      kLaneColumns);
-  value.visit<T>(at.lane, d_v, [&](const T(&x)[8]) { finite &= all_finite(x); }, kLaneColumns);
-  finite = all_of_row(finite);
-  double norm = 0;
-  if (params.p > 0) {
-    const bool counts = there && finite && logit != minus_infinity<double>();
-    // Squares of float64 may leave its range.
-    norm = params.p == 2 && sizeof(T) == 4
-               ? sqrt(sum_of_lanes<kTokenLanes>(counts ? squares : 0.0))
-               : p_norm<T>(key, at.lane, counts ? params.d : 0, params.p);
-  }
-  if (!there || at.lane != 0) return;
+  if (params.p == 0 || !finite || logit == minus_infinity<double>()) norm = 0;
   if (logit != minus_infinity<double>()) {
     logit += params.magnitude_scale * norm * norm;
     if (!finite || !is_finite(logit)) logit = NAN;
@@ -67,6 +92,9 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   store_split(logits, index, logit);
   if (logits.norms != nullptr)
     logits.norms[index] = finite ? static_cast<T>(norm) : static_cast<T>(NAN);
+  if (logits.value_norms != nullptr) {
+    logits.value_norms[index] = static_cast<float>(sqrt(value_square));
+  }
   if (!finite && logit == minus_infinity<double>()) logits.low[index] = static_cast<T>(NAN);
 }
 
@@ -110,14 +138,25 @@ const char* write_features(const FeatureSource& source, const Array& phi, const 
 
 template <typename T>
 const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
-                           SplitLogits<T>& logits) {
+                           bool wants_value_norms, SplitLogits<T>& logits) {
   const int64_t keys = params.B * params.key_heads * params.S;
   logits.high = executor.take<T>(keys);
   logits.low = executor.take<T>(keys);
   // The slope of |k|_p^2 needs the norm, but for p = 2.
   logits.norms = params.p > 0 && params.p != 2 ? executor.take<T>(keys) : nullptr;
-  return launch(logit_kernel<T>, row_blocks(params.B * params.key_heads, params.S),
-                dim3(kRowThreads), 0, executor.stream, params, logits);
+  logits.value_norms = wants_value_norms ? executor.take<float>(keys) : nullptr;
+  const auto queue = [&]<typename S>() {
+    return launch(logit_kernel<T, S>,
+                  row_blocks(params.B * params.key_heads, params.S, kRowsAtOnce<S>),
+                  dim3(kRowThreads), 0, executor.stream, params, logits);
+  };
+  if constexpr (sizeof(T) == 8) {
+    return queue.template operator()<Any>();
+  } else {
+    const bool lie_in_eights =
+        lies_in_eights(params.key, params.d) && lies_in_eights(params.value, params.d_v);
+    return launch_rows(lie_in_eights, params.key.type, queue);
+  }
 }
 
 template <typename T>
@@ -141,7 +180,7 @@ const char* prepare_features(const AttentionParams& params, const DeviceExecutor
 template <typename T>
 const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                            PreparedTokens<T>& prepared) {
-  if (const char* error = prepare_logits(params, executor, prepared.keys)) return error;
+  if (const char* error = prepare_logits(params, executor, false, prepared.keys)) return error;
   return prepare_features(params, executor, prepared);
 }
 
@@ -151,13 +190,13 @@ const char* features(const FeaturesParams& params, bool backward, const DeviceEx
   return write_features<T>(source_of(params), params.features, nullptr, executor.stream);
 }
 
-#define IKATTN_INSTANTIATE(T)                                                             \
-  template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&,   \
-                                         SplitLogits<T>&);                                \
-  template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&, \
-                                           PreparedTokens<T>&);                           \
-  template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,   \
-                                         PreparedTokens<T>&);                             \
+#define IKATTN_INSTANTIATE(T)                                                                 \
+  template const char* prepare_logits<T>(const AttentionParams&, const DeviceExecutor&, bool, \
+                                         SplitLogits<T>&);                                    \
+  template const char* prepare_features<T>(const AttentionParams&, const DeviceExecutor&,     \
+                                           PreparedTokens<T>&);                               \
+  template const char* prepare_tokens<T>(const AttentionParams&, const DeviceExecutor&,       \
+                                         PreparedTokens<T>&);                                 \
   template const char* features<T>(const FeaturesParams&, bool, const DeviceExecutor&);
 IKATTN_INSTANTIATE(float)
 IKATTN_INSTANTIATE(double)

@@ -72,21 +72,20 @@ const char* find_seen_keys(const AttentionParams& params, const DeviceExecutor& 
                 dim3(256), 0, executor.stream, params, keys);
 }
 
-// bounds [B, key_heads]. What a hidden key holds may be anything. of_weight, if not nullptr: of
-// keys whose folded features are not zero in Half.
-__global__ void __launch_bounds__(kRowThreads, 2)
-    value_bound_kernel(AttentionParams params, const float* logits, SeenKeys keys, uint32_t* bounds,
-                       const float* scales, uint32_t* of_weight) {
-  const RowPlace at(params.key_heads, params.S);
-  const bool there = at.row < params.S;
-  const Row value(params.value, at.b, shared_head(at.head, params.key_heads, params.G), at.row);
-  const double norm = p_norm<float>(value, at.lane, there ? params.d_v : 0, 2);
-  const bool counts = there && logits[at.bh * params.S + at.row] != minus_infinity<float>() &&
-                      keys.sees(params, at.b, at.head, at.row);
-  raise_by_warp(bounds + at.bh, counts ? norm : 0.0);
+// bounds [B, key_heads], of 256 keys of a head. What a hidden key holds may be anything. of_weight,
+// if not nullptr: of keys whose folded features are not zero in Half.
+__global__ void __launch_bounds__(256, 2)
+    value_bound_kernel(AttentionParams params, SplitLogits<float> logits, SeenKeys keys,
+                       uint32_t* bounds, const float* scales, uint32_t* of_weight) {
+  const unsigned blocks = static_cast<unsigned>((params.S + 255) / 256), bh = blockIdx.x / blocks;
+  const int64_t j = int64_t{blockIdx.x % blocks} * 256 + threadIdx.x, index = bh * params.S + j;
+  const unsigned key_heads = static_cast<unsigned>(params.key_heads);
+  const bool counts = j < params.S && logits.high[index] != minus_infinity<float>() &&
+                      keys.sees(params, bh / key_heads, bh % key_heads, j);
+  const float norm = counts ? logits.value_norms[index] : 0.0f;
+  raise_by_warp(bounds + bh, norm);
   if (of_weight == nullptr) return;
-  const bool has_weight = counts && scales[at.bh * params.S + at.row] >= 0x1p-26f;
-  raise_by_warp(of_weight + at.bh, has_weight ? norm : 0.0);
+  raise_by_warp(of_weight + bh, counts && scales[index] >= 0x1p-26f ? norm : 0.0f);
 }
 
 // The value in 16 bits, rows padded with zeros; of another type multiplied with its scale. What is
@@ -152,17 +151,20 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
                 0, stream, bounds, count);
 }
 
+bool needs_value_norms(const AttentionParams& params, bool for_backward) {
+  return params.value.type == ElementType::kFloat32 || for_backward ||
+         goes_without_pairs(params, for_backward);
+}
+
 const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
-  const bool is_scaled = params.value.type == ElementType::kFloat32;
   const bool is_linear = goes_without_pairs(params, for_backward);
   const int64_t key_heads = params.B * params.key_heads;
   uint32_t* bounds = executor.take<uint32_t>(key_heads);
   folded.value_bounds = bounds;
   const bool is_bfloat = params.value.type == ElementType::kBFloat16;
   uint32_t* of_weight = is_linear && is_bfloat ? executor.take<uint32_t>(key_heads) : nullptr;
-  if (is_scaled || for_backward || is_linear) {
-    const float* high = logits.high;
+  if (needs_value_norms(params, for_backward)) {
     SeenKeys keys;
     if (const char* error = find_seen_keys(params, executor, keys)) return error;
     if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;
@@ -170,8 +172,9 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
       if (const char* error = clear_bounds(of_weight, key_heads, executor.stream)) return error;
     }
     if (const char* error =
-            launch(value_bound_kernel, row_blocks(key_heads, params.S), dim3(kRowThreads), 0,
-                   executor.stream, params, high, keys, bounds, folded.scales, of_weight)) {
+            launch(value_bound_kernel,
+                   dim3(static_cast<unsigned>(key_heads * ceil_div(params.S, 256))), dim3(256), 0,
+                   executor.stream, params, logits, keys, bounds, folded.scales, of_weight)) {
       return error;
     }
   }

@@ -148,6 +148,9 @@ struct TurnOperands;
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
+// Whether the norms of values are asked for, of which bounds are made.
+bool needs_value_norms(const AttentionParams& params, bool for_backward);
+
 // folded.value, the value as the kernels read it, and its bounds where they are needed.
 const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
                         const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded);

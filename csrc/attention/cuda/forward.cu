@@ -190,9 +190,11 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
-  if (const char* error = prepare_logits(params, executor, tokens.keys)) return error;
+  const bool folds = sizeof(T) == sizeof(float) && why_no_tensor_cores(params) == nullptr;
+  const bool wants_norms = folds && needs_value_norms(params, false);
+  if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (why_no_tensor_cores(params) == nullptr) {
+    if (folds) {
       TurnOperands operands;
       FoldedTokens folded;
       if (const char* error = prepare_turns(params, executor, false, operands)) return error;

@@ -11,7 +11,8 @@ template <typename T>
 struct SplitLogits {
   T* high;
   T* low;
-  T* norms = nullptr;  // of keys: |k|_p, where its gradient needs it
+  T* norms = nullptr;            // of keys: |k|_p, where its gradient needs it
+  float* value_norms = nullptr;  // |v|_2, where they are asked for; not finite where v is not
 };
 
 // What every pair kernel reads of the tokens, in the compute type.
@@ -25,7 +26,7 @@ struct PreparedTokens {
 // The keys' logits, and the features of queries and keys, one after the other.
 template <typename T>
 const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
-                           SplitLogits<T>& logits);
+                           bool wants_value_norms, SplitLogits<T>& logits);
 template <typename T>
 const char* prepare_features(const AttentionParams& params, const DeviceExecutor& executor,
                              PreparedTokens<T>& prepared);
