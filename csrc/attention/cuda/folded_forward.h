@@ -31,9 +31,24 @@ const char* warpgroup_forward(const AttentionParams& params, const DeviceExecuto
 
 namespace {
 
+// log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes longer than
+// a tile's products, and nothing goes on beside it.
+__device__ __forceinline__ double logarithm(float x) {
+  constexpr double kLog2 = 0.69314718055994530942;
+  const bool is_small = x < 0x1p-126f;
+  const uint32_t bits = __float_as_uint(is_small ? x * 0x1p64f : x);
+  if (bits >= 0x7f800000u) return static_cast<double>(x);  // infinity, or NaN
+  // Between the roots of a half and of two.
+  const uint32_t above_root = bits - 0x3f3504f3u;
+  const int exponent = static_cast<int>(above_root) >> 23;
+  const float mantissa = __uint_as_float((above_root & 0x007fffffu) + 0x3f3504f3u);
+  return fma(static_cast<double>(is_small ? exponent - 64 : exponent), kLog2,
+             static_cast<double>(logf(mantissa)));
+}
+
 // Of a row; `reference` is log Z where the sum is 1.
 __device__ __forceinline__ double log_normalizer_of(float sum, double reference) {
-  return sum == 0 ? minus_infinity<double>() : log(static_cast<double>(sum)) + reference;
+  return sum == 0 ? minus_infinity<double>() : logarithm(sum) + reference;
 }
 template <typename T, bool kGeneral>
 __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64_t bk,
@@ -46,9 +61,28 @@ __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t
   return sum == 0 ? sum : sum + tokens.poison[row];
 }
 
-// What a block has found of query i, of V columns of its row from `first` on: its part, or the
-// results. weighted(n, c): what the thread's columns have added up to; reference: ForwardRows';
-// kept: the rescale of dropout, over the scale of the value.
+// The results of query i, of V columns of its row from `first` on. weighted(n, c): what the
+// thread's columns have added up to; sum: of weights, NaN where the row is; reference: log Z where
+// it is 1; kept: the rescale of dropout, over the scale of the value.
+template <int V, typename Weighted>
+__device__ __forceinline__ void store_result(const AttentionParams& params, const QueryBlock& at,
+                                             int64_t i, int first, float sum, float rounding,
+                                             double reference, float kept,
+                                             const Weighted& weighted) {
+  if (threadIdx.x % 4 == 0 && first == 0) {
+    static_cast<double*>(params.log_normalizer.data)[int64_t{at.bh} * params.L + i] =
+        log_normalizer_of(sum, reference);
+  }
+  const int64_t* stride = params.output.stride;
+  const RowPairs pairs(params.output);
+  const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
+  const float scale = kept / (sum + rounding);
+  pairs.store<V>(to, first, params.d_v, [&](int n) {
+    return sum == 0 ? make_float2(0, 0)
+                    : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);
+  });
+}
+// What a block has found of it: its part, or the results. reference: ForwardRows'.
 template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,
@@ -71,19 +105,8 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
     });
     return;
   }
-  sum = with_poison(tokens, row, sum);
-  if (tells) {
-    static_cast<double*>(params.log_normalizer.data)[row] =
-        log_normalizer_of(sum, reference_of<T, kGeneral>(tokens, at.bk, reference));
-  }
-  const int64_t* stride = params.output.stride;
-  const RowPairs pairs(params.output);
-  const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
-  const float scale = kept / (sum + rounding);  // NaN where the row is
-  pairs.store<V>(to, first, params.d_v, [&](int n) {
-    return sum == 0 ? make_float2(0, 0)
-                    : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);
-  });
+  store_result<V>(params, at, i, first, with_poison(tokens, row, sum), rounding,
+                  reference_of<T, kGeneral>(tokens, at.bk, reference), kept, weighted);
 }
 
 }  // namespace

@@ -64,16 +64,22 @@ __device__ __forceinline__ void store_feature_row(const AttentionParams& params,
   }
 }
 
+// FoldedRows::normalizer of query i, that of a query that sees nothing where there is none.
+template <bool kGeneral>
+__device__ __forceinline__ float normalizer_of(const AttentionParams& params,
+                                               const FoldedRows& rows, const QueryBlock& at,
+                                               int64_t i) {
+  if (i < params.L) return rows.normalizer[at.bh * padded_tokens(params.L) + i];
+  return kGeneral ? INFINITY : 0.0f;
+}
 // grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
 // `units`. By the whole warp, also where there is no such query.
 template <int F, bool kGeneral, typename Sum>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackwardParams& params,
-                                                      const FoldedRows& rows, const QueryBlock& at,
+                                                      float normalizer, const QueryBlock& at,
                                                       int64_t i, int first, float fit, float units,
                                                       const Sum& sum,
                                                       const FeatureGradients& grad_phi_q) {
-  float normalizer = kGeneral ? INFINITY : 0.0f;
-  if (i < params.L) normalizer = rows.normalizer[at.bh * padded_tokens(params.L) + i];
   const bool blind = normalizer == (kGeneral ? INFINITY : 0.0f);
   const float norm = 1 / static_cast<float>(4 * params.M);
   const float scale = 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
@@ -81,77 +87,87 @@ __device__ __forceinline__ void store_query_gradients(const AttentionBackwardPar
                        scale, sum);
 }
 
-// Calls visit(half, j, hidden) for a thread's two keys, j0 and 8 further on, that there are. A
-// hidden key's numbers may be anything.
-template <typename Visit>
-__device__ __forceinline__ void for_keys(const AttentionBackwardParams& params, const float* logits,
-                                         int64_t bk, int64_t j0, const Visit& visit) {
+// Whether a thread's two keys, j0 and 8 further on, are hidden. Their numbers may be anything.
+struct HiddenKeys {
+  bool of[2];
+};
+__device__ __forceinline__ HiddenKeys hidden_keys(const AttentionParams& params,
+                                                  const float* logits, int64_t bk, int64_t j0) {
+  HiddenKeys hidden;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = j0 + 8 * half;
-    if (j < params.S) visit(half, j, logits[bk * params.S + j] == minus_infinity<float>());
+    hidden.of[half] = j < params.S && logits[bk * params.S + j] == minus_infinity<float>();
+  }
+  return hidden;
+}
+// Calls visit(half, j) for those of a thread's two keys that there are.
+template <typename Visit>
+__device__ __forceinline__ void for_keys(const AttentionParams& params, int64_t j0,
+                                         const Visit& visit) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (j0 + 8 * half < params.S) visit(half, j0 + 8 * half);
   }
 }
 // The gradients of two keys' logits, of which `sums` are those of all lanes.
 __device__ __forceinline__ void store_logit_gradients(const AttentionBackwardParams& params,
-                                                      const float* logits,
+                                                      const HiddenKeys& hidden,
                                                       const FoldedGradients& gradients,
                                                       const KeyScales& scales, int64_t bk,
                                                       int64_t j0, const float (&sums)[2]) {
   if (threadIdx.x % 4 != 0) return;
-  for_keys(params, logits, bk, j0, [&](int half, int64_t j, bool hidden) {
-    gradients.logits[bk * params.S + j] = hidden ? 0 : sums[half] * scales.logit;
+  for_keys(params, j0, [&](int half, int64_t j) {
+    gradients.logits[bk * params.S + j] = hidden.of[half] ? 0 : sums[half] * scales.logit;
   });
 }
 // grad_phi_k of two keys, F features from `first` on; sum(half, n, c): the thread's parts. By the
 // whole warp, also where there are no such keys.
 template <int F, typename Sum>
 __device__ __forceinline__ void store_feature_gradients(const AttentionBackwardParams& params,
-                                                        const float* logits,
+                                                        const HiddenKeys& hidden,
                                                         const FoldedGradients& gradients,
                                                         const KeyScales& scales, int64_t bk,
                                                         int64_t j0, int first, const Sum& sum) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t j = j0 + 8 * half;
-    const bool hidden = j < params.S && logits[bk * params.S + j] == minus_infinity<float>();
-    store_feature_row<F>(params, gradients.phi_k, params.B * params.key_heads, bk, params.S, j,
-                         first, hidden, scales.features,
+    store_feature_row<F>(params, gradients.phi_k, params.B * params.key_heads, bk, params.S,
+                         j0 + 8 * half, first, hidden.of[half], scales.features,
                          [&](int n, int c) { return sum(half, n, c); });
   }
 }
 // grad_value of two keys, V columns from `first` on.
 template <int V, typename Sum>
 __device__ __forceinline__ void store_value_gradients(const AttentionBackwardParams& params,
-                                                      const float* logits, const KeyScales& scales,
-                                                      int64_t b, int64_t key_head, int64_t j0,
-                                                      int first, const Sum& sum) {
+                                                      const HiddenKeys& hidden,
+                                                      const KeyScales& scales, int64_t b,
+                                                      int64_t key_head, int64_t j0, int first,
+                                                      const Sum& sum) {
   const Array& grad_value = params.grad_value;
   const RowPairs pairs(grad_value);
   const int64_t head = b * grad_value.stride[0] + key_head * grad_value.stride[1];
-  for_keys(
-      params, logits, b * params.key_heads + key_head, j0, [&](int half, int64_t j, bool hidden) {
-        pairs.store<V>(head + j * grad_value.stride[2], first, params.d_v, [&](int n) {
-          return hidden
-                     ? make_float2(0, 0)
-                     : make_float2(sum(half, n, 0) * scales.value, sum(half, n, 1) * scales.value);
-        });
-      });
+  for_keys(params, j0, [&](int half, int64_t j) {
+    pairs.store<V>(head + j * grad_value.stride[2], first, params.d_v, [&](int n) {
+      return hidden.of[half]
+                 ? make_float2(0, 0)
+                 : make_float2(sum(half, n, 0) * scales.value, sum(half, n, 1) * scales.value);
+    });
+  });
 }
 
 // All gradients of a thread's two keys, the first of them j0; key_sum(half, n, c) and
 // value_sum(half, n, c) are its parts.
 template <int F, int V, typename KeySum, typename ValueSum>
 __device__ __forceinline__ void store_key_gradients(
-    const AttentionBackwardParams& params, const float* logits, const FoldedGradients& gradients,
-    const KeyScales& scales, int64_t b, int64_t key_head, int64_t j0, const float (&logit_sums)[2],
-    const KeySum& key_sum, const ValueSum& value_sum) {
+    const AttentionBackwardParams& params, const HiddenKeys& hidden,
+    const FoldedGradients& gradients, const KeyScales& scales, int64_t b, int64_t key_head,
+    int64_t j0, const float (&logit_sums)[2], const KeySum& key_sum, const ValueSum& value_sum) {
   const int64_t bk = b * params.key_heads + key_head;
   const float sums[2] = {sum_of_lanes<4>(logit_sums[0]), sum_of_lanes<4>(logit_sums[1])};
-  store_logit_gradients(params, logits, gradients, scales, bk, j0, sums);
-  store_feature_gradients<F>(params, logits, gradients, scales, bk, j0, 0, key_sum);
+  store_logit_gradients(params, hidden, gradients, scales, bk, j0, sums);
+  store_feature_gradients<F>(params, hidden, gradients, scales, bk, j0, 0, key_sum);
   if (params.grad_value.type == ElementType::kNone) return;
-  store_value_gradients<V>(params, logits, scales, b, key_head, j0, 0, value_sum);
+  store_value_gradients<V>(params, hidden, scales, b, key_head, j0, 0, value_sum);
 }
 
 }  // namespace

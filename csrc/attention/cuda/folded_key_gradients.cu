@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   store_key_gradients<F, V>(
-      params, logits, gradients, key_scales_of<T>(params, tokens, rows, bk, value_head), b,
-      key_head, warp_key + g, keys.logit_sums,
-      [&](int half, int n, int c) { return key_sums[0][n][2 * half + c]; },
+      params, hidden_keys(params, logits, bk, warp_key + g), gradients,
+      key_scales_of<T>(params, tokens, rows, bk, value_head), b, key_head, warp_key + g,
+      keys.logit_sums, [&](int half, int n, int c) { return key_sums[0][n][2 * half + c]; },
       [&](int half, int n, int c) { return value_sums[0][n][2 * half + c]; });
 }
 

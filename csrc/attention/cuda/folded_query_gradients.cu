@@ -132,8 +132,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int half = 0; half < 2; ++half) {
       const int64_t i = warp_row + m * 16 + g + 8 * half;
       store_query_gradients<F, kPairs == Pairs::kGeneral>(
-          params, rows, at, i, 0, queries[m].fit[half], units,
-          [&](int n, int c) { return sums[m][n][2 * half + c]; }, grad_phi_q);
+          params, normalizer_of<kPairs == Pairs::kGeneral>(params, rows, at, i), at, i, 0,
+          queries[m].fit[half], units, [&](int n, int c) { return sums[m][n][2 * half + c]; },
+          grad_phi_q);
     }
   }
 }

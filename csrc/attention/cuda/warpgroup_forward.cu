@@ -107,6 +107,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     barriers.release_item(0);
     const QueryBlock at(params, kWarpgroupRows, index);
     const int row0 = at.i0 + warp * 16 + g;
+    // What the results need is under way while the tiles are passed.
+    const double largest = tokens.largest[at.bk];
+    float poison[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + 8 * half;
+      poison[half] = row < params.L ? tokens.poison[at.bh * params.L + row] : 0.0f;
+    }
     float s[kKeys / 2];
     uint32_t weights[kKeys / 16][4];  // of the tile before
     float output[V / kBoxColumns][32] = {};
@@ -151,9 +159,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(sums[half]);
       const float rounding = sum_of_lanes<4>(roundings[half]);
-      if (row0 + 8 * half >= params.L) continue;
-      store_row<T, V, false>(params, tokens, Parts(), 0, at, row0 + 8 * half, 0, sum, rounding, 0,
-                             kept, [&](int n, int c) { return sum_at(output, half, n, c); });
+      const int row = row0 + 8 * half;
+      if (row >= params.L) continue;
+      store_result<V>(params, at, row, 0, sum == 0 ? sum : sum + poison[half], rounding,
+                      largest - static_cast<double>(tokens.log_scale), kept,
+                      [&](int n, int c) { return sum_at(output, half, n, c); });
     }
   }
 #else

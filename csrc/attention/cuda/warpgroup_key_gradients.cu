@@ -111,6 +111,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     [[maybe_unused]] const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
     [[maybe_unused]] uint32_t held_values[V / 16][4];
     if constexpr (L::kHoldsValues) load_left<V>(held_values, own + L::OwnKeys::kBytes);
+    // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
+    constexpr bool kOverlaps = F + V <= 192;
     float key_fit[2], key_terms[2];
     {
       const float fit =
@@ -122,11 +124,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         const bool there = j < params.S;
         // sqrt(K e_j), with which the score is bounded.
         key_fit[half] = there ? tokens.scales[at.bk * params.S + j] * fit : 0.0f;
+        // A hidden key's is zero: -0, by which it is known in the end.
+        if (kOverlaps && there && logits[at.bk * params.S + j] == minus_infinity<float>()) {
+          key_fit[half] = -0.0f;
+        }
         key_terms[half] = there ? tokens.terms[at.bk * padded_tokens(params.S) + j] : 0.0f;
       }
     }
-    // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
-    constexpr bool kOverlaps = F + V <= 192;
     float s[kStep / 2], x[kStep / 2];
     uint32_t weights[kStep / 16][4], products[kStep / 16][4];
     float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
@@ -177,10 +181,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
           float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
           if (kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
-          // 0 where it is not seen, whatever the key holds.
-          const float similarity = inverse == 0 ? 0 : s[i] * s[i] + key_terms[c / 2];
-          const float scaled =
-              inverse == 0 ? 0 : inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
+          float similarity = s[i] * s[i] + key_terms[c / 2];
+          float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
+          // A key that no query sees may hold anything. Without causality it is hidden, and what
+          // its own sums are does not count.
+          if (kCausal && inverse == 0) similarity = scaled = 0;
           logit_sums[c / 2] += similarity * scaled;
           s[i] *= key_fit[c / 2] * scaled;
           x[i] = similarity * inverse;
@@ -219,9 +224,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const KeyScales scales =
         key_scales_of<T>(params, tokens, rows, again.bk, again.b * params.G + again.value_head);
     const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+    const int first_key = again.j0 + thread / 32 * 16 + thread % 32 / 4;
+    const auto is_hidden = [&](int half) { return __float_as_uint(key_fit[half]) == 1u << 31; };
+    const HiddenKeys hidden = kOverlaps ? HiddenKeys{{is_hidden(0), is_hidden(1)}}
+                                        : hidden_keys(params, logits, again.bk, first_key);
     store_key_gradients<F, V>(
-        params, logits, gradients, scales, again.b, again.key_head,
-        again.j0 + thread / 32 * 16 + thread % 32 / 4, logit_sums,
+        params, hidden, gradients, scales, again.b, again.key_head, first_key, logit_sums,
         [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
         [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
   }

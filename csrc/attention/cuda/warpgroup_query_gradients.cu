@@ -96,16 +96,17 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     load_left<V>(gradients, base + L::kGradients);
     Shared<const float> fits = shared_cast<float>(shared + L::kFits);
     Shared<const float> deltas = shared_cast<float>(shared + L::kDeltas);
-    float fit[2], fitting_delta[2];
+    const QueryBlock at(params, kWarpgroupRows, index);
+    const int row0 = at.i0 + warp * 16 + g;
+    float fit[2], fitting_delta[2], normalizer[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp * 16 + g + 8 * half;
       fit[half] = fits[row];
       fitting_delta[half] = deltas[row] * fit[half];
+      normalizer[half] = normalizer_of<false>(params, rows, at, row0 + 8 * half);
     }
     barriers.release_item(0);
-    const QueryBlock at(params, kWarpgroupRows, index);
-    const int row0 = at.i0 + warp * 16 + g;
     float s[kStep / 2], x[kStep / 2];
     uint32_t products[kStep / 16][4];  // of the tile before
     float sums[F / kBoxColumns][32] = {};
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       store_query_gradients<F, false>(
-          params, rows, at, row0 + 8 * half, 0, fit[half], units,
+          params, normalizer[half], at, row0 + 8 * half, 0, fit[half], units,
           [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
     }
   }

@@ -104,17 +104,18 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   });
 
   const int64_t j = warp_key + g;
+  const HiddenKeys hidden = hidden_keys(params, logits, bk, j);
   const auto sum = [&](int half, int n, int c) { return sums[0][n][2 * half + c]; };
   if constexpr (kOfValues) {
-    store_value_gradients<kSlice>(params, logits, scales, at.b, at.key_head, j, own_slice * kSlice,
+    store_value_gradients<kSlice>(params, hidden, scales, at.b, at.key_head, j, own_slice * kSlice,
                                   sum);
   } else {
-    store_feature_gradients<kSlice>(params, logits, gradients, scales, bk, j, own_slice * kSlice,
+    store_feature_gradients<kSlice>(params, hidden, gradients, scales, bk, j, own_slice * kSlice,
                                     sum);
     const float sums_of_lanes[2] = {sum_of_lanes<4>(keys.logit_sums[0]),
                                     sum_of_lanes<4>(keys.logit_sums[1])};
     if (own_slice == 0) {
-      store_logit_gradients(params, logits, gradients, scales, bk, j, sums_of_lanes);
+      store_logit_gradients(params, hidden, gradients, scales, bk, j, sums_of_lanes);
     }
   }
 }

@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
     const int64_t i = at.i0 + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
     store_query_gradients<kSlice, kPairs == Pairs::kGeneral>(
-        params, rows, at, i, own_slice * kSlice, queries.fit[half], units,
+        params, normalizer_of<kPairs == Pairs::kGeneral>(params, rows, at, i), at, i,
+        own_slice * kSlice, queries.fit[half], units,
         [&](int n, int c) { return sums[0][n][2 * half + c]; }, grad_phi_q);
   }
 }
