@@ -315,7 +315,7 @@ TEST(LinearAttentionOnDevice, ChoosesByCounting) {
     params.M = M;
     return cuda::goes_without_pairs(params, false);
   };
-  for (const auto& [M, length] : {std::pair{16, 1000}, {32, 3400}, {64, 8000}}) {
+  for (const auto& [M, length] : {std::pair{16, 3400}, {32, 5700}, {64, 9600}}) {
     EXPECT_FALSE(goes(length - 100, length - 100, M)) << M;
     EXPECT_TRUE(goes(length + 100, length + 100, M)) << M;
     EXPECT_FALSE(goes(1, 100 * length, M)) << M;
