@@ -33,47 +33,47 @@ struct Asked {
   }
 };
 
+constexpr const char* kMaskGradient = "the gradient of attn_mask is computed on CUDA cores";
+
 std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const at::Tensor& w1, const std::optional<at::Tensor>& w2,
                          IKATTN_OPTION_PARAMETERS, const std::string& device) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const Asked asked("why_not_fast", query, key, value, w1, w2, options, device);
-  if (asked.where.is_cpu()) {
-    return instruction_set() == InstructionSet::kBaseline
-               ? "the CPU kernels use neither AVX2 with FMA nor AVX-512: the processor has them "
-                 "not, or ATEN_CPU_CAPABILITY forbids them"
-               : "";
-  }
+  if (asked.where.is_cpu()) return why_no_vectors();
   if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) return reason;
   const char* reason = why_no_tensor_cores(asked.params);
   if (reason != nullptr) return std::string("not on tensor cores: ") + reason;
-  if (asked.wants_mask_gradient) return "the gradient of attn_mask is not computed on tensor cores";
+  if (asked.wants_mask_gradient) return kMaskGradient;
   return "";
 }
 
-std::string kernels_of(const Asked& asked, bool backward) {
+KernelChoice kernels_of(const Asked& asked, bool backward) {
   if (asked.where.is_cpu()) return cpu_kernels(asked.params, asked.type, backward);
   if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) {
-    return "none: " + reason;
+    return {"none", "none", reason};
   }
 #if defined(IKATTN_HAVE_CUDA)
-  const std::string said = cuda::kernels(asked.params, asked.type, asked.where.index(), backward);
-  const bool is_mask_apart =
-      backward && asked.wants_mask_gradient && why_no_tensor_cores(asked.params) == nullptr;
-  return is_mask_apart ? said + "; the gradient of attn_mask on the ordinary units" : said;
+  KernelChoice choice = cuda::kernels(asked.params, asked.type, asked.where.index(), backward);
+  if (backward && asked.wants_mask_gradient && choice.reason.empty()) {
+    choice.reason = kMaskGradient;
+  }
+  return choice;
 #else
-  return "none";  // why_no_kernels says why
+  return {"none", "none", ""};  // why_no_kernels says why
 #endif
 }
 
-std::tuple<std::string, std::string> which_kernels(const at::Tensor& query, const at::Tensor& key,
-                                                   const at::Tensor& value, const at::Tensor& w1,
-                                                   const std::optional<at::Tensor>& w2,
-                                                   IKATTN_OPTION_PARAMETERS,
-                                                   const std::string& device) {
+// Algorithm, unit and reason of the forward, then of the backward.
+std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor& key,
+                                       const at::Tensor& value, const at::Tensor& w1,
+                                       const std::optional<at::Tensor>& w2,
+                                       IKATTN_OPTION_PARAMETERS, const std::string& device) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const Asked asked("which_kernels", query, key, value, w1, w2, options, device);
-  return {kernels_of(asked, false), kernels_of(asked, true)};
+  const KernelChoice forward = kernels_of(asked, false), backward = kernels_of(asked, true);
+  return {forward.algorithm,  forward.unit,  forward.reason,
+          backward.algorithm, backward.unit, backward.reason};
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
@@ -83,7 +83,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       why_not_fast);
   m.def(
       "which_kernels(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? "
-      "w2=None, " IKATTN_OPTION_SCHEMA ", str device=\"\") -> (str, str)",
+      "w2=None, " IKATTN_OPTION_SCHEMA ", str device=\"\") -> str[]",
       which_kernels);
   m.def("linear_time() -> str", [] { return std::string(name_of(linear_time_setting())); });
 }

@@ -1,4 +1,4 @@
-// Which kernels a call takes, in words. Each device's glue tells it from what it chooses them by.
+// Which kernels a pass of a call takes. Each device's glue tells it from what it chooses them by.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,13 +10,19 @@
 
 namespace ikattn {
 
+struct KernelChoice {
+  std::string algorithm;  // "quadratic" or "linear"; "none"
+  std::string unit;       // an instruction set; "cuda_cores", "tensor_cores" or "hopper"; "none"
+  std::string reason;     // why there is nothing faster, or nothing at all; "": no reason
+};
+
 // `type` is that of query, key and value.
-std::string cpu_kernels(const AttentionParams& params, at::ScalarType type, bool backward);
+KernelChoice cpu_kernels(const AttentionParams& params, at::ScalarType type, bool backward);
 
 namespace cuda {
 // Of the GPU with this index, -1 the current one; without any, of one that is not Hopper.
-std::string kernels(const AttentionParams& params, at::ScalarType type, c10::DeviceIndex index,
-                    bool backward);
+KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::DeviceIndex index,
+                     bool backward);
 }  // namespace cuda
 
 }  // namespace ikattn

@@ -138,4 +138,12 @@ inline SixteenBits sixteen_bits() {
   return chosen;
 }
 
+// "", or why the CPU kernels are not the fastest.
+inline const char* why_no_vectors() {
+  return instruction_set() == InstructionSet::kBaseline
+             ? "the CPU kernels use neither AVX2 with FMA nor AVX-512: the processor has them not, "
+               "or ATEN_CPU_CAPABILITY forbids them"
+             : "";
+}
+
 }  // namespace ikattn

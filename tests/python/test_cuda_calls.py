@@ -257,7 +257,7 @@ def test_a_call_runs_on_the_device_of_its_tensors() -> None:
 @large
 @pytest.mark.parametrize("dtype", DTYPES[1:3], ids=name_of)
 def test_many_heads(dtype: torch.dtype) -> None:
-    """More than a grid has along its other axes, on the ordinary units and on tensor cores."""
+    """More than a grid has along its other axes, on CUDA cores and on tensor cores."""
     call = drawn_on_gpu(1, 70_000, 3, 2, 8, 4, dtype)
     for name in GRADIENTS:
         call[name].requires_grad_()

@@ -11,6 +11,7 @@ import torch
 
 import ikattn
 from ikattn._info import cuda_kernels, gpu
+from ikattn.fast_path import KernelChoice
 
 HAS_CUDA_KERNELS = "CUDA kernels     no" not in ikattn.info()
 needs_kernels_and_gpu = pytest.mark.skipif(
@@ -86,7 +87,7 @@ def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
     assert reason is not None
     assert "torch finds no GPU" in reason
     said = ikattn.which_kernels(*half, inputs()[3], device="cuda")
-    assert said == (f"none: {reason}",) * 2
+    assert said == (KernelChoice("none", "none", reason),) * 2
 
 
 @needs_kernels_and_gpu
@@ -165,56 +166,68 @@ def long_call(length: int, **types: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 def test_which_kernels_says_what_the_cpu_takes() -> None:
     lines = dict(line.split("  ", maxsplit=1) for line in ikattn.info().splitlines())
-    units = lines["instruction set"].split()[0]
-    short = ikattn.which_kernels(*inputs())
-    assert short == (f"{units}, by pairs", f"{units}, by pairs")
-    assert ikattn.which_kernels(*long_call(20000)).forward == f"{units}, without pairs"
-    assert ikattn.which_kernels(*long_call(20000)).backward == f"{units}, without pairs"
-    for options in (
-        {"dropout_p": 0.5},
-        {"attn_mask": torch.ones(1, 20000, dtype=torch.bool)},
-    ):
-        said = ikattn.which_kernels(*long_call(20000), **options)
-        assert said == (f"{units}, by pairs", f"{units}, by pairs")
+    unit = lines["instruction set"].split()[0]
+
+    def said(*tensors: torch.Tensor, **options: object) -> list[str]:
+        choices = ikattn.which_kernels(*tensors, **options)  # type: ignore[arg-type]
+        assert {choice.unit for choice in choices} == {unit}
+        assert all((choice.reason is None) == (unit != "baseline") for choice in choices)
+        return [choice.algorithm for choice in choices]
+
+    assert said(*inputs()) == ["quadratic"] * 2
+    assert said(*long_call(20000)) == ["linear"] * 2
+    assert said(*long_call(20000), dropout_p=0.5) == ["quadratic"] * 2
+    mask = torch.ones(1, 20000, dtype=torch.bool)
+    assert said(*long_call(20000), attn_mask=mask) == ["quadratic"] * 2
     narrow = lines["16-bit products"].strip()
-    said = ikattn.which_kernels(*long_call(64, dtype=torch.bfloat16))
-    expected = f"{units}, by pairs" if narrow == "none" else f"{narrow}, products of 16 bits, by p"
-    assert said.forward.startswith(expected)
+    choice = ikattn.which_kernels(*long_call(64, dtype=torch.bfloat16)).forward
+    assert choice.algorithm == "quadratic"
+    assert choice.unit == (unit if narrow == "none" else narrow)
+
+
+def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
+    choice = KernelChoice("quadratic", "hopper", None)
+    assert str(choice) == "quadratic time on Hopper's tensor cores"
+    choice = KernelChoice("linear", "tensor_cores", "it is late")
+    assert str(choice) == "linear time on tensor cores: it is late"
+    assert str(KernelChoice("none", "none", "no GPU")) == "no kernels: no GPU"
 
 
 def test_which_kernels_says_why_there_are_none() -> None:
-    said = ikattn.which_kernels(*inputs(), device="xpu")
-    assert said.forward == "none: there are kernels for CPU and CUDA only, not for xpu"
+    none, unit, reason = ikattn.which_kernels(*inputs(), device="xpu").forward
+    assert (none, unit) == ("none", "none")
+    assert reason == "there are kernels for CPU and CUDA only, not for xpu"
     if not HAS_CUDA_KERNELS:
-        said = ikattn.which_kernels(*inputs(), device="cuda")
-        assert said.backward.startswith("none: this library was built without CUDA kernels")
+        reason = ikattn.which_kernels(*inputs(), device="cuda").backward.reason
+        assert str(reason).startswith("this library was built without CUDA kernels")
     with pytest.raises((RuntimeError, ValueError), match=r"which_kernels: .*key"):
         ikattn.which_kernels(inputs()[0], inputs()[1][..., :3], inputs()[2], inputs()[3])
 
 
 @needs_kernels_and_gpu
 def test_which_kernels_says_what_a_gpu_takes() -> None:
-    ordinary = "ordinary units, by pairs: "
-    tensor_cores = "tensor cores (mma.sync), by pairs"
-
     def said(*tensors: torch.Tensor, **options: object) -> ikattn.fast_path.Kernels:
         return ikattn.which_kernels(*tensors, device="cuda", **options)  # type: ignore[arg-type]
 
-    assert said(*inputs()).forward.startswith(f"{ordinary}query, key and value must be float16")
-    assert said(*(x.double() for x in inputs())) == (f"{ordinary}float64",) * 2
+    slow = said(*inputs()).forward
+    assert slow[:2] == ("quadratic", "cuda_cores")
+    assert str(slow.reason).startswith("query, key and value must be float16")
+    expected = KernelChoice("quadratic", "cuda_cores", "float64")
+    assert said(*(x.double() for x in inputs())) == (expected, expected)
     half = [*(x.half() for x in inputs()[:3]), inputs()[3]]
     is_hopper = (
         torch.cuda.get_device_capability()[0] == 9 and os.environ.get("IKATTN_HOPPER") != "0"
     )
-    without_mask = "tensor cores (Hopper's wgmma), by pairs" if is_hopper else tensor_cores
+    tensor_cores = KernelChoice("quadratic", "tensor_cores", None)
+    without_mask = KernelChoice("quadratic", "hopper", None) if is_hopper else tensor_cores
     assert said(*half) == (without_mask, without_mask)
-    without = "tensor cores (mma.sync), without pairs"
-    assert said(*long_call(20000, dtype=torch.float16)) == (without, without)
+    linear = KernelChoice("linear", "tensor_cores", None)
+    assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
-    assert said(*half, attn_mask=mask) == (
-        tensor_cores,
-        f"{tensor_cores}; the gradient of attn_mask on the ordinary units",
-    )
+    forward, backward = said(*half, attn_mask=mask)
+    assert forward == tensor_cores
+    reason = "the gradient of attn_mask is computed on CUDA cores"
+    assert backward == tensor_cores._replace(reason=reason)
 
 
 def test_info_names_versions_and_kernels() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Kernels", "which_kernels", "why_not_fast"]
+__all__ = ["KernelChoice", "Kernels", "which_kernels", "why_not_fast"]
 
 
 def _ask(
@@ -85,6 +85,39 @@ def why_not_fast(
     return str(answer) or None
 
 
+class KernelChoice(NamedTuple):
+    """The kernels of one pass; ``str`` of it is a sentence.
+
+    Attributes:
+        algorithm: ``"quadratic"`` in the length, or ``"linear"``; ``"none"`` where there are no
+            kernels.
+        unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
+            of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
+            ``"tensor_cores"`` (mma.sync) or ``"hopper"`` (its wgmma). ``"none"``, likewise.
+        reason: Why there is nothing faster, or nothing at all; None where there is no reason.
+
+    Example:
+        >>> from ikattn.fast_path import KernelChoice
+        >>> print(KernelChoice("linear", "avx512", None))
+        linear time on avx512
+        >>> print(KernelChoice("quadratic", "cuda_cores", "float64"))
+        quadratic time on CUDA cores: float64
+    """
+
+    algorithm: str
+    unit: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        unit = {
+            "cuda_cores": "CUDA cores",
+            "tensor_cores": "tensor cores",
+            "hopper": "Hopper's tensor cores",
+        }.get(self.unit, self.unit)
+        said = "no kernels" if self.unit == "none" else f"{self.algorithm} time on {unit}"
+        return said if self.reason is None else f"{said}: {self.reason}"
+
+
 class Kernels(NamedTuple):
     """What :func:`which_kernels` says of the two passes of a call.
 
@@ -96,8 +129,8 @@ class Kernels(NamedTuple):
         True
     """
 
-    forward: str
-    backward: str
+    forward: KernelChoice
+    backward: KernelChoice
 
 
 def which_kernels(
@@ -121,9 +154,9 @@ def which_kernels(
     """Tells which kernels :func:`ikattn.implicit_kernel_attention` takes, forward and backward.
 
     Nothing is computed; what is told follows from the device, types, sizes, options and the
-    settings of torch and of the environment. "by pairs" is time proportional to L S, "without
-    pairs" to L + S. What depends on numbers is not foreseen: queries, or heads, that the latter
-    would not be exact for go by pairs in the same call.
+    settings of torch and of the environment. Quadratic is time proportional to L S, linear to
+    L + S. What depends on numbers is not foreseen: queries, or heads, that linear time would not be
+    exact for take the quadratic kernels in the same call.
 
     Args:
         query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
@@ -131,14 +164,9 @@ def which_kernels(
         device: Answer for this device; None: that of query.
 
     Returns:
-        Of each pass, in words. On CPU ``"avx512"``, ``"avx2"`` or ``"baseline"``, and ``", by
-        pairs"`` or ``", without pairs"``; in 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or
-        ``"amx"``, and ``", products of 16 bits, by pairs"``. On CUDA ``"tensor cores (mma.sync), by
-        pairs"`` or ``", without pairs"``, ``"tensor cores (Hopper's wgmma), by pairs"``, or
-        ``"ordinary units, by pairs: "`` and why; where a float mask wants a gradient, ``"; the
-        gradient of attn_mask on the ordinary units"`` behind it. ``"none: "`` and why there are no
-        kernels. :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, always
-        goes by pairs, on CUDA on the ordinary units.
+        Of each pass the algorithm, the unit and why there is nothing faster.
+        :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, is always
+        quadratic, on CUDA on CUDA cores.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.
@@ -146,10 +174,10 @@ def which_kernels(
     Example:
         >>> import torch, ikattn
         >>> q, w = torch.randn(1, 2, 9000, 16), torch.randn(2, 16, 8)
-        >>> ikattn.which_kernels(q, q, q, w).forward  # doctest: +ELLIPSIS
-        '..., without pairs'
-        >>> ikattn.which_kernels(q, q, q, w, dropout_p=0.1).forward  # doctest: +ELLIPSIS
-        '..., by pairs'
+        >>> ikattn.which_kernels(q, q, q, w).forward.algorithm
+        'linear'
+        >>> ikattn.which_kernels(q, q, q, w, dropout_p=0.1).forward.algorithm
+        'quadratic'
     """
     answer = _ask(
         torch.ops.ikattn.which_kernels,
@@ -165,4 +193,5 @@ def which_kernels(
         magnitude_scale=magnitude_scale,
         dropout_seed=dropout_seed,
     )
-    return Kernels(*answer)
+    choices = [KernelChoice(*answer[i : i + 2], answer[i + 2] or None) for i in (0, 3)]
+    return Kernels(*choices)

@@ -141,13 +141,13 @@ TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
 
 }  // namespace
 
-std::string cpu_kernels(const AttentionParams& given, at::ScalarType type, bool backward) {
+KernelChoice cpu_kernels(const AttentionParams& given, at::ScalarType type, bool backward) {
   const AttentionParams params = with_settings(given, type);
   if (sixteen_bit_kernels(params, backward) != nullptr) {
-    return std::string(name_of(sixteen_bits())) + ", products of 16 bits, by pairs";
+    return {"quadratic", name_of(sixteen_bits()), ""};
   }
-  const char* way = takes_linear_time(params, backward) ? ", without pairs" : ", by pairs";
-  return name_of(instruction_set()) + std::string(way);
+  return {takes_linear_time(params, backward) ? "linear" : "quadratic", name_of(instruction_set()),
+          why_no_vectors()};
 }
 
 }  // namespace ikattn

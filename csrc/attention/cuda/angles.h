@@ -1,4 +1,4 @@
-// Angles of tokens on the ordinary units: a block takes 16 tokens of one head and passes along the
+// Angles of tokens on CUDA cores: a block takes 16 tokens of one head and passes along the
 // frequencies.
 #pragma once
 

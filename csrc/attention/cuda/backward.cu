@@ -355,8 +355,8 @@ const char* mask_gradient(const AttentionBackwardParams& params, const DeviceExe
 }
 
 const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
-                                     const DeviceExecutor& executor, const SplitLogits<float>& keys,
-                                     float* grad_logits) {
+                                     const DeviceExecutor& executor, const Route& route,
+                                     const SplitLogits<float>& keys, float* grad_logits) {
   const int64_t width = padded_columns(2 * params.M);
   const FoldedGradients gradients = {
       FeatureGradients(executor, params.B * params.H, params.L, width),
@@ -364,8 +364,12 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   TurnOperands operands;
   FoldedTokens folded;
   if (const char* error = prepare_turns(params, executor, true, operands)) return error;
-  if (const char* error = fold_tokens(params, executor, operands, keys, true, folded)) return error;
-  if (const char* error = folded_backward(params, executor, keys, folded, gradients)) return error;
+  if (const char* error = fold_tokens(params, executor, operands, keys, route, true, folded)) {
+    return error;
+  }
+  if (const char* error = folded_backward(params, executor, route, keys, folded, gradients)) {
+    return error;
+  }
   return turn_gradients(params, executor, operands, keys, gradients);
 }
 
@@ -374,14 +378,16 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
 template <typename T>
 const char* attention_backward(const AttentionBackwardParams& params,
                                const DeviceExecutor& executor) {
-  const bool folds = sizeof(T) == sizeof(float) && why_no_tensor_cores(params) == nullptr;
+  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kBackward);
+  const bool folds = route.unit != Unit::kCudaCores;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
   if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) return error;
   T* grad_logits = executor.take<T>(keys);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {
-      const char* error = backward_on_tensor_cores(params, executor, tokens.keys, grad_logits);
+      const char* error =
+          backward_on_tensor_cores(params, executor, route, tokens.keys, grad_logits);
       if (error != nullptr) return error;
     }
   }

@@ -1,4 +1,4 @@
-// Tokens to features, on the ordinary units, and logits.
+// Tokens to features, on CUDA cores, and logits.
 #include "attention/cuda/angles.h"
 #include "attention/cuda/token_rows.h"
 

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
 
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const TurnOperands& operands, const SplitLogits<float>& logits,
-                        bool for_backward, FoldedTokens& folded) {
+                        const Route& route, bool for_backward, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
   const int64_t F = padded_columns(2 * params.M);
   const bool is_half = params.value.type != ElementType::kBFloat16;
@@ -139,7 +139,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
           params.S > 1024 ? fold(fold_kernel<1024>, 1024) : fold(fold_kernel<256>, 256)) {
     return error;
   }
-  if (const char* error = fold_values(params, executor, logits, for_backward, folded)) {
+  if (const char* error = fold_values(params, executor, logits, route, for_backward, folded)) {
     return error;
   }
   return write_turn_features(params, operands, {phi_q, poison, phi_k, logits.high, scales},

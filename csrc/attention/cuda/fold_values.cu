@@ -151,20 +151,21 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
                 0, stream, bounds, count);
 }
 
-bool needs_value_norms(const AttentionParams& params, bool for_backward) {
+bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward) {
   return params.value.type == ElementType::kFloat32 || for_backward ||
-         goes_without_pairs(params, for_backward);
+         route.algorithm == Algorithm::kLinear;
 }
 
 const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded) {
-  const bool is_linear = goes_without_pairs(params, for_backward);
+                        const SplitLogits<float>& logits, const Route& route, bool for_backward,
+                        FoldedTokens& folded) {
+  const bool is_linear = route.algorithm == Algorithm::kLinear;
   const int64_t key_heads = params.B * params.key_heads;
   uint32_t* bounds = executor.take<uint32_t>(key_heads);
   folded.value_bounds = bounds;
   const bool is_bfloat = params.value.type == ElementType::kBFloat16;
   uint32_t* of_weight = is_linear && is_bfloat ? executor.take<uint32_t>(key_heads) : nullptr;
-  if (needs_value_norms(params, for_backward)) {
+  if (needs_value_norms(params, route, for_backward)) {
     SeenKeys keys;
     if (const char* error = find_seen_keys(params, executor, keys)) return error;
     if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;

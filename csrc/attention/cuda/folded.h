@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "attention/cuda/route.h"
 #include "attention/cuda/tokens.h"
 #include "attention/fast_path.h"
 #include "support/cuda/float16.h"
@@ -149,24 +150,25 @@ struct TurnOperands;
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
 // Whether the norms of values are asked for, of which bounds are made.
-bool needs_value_norms(const AttentionParams& params, bool for_backward);
+bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);
 
 // folded.value, the value as the kernels read it, and its bounds where they are needed.
 const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, bool for_backward, FoldedTokens& folded);
+                        const SplitLogits<float>& logits, const Route& route, bool for_backward,
+                        FoldedTokens& folded);
 
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
 // for_backward: with the value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const TurnOperands& operands, const SplitLogits<float>& logits,
-                        bool for_backward, FoldedTokens& folded);
+                        const Route& route, bool for_backward, FoldedTokens& folded);
 
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           const FoldedTokens& tokens);
+                           const Route& route, const FoldedTokens& tokens);
 
 // As far as `gradients` and grad_value.
 const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const SplitLogits<float>& logits, const FoldedTokens& tokens,
-                            const FoldedGradients& gradients);
+                            const Route& route, const SplitLogits<float>& logits,
+                            const FoldedTokens& tokens, const FoldedGradients& gradients);
 
 }  // namespace ikattn::cuda

@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 }  // namespace
 
 const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const SplitLogits<float>& logits, const FoldedTokens& tokens,
-                            const FoldedGradients& gradients) {
+                            const Route& route, const SplitLogits<float>& logits,
+                            const FoldedTokens& tokens, const FoldedGradients& gradients) {
   const int64_t heads = params.B * params.H, key_heads = params.B * params.key_heads;
   const int64_t padded = heads * padded_tokens(params.L);
   const Stream stream = executor.stream;
@@ -176,7 +176,7 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
     *numbers = executor.take<float>(padded);
   }
   rows.row_bound = executor.take<uint32_t>(key_heads);
-  const bool is_linear = goes_without_pairs(params, true);
+  const bool is_linear = route.algorithm == Algorithm::kLinear;
   if (params.value.type == ElementType::kFloat32 || is_linear) {
     rows.gradient_bound = executor.take<uint32_t>(key_heads);
   }
@@ -209,12 +209,12 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
     error = linear_backward(params, executor, left, rows, high, gradients);
   }
   if (error == nullptr && wants_queries(params)) {
-    const auto of_queries = is_wide(params) ? wide_query_gradients : folded_query_gradients;
-    error = of_queries(params, stream, left, rows, gradients.phi_q);
+    const auto of_queries = route.is_wide ? wide_query_gradients : folded_query_gradients;
+    error = of_queries(params, stream, route, left, rows, gradients.phi_q);
   }
   if (error == nullptr && wants_keys(params)) {
-    const auto of_keys = is_wide(params) ? wide_key_gradients : folded_key_gradients;
-    error = of_keys(params, stream, left, rows, high, gradients);
+    const auto of_keys = route.is_wide ? wide_key_gradients : folded_key_gradients;
+    error = of_keys(params, stream, route, left, rows, high, gradients);
   }
   return error;
 }

@@ -47,22 +47,24 @@ __device__ __forceinline__ float fit_of(float bound) {
 
 // grad_phi_q.
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                   const FoldedTokens& tokens, const FoldedRows& rows,
-                                   const FeatureGradients& grad_phi_q);
+                                   const Route& route, const FoldedTokens& tokens,
+                                   const FoldedRows& rows, const FeatureGradients& grad_phi_q);
 
 // grad_phi_k, grad_value and the gradients of the keys' logits, of which those of `logits` are
 // read.
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const FoldedTokens& tokens, const FoldedRows& rows,
-                                 const float* logits, const FoldedGradients& gradients);
+                                 const Route& route, const FoldedTokens& tokens,
+                                 const FoldedRows& rows, const float* logits,
+                                 const FoldedGradients& gradients);
 
 // The same of wide rows.
 const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const FoldedTokens& tokens, const FoldedRows& rows,
-                                 const FeatureGradients& grad_phi_q);
+                                 const Route& route, const FoldedTokens& tokens,
+                                 const FoldedRows& rows, const FeatureGradients& grad_phi_q);
 const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                               const FoldedTokens& tokens, const FoldedRows& rows,
-                               const float* logits, const FoldedGradients& gradients);
+                               const Route& route, const FoldedTokens& tokens,
+                               const FoldedRows& rows, const float* logits,
+                               const FoldedGradients& gradients);
 
 // The same of the folded form, by warpgroups.
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,

@@ -215,36 +215,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 }
 
-// As many parts as give every multiprocessor two blocks, of four tiles or more. Of warpgroups,
-// which take whole rows, a multiprocessor has one block; where the general form may be needed, it
-// decides.
-int parts_for(const AttentionParams& params, int64_t blocks) {
-  if (every_row_sees_all(params) && goes_to_warpgroups(params) &&
-      params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {
-    return 1;
-  }
-  const int64_t wanted = ceil_div(int64_t{2} * multiprocessors(), blocks > 0 ? blocks : 1);
-  const int64_t possible = params.S / (4 * kStep), most = 32;
-  const int64_t count = wanted < possible ? wanted : possible;
-  return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
-}
-
-// Of 128 queries, or 64 of wider values.
-int64_t blocks_of(const AttentionParams& params) {
-  const int tiles = params.d_v <= 64 ? kRowTilesFor<64> : kRowTilesFor<128>;
-  return params.B * params.H * ceil_div(params.L, int64_t{kWarps} * tiles * 16);
-}
-
 }  // namespace
 
-bool forward_goes_to_warpgroups(const AttentionParams& params) {
-  return goes_to_warpgroups(params) && parts_for(params, blocks_of(params)) == 1;
-}
-
-Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks) {
+Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int count) {
   const int64_t rows = params.B * params.H * params.L;
   Parts parts;
-  parts.count = parts_for(params, blocks);
+  parts.count = count;
   if (parts.count > 1) {
     parts.output = executor.take<float>(parts.count * rows * padded_columns(params.d_v));
     parts.sums = executor.take<float>(parts.count * rows);
@@ -267,18 +243,18 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
 }
 
 const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           const FoldedTokens& tokens) {
-  if (is_wide(params)) return wide_forward(params, executor, tokens);
+                           const Route& route, const FoldedTokens& tokens) {
+  const Parts parts = take_parts(params, executor, route.parts);
+  if (route.is_wide) return wide_forward(params, executor, tokens, parts);
   FoldedTokens left = tokens;
-  if (goes_without_pairs(params, false)) {
+  if (route.algorithm == Algorithm::kLinear) {
     if (const char* error = linear_forward(params, executor, left)) return error;
   }
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const int64_t blocks = blocks_of(params);
-    const bool has_all = left.by_pairs == nullptr;
-    const Parts parts = has_all ? take_parts(params, executor, blocks) : Parts();
+    const int64_t blocks =
+        params.B * params.H * ceil_div(params.L, int64_t{kWarps} * kRowTilesFor<V> * 16);
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && has_all && forward_goes_to_warpgroups(params)) {
+      if (kPairs != Pairs::kGeneral && route.unit == Unit::kHopper) {
         return warpgroup_forward(params, executor, tokens);
       }
       return launch(folded_forward_kernel<T, F, V, kPairs>,

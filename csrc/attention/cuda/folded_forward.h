@@ -14,18 +14,16 @@ struct Parts {
   float* roundings = nullptr;   // [part][B, H, L]            ForwardRows::roundings
   double* reference = nullptr;  // [part][B, H, L]              general: that of w
 };
-// For so many blocks of queries.
-Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int64_t blocks);
+Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int count);
 // The results of all parts, where there are several.
 const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                           const Parts& parts);
 
 // The same of wide rows.
 const char* wide_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                         const FoldedTokens& tokens);
+                         const FoldedTokens& tokens, const Parts& parts);
 
-// Whether warpgroups take the folded form: blocks must not share their keys for want of queries.
-bool forward_goes_to_warpgroups(const AttentionParams& params);
+// The same of the folded form, by warpgroups.
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens);
 

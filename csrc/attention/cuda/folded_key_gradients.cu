@@ -176,12 +176,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 }  // namespace
 
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const FoldedTokens& tokens, const FoldedRows& rows,
-                                 const float* logits, const FoldedGradients& gradients) {
+                                 const Route& route, const FoldedTokens& tokens,
+                                 const FoldedRows& rows, const float* logits,
+                                 const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params) &&
-          tokens.heads_by_pairs == nullptr) {
+      if (kPairs != Pairs::kGeneral && route.unit == Unit::kHopper) {
         return warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
       }
       const auto blocks =

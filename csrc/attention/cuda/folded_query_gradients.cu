@@ -142,12 +142,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 }  // namespace
 
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                   const FoldedTokens& tokens, const FoldedRows& rows,
-                                   const FeatureGradients& grad_phi_q) {
+                                   const Route& route, const FoldedTokens& tokens,
+                                   const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && goes_to_warpgroups(params) &&
-          tokens.heads_by_pairs == nullptr) {
+      if (kPairs != Pairs::kGeneral && route.unit == Unit::kHopper) {
         return warpgroup_query_gradients(params, stream, tokens, rows, grad_phi_q);
       }
       using L = QueryLayout<F, V, kPairs>;

@@ -190,18 +190,20 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
-  const bool folds = sizeof(T) == sizeof(float) && why_no_tensor_cores(params) == nullptr;
-  const bool wants_norms = folds && needs_value_norms(params, false);
+  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kForward);
+  const bool folds = route.unit != Unit::kCudaCores;
+  const bool wants_norms = folds && needs_value_norms(params, route, false);
   if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {
       TurnOperands operands;
       FoldedTokens folded;
       if (const char* error = prepare_turns(params, executor, false, operands)) return error;
-      if (const char* error = fold_tokens(params, executor, operands, tokens.keys, false, folded)) {
+      if (const char* error =
+              fold_tokens(params, executor, operands, tokens.keys, route, false, folded)) {
         return error;
       }
-      return folded_forward(params, executor, folded);
+      return folded_forward(params, executor, route, folded);
     }
   }
   if (const char* error = prepare_features(params, executor, tokens)) return error;

@@ -1,8 +1,6 @@
-// The table of doors, and which way a call takes; see kernels.h.
-#include "attention/cuda/folded_forward.h"
+// The table of entry points; see kernels.h.
 #include "attention/cuda/kernels.h"
-#include "attention/cuda/linear_time.h"
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/tokens.h"
 
 namespace ikattn::cuda {
 
@@ -19,13 +17,5 @@ const AttentionKernels attention_kernels = {
     {attention_weights<float>, attention_weights<double>},
     {features<float>, features<double>},
 };
-
-Way way_of(const AttentionParams& params, bool in_double, bool backward) {
-  if (in_double || why_no_tensor_cores(params) != nullptr) return Way::kOrdinaryUnits;
-  if (goes_without_pairs(params, backward)) return Way::kWithoutPairs;
-  const bool by_warpgroups =
-      backward ? goes_to_warpgroups(params) : forward_goes_to_warpgroups(params);
-  return by_warpgroups ? Way::kWarpgroups : Way::kTensorCores;
-}
 
 }  // namespace ikattn::cuda

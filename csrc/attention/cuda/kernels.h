@@ -29,11 +29,6 @@ struct AttentionKernels {
 
 extern const AttentionKernels attention_kernels;
 
-// What a pass runs on, for who asks beforehand; but heads and queries that the last is not exact
-// for, which are found out on the device, go by pairs.
-enum class Way { kOrdinaryUnits, kTensorCores, kWarpgroups, kWithoutPairs };
-Way way_of(const AttentionParams& params, bool in_double, bool backward);
-
 // keep [B, H, L, S]: what dropout keeps, from B, H, L, S, dropout_threshold and dropout_state.
 const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep, Stream stream);
 

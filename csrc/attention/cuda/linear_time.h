@@ -49,32 +49,6 @@ inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
 
-// Whether a pass goes without pairs, but for queries, or heads, that it would not be exact for. By
-// counting multiply-adds, of which pairs get more done in a time, and what surrounds the sums of a
-// token counts like so many of them. Both numbers are where the ways took the same time on an H100;
-// 1.3, of other GPUs, is not measured.
-inline bool goes_without_pairs(const AttentionParams& params, bool backward) {
-  const bool can = every_row_sees_all(params) && params.dropout_threshold == 0 && !is_wide(params);
-  if (!can || params.L < 8 || params.S <= kFewKeys) return false;
-  const int slices = moment_slices(params);
-  if (backward && slices > 1) return false;
-  if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
-  const FeatureChunks chunks(params);
-  const double columns = static_cast<double>(slices * kMomentColumns);
-  const double entries = chunks.pairs() * double{kPairEntries} * columns;
-  const double squares = double{kPairEntries} * chunks.count * chunks.count * columns;
-  const double F = static_cast<double>(padded_columns(2 * params.M));
-  const double heads = static_cast<double>(params.H) / static_cast<double>(params.key_heads);
-  const double queries = heads * static_cast<double>(params.L);
-  const double keys = static_cast<double>(params.S);
-  const double sums = backward ? keys * (2 * entries + squares) + queries * (entries + squares)
-                               : (queries + keys) * entries;
-  const double pairs = queries * keys * (backward ? 4 * F + 3 * columns : F + columns);
-  const double around = (queries + keys) * (backward ? 232e3 : 118e3);
-  const double rate_of_pairs = has_warpgroups() ? 2 : 1.3;
-  return rate_of_pairs * (sums + around) < pairs;
-}
-
 // What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
 // with 8 bits, err as moments do where a quarter of that is left.
 inline float share_of_mean(const AttentionParams& params) {

@@ -1,4 +1,4 @@
-// Gradients of features and logits, back to tokens and frequencies, on the ordinary units.
+// Gradients of features and logits, back to tokens and frequencies, on CUDA cores.
 #include "attention/cuda/angles.h"
 #include "attention/cuda/frequency_parts.h"
 #include "attention/cuda/turn_gradients.h"

@@ -16,13 +16,6 @@
 
 namespace ikattn::cuda {
 
-// Where warpgroups are used: in the folded form of calls without a mask and dropout.
-inline bool goes_to_warpgroups(const AttentionParams& params) {
-  return params.mask.type == ElementType::kNone && params.dropout_threshold == 0 &&
-         !is_wide(params) && params.B > 0 && params.H > 0 && params.L > 0 && params.S > 0 &&
-         params.d_v > 0 && has_warpgroups();
-}
-
 namespace {
 
 constexpr int kWarpgroups = 2;  // that multiply

@@ -92,11 +92,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 }  // namespace
 
 const char* wide_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                         const FoldedTokens& tokens) {
+                         const FoldedTokens& tokens, const Parts& parts) {
   return launch_type(params, [&]<typename T>() {
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kStep);
     const int slices = slices_of(params.d_v);
-    const Parts parts = take_parts(params, executor, blocks * slices);
     const char* error = launch_forms(params, [&]<Pairs kPairs>() {
       return launch(
           wide_forward_kernel<T, kPairs>,

@@ -1,4 +1,4 @@
-// The attention operators' CUDA kernels on the ordinary units, in the interpreter, against the CPU
+// The attention operators' CUDA kernels on CUDA cores, in the interpreter, against the CPU
 // kernels in float64 on the same numbers: every argument, every tile edge.
 #include "simt/attention_cases.h"
 #include "tier.h"

@@ -80,7 +80,7 @@ TEST(HalfAttentionOnDevice, FrequenciesMayBeOfAnySize) {
   }
 }
 
-// Weights and their gradients are made on the ordinary units, and rounded.
+// Weights and their gradients are made on CUDA cores, and rounded.
 TEST(HalfAttentionOnDevice, WeightsAreRounded) {
   for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
     for (const Masking masking : {Masking::kNone, Masking::kBool, Masking::kFloat}) {

@@ -309,11 +309,14 @@ TEST(LinearAttentionOnDevice, ChoosesByCounting) {
   params.B = 2;
   params.H = params.G = params.key_heads = 4;
   params.d = params.d_v = 64;
+  params.eps = 1e-5;
+  params.value.type = ElementType::kFloat16;
   const auto goes = [&](int64_t L, int64_t S, int64_t M) {
     params.L = L;
     params.S = S;
     params.M = M;
-    return cuda::goes_without_pairs(params, false);
+    return cuda::route_of(params, false, cuda::Pass::kForward).algorithm ==
+           cuda::Algorithm::kLinear;
   };
   for (const auto& [M, length] : {std::pair{16, 3400}, {32, 5700}, {64, 9600}}) {
     EXPECT_FALSE(goes(length - 100, length - 100, M)) << M;
@@ -332,8 +335,8 @@ TEST(LinearAttentionOnDevice, ChoosesByCounting) {
 }
 
 // What which_kernels tells, on a GPU of 132 multiprocessors.
-TEST(WayOfAttentionOnDevice, IsToldBeforehand) {
-  using cuda::Way;
+TEST(RouteOnDevice, IsDecidedBeforehand) {
+  using cuda::Unit;
   AttentionParams params;
   params.B = 1;
   params.H = params.G = params.key_heads = 32;
@@ -341,29 +344,38 @@ TEST(WayOfAttentionOnDevice, IsToldBeforehand) {
   params.d = params.d_v = params.M = 64;
   params.eps = 1e-5;
   params.value.type = ElementType::kFloat16;
-  const auto ways = [&] {
-    return std::pair{cuda::way_of(params, false, false), cuda::way_of(params, false, true)};
+  const auto route = [&](cuda::Pass pass) { return cuda::route_of(params, false, pass); };
+  const auto units = [&] {
+    return std::pair{route(cuda::Pass::kForward).unit, route(cuda::Pass::kBackward).unit};
+  };
+  const auto algorithms = [&] {
+    return std::pair{route(cuda::Pass::kForward).algorithm, route(cuda::Pass::kBackward).algorithm};
   };
   simt::set_multiprocessors(132);
-  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kTensorCores));
-  EXPECT_EQ(cuda::way_of(params, true, false), Way::kOrdinaryUnits);
+  EXPECT_EQ(units(), std::pair(Unit::kTensorCores, Unit::kTensorCores));
+  const cuda::Route in_double = cuda::route_of(params, true, cuda::Pass::kForward);
+  EXPECT_EQ(in_double.unit, Unit::kCudaCores);
+  EXPECT_STREQ(in_double.why_cuda_cores, "float64");
   simt::set_warpgroups(true);
-  EXPECT_EQ(ways(), std::pair(Way::kWarpgroups, Way::kWarpgroups));
+  EXPECT_EQ(units(), std::pair(Unit::kHopper, Unit::kHopper));
   params.L = 128;  // the forward's blocks share their keys
-  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kWarpgroups));
+  EXPECT_EQ(units(), std::pair(Unit::kTensorCores, Unit::kHopper));
+  EXPECT_GT(route(cuda::Pass::kForward).parts, 1);
   params.L = 4096;
   params.dropout_threshold = 1;
-  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kTensorCores));
+  EXPECT_EQ(units(), std::pair(Unit::kTensorCores, Unit::kTensorCores));
   simt::set_warpgroups(false);
   params.dropout_threshold = 0;
   params.L = params.S = 16384;
-  EXPECT_EQ(ways(), std::pair(Way::kWithoutPairs, Way::kWithoutPairs));
+  EXPECT_EQ(algorithms(), std::pair(cuda::Algorithm::kLinear, cuda::Algorithm::kLinear));
+  EXPECT_EQ(units(), std::pair(Unit::kTensorCores, Unit::kTensorCores));
   params.d_v = 100;
-  EXPECT_EQ(cuda::way_of(params, false, true), Way::kTensorCores);
+  EXPECT_EQ(route(cuda::Pass::kBackward).algorithm, cuda::Algorithm::kQuadratic);
   params.M = 65;
-  EXPECT_EQ(ways(), std::pair(Way::kTensorCores, Way::kTensorCores));
+  EXPECT_TRUE(route(cuda::Pass::kForward).is_wide);
+  EXPECT_EQ(algorithms(), std::pair(cuda::Algorithm::kQuadratic, cuda::Algorithm::kQuadratic));
   params.value.type = ElementType::kFloat32;
-  EXPECT_EQ(ways(), std::pair(Way::kOrdinaryUnits, Way::kOrdinaryUnits));
+  EXPECT_EQ(units(), std::pair(Unit::kCudaCores, Unit::kCudaCores));
   simt::set_multiprocessors(1);
 }
 

@@ -1,0 +1,29 @@
+// Which kernels a pass of a call takes. Decided once, from types, sizes, options and the GPU; the
+// drivers (forward.cu, backward.cu) act by it, and which_kernels tells it.
+#pragma once
+
+#include "attention/params.h"
+
+namespace ikattn::cuda {
+
+enum class Pass { kForward, kBackward };
+
+// Time proportional to L S, or to L + S (attention/linear_time.h).
+enum class Algorithm { kQuadratic, kLinear };
+
+// CUDA cores in float32 or float64; tensor cores by mma.sync; Hopper's own wgmma.
+enum class Unit { kCudaCores, kTensorCores, kHopper };
+
+struct Route {
+  // kLinear: but for queries, or heads, that it would not be exact for. These are found on the
+  // device, and go by pairs in the same call.
+  Algorithm algorithm = Algorithm::kQuadratic;
+  Unit unit = Unit::kCudaCores;
+  bool is_wide = false;  // tensor cores: more than 64 frequencies, or 128 columns of the value
+  int parts = 1;         // tensor cores, forward: blocks that share the keys of a query
+  const char* why_cuda_cores = nullptr;  // where the unit is these
+};
+
+Route route_of(const AttentionParams& params, bool in_double, Pass pass);
+
+}  // namespace ikattn::cuda
