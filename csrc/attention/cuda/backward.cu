@@ -4,7 +4,8 @@
 //   P_ij = (s_ij^2 + eps) E_ij,  E_ij = exp(logit_ij - log Z_i),  x_ij = dP_ij - delta_i
 //   dlog_ij = P_ij x_ij,  ds_ij = 2 s_ij E_ij x_ij
 // with dP and P under dropout where they meet the value. Of weights, dP is what comes in for them.
-#include "attention/cuda/folded.h"
+#include "attention/cuda/folded_backward.h"
+#include "attention/cuda/linear_time.h"
 #include "attention/cuda/tiles.h"
 #include "attention/cuda/turn_products.h"
 
@@ -354,6 +355,37 @@ const char* mask_gradient(const AttentionBackwardParams& params, const DeviceExe
                 backward_shared<T>(), executor.stream, params, tokens, rows);
 }
 
+// As far as `gradients` and grad_value.
+const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
+                                  const DeviceExecutor& executor, const Route& route,
+                                  const SplitLogits<float>& keys, FoldedTokens& tokens,
+                                  const FoldedRows& rows, const FoldedGradients& gradients) {
+  const Stream stream = executor.stream;
+  const float* logits = keys.high;
+  const bool on_hopper = route.unit == Unit::kHopper;
+  const char* error = nullptr;
+  if (route.algorithm == Algorithm::kLinear) {
+    error = linear_backward(params, executor, tokens, rows, logits, gradients);
+  }
+  if (error == nullptr && wants_queries(params)) {
+    const FeatureGradients& to = gradients.phi_q;
+    if (on_hopper) error = warpgroup_query_gradients(params, stream, tokens, rows, to);
+    if (error == nullptr) {
+      error = route.is_wide ? wide_query_gradients(params, stream, tokens, rows, to)
+                            : folded_query_gradients(params, stream, tokens, rows, to, on_hopper);
+    }
+  }
+  if (error == nullptr && wants_keys(params)) {
+    if (on_hopper) error = warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
+    if (error == nullptr) {
+      error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
+                            : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
+                                                   on_hopper);
+    }
+  }
+  return error;
+}
+
 const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
                                      const DeviceExecutor& executor, const Route& route,
                                      const SplitLogits<float>& keys, float* grad_logits) {
@@ -362,12 +394,15 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
       FeatureGradients(executor, params.B * params.H, params.L, width),
       FeatureGradients(executor, params.B * params.key_heads, params.S, width), grad_logits};
   TurnOperands operands;
-  FoldedTokens folded;
+  FoldedTokens tokens;
+  FoldedRows rows;
   if (const char* error = prepare_turns(params, executor, true, operands)) return error;
-  if (const char* error = fold_tokens(params, executor, operands, keys, route, true, folded)) {
+  if (const char* error = fold_tokens(params, executor, operands, keys, route, true, tokens)) {
     return error;
   }
-  if (const char* error = folded_backward(params, executor, route, keys, folded, gradients)) {
+  if (const char* error = make_folded_rows(params, executor, route, tokens, rows)) return error;
+  if (const char* error =
+          pairs_on_tensor_cores(params, executor, route, keys, tokens, rows, gradients)) {
     return error;
   }
   return turn_gradients(params, executor, operands, keys, gradients);

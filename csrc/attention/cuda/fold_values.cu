@@ -1,5 +1,5 @@
 // Values for the tensor cores: which keys are seen, how large what they hold is, and it in 16 bits.
-#include "attention/cuda/linear_time.h"
+#include "attention/cuda/folded.h"
 #include "attention/cuda/tiles.h"
 #include "attention/cuda/token_rows.h"
 

@@ -45,6 +45,8 @@ struct GeneralScales {
   float square, eps;
 };
 
+constexpr int kLinearQueries = 128;  // queries that take linear time, or not, together
+
 // A value as Half.
 struct HalfValue {
   Array rows;           // [B, G, S, columns], rows aligned to 16 bytes
@@ -74,7 +76,7 @@ struct FoldedTokens {
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
   HalfValue half_value;  // of calls that go without pairs (linear_time.h)
-  // [B, H, blocks of 128 queries]  which of them go by pairs all the same; nullptr: all
+  // [B, H, blocks of kLinearQueries]  which of them go by pairs all the same; nullptr: all
   const uint32_t* by_pairs;
   const uint32_t* heads_by_pairs;  // [B, key_heads]  of the backward, likewise
   unsigned* items_taken;           // [2]  of kernels whose blocks take items, 0 at first
@@ -162,13 +164,5 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const TurnOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded);
-
-const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           const Route& route, const FoldedTokens& tokens);
-
-// As far as `gradients` and grad_value.
-const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const Route& route, const SplitLogits<float>& logits,
-                            const FoldedTokens& tokens, const FoldedGradients& gradients);
 
 }  // namespace ikattn::cuda

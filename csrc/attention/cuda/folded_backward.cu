@@ -1,9 +1,6 @@
-// The backward pass on tensor cores: what every query brings to its pairs, then one kernel whose
-// blocks own queries and one whose blocks own keys, so that no sum depends on the order in which
-// blocks run.
+// The backward pass on tensor cores: what every query brings to its pairs.
 #include "attention/cuda/folded_backward.h"
 #include "attention/cuda/folded_tiles.h"
-#include "attention/cuda/linear_time.h"
 #include "attention/cuda/token_rows.h"
 
 namespace ikattn::cuda {
@@ -164,14 +161,12 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 
 }  // namespace
 
-const char* folded_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                            const Route& route, const SplitLogits<float>& logits,
-                            const FoldedTokens& tokens, const FoldedGradients& gradients) {
+const char* make_folded_rows(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                             const Route& route, const FoldedTokens& tokens, FoldedRows& rows) {
   const int64_t heads = params.B * params.H, key_heads = params.B * params.key_heads;
   const int64_t padded = heads * padded_tokens(params.L);
   const Stream stream = executor.stream;
-  const float* high = logits.high;
-  FoldedRows rows = {};
+  rows = {};
   for (float** numbers : {&rows.normalizer, &rows.low, &rows.delta, &rows.fit}) {
     *numbers = executor.take<float>(padded);
   }
@@ -192,7 +187,7 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
       return error;
     }
   }
-  const char* error = launch_type(params, [&]<typename T>() {
+  return launch_type(params, [&]<typename T>() {
     rows.gradients = executor.take<T>(heads * params.L * padded_columns(params.d_v));
     const bool lie_in_eights = params.grad_output.type == params.output.type &&
                                lies_in_eights(params.grad_output, params.d_v) &&
@@ -204,19 +199,6 @@ const char* folded_backward(const AttentionBackwardParams& params, const DeviceE
     };
     return lie_in_eights ? queue.template operator()<T>() : queue.template operator()<Any>();
   });
-  FoldedTokens left = tokens;
-  if (error == nullptr && is_linear) {
-    error = linear_backward(params, executor, left, rows, high, gradients);
-  }
-  if (error == nullptr && wants_queries(params)) {
-    const auto of_queries = route.is_wide ? wide_query_gradients : folded_query_gradients;
-    error = of_queries(params, stream, route, left, rows, gradients.phi_q);
-  }
-  if (error == nullptr && wants_keys(params)) {
-    const auto of_keys = route.is_wide ? wide_key_gradients : folded_key_gradients;
-    error = of_keys(params, stream, route, left, rows, high, gradients);
-  }
-  return error;
 }
 
 }  // namespace ikattn::cuda

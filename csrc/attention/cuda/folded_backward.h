@@ -45,28 +45,35 @@ __device__ __forceinline__ float fit_of(float bound) {
   return bound > 1e-25f ? 32768.0f / min(bound, 1e30f) : 1.0f;
 }
 
-// grad_phi_q.
+// Fills `rows`, in memory of the executor.
+const char* make_folded_rows(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                             const Route& route, const FoldedTokens& tokens, FoldedRows& rows);
+
+// One kernel's blocks own queries, and one's own keys, so that no sum depends on the order in which
+// blocks run.
+
+// grad_phi_q, but of heads that need none of it (tokens.heads_by_pairs). general_alone: other
+// kernels have the folded form.
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                   const Route& route, const FoldedTokens& tokens,
-                                   const FoldedRows& rows, const FeatureGradients& grad_phi_q);
+                                   const FoldedTokens& tokens, const FoldedRows& rows,
+                                   const FeatureGradients& grad_phi_q, bool general_alone);
 
 // grad_phi_k, grad_value and the gradients of the keys' logits, of which those of `logits` are
-// read.
+// read; likewise.
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const Route& route, const FoldedTokens& tokens,
-                                 const FoldedRows& rows, const float* logits,
-                                 const FoldedGradients& gradients);
+                                 const FoldedTokens& tokens, const FoldedRows& rows,
+                                 const float* logits, const FoldedGradients& gradients,
+                                 bool general_alone);
 
 // The same of wide rows.
 const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const Route& route, const FoldedTokens& tokens,
-                                 const FoldedRows& rows, const FeatureGradients& grad_phi_q);
+                                 const FoldedTokens& tokens, const FoldedRows& rows,
+                                 const FeatureGradients& grad_phi_q);
 const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                               const Route& route, const FoldedTokens& tokens,
-                               const FoldedRows& rows, const float* logits,
-                               const FoldedGradients& gradients);
+                               const FoldedTokens& tokens, const FoldedRows& rows,
+                               const float* logits, const FoldedGradients& gradients);
 
-// The same of the folded form, by warpgroups.
+// The same of heads of the folded form, on Hopper.
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                       const FoldedTokens& tokens, const FoldedRows& rows,
                                       const FeatureGradients& grad_phi_q);

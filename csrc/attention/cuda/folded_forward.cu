@@ -3,7 +3,6 @@
 // product with the value, in registers. The folded form has no maximum and no exponential; in the
 // general one neither depends on the scores.
 #include "attention/cuda/folded_forward.h"
-#include "attention/cuda/linear_time.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -242,26 +241,17 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
   });
 }
 
-const char* folded_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           const Route& route, const FoldedTokens& tokens) {
-  const Parts parts = take_parts(params, executor, route.parts);
-  if (route.is_wide) return wide_forward(params, executor, tokens, parts);
-  FoldedTokens left = tokens;
-  if (route.algorithm == Algorithm::kLinear) {
-    if (const char* error = linear_forward(params, executor, left)) return error;
-  }
+const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                           const Parts& parts, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const int64_t blocks =
         params.B * params.H * ceil_div(params.L, int64_t{kWarps} * kRowTilesFor<V> * 16);
-    const char* error = launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && route.unit == Unit::kHopper) {
-        return warpgroup_forward(params, executor, tokens);
-      }
+    return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
+      if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
       return launch(folded_forward_kernel<T, F, V, kPairs>,
                     dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
-                    Layout<F, V, kPairs>::kBytes, executor.stream, params, left, parts);
+                    Layout<F, V, kPairs>::kBytes, stream, params, tokens, parts);
     });
-    return error != nullptr ? error : combine_parts(params, executor.stream, tokens, parts);
   });
 }
 

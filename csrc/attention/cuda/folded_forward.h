@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attention/cuda/folded_pairs.h"
-#include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 
@@ -19,12 +18,17 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
 const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                           const Parts& parts);
 
-// The same of wide rows.
-const char* wide_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                         const FoldedTokens& tokens, const Parts& parts);
+// Output and log Z of the queries in tokens.by_pairs, or their parts. general_alone: other kernels
+// have the folded form.
+const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                           const Parts& parts, bool general_alone);
 
-// The same of the folded form, by warpgroups.
-const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
+// The same of wide rows, all of them.
+const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                         const Parts& parts);
+
+// The same of heads of the folded form, on Hopper.
+const char* warpgroup_forward(const AttentionParams& params, Stream stream,
                               const FoldedTokens& tokens);
 
 namespace {

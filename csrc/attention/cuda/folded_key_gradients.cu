@@ -1,7 +1,6 @@
 // The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
 // block owns keys and passes along the queries of all heads that share them.
 #include "attention/cuda/folded_gradients.h"
-#include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -176,14 +175,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 }  // namespace
 
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const Route& route, const FoldedTokens& tokens,
-                                 const FoldedRows& rows, const float* logits,
-                                 const FoldedGradients& gradients) {
+                                 const FoldedTokens& tokens, const FoldedRows& rows,
+                                 const float* logits, const FoldedGradients& gradients,
+                                 bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    return launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && route.unit == Unit::kHopper) {
-        return warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
-      }
+    return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
+      if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
       const auto blocks =
           static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kStep));
       return launch(folded_key_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),

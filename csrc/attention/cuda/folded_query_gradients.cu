@@ -1,7 +1,6 @@
 // The tensor-core backward's query side: grad_phi_q. A block owns queries and passes along the
 // keys; no pair leaves the registers.
 #include "attention/cuda/folded_gradients.h"
-#include "attention/cuda/warpgroup_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -142,13 +141,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 }  // namespace
 
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                   const Route& route, const FoldedTokens& tokens,
-                                   const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
+                                   const FoldedTokens& tokens, const FoldedRows& rows,
+                                   const FeatureGradients& grad_phi_q, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    return launch_forms(params, [&]<Pairs kPairs>() {
-      if (kPairs != Pairs::kGeneral && route.unit == Unit::kHopper) {
-        return warpgroup_query_gradients(params, stream, tokens, rows, grad_phi_q);
-      }
+    return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
+      if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
       using L = QueryLayout<F, V, kPairs>;
       const auto blocks =
           static_cast<unsigned>(params.B * params.H * ceil_div(params.L, L::kQueries));

@@ -4,7 +4,8 @@
 // do not depend on the scores, so that no score enters an exponential.
 //
 // Of weights, for their backward: what comes in for a pair is in the place of its value.
-#include "attention/cuda/folded.h"
+#include "attention/cuda/folded_forward.h"
+#include "attention/cuda/linear_time.h"
 #include "attention/cuda/tiles.h"
 #include "attention/cuda/turn_products.h"
 
@@ -187,6 +188,32 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
                 tokens);
 }
 
+namespace {
+
+const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceExecutor& executor,
+                                    const Route& route, const SplitLogits<float>& logits) {
+  const Stream stream = executor.stream;
+  TurnOperands operands;
+  FoldedTokens tokens;
+  if (const char* error = prepare_turns(params, executor, false, operands)) return error;
+  if (const char* error = fold_tokens(params, executor, operands, logits, route, false, tokens)) {
+    return error;
+  }
+  const Parts parts = take_parts(params, executor, route.parts);
+  const char* error = nullptr;
+  if (route.is_wide) {
+    error = wide_forward(params, stream, tokens, parts);
+  } else {
+    const bool on_hopper = route.unit == Unit::kHopper;
+    if (route.algorithm == Algorithm::kLinear) error = linear_forward(params, executor, tokens);
+    if (on_hopper) error = warpgroup_forward(params, stream, tokens);
+    if (error == nullptr) error = folded_forward(params, stream, tokens, parts, on_hopper);
+  }
+  return error != nullptr ? error : combine_parts(params, stream, tokens, parts);
+}
+
+}  // namespace
+
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
@@ -195,16 +222,7 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
   const bool wants_norms = folds && needs_value_norms(params, route, false);
   if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (folds) {
-      TurnOperands operands;
-      FoldedTokens folded;
-      if (const char* error = prepare_turns(params, executor, false, operands)) return error;
-      if (const char* error =
-              fold_tokens(params, executor, operands, tokens.keys, route, false, folded)) {
-        return error;
-      }
-      return folded_forward(params, executor, route, folded);
-    }
+    if (folds) return forward_on_tensor_cores(params, executor, route, tokens.keys);
   }
   if (const char* error = prepare_features(params, executor, tokens)) return error;
   return attention_forward(params, executor, tokens);

@@ -20,11 +20,10 @@
 
 namespace ikattn::cuda {
 
-constexpr int kChunk = 16;           // features
-constexpr int kPairEntries = 256;    // of two chunks
-constexpr int kMomentColumns = 64;   // of the value, in a row of moments
-constexpr int kLinearQueries = 128;  // that are computed by pairs together
-constexpr int kEntryThreads = 256;   // of kernels whose warps have 32 tokens each
+constexpr int kChunk = 16;          // features
+constexpr int kPairEntries = 256;   // of two chunks
+constexpr int kMomentColumns = 64;  // of the value, in a row of moments
+constexpr int kEntryThreads = 256;  // of kernels whose warps have 32 tokens each
 constexpr int kEntryWarps = kEntryThreads / 32;
 constexpr int kEntryTokens = kEntryWarps * 32;
 

@@ -279,7 +279,8 @@ class NumberGradientBlock {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
           float (&two)[4] = turns[set][0][j];
-          float(&one) = two[2 * half], (&other) = two[2 * half + 1];
+          float& one = two[2 * half];
+          float& other = two[2 * half + 1];
           spoilt = fmaf(one, 0.0f, spoilt);
           spoilt = fmaf(other, 0.0f, spoilt);
           to_gradient(one, 1, grad_sin.x, grad_cos.x, turn_unit);

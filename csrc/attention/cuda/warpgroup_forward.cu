@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
 }  // namespace
 
-const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
+const char* warpgroup_forward(const AttentionParams& params, Stream stream,
                               const FoldedTokens& tokens) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
@@ -188,7 +188,7 @@ const char* warpgroup_forward(const AttentionParams& params, const DeviceExecuto
     if (error != nullptr) return error;
     const auto queue = [&](auto kernel) {
       return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes,
-                    executor.stream, params, tokens, items, maps);
+                    stream, params, tokens, items, maps);
     };
     return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true>)
                             : queue(warpgroup_forward_kernel<T, F, V, false>);

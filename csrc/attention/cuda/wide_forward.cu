@@ -91,18 +91,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 }  // namespace
 
-const char* wide_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                         const FoldedTokens& tokens, const Parts& parts) {
+const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                         const Parts& parts) {
   return launch_type(params, [&]<typename T>() {
     const int64_t blocks = params.B * params.H * ceil_div(params.L, kStep);
     const int slices = slices_of(params.d_v);
-    const char* error = launch_forms(params, [&]<Pairs kPairs>() {
+    return launch_forms(params, [&]<Pairs kPairs>() {
       return launch(
           wide_forward_kernel<T, kPairs>,
           dim3(static_cast<unsigned>(blocks * parts.count), static_cast<unsigned>(slices)),
-          dim3(kFoldedThreads), WideLayout::kBytes, executor.stream, params, tokens, parts);
+          dim3(kFoldedThreads), WideLayout::kBytes, stream, params, tokens, parts);
     });
-    return error != nullptr ? error : combine_parts(params, executor.stream, tokens, parts);
   });
 }
 

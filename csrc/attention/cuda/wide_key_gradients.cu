@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 }  // namespace
 
-const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream, const Route&,
+const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                const FoldedTokens& tokens, const FoldedRows& rows,
                                const float* logits, const FoldedGradients& gradients) {
   return launch_type(params, [&]<typename T>() {

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 }  // namespace
 
-const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream, const Route&,
+const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const FeatureGradients& grad_phi_q) {
   return launch_type(params, [&]<typename T>() {
