@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/cuda/feature_source.h"
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/tile_product.h"
 
 namespace ikattn::cuda {
 namespace {

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "attention/cuda/folded.h"
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/math.h"
 #include "attention/cuda/token_rows.h"
 #include "attention/cuda/turn_products.h"
 

@@ -1,6 +1,6 @@
 // Values for the tensor cores: which keys are seen, how large what they hold is, and it in 16 bits.
 #include "attention/cuda/folded.h"
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/math.h"
 #include "attention/cuda/token_rows.h"
 
 namespace ikattn::cuda {

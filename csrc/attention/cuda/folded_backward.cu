@@ -2,6 +2,7 @@
 #include "attention/cuda/folded_backward.h"
 #include "attention/cuda/folded_tiles.h"
 #include "attention/cuda/token_rows.h"
+#include "support/philox.h"
 
 namespace ikattn::cuda {
 namespace {

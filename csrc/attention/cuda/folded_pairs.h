@@ -5,6 +5,8 @@
 
 #include "attention/cuda/folded_backward.h"
 #include "attention/cuda/folded_tiles.h"
+#include "attention/offsets.h"
+#include "support/philox.h"
 
 namespace ikattn::cuda {
 namespace {

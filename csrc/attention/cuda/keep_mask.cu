@@ -1,5 +1,5 @@
 // What dropout keeps, as a tensor: the mask that the other kernels form where they need it.
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/tile_product.h"
 
 namespace ikattn::cuda {
 namespace {

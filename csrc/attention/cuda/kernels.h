@@ -1,22 +1,11 @@
-// The CUDA kernels' doors: what glue.cpp calls, with the parameters the CPU kernels take.
+// The entry points of attention on CUDA: what glue.cpp calls, with the parameters that the CPU
+// kernels take.
 #pragma once
 
 #include "attention/params.h"
-#include "support/cuda/launch.h"
+#include "support/cuda/executor.h"
 
 namespace ikattn::cuda {
-
-// How a kernel asks for memory on the device; it lives until the work queued with it is done.
-struct DeviceExecutor {
-  Stream stream{};
-  void* (*allocate)(void* owner, int64_t bytes) = nullptr;
-  void* owner = nullptr;
-
-  template <typename T>
-  T* take(int64_t count) const {
-    return static_cast<T*>(allocate(owner, (count > 0 ? count : 1) * int64_t{sizeof(T)}));
-  }
-};
 
 // Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
 // float64. Dropout reads its seed and offset from params.dropout_state, on the device.

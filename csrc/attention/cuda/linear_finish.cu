@@ -1,6 +1,6 @@
 // The sums of all parts of a head: its numbers, and moments and Gram matrix as Half.
 #include "attention/cuda/linear_parts.h"
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/math.h"
 
 namespace ikattn::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/cuda/fragments.h"
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/math.h"
 
 namespace ikattn::cuda {
 namespace {

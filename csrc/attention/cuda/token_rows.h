@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/math.h"
 #include "attention/fast_path.h"
 #include "support/cuda/warps.h"
 

@@ -1,7 +1,8 @@
 // Tokens as the pair kernels read them, and who makes them so.
 #pragma once
 
-#include "attention/cuda/kernels.h"
+#include "attention/params.h"
+#include "support/cuda/executor.h"
 
 namespace ikattn::cuda {
 
@@ -84,10 +85,5 @@ const char* feature_gradients(const FeaturesParams& params, const DeviceExecutor
 
 template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor);
-
-// The same with the tokens prepared already.
-template <typename T>
-const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                              const PreparedTokens<T>& tokens);
 
 }  // namespace ikattn::cuda

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/math.h"
 
 namespace ikattn::cuda {
 

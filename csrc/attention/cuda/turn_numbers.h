@@ -3,7 +3,7 @@
 // work of TF32, and operands go from shared memory to products as they lie.
 #pragma once
 
-#include "attention/cuda/folded_tiles.h"
+#include "attention/cuda/tile_copy.h"
 #include "attention/cuda/turn_products.h"
 
 namespace ikattn::cuda {

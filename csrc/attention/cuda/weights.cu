@@ -1,6 +1,7 @@
 // The attention weights themselves, per head or averaged over heads: a pass for the normalisers,
 // then one block per 64 x 64 weights. The average never holds those of every head.
-#include "attention/cuda/tiles.h"
+#include "attention/cuda/cuda_cores.h"
+#include "attention/cuda/tile_product.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -76,7 +77,7 @@ const char* attention_weights(const WeightsParams& given, const DeviceExecutor& 
   params.log_normalizer = Array{log_normalizers, ElementType::kFloat64, {0, 0, 0, 0}};
   PreparedTokens<T> tokens;
   if (const char* error = prepare_tokens<T>(params, executor, tokens)) return error;
-  if (const char* error = attention_forward<T>(params, executor, tokens)) return error;
+  if (const char* error = forward_on_cuda_cores<T>(params, executor.stream, tokens)) return error;
   const int64_t tiles = params.B * (params.average_heads ? 1 : params.H) *
                         ceil_div(params.L, kTile) * ceil_div(params.S, kTile);
   const double* read = log_normalizers;

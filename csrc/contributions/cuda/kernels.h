@@ -1,4 +1,5 @@
-// The CUDA kernels' doors: what glue.cpp calls, with the parameters the CPU kernels take.
+// The entry points of maps on CUDA: what glue.cpp calls, with the parameters that the CPU kernels
+// take.
 #pragma once
 
 #include "contributions/params.h"

@@ -9,7 +9,14 @@
 //   compute-sanitizer --tool racecheck ./ring library    # the same, with barriers of libcu++
 #include <cstdio>
 #include <cstring>
+
+// Not with nvcc from NVIDIA's packages.
+#if __has_include(<cuda/barrier>)
 #include <cuda/barrier>
+#define IKATTN_HAS_LIBRARY 1
+#else
+#define IKATTN_HAS_LIBRARY 0
+#endif
 
 #include "cuda/managed.h"
 #include "support/cuda/bulk_copies.h"
@@ -64,6 +71,7 @@ __global__ void __launch_bounds__(64) ring_kernel(const float* numbers, float* s
 #endif
 }
 
+#if IKATTN_HAS_LIBRARY
 // The same by barriers that the tool has a word for.
 __global__ void __launch_bounds__(64) library_kernel(const float* numbers, float* sum) {
   using Barrier = cuda::barrier<cuda::thread_scope_block>;
@@ -93,6 +101,7 @@ __global__ void __launch_bounds__(64) library_kernel(const float* numbers, float
   }
   sum[lane] = total;
 }
+#endif
 
 }  // namespace
 }  // namespace ikattn::sample
@@ -108,7 +117,9 @@ int main(int count, char** arguments) {
   } else if (std::strcmp(form, "stores") == 0) {
     ring_kernel<false><<<1, 64>>>(numbers, sum);
   } else {
+#if IKATTN_HAS_LIBRARY
     library_kernel<<<1, 64>>>(numbers, sum);
+#endif
   }
   const cudaError_t status = cudaDeviceSynchronize();
   int wrong = 0;
