@@ -144,6 +144,7 @@ lint: $(stamps)/lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy torch_ext
+	$(python) tools/check_rooms.py
 
 format: $(stamps)/lint
 	$(VENV)/bin/clang-format -i $(cpp_files)

@@ -197,7 +197,7 @@ def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
 
 
 def flops_without_pairs(tensors: list[Tensor], backward: bool) -> dict[str, float]:
-    """Of the kernels of ``csrc/attention/cuda/linear_time.h``, padded to whole chunks."""
+    """Of the kernels of ``csrc/attention/cuda/linear/linear.h``, padded to whole chunks."""
     q, k, v, w1, _ = tensors
     chunks, columns = 2 * math.ceil(w1.shape[-1] / 16), 64 * math.ceil(v.shape[-1] / 64)
     entries, squares = 128 * chunks * (chunks + 1) * columns, 256 * chunks**2 * columns

@@ -4,7 +4,7 @@
 
 Imitates, in float64 with the roundings that are made, the kernels of ``csrc/attention/cuda``: pairs
 with features in Half and weights in the input's type; moments of products of features, both in
-Half (``linear_time.h``). Keys lie around a point, the closer the smaller their ``spread``, and
+Half (its room ``linear``). Keys lie around a point, the closer the smaller their ``spread``, and
 queries up to some distance from it, so that sums of weights are of any size against their mean over
 directions taken at random. Errors are those of the output before it is rounded, root mean square
 and largest, and of gradients, relative to the gradient's norm.

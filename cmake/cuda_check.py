@@ -6,7 +6,7 @@ and where a kernel whose warpgroups exchange registers does not begin with all o
 the syntax of the glue files against this environment's torch. `make cuda-check`, or, for one file
 and architecture while writing it:
 
-    python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/forward.cu
+    python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
 
 or one architecture of all files, and all of those that changed, headers counted in, since a commit:
 
@@ -34,7 +34,7 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100", "sm_120"]
 WITH_HOST = ["sm_80", "sm_90a"]
 INCLUDES = ["-Icsrc", "-Icsrc/include"]
 # Of a thread, in a block of 384. With fewer the block would wait for ever for those that its
-# products take (setmaxnreg, kProductRegisters in warpgroup_tiles.h).
+# products take (setmaxnreg, kProductRegisters in hopper/pipeline.h).
 WARPGROUP_REGISTERS = 168
 
 

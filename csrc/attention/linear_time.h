@@ -5,7 +5,7 @@
 // The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
 // numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal
 // call they grow from chunk to chunk. Exact, but not for every query (cpu/linear_time.h);
-// dropout and masks are about pairs. The costs are of the CPU; cuda/linear_time.h has its own.
+// dropout and masks are about pairs. The costs are of the CPU; those of CUDA are in cuda/route.cu.
 #pragma once
 
 #include "attention/params.h"

@@ -1,8 +1,8 @@
 // The backward pass: the kernels of a route, one after the other.
-#include "attention/cuda/cuda_cores.h"
-#include "attention/cuda/folded_backward.h"
-#include "attention/cuda/linear_time.h"
-#include "attention/cuda/turn_products.h"
+#include "attention/cuda/cuda_cores/cuda_cores.h"
+#include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/linear/linear.h"
+#include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // The table of entry points; see kernels.h.
 #include "attention/cuda/kernels.h"
-#include "attention/cuda/tokens.h"
+#include "attention/cuda/operands/tokens.h"
 
 namespace ikattn::cuda {
 

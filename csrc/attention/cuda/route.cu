@@ -1,7 +1,7 @@
 // The choice of kernels; see route.h.
-#include "attention/cuda/linear_time.h"
-#include "attention/cuda/route.h"
-#include "attention/cuda/warpgroup_tiles.h"
+#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/linear/linear.h"
+#include "attention/cuda/operands/route.h"
 #include "attention/fast_path.h"
 
 namespace ikattn::cuda {

@@ -3,7 +3,7 @@
 
 #include <c10/cuda/CUDAGuard.h>
 
-#include "attention/cuda/route.h"
+#include "attention/cuda/operands/route.h"
 
 namespace ikattn::cuda {
 

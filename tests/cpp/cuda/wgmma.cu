@@ -6,7 +6,7 @@
 //     tests/cpp/cuda/wgmma.cu -o wgmma
 #include <cstdio>
 
-#include "attention/cuda/warpgroup_tiles.h"
+#include "attention/cuda/hopper/pipeline.h"
 #include "cuda/managed.h"
 
 namespace ikattn::cuda {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "attention/cuda/kernels.h"
-#include "attention/cuda/linear_time.h"
+#include "attention/cuda/linear/linear.h"
 #include "simt/half_cases.h"
 
 namespace ikattn {

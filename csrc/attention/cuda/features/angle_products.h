@@ -1,0 +1,256 @@
+// Turns of tokens, x . w1 and x . w2, on tensor cores: what the kernels that make features of them,
+// and those that take gradients back, share.
+//
+// Frequencies are rows here, as tokens are. A block owns 128 tokens and passes along the
+// frequencies, 32 at a time, or owns 64 frequencies and passes along the tokens; either way by
+// slices of 64 columns, so that nothing it holds depends on sizes. Sines and cosines of a turn are
+// good to 1e-6.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/cuda/mma/tf32.h"
+#include "attention/cuda/operands/feature_source.h"
+#include "attention/cuda/operands/operands.h"
+
+namespace ikattn::cuda {
+
+// Frequencies as rows: [frequency_batches, frequency_heads, w1 and w2, rows, columns], where rows
+// are M and columns d, both rounded up to multiples of 64, and zeros.
+struct FrequencyRows {
+  const float* data;
+  int64_t rows, columns;
+
+  __host__ __device__ int64_t set_size() const { return rows * columns; }
+};
+
+// Frequencies in 16 bits, by pieces of 32 frequencies and slices of 64 dimensions:
+// [frequency_batches, frequency_heads, pieces, slices, planes, w1 and w2, 32, 64], zeros where
+// there is none. Rows lie so that of the sums of 16 a lane has four neighbours (frequency_of_row).
+// The first planes are numbers of the tokens' type that add up to the frequency, the largest first;
+// beside those of bfloat16 there is one of Half, which gradients are multiplied with.
+struct FrequencyNumbers {
+  const void* data;
+  // [frequency_batches, frequency_heads, 2]  powers of two that products with the numbers, and with
+  // Half, are multiplied with
+  const float* units;
+  int pieces, slices;
+};
+// bfloat16: 16 bits, where the tokens have 8. Half: 22, of what fits it times a power of two.
+template <typename T>
+constexpr int kNumbersOf = sizeof(T) == 4 ? 1 : 2;
+template <typename T>
+constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kNumbersOf<T>;
+// Which of them is Half.
+template <typename T>
+constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
+
+// What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
+struct TurnOperands {
+  FeatureSource queries, keys;
+  FrequencyRows frequencies;  // for tokens of float32, and the backward
+  FrequencyNumbers numbers;   // for tokens of 16 bits
+};
+const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
+                          bool for_backward, TurnOperands& operands);
+
+// Where the features go, as rows of Half, and what those of keys are multiplied with.
+struct FeatureDestination {
+  Half* phi_q;          // [B, H, L, padded F]  what is not finite becomes zero
+  float* poison;        // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
+  Half* phi_k;          // [B, key_heads, S, padded F]
+  const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
+  const float* scales;  // [B, key_heads, S]
+};
+const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
+                                const FeatureDestination& destination, Stream stream);
+
+// token_gradients() of what the pairs on tensor cores leave.
+const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                           const TurnOperands& operands, const SplitLogits<float>& keys,
+                           const FoldedGradients& gradients);
+// Whether one kernel makes both of them, number_gradients(): tokens of 16 bits, of at most 64
+// frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
+bool goes_in_one_pass(const FeatureSource& source);
+template <typename T>
+struct Magnitude;
+// Of one side's tokens, and its share of the frequencies': grad_x is written, grad_w1 and grad_w2
+// are added to, those that are there.
+const char* number_gradients(const FeatureSource& source, const FrequencyNumbers& frequencies,
+                             const FeatureGradients& grad_phi, const Array& grad_x,
+                             const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
+                             const DeviceExecutor& executor);
+// Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
+const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
+                                     const FeatureGradients& grad_phi, float* grad_w1,
+                                     float* grad_w2, const DeviceExecutor& executor);
+
+namespace {
+
+constexpr int kTurnTokens = 128;
+constexpr int kTurnFrequencies = 32;  // of a piece
+
+// sums[m][n] += left(m) right(n)^T: 16 rows from left_row(m) and from right_row(n) on, along 64
+// columns.
+template <typename LeftT, typename RightT, int kRows, int kColumns, typename LeftRow,
+          typename RightRow>
+__device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2][4],
+                                                const Slice<LeftT>& left, const LeftRow& left_row,
+                                                const Slice<RightT>& right,
+                                                const RightRow& right_row) {
+#pragma unroll 1
+  for (int k = 0; k < kSliceColumns; k += 16) {
+    Tf32Block<kTf32Parts<LeftT>> a[kRows];
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      a[m] = Tf32Block<kTf32Parts<LeftT>>(left.block(left_row(m), k));
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const Tf32Block<kTf32Parts<RightT>> b(right.block(right_row(n), k));
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) multiply(sums[m][n], a[m], b);
+    }
+  }
+}
+
+// Passes along the slices of rows, that of index `last` at the end, which stays: begin(slice)
+// begins to copy what visit() finds. Between two visits the block meets.
+template <typename Begin, typename Visit>
+__device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, int last,
+                                            const Begin& begin, const Visit& visit) {
+  const int slices = static_cast<int>(frequencies.columns / kSliceColumns);
+  for (int step = 1; step <= slices; ++step) {
+    __syncthreads();  // nobody reads what was there
+    begin((last + step) % slices);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    visit();
+  }
+}
+// Begins to copy a slice of kRows frequencies, of w1 and then of w2.
+template <int kRows, int kSets>
+__device__ __forceinline__ void begin_frequencies(const Slice<float>& to, const float* rows,
+                                                  const FrequencyRows& frequencies, int64_t m0,
+                                                  int slice) {
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    to.begin<kRows>(set * kRows,
+                    rows + set * frequencies.set_size() + m0 * frequencies.columns +
+                        int64_t{slice} * kSliceColumns,
+                    frequencies.columns, kSliceColumns, kRows);
+  }
+}
+
+// One side's tokens of one head, and its frequencies.
+template <typename T>
+struct TurnRows {
+  const T* x;
+  const float* w;
+  int64_t x_stride;  // of tokens
+
+  __device__ TurnRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
+                      int64_t b, int64_t head)
+      : x(static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
+          source.x_head(head) * source.x.stride[1]),
+        w(frequencies.data +
+          (source.frequency_batch(b) * source.frequency_heads + source.frequency_head(head)) *
+              sets * frequencies.set_size()),
+        x_stride(source.x.stride[2]) {}
+
+  // Begins to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
+  template <int kRows>
+  __device__ __forceinline__ void begin(const Slice<T>& to, int64_t first, int64_t end, int64_t d,
+                                        int slice) const {
+    const int64_t column = int64_t{slice} * kSliceColumns;
+    to.template begin<kRows>(0, x + first * x_stride + column, x_stride, d - column, end - first);
+  }
+};
+
+// A block's 128 tokens of one head, a warp's 32 of these, and 32 frequencies at a time.
+template <typename T, int kSets>
+struct TokenTile {
+  static constexpr uint32_t kFrequencyBytes = kSets * kTurnFrequencies * Slice<float>::kRowBytes;
+  static constexpr uint32_t kBytes = kTurnTokens * Slice<T>::kRowBytes + kFrequencyBytes;
+
+  const FeatureSource& source;
+  const FrequencyRows& frequencies;
+  int64_t bh, first;  // the head among all batches', the first token
+  int64_t b, head;
+  TurnRows<T> rows;
+  Slice<float> w;  // of w1, then of w2
+  Slice<T> x;
+
+  __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared)
+      : source(s),
+        frequencies(f),
+        bh(blockIdx.x / ((s.N + kTurnTokens - 1) / kTurnTokens)),
+        first(blockIdx.x % ((s.N + kTurnTokens - 1) / kTurnTokens) * kTurnTokens),
+        b(bh / s.heads),
+        head(bh % s.heads),
+        rows(s, f, kSets, b, head),
+        w{shared},
+        x{shared + kFrequencyBytes} {}
+
+  // The thread's token in rows m of the warp's two tiles of 16.
+  __device__ __forceinline__ int row(int m, int half) const {
+    return threadIdx.x / 32 * 32 + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+  }
+  // turns[m][set * 2 + n]: the warp's tokens by frequencies m0 + 16 n and on. The slice of columns
+  // `last` comes last, and stays; begin_more() begins to copy more with it.
+  template <typename BeginMore>
+  __device__ __forceinline__ void make_turns(int64_t m0, int last,
+                                             float (&turns)[2][2 * kSets][2][4],
+                                             const BeginMore& begin_more) const {
+    const bool is_whole = frequencies.columns == kSliceColumns;
+    pass_slices(
+        frequencies, last,
+        [&](int slice) {
+          if (!is_whole || m0 == 0) {
+            rows.template begin<kTurnTokens>(x, first, source.N, source.d, slice);
+          }
+          begin_frequencies<kTurnFrequencies, kSets>(w, rows.w, frequencies, m0, slice);
+          if (slice == last) begin_more();
+        },
+        [&] {
+          multiply_slices(
+              turns, x, [&](int m) { return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m; }, w,
+              [](int n) { return 16 * n; });
+        });
+  }
+};
+
+// Where cosines of frequencies m0, a multiple of 32, and on stand in rows of `width` features;
+// their sines are 32 or 64 columns further on.
+__host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
+  return width == 64 ? m0 : m0 / 64 * 128 + m0 % 64;
+}
+__host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 32 : 64; }
+
+// Which of 32 frequencies has a row of FrequencyNumbers: a product's lanes have columns 2t and 2t +
+// 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
+__device__ __forceinline__ int frequency_of_row(int row) {
+  const int column = row % 8, tile = row / 8 % 2;
+  return row / 16 * 16 + column / 2 * 4 + tile * 2 + column % 2;
+}
+
+// Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
+template <typename Launch>
+const char* launch_turns(const FeatureSource& source, const Launch& launch) {
+  const auto of_type = [&]<typename T>() {
+    return source.stationary() ? launch.template operator()<T, 1>()
+                               : launch.template operator()<T, 2>();
+  };
+  switch (source.x.type) {
+    case ElementType::kFloat32:
+      return of_type.template operator()<float>();
+    case ElementType::kBFloat16:
+      return of_type.template operator()<BFloat16>();
+    default:
+      return of_type.template operator()<Half>();
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

@@ -1,0 +1,130 @@
+// Angles of tokens on CUDA cores: a block takes 16 tokens of one head and passes along the
+// frequencies.
+#pragma once
+
+#include "attention/cuda/cuda_cores/tile_product.h"
+#include "attention/cuda/operands/feature_source.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kTokens = 16;  // of one block
+constexpr int kTokenThreads = 128;
+
+__device__ __forceinline__ void sincos_turns(float turns, float& sine, float& cosine) {
+  sincospif(2 * (turns - rintf(turns)), &sine, &cosine);
+}
+__device__ __forceinline__ void sincos_turns(double turns, double& sine, double& cosine) {
+  sincospi(2 * (turns - rint(turns)), &sine, &cosine);
+}
+
+// Of a token's turns x . w1 and x . w2; stationary: the first stands for both.
+template <typename T>
+struct Angle {
+  T sin1, cos1, sin2, cos2;
+
+  __device__ __forceinline__ void set(T turns1, T turns2, bool stationary) {
+    sincos_turns(turns1, sin1, cos1);
+    sin2 = sin1;
+    cos2 = cos1;
+    if (!stationary) sincos_turns(turns2, sin2, cos2);
+  }
+};
+
+// One of both [d, M] of one head.
+struct Frequencies {
+  const Array* w;
+  int64_t base;
+
+  __device__ Frequencies(const FeatureSource& source, const Array& array, int64_t b, int64_t head)
+      : w(&array),
+        base(source.frequency_batch(b) * array.stride[0] +
+             source.frequency_head(head) * array.stride[1]) {}
+  template <typename T>
+  __device__ __forceinline__ T load(int64_t c, int64_t m) const {
+    return load_element<T>(*w, base + c * w->stride[2] + m * w->stride[3]);
+  }
+};
+
+template <typename T>
+struct alignas(16) Four {
+  T at[4];
+};
+
+// Elements from row to row of the tokens in shared memory: they are read four at a time.
+__host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
+
+// The turns of `kTokens` tokens by both frequencies m.
+//   x [kTokens][token_pitch(d)] in shared memory
+template <typename T>
+__device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b, int64_t head,
+                                         int64_t m, Shared<T> x, T (&turns1)[kTokens],
+                                         T (&turns2)[kTokens]) {
+  const Frequencies w1(source, source.w1, b, head), w2(source, source.w2, b, head);
+  const int64_t pitch = token_pitch(source.d);
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) turns1[t] = turns2[t] = 0;
+  for (int64_t first = 0; first < source.d; first += 4) {
+    T by1[4] = {}, by2[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i >= source.d) continue;
+      by1[i] = w1.load<T>(first + i, m);
+      if (!source.stationary()) by2[i] = w2.load<T>(first + i, m);
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const Four<T> values = load_vector<Four<T>>(x + t * pitch + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        turns1[t] += values.at[i] * by1[i];
+        turns2[t] += values.at[i] * by2[i];
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
+                                            int64_t first, Shared<T> x) {
+  const Tokens tokens(source.x, b, source.x_head(head));
+  const int64_t pitch = token_pitch(source.d);
+  for (int64_t index = threadIdx.x; index < kTokens * pitch; index += kTokenThreads) {
+    const int64_t token = first + index / pitch, c = index % pitch;
+    x[index] = token < source.N && c < source.d ? tokens.load<T>(token, c) : T(0);
+  }
+  __syncthreads();
+}
+
+// visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens and
+// all frequencies.
+template <typename T, typename Visit>
+__device__ __forceinline__ void visit_angles(const FeatureSource& source, const Visit& visit) {
+  Shared<T> x = dynamic_shared<T>();
+  const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
+  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
+  const int64_t b = bh / source.heads, head = bh % source.heads;
+  load_tokens(source, b, head, first, x);
+  for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
+    T turns1[kTokens], turns2[kTokens];
+    turns_of(source, b, head, m, x, turns1, turns2);
+    for (int t = 0; t < kTokens && first + t < source.N; ++t) {
+      Angle<T> angle;
+      angle.set(turns1[t], turns2[t], source.stationary());
+      visit(b, head, bh * source.N + first + t, first + t, m, angle);
+    }
+  }
+}
+
+// Launches a kernel that visits the angles of `source`.
+template <typename T, typename... Parameters, typename... Arguments>
+const char* launch_angles(void (*kernel)(FeatureSource, Parameters...), const FeatureSource& source,
+                          Stream stream, Arguments&&... arguments) {
+  const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
+  return launch(kernel, dim3(blocks), dim3(kTokenThreads),
+                kTokens * token_pitch(source.d) * int64_t{sizeof(T)}, stream, source,
+                static_cast<Arguments&&>(arguments)...);
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

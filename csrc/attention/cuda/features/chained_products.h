@@ -1,0 +1,59 @@
+// How turns, in registers, become their gradients and the left operand of the next product. Turns
+// are made again in the backward pass, rather than read.
+#pragma once
+
+#include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/gradients.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// A number of TF32, to nearest, or two.
+template <int kParts>
+__device__ __forceinline__ Tf32Block<kParts> rounded(Block block) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if constexpr (kParts == 1) block.element[i][c] = tf32_rounded(block.element[i][c]);
+    }
+  }
+  return Tf32Block<kParts>(block);
+}
+
+__device__ __forceinline__ Block finite_of(Block block) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (!is_finite(block.element[i][c])) block.element[i][c] = 0;
+    }
+  }
+  return block;
+}
+
+// sums[m][n] += left[m] right, where `left` has 16 columns and right's 16 rows begin at row0; 16
+// columns of right in each sums[.][n].
+template <int kParts, int kRows, typename T, typename Clean>
+__device__ __forceinline__ void multiply_by_rows(float (&sums)[kRows][4][2][4],
+                                                 const Tf32Block<kParts> (&left)[kRows],
+                                                 const Slice<T>& right, int row0,
+                                                 const Clean& clean) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const Tf32Block<kParts> block = rounded<kParts>(clean(right.transposed_block(row0, 16 * n)));
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) multiply(sums[m][n], left[m], block);
+  }
+}
+
+// A turn, in units of `turn_unit`, becomes its gradient.
+__device__ __forceinline__ void to_gradient(float& turn, float units, float grad_sin,
+                                            float grad_cos, float turn_unit = 1) {
+  float sine, cosine;
+  fast_sincos_of_turn(turn_remainder(turn, turn_unit), &sine, &cosine);
+  turn = turn_gradient(units, sine, cosine, grad_sin, grad_cos);
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

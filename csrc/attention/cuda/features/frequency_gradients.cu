@@ -1,0 +1,140 @@
+// Gradients of the frequencies, on tensor cores.
+#include "attention/cuda/features/chained_products.h"
+#include "attention/cuda/features/frequency_parts.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kFrequencyTokens = 64;  // that a block passes by at a time
+constexpr int64_t kTokensOfShare = 512;
+
+// The shares' parts: a block's 64 frequencies, 16 of each warp, and 64 dimensions.
+template <typename T, int kSets>
+struct FrequencyLayout {
+  static constexpr uint32_t kTokensAt = kSets * kTile * Slice<float>::kRowBytes;
+  static constexpr uint32_t kCosines = kTokensAt + kFrequencyTokens * Slice<T>::kRowBytes;
+  static constexpr uint32_t kSines = kCosines + kFrequencyTokens * Slice<Half>::kRowBytes;
+  static constexpr uint32_t kScales = kSines + kFrequencyTokens * Slice<Half>::kRowBytes;
+  static constexpr int64_t kBytes = kScales + kFrequencyTokens * 4;
+};
+template <typename T, int kSets>
+__global__ void __launch_bounds__(kProductThreads, 2)
+    turn_frequency_kernel(FeatureSource source, FrequencyRows frequencies,
+                          FeatureGradients grad_phi, int64_t width, FrequencyParts<float> parts) {
+  using L = FrequencyLayout<T, kSets>;
+  constexpr int kParts = kTf32Parts<T>;
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const Slice<float> w{shared};
+  const Slice<T> x{shared + L::kTokensAt};
+  const Slice<Half> cosines{shared + L::kCosines}, sines{shared + L::kSines};
+  Shared<float> scales = shared_cast<float>(shared + L::kScales);  // [kFrequencyTokens]
+  const FrequencyBlock<float> block(source, parts);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  // Of the thread's first token and frequency. The next token, and the eighth frequency further on,
+  // are in the chunk beside it: both even, they are turned by the last bit.
+  const uint32_t first_place = Slice<Half>::place_of_element(2 * t, 16 * warp + g);
+  const bool is_whole = frequencies.columns == kSliceColumns;
+  const int last = static_cast<int>(block.c0 / kSliceColumns);
+  const int64_t column = cosine_column(block.m0, width);
+  bool is_first = true;
+  float sums[kSets][4][2][4] = {};
+  for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
+    const int64_t b = block.batch(unit), head = block.head(unit);
+    const TurnRows<T> rows(source, frequencies, kSets, b, head);
+    const int64_t bh = b * source.heads + head;
+    const Half* gradients = grad_phi.rows + (bh * source.N + block.first) * width + column;
+    const float* row_scales = grad_phi.scales + block.first +
+                              scale_place(block.m0 / 64, source.B * source.heads, bh, source.N);
+    const int tokens = static_cast<int>(block.end - block.first);
+    for (int token0 = 0; token0 < tokens; token0 += kFrequencyTokens) {
+      float turns[kSets][4][2][4] = {};
+      pass_slices(
+          frequencies, last,
+          [&](int slice) {
+            rows.template begin<kFrequencyTokens>(x, block.first + token0, block.end, source.d,
+                                                  slice);
+            if (!is_whole || is_first) {
+              begin_frequencies<kTile, kSets>(w, rows.w, frequencies, block.m0, slice);
+            }
+            is_first = false;
+            if (slice != last) return;
+            const Half* from = gradients + token0 * width;
+            const int left = tokens - token0;
+            // Of 32 frequencies alone, the sines follow; nobody stores what they are taken for.
+            cosines.begin<kFrequencyTokens>(0, from, width, width - column, left);
+            sines.begin<kFrequencyTokens>(0, from + sine_step(width), width,
+                                          width - column - sine_step(width), left);
+            if (threadIdx.x < kFrequencyTokens / 4) {
+              cp_async_16(shared_address(scales + threadIdx.x * 4),
+                          row_scales + token0 + threadIdx.x * 4);
+            }
+          },
+          [&] {
+            multiply_slices(
+                turns, w, [&](int set) { return set * kTile + 16 * warp; }, x,
+                [](int n) { return 16 * n; });
+          });
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = 16 * n + 8 * j + 2 * t + i % 2;
+            const uint32_t place = first_place + (i % 2 != i / 2 ? 16 : 0) +
+                                   (16 * n + 8 * j + i % 2) * Slice<Half>::kRowBytes;
+            const float of_cosine = cosines.at(place), of_sine = sines.at(place);
+            const float row_scale = scales[token];
+#pragma unroll
+            for (int set = 0; set < kSets; ++set) {
+              to_gradient(turns[set][n][j][i], row_scale, of_sine, of_cosine);
+            }
+          }
+        }
+        Tf32Block<kParts> left_blocks[kSets];
+#pragma unroll
+        for (int set = 0; set < kSets; ++set) {
+          left_blocks[set] = rounded<kParts>(block_of(turns[set][n]));
+        }
+        // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
+        multiply_by_rows(sums, left_blocks, x, 16 * n,
+                         [](const Block& tokens) { return finite_of(tokens); });
+      }
+    }
+  }
+  const float units = static_cast<float>(turn_units(kSets == 1));
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int64_t m = block.m0 + 16 * warp + g + 8 * (i / 2);
+          const int64_t c = block.c0 + 16 * n + 8 * j + 2 * t + i % 2;
+          if (m < source.M && c < source.d) {
+            block.part[set * block.size + c * source.M + m] = units * sums[set][n][j][i];
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
+                                     const FeatureGradients& grad_phi, float* grad_w1,
+                                     float* grad_w2, const DeviceExecutor& executor) {
+  const FrequencyParts<float> parts(source, kTokensOfShare, &executor);
+  const char* error = launch_turns(source, [&]<typename T, int kSets>() {
+    return launch(turn_frequency_kernel<T, kSets>, parts.blocks(source), dim3(kProductThreads),
+                  FrequencyLayout<T, kSets>::kBytes, executor.stream, source, frequencies, grad_phi,
+                  padded_columns(2 * source.M), parts);
+  });
+  if (error != nullptr) return error;
+  return add_frequency_parts(source, parts, grad_w1, grad_w2, executor.stream);
+}
+
+}  // namespace ikattn::cuda

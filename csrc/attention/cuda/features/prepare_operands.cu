@@ -1,0 +1,170 @@
+// Tokens and frequencies as the products on tensor cores read them.
+#include "attention/cuda/features/angle_products.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kCopyThreads = 256;
+
+// rows [frequency_batches, frequency_heads, sets, rows, columns] of w1 and w2 [.., d, M]; see
+// FrequencyRows.
+__global__ void __launch_bounds__(kCopyThreads, 2)
+    frequency_rows_kernel(FeatureSource source, FrequencyRows rows, float* data, int sets,
+                          int64_t count) {
+  const int64_t index = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x;
+  if (index >= count) return;
+  const int64_t c = index % rows.columns, m = index / rows.columns % rows.rows;
+  const int64_t set = index / rows.set_size() % sets, which = index / rows.set_size() / sets;
+  const Array& w = set == 0 ? source.w1 : source.w2;
+  const int64_t batch = which / source.frequency_heads, head = which % source.frequency_heads;
+  const int64_t from = batch * w.stride[0] + head * w.stride[1] + c * w.stride[2] + m * w.stride[3];
+  data[index] = c < source.d && m < source.M ? load_element<float>(w, from) : 0.0f;
+}
+
+// A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see FrequencyNumbers.
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads, 2)
+    frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices,
+                            bool for_backward, uint16_t* data, float* units) {
+  IKATTN_SHARED(float, maxima, kCopyThreads / 32);
+  constexpr int kTileSize = kTurnFrequencies * kSliceColumns;
+  const int tiles = pieces * slices * sets, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int set = tile % sets, slice = tile / sets % slices, piece = tile / sets / slices;
+  const int64_t which = blockIdx.x / static_cast<unsigned>(tiles);
+  const int64_t batch = which / source.frequency_heads, head = which % source.frequency_heads;
+  const int d = static_cast<int>(source.d), M = static_cast<int>(source.M);
+  const auto load = [&](int of_set, int c, int m) {
+    const Array& w = of_set == 0 ? source.w1 : source.w2;
+    const int64_t from =
+        batch * w.stride[0] + head * w.stride[1] + c * w.stride[2] + m * w.stride[3];
+    return c < d && m < M ? load_element<float>(w, from) : 0.0f;
+  };
+  const bool is_scaled = std::is_same_v<T, Half> || for_backward;
+  float most = 0;
+  for (int of_set = 0; is_scaled && of_set < sets; ++of_set) {
+    for (int m = threadIdx.x % 32; m < M; m += 32) {
+      for (int c0 = threadIdx.x / 32; c0 < d; c0 += kCopyThreads) {
+        float sizes[8];  // all under way before one is looked at
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          sizes[i] = fabsf(load(of_set, c0 + i * (kCopyThreads / 32), m));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (is_finite(sizes[i])) most = fmaxf(most, sizes[i]);
+        }
+      }
+    }
+  }
+  most = max_of_lanes(most);
+  if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = most;
+  __syncthreads();
+  for (int warp = 0; warp < kCopyThreads / 32; ++warp) {
+    const float other = maxima[warp];
+    most = other > most ? other : most;
+  }
+  const float fit = fitting_power(most), scale = std::is_same_v<T, Half> ? fit : 1.0f;
+  if (threadIdx.x == 0 && tile == 0) {
+    units[2 * which] = 1 / scale;
+    units[2 * which + 1] = 1 / fit;
+  }
+  uint16_t* out = data +
+                  ((which * pieces + piece) * slices + slice) * kPlanesOf<T> * sets * kTileSize +
+                  set * kTileSize;
+#pragma unroll
+  for (int index = threadIdx.x; index < kTileSize; index += kCopyThreads) {
+    const int c = index % kSliceColumns, m = frequency_of_row(index / kSliceColumns);
+    const float w = load(set, slice * kSliceColumns + c, piece * kTurnFrequencies + m);
+    float rest = w * scale;
+#pragma unroll
+    for (int number = 0; number < kNumbersOf<T>; ++number) {
+      const T rounded = from_float<T>(rest);
+      out[number * sets * kTileSize + index] = rounded.bits;
+      rest -= to_float(rounded);
+    }
+    if (kHalfPlane<T> != 0 && for_backward) {
+      out[kHalfPlane<T> * sets * kTileSize + index] = to_half(w * fit).bits;
+    }
+  }
+}
+
+// copy [B, x_heads, N, columns], of the tokens' own type.
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads, 2)
+    token_copy_kernel(FeatureSource source, int columns, int64_t count, T* copy) {
+  const int64_t index = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x;
+  if (index >= count) return;
+  const int64_t c = index % columns, n = index / columns % source.N;
+  const int64_t head = index / columns / source.N;
+  const int64_t* stride = source.x.stride;
+  const int64_t from = head / source.x_heads * stride[0] + head % source.x_heads * stride[1] +
+                       n * stride[2] + c * stride[3];
+  copy[index] = c < source.d ? static_cast<const T*>(source.x.data)[from] : T{};
+}
+
+dim3 copy_blocks(int64_t count) {
+  return dim3(static_cast<unsigned>(ceil_div(count, kCopyThreads)));
+}
+
+const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source) {
+  const bool is_float = source.x.type == ElementType::kFloat32;
+  if (lies_in_rows_of_16_bytes(source.x, is_float ? 4 : 2)) return nullptr;
+  return launch_turns(source, [&]<typename T, int kSets>() {
+    constexpr int64_t kWidth = 16 / sizeof(T);
+    const int64_t columns = ceil_div(source.d, kWidth) * kWidth;
+    const int64_t count = source.B * source.x_heads * source.N * columns;
+    T* copy = executor.take<T>(count);
+    const char* error = launch(token_copy_kernel<T>, copy_blocks(count), dim3(kCopyThreads), 0,
+                               executor.stream, source, static_cast<int>(columns), count, copy);
+    const ElementType type = source.x.type;
+    source.x = contiguous(copy, source.x_heads, source.N, columns);
+    source.x.type = type;
+    return error;
+  });
+}
+
+}  // namespace
+
+const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
+                          bool for_backward, TurnOperands& operands) {
+  operands = {};
+  operands.queries = source_of(params, false);
+  operands.keys = source_of(params, true);
+  const FeatureSource& source = operands.queries;
+  if (const char* error = prepare_tokens(executor, operands.queries)) return error;
+  if (const char* error = prepare_tokens(executor, operands.keys)) return error;
+  const int sets = params.w2 ? 2 : 1;
+  const int64_t heads = params.frequency_batches * params.frequency_heads;
+  const bool is_float = source.x.type == ElementType::kFloat32;
+  if (!is_float) {
+    FrequencyNumbers& numbers = operands.numbers;
+    numbers.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kTurnFrequencies);
+    numbers.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
+    float* units = executor.take<float>(2 * heads);
+    numbers.units = units;
+    const int64_t tiles = heads * numbers.pieces * numbers.slices * sets;
+    const auto make_numbers = [&]<typename T>() {
+      uint16_t* data =
+          executor.take<uint16_t>(tiles * kPlanesOf<T> * kTurnFrequencies * int64_t{kSliceColumns});
+      numbers.data = data;
+      return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)),
+                    dim3(kCopyThreads), 0, executor.stream, source, sets, numbers.pieces,
+                    numbers.slices, for_backward, data, units);
+    };
+    const char* error = source.x.type == ElementType::kBFloat16
+                            ? make_numbers.template operator()<BFloat16>()
+                            : make_numbers.template operator()<Half>();
+    if (error != nullptr) return error;
+  }
+  if (!is_float && (!for_backward || goes_in_one_pass(source))) return nullptr;
+  FrequencyRows& rows = operands.frequencies;
+  rows.rows = ceil_div(params.M, kSliceColumns) * kSliceColumns;
+  rows.columns = ceil_div(params.d, kSliceColumns) * kSliceColumns;
+  const int64_t count = heads * sets * rows.set_size();
+  float* data = executor.take<float>(count);
+  rows.data = data;
+  return launch(frequency_rows_kernel, copy_blocks(count), dim3(kCopyThreads), 0, executor.stream,
+                source, rows, data, sets, count);
+}
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,225 @@
+// Tokens to features, on tensor cores.
+#include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/split_frequencies.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Where the features of one side go.
+struct FeatureRows {
+  Half* phi;  // [B, heads, N, width]
+  int width;
+  // Of keys: where the logit is NaN or -inf, features are zero, others are multiplied with their
+  // scale. nullptr: of queries
+  const float* logits;  // [B, heads, N]
+  const float* scales;  // [B, heads, N]
+  // Of queries, whose features become zero where they are not finite: NaN there, else 0; nullptr:
+  // not wanted
+  float* poison;  // [B, heads, N]
+
+  // Of a token's sums of two cosines, or sines.
+  __device__ __forceinline__ float scale_of(int64_t index) const {
+    if (logits == nullptr) return 1;
+    const float logit = logits[index];
+    // A hidden key may hold anything, and is multiplied with weights of 0.
+    return logit == logit && logit != minus_infinity<float>() ? scales[index] : 0.0f;
+  }
+};
+
+// The features of a warp's 32 tokens, 16 frequencies at a time, of their turns as products leave
+// them: rows g and g + 8 of two tiles of 16. kNumbers: of FrequencyNumbers, where a lane has four
+// neighbours. kWidth: of a row, or 0.
+template <int kSets, bool kNumbers, int kWidth>
+class WarpFeatures {
+ public:
+  // Of the tokens from `first` of the head `bh`, of N.
+  __device__ __forceinline__ WarpFeatures(const FeatureRows& rows, int64_t bh, int64_t first,
+                                          int64_t N)
+      : rows_(rows),
+        first_row_(bh * N + first),
+        tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
+    phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scales_[i] = 0;
+      if (row(i) < tokens_) scales_[i] = rows.scale_of(first_row_ + row(i));
+    }
+  }
+
+  // Those of 16 frequencies from m0 on, of M. turn(m, set, j, i), in units of `unit`: of tile m of
+  // tokens and j of 8 frequencies.
+  template <typename Turn>
+  __device__ __forceinline__ void store(int m0, int M, float unit, const Turn& turn) {
+    const int sine_at = sine_step(width()), t = static_cast<int>(threadIdx.x) % 4;
+    // Bits of pairs of features, ones where there is a frequency.
+    uint32_t present[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int left = M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j);
+      present[j] = left > 1 ? 0xffffffffu : left > 0 ? 0x0000ffffu : 0u;
+    }
+    Half* phi = phi_ + cosine_column(m0, width());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = i / 2, half = i % 2;
+      const float scale = kSets == 1 ? 2 * scales_[i] : scales_[i];
+      // By bits: what a hidden key holds may be NaN.
+      const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
+      uint32_t cosines[2], sines[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float cosine[2], sine[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          fast_sincos_of_turn(turn_remainder(turn(m, 0, j, 2 * half + c), unit), &sine[c],
+                              &cosine[c]);
+          if constexpr (kSets == 2) {
+            float sine2, cosine2;
+            fast_sincos_of_turn(turn_remainder(turn(m, 1, j, 2 * half + c), unit), &sine2,
+                                &cosine2);
+            cosine[c] += cosine2;
+            sine[c] += sine2;
+          }
+          not_finite_[i] = fmaf(cosine[c], 0.0f, not_finite_[i]);
+          cosine[c] *= scale;
+          sine[c] *= scale;
+        }
+        cosines[j] = pack_f16x2(cosine[0], cosine[1]) & present[j] & counts;
+        sines[j] = pack_f16x2(sine[0], sine[1]) & present[j] & counts;
+      }
+      Half* to = phi + 8 * i * width();
+      if constexpr (kNumbers) {
+        if (row(i) < tokens_) {
+          store_vector(to, make_uint2(cosines[0], cosines[1]));
+          store_vector(to + sine_at, make_uint2(sines[0], sines[1]));
+        }
+      } else {
+        const bool there = row(i) < tokens_;
+        store_tiles(to, there, cosines[0], cosines[1]);
+        store_tiles(to + sine_at, there, sines[0], sines[1]);
+      }
+    }
+    __syncwarp();  // lanes of no token come to the next product with the others
+  }
+
+  // After all frequencies, of queries: what is not finite.
+  __device__ __forceinline__ void finish() {
+    if (rows_.logits != nullptr) return;
+    __syncwarp();  // rows are stored
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float poison = sum_of_lanes<4>(not_finite_[i]);
+      if (row(i) >= tokens_) continue;
+      if (rows_.poison != nullptr && t == 0) rows_.poison[first_row_ + row(i)] = poison;
+      if (poison == poison) continue;
+      Half* to = rows_.phi + (first_row_ + row(i)) * width();
+#pragma unroll 1
+      for (int column = 8 * t; column < width(); column += 32) {
+        store_vector(to + column, make_uint4(0, 0, 0, 0));
+      }
+    }
+  }
+
+ private:
+  // Of a thread's four, eight apart.
+  __device__ __forceinline__ static int row(int i) {
+    return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+  __device__ __forceinline__ int width() const { return kWidth == 0 ? rows_.width : kWidth; }
+
+  const FeatureRows& rows_;
+  int64_t first_row_;
+  int tokens_;
+  Half* phi_;  // of the thread's first row, where it begins
+  float scales_[4];
+  float not_finite_[4] = {};  // 0, or NaN
+};
+
+// Of float32: a block has 128 tokens.
+template <int kSets>
+__global__ void __launch_bounds__(kProductThreads, 3)
+    turn_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
+  const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
+  WarpFeatures<kSets, false, 0> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
+                                         source.N);
+  for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kTurnFrequencies) {
+    float turns[2][2 * kSets][2][4] = {};
+    tile.make_turns(m0, 0, turns, [] {});
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      features.store(static_cast<int>(m0) + 16 * n, static_cast<int>(source.M), 1,
+                     [&](int m, int set, int j, int i) { return turns[m][2 * set + n][j][i]; });
+    }
+  }
+  features.finish();
+}
+
+// Of 16 bits: a block has 256 tokens at a time, tiles_each times.
+template <typename T, int kSets, int kWidth>
+__global__ void __launch_bounds__(kNumberThreads, 2)
+    number_feature_kernel(FeatureSource source, FrequencyNumbers frequencies, FeatureRows rows,
+                          int tiles_each) {
+  const int tiles = static_cast<int>((source.N + kNumberTokens - 1) / kNumberTokens);
+  const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
+  const int64_t bh = blockIdx.x / ranges;
+  const int first_tile = static_cast<int>(blockIdx.x % ranges) * tiles_each;
+  const int end = min(first_tile + tiles_each, tiles);
+  NumberTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  for (int index = first_tile; index < end; ++index) {
+    const int64_t first = int64_t{index} * kNumberTokens + warp * 32;
+    const bool has_tokens = first < source.N;  // the whole warp
+    WarpFeatures<kSets, true, kWidth> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
+    for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
+      float turns[kSets][2][2][4] = {};
+      tile.make_turns(index, m0, has_tokens, turns);
+      if (!has_tokens) continue;
+      features.store(m0, static_cast<int>(source.M), tile.unit(),
+                     [&](int m, int set, int j, int i) { return turns[set][m][j][i]; });
+    }
+    if (has_tokens) features.finish();
+  }
+}
+
+const char* write_side(const FeatureSource& source, const TurnOperands& operands,
+                       const FeatureRows& rows, Stream stream) {
+  const int64_t heads = source.B * source.heads;
+  return launch_turns(source, [&]<typename T, int kSets>() {
+    if constexpr (sizeof(T) == 4) {
+      const int64_t blocks = heads * ceil_div(source.N, kTurnTokens);
+      return launch(turn_feature_kernel<kSets>, dim3(static_cast<unsigned>(blocks)),
+                    dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
+                    operands.frequencies, rows);
+    } else {
+      // Frequencies are copied once for all tiles of a block, and the next tile's tokens while one
+      // is multiplied; a multiprocessor should have two times the two blocks that it has room for.
+      const int64_t tiles = ceil_div(source.N, kNumberTokens);
+      const int64_t each = ceil_div(heads * tiles, int64_t{4} * multiprocessors());
+      const int tiles_each = static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
+      const auto kernel = rows.width == 64    ? number_feature_kernel<T, kSets, 64>
+                          : rows.width == 128 ? number_feature_kernel<T, kSets, 128>
+                                              : number_feature_kernel<T, kSets, 0>;
+      return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
+                    dim3(kNumberThreads), NumberTile<T, kSets>::kBytes, stream, source,
+                    operands.numbers, rows, tiles_each);
+    }
+  });
+}
+
+}  // namespace
+
+const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
+                                const FeatureDestination& destination, Stream stream) {
+  const int width = static_cast<int>(padded_columns(2 * params.M));
+  if (const char* error =
+          write_side(operands.queries, operands,
+                     {destination.phi_q, width, nullptr, nullptr, destination.poison}, stream)) {
+    return error;
+  }
+  return write_side(operands.keys, operands,
+                    {destination.phi_k, width, destination.logits, destination.scales, nullptr},
+                    stream);
+}
+
+}  // namespace ikattn::cuda

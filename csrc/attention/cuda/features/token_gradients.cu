@@ -1,0 +1,178 @@
+// Gradients of features and logits, back to tokens, on tensor cores.
+#include "attention/cuda/features/chained_products.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kFloatPitch = Slice<float>::kRowBytes / 4;
+
+template <typename T, int kSets>
+struct TokenGradientLayout {
+  static constexpr uint32_t kGradients = TokenTile<T, kSets>::kBytes;
+  static constexpr uint32_t kEnd = kGradients + kTurnTokens * Slice<Half>::kRowBytes;
+  // Slopes take the place of tokens that have their size: beside them there is no room for both.
+  static constexpr bool kInPlace = sizeof(T) == sizeof(float);
+  static constexpr int64_t bytes(bool has_powers) {
+    return kEnd + (has_powers && !kInPlace ? int64_t{kTurnTokens} * Slice<float>::kRowBytes : 0);
+  }
+};
+
+// grad_x of 128 tokens and 64 dimensions.
+//   out [B, heads, N, d]
+template <typename T, int kSets>
+__global__ void __launch_bounds__(kProductThreads, 2)
+    turn_token_kernel(FeatureSource source, FrequencyRows frequencies, FeatureGradients grad_phi,
+                      int64_t width, Array out, Magnitude<float> magnitude) {
+  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
+  constexpr int kParts = 2;
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const TokenTile<T, kSets> tile(source, frequencies, shared);
+  // Of the cosines and the sines of 32 frequencies, next to each other.
+  using L = TokenGradientLayout<T, kSets>;
+  const Slice<Half> incoming{shared + L::kGradients};
+  const Slice<float> slopes{L::kInPlace ? tile.x.memory : shared + L::kEnd};
+  const int last = static_cast<int>(blockIdx.y), t = threadIdx.x % 4;
+  const int64_t left = source.N - tile.first;
+  const float units = static_cast<float>(turn_units(kSets == 1));
+  const Half* gradients = grad_phi.rows + (tile.bh * source.N + tile.first) * width;
+  float sums[2][4][2][4] = {};
+  for (int64_t m0 = 0; m0 < source.M; m0 += kTurnFrequencies) {
+    float turns[2][2 * kSets][2][4] = {};
+    tile.make_turns(m0, last, turns, [&] {
+      const Half* from = gradients + cosine_column(m0, width);
+      incoming.begin_halves<kTurnTokens>(from, from + sine_step(width), width, left);
+    });
+    const float* row_scales =
+        grad_phi.scales + tile.first +
+        scale_place(m0 / kSliceColumns, source.B * source.heads, tile.bh, source.N);
+    float row_units[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = tile.row(m, half);
+        row_units[m][half] = row < left ? units * row_scales[row] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = tile.row(m, half), column = 16 * n + 8 * j + 2 * t;
+            const float2 grad_cos = incoming.pair(row, column);
+            const float2 grad_sin = incoming.pair(row, kTurnFrequencies + column);
+#pragma unroll
+            for (int set = 0; set < kSets; ++set) {
+              float (&two)[4] = turns[m][2 * set + n][j];
+              to_gradient(two[2 * half], row_units[m][half], grad_sin.x, grad_cos.x);
+              to_gradient(two[2 * half + 1], row_units[m][half], grad_sin.y, grad_cos.y);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        const Tf32Block<kParts> left_blocks[2] = {rounded<kParts>(block_of(turns[0][2 * set + n])),
+                                                  rounded<kParts>(block_of(turns[1][2 * set + n]))};
+        multiply_by_rows(sums, left_blocks, tile.w, set * kTurnFrequencies + 16 * n,
+                         [](const Block& block) { return block; });
+      }
+    }
+  }
+  // Slopes with a power are long code: once, and not for every sum.
+  const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
+  if (has_powers) {
+    Shared<float> to = shared_cast<float>(slopes.memory);
+    if constexpr (L::kInPlace) __syncthreads();  // others may still read tokens
+#pragma unroll 1
+    for (int index = threadIdx.x; index < kTurnTokens * kSliceColumns / 2;
+         index += kProductThreads) {
+      const int row = index / (kSliceColumns / 2), column = index % (kSliceColumns / 2) * 2;
+      if (row >= left) continue;
+      const KeyMagnitude<float> own(magnitude, tile.bh * source.N + tile.first + row);
+      const float2 x = tile.x.pair(row, column);
+      const float2 slope =
+          own.factor == 0 ? make_float2(0, 0)
+                          : make_float2(own.slope(x.x, magnitude.p), own.slope(x.y, magnitude.p));
+      store_vector(to + row * kFloatPitch + column, slope);
+    }
+    __syncthreads();
+  }
+  const int64_t c0 = int64_t{last} * kSliceColumns;
+  const RowPairs pairs(out);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile.row(m, half);
+      if (row >= left) continue;
+      const int64_t token = tile.first + row;
+      const KeyMagnitude<float> own(magnitude, tile.bh * source.N + token);
+      const int64_t to = tile.b * out.stride[0] + tile.head * out.stride[1] + token * out.stride[2];
+      if (has_powers || own.factor != 0) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int column = 8 * n + 2 * t;
+          float2 slope;
+          if (has_powers) {
+            slope = slopes.pair(row, column);
+          } else {
+            const float2 x = tile.x.pair(row, column);
+            slope = make_float2(own.factor * x.x, own.factor * x.y);
+          }
+          sums[m][n / 2][n % 2][2 * half] += slope.x;
+          sums[m][n / 2][n % 2][2 * half + 1] += slope.y;
+        }
+      }
+      pairs.store<kSliceColumns>(to, c0, source.d, [&](int n) {
+        const float (&two)[4] = sums[m][n / 2][n % 2];
+        return make_float2(two[2 * half], two[2 * half + 1]);
+      });
+    }
+  }
+}
+
+const char* side_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
+                           const FeatureGradients& grad_phi, const Array& grad_x,
+                           const Magnitude<float>& magnitude, const DeviceExecutor& executor) {
+  const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
+  const dim3 blocks(
+      static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTurnTokens)),
+      static_cast<unsigned>(frequencies.columns / kSliceColumns));
+  return launch_turns(source, [&]<typename T, int kSets>() {
+    return launch(turn_token_kernel<T, kSets>, blocks, dim3(kProductThreads),
+                  TokenGradientLayout<T, kSets>::bytes(has_powers), executor.stream, source,
+                  frequencies, grad_phi, padded_columns(2 * source.M), grad_x, magnitude);
+  });
+}
+
+}  // namespace
+
+const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                           const TurnOperands& operands, const SplitLogits<float>& keys,
+                           const FoldedGradients& gradients) {
+  const FrequencyRows& frequencies = operands.frequencies;
+  float* grad_w1 = data_of<float>(params.grad_w1);
+  float* grad_w2 = data_of<float>(params.grad_w2);
+  return for_sides(
+      params, keys, gradients,
+      [&](bool of_keys, const FeatureGradients& grad_phi, const Array& grad_x,
+          const auto& magnitude) {
+        const FeatureSource& source = of_keys ? operands.keys : operands.queries;
+        if (goes_in_one_pass(source)) {
+          return number_gradients(source, operands.numbers, grad_phi, grad_x, magnitude, grad_w1,
+                                  grad_w2, executor);
+        }
+        const char* error =
+            grad_x ? side_gradients(source, frequencies, grad_phi, grad_x, magnitude, executor)
+                   : nullptr;
+        if (error != nullptr || !wants_frequencies(params)) return error;
+        return turn_frequency_gradients(source, frequencies, grad_phi, grad_w1, grad_w2, executor);
+      });
+}
+
+}  // namespace ikattn::cuda

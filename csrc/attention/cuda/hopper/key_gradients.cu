@@ -1,0 +1,274 @@
+// The key side of the folded form's backward on Hopper: grad_phi_k, grad_value and the gradients of
+// the logits. An item is 128 keys, two warpgroups of 64, and passes along the queries of all
+// heads that share them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so
+// that what is made of them is the A of what is summed.
+//
+// Compiled for sm_90a alone.
+#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/tensor_cores/epilogue_backward.h"
+
+namespace ikattn::cuda {
+namespace {
+
+template <int F, int V>
+struct KeyLayout {
+  using Queries = Boxes<kStep, F>;
+  using Gradients = Boxes<kStep, V>;
+  static constexpr uint32_t kGradients = Queries::kBytes;
+  static constexpr uint32_t kStage = kGradients + Gradients::kBytes;
+  // An item's own keys and values are read from shared memory to its end, but for narrow values,
+  // which registers hold. Where there is room, those of two items lie there.
+  using OwnKeys = Boxes<kWarpgroupRows, F>;
+  using OwnValues = Boxes<kWarpgroupRows, V>;
+  [[maybe_unused]] static constexpr bool kHoldsValues = V <= 64;
+  static constexpr int kItems = F + V <= 192 ? 2 : 1;
+  using Barriers = TileBarriers<kItems>;
+  static constexpr uint32_t kOwn = OwnKeys::kBytes + OwnValues::kBytes;
+  static constexpr uint32_t kOwnAt = kTilesInFlight * kStage;  // [item]
+  // [stage][2][kStep], deltas behind normalizers
+  static constexpr uint32_t kNormalizers = kOwnAt + kItems * kOwn;
+  static constexpr uint32_t kBarriers = kNormalizers + kTilesInFlight * 2 * kStep * 4;
+  static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
+  static constexpr int64_t kBytes = kNumbers + kItems * kItemNumbers * 4;
+};
+
+// From where an item's own tokens, and the tiles it passes along, are copied.
+struct PairMaps {
+  KeyMaps own;
+  RowMap queries, gradients;
+};
+
+// What the third warpgroup of a block does.
+template <typename L>
+__device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params,
+                                           const FoldedTokens& tokens, const FoldedRows& rows,
+                                           const Items& items, const PairMaps& maps,
+                                           const typename L::Barriers& barriers,
+                                           Shared<int> numbers, uint32_t base, bool is_causal) {
+  constexpr uint32_t kRowNumbers = kStep * 4;
+  int bh = 0, first = 0, i0 = 0;  // of the item's tiles
+  copy_items(
+      barriers, items, numbers, L::kOwn, L::kStage + 2 * kRowNumbers,
+      [&](int index) {
+        return tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
+      },
+      [&](int index, int place, uint32_t barrier) {
+        const KeyBlock at(params, kWarpgroupRows, is_causal, index);
+        const uint32_t own = base + L::kOwnAt + place * L::kOwn;
+        L::OwnKeys::copy(own, maps.own.keys, 0, at.bk, at.j0, barrier);
+        L::OwnValues::copy(own + L::OwnKeys::kBytes, maps.own.values, at.b, at.value_head, at.j0,
+                           barrier);
+        bh = at.bk * at.group;
+        first = i0 = at.first_tile * kStep;
+        return at.steps;
+      },
+      [&](int, int stage, uint32_t barrier) {
+        const int64_t row = bh * padded_tokens(params.L) + i0;
+        const uint32_t place = base + stage * L::kStage;
+        const uint32_t of_rows = base + L::kNormalizers + stage * 2 * kRowNumbers;
+        L::Queries::copy(place, maps.queries, 0, bh, i0, barrier);
+        L::Gradients::copy(place + L::kGradients, maps.gradients, 0, bh, i0, barrier);
+        begin_bytes(of_rows, rows.normalizer + row, kRowNumbers, barrier);
+        begin_bytes(of_rows + kRowNumbers, rows.delta + row, kRowNumbers, barrier);
+        i0 += kStep;
+        if (i0 < params.L) return;
+        i0 = first;
+        ++bh;
+      });
+}
+
+template <typename T, int F, int V, bool kCausal>
+__global__ void __launch_bounds__(kWarpgroupThreads, 1)
+    warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
+                         const float* logits, FoldedGradients gradients, Items items,
+                         const __grid_constant__ PairMaps maps) {
+#if IKATTN_WARPGROUP_CODE
+  using L = KeyLayout<F, V>;
+  static_assert(
+      kLiesInSharedMemory<L, L::kStage, L::kGradients, L::kOwnAt, L::kOwn, L::OwnKeys::kBytes>);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const uint32_t base = shared_address(shared);
+  Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
+  const typename L::Barriers barriers(base + L::kBarriers);
+  if (threadIdx.x >= kProductThreads) {
+    copy_pairs<L>(params, tokens, rows, items, maps, barriers, numbers, base, kCausal);
+    return;
+  }
+  take_registers<kProductRegisters>();
+
+  const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the warp's
+  TileStage stage;
+  ItemPlace<L::kItems> item;
+  for (;; item.next()) {
+    barrier_wait(barriers.item_full(item.index), item.parity);
+    const int index = numbers[item.index * kItemNumbers];
+    if (index < 0) break;
+    const KeyBlock at(params, kWarpgroupRows, kCausal, index);
+    // Those of the thread's warpgroup.
+    const uint32_t own = base + L::kOwnAt + item.index * L::kOwn;
+    const uint32_t own_keys = own + warpgroup * (64 * 128);
+    [[maybe_unused]] const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
+    [[maybe_unused]] uint32_t held_values[V / 16][4];
+    if constexpr (L::kHoldsValues) load_left<V>(held_values, own + L::OwnKeys::kBytes);
+    // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
+    constexpr bool kOverlaps = F + V <= 192;
+    float key_fit[2], key_terms[2];
+    {
+      const float fit =
+          key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit *
+          static_cast<float>(4 * params.M) * (1 / kWeightScale<T>);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int j = at.j0 + warp * 16 + g + 8 * half;
+        const bool there = j < params.S;
+        // sqrt(K e_j), with which the score is bounded.
+        key_fit[half] = there ? tokens.scales[at.bk * params.S + j] * fit : 0.0f;
+        // A hidden key's is zero: -0, by which it is known in the end.
+        if (kOverlaps && there && logits[at.bk * params.S + j] == minus_infinity<float>()) {
+          key_fit[half] = -0.0f;
+        }
+        key_terms[half] = there ? tokens.terms[at.bk * padded_tokens(params.S) + j] : 0.0f;
+      }
+    }
+    float s[kStep / 2], x[kStep / 2];
+    uint32_t weights[kStep / 16][4], products[kStep / 16][4];
+    float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
+    float logit_sums[2] = {};
+
+    const auto begin_sums = [&](int index_of_stage) {
+      const uint32_t place = base + index_of_stage * L::kStage;
+      wgmma_fence();
+      begin_by_rows<T, kStep, V>(value_sums, weights, place + L::kGradients);
+      begin_by_rows<Half, kStep, F>(key_sums, products, place);
+      wgmma_commit();
+    };
+
+    // The query of a tile that is the first to see this thread's first key: of the first tile,
+    // whose queries begin where the keys do, and beyond the last tile of a head.
+    [[maybe_unused]] int diagonal = warp * 16 + g;
+    [[maybe_unused]] const int beyond = at.j0 + diagonal - static_cast<int>(params.L);
+    bool has_before = false;
+    for (int left = at.steps; left > 0; --left, stage.next()) {
+      const uint32_t place = base + stage.index * L::kStage;
+      barriers.wait(stage);
+      Shared<const float> normalizers =
+          shared_cast<float>(shared + (L::kNormalizers + stage.index * 2 * kStep * 4));
+      Shared<const float> deltas = normalizers + kStep;
+      wgmma_fence();
+      begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
+      if constexpr (L::kHoldsValues) {
+        begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
+      } else {
+        begin_by_columns<T, typename L::OwnValues, typename L::Gradients>(x, own_values,
+                                                                          place + L::kGradients);
+      }
+      wgmma_commit();
+      if (kOverlaps && has_before) {
+        begin_sums(stage.before());
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      sums_are_there(s);
+      sums_are_there(x);
+#pragma unroll
+      for (int n = 0; n < kStep / 8; ++n) {
+        const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
+        const float2 delta = load_vector<float2>(deltas + n * 8 + 2 * t);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
+          float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
+          if (kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
+          float similarity = s[i] * s[i] + key_terms[c / 2];
+          float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
+          // A key that no query sees may hold anything. Without causality it is hidden, and what
+          // its own sums are does not count.
+          if (kCausal && inverse == 0) similarity = scaled = 0;
+          logit_sums[c / 2] += similarity * scaled;
+          s[i] *= key_fit[c / 2] * scaled;
+          x[i] = similarity * inverse;
+        }
+      }
+      fence_async();
+      if constexpr (kOverlaps) {
+        wgmma_wait<0>();
+        if (has_before) barriers.release(stage.before());
+        has_before = true;
+      }
+      pack_left<T, kStep / 8>(x, weights);
+      pack_left<Half, kStep / 8>(s, products);
+      if constexpr (!kOverlaps) {
+        begin_sums(stage.index);
+        wgmma_wait<0>();
+        barriers.release(stage.index);
+      }
+      if constexpr (kCausal) {
+        diagonal -= kStep;
+        if (diagonal <= beyond) diagonal = warp * 16 + g;
+      }
+    }
+    // Found anew: no register holds it over the tiles. The products that read the own tokens are
+    // over.
+    const KeyBlock again(params, kWarpgroupRows, kCausal, int{numbers[item.index * kItemNumbers]});
+    barriers.release_item(item.index);
+    if (has_before) {
+      begin_sums(stage.before());
+      wgmma_wait<0>();
+      barriers.release(stage.before());
+    }
+    sums_are_there(key_sums);
+    sums_are_there(value_sums);
+
+    const KeyScales scales =
+        key_scales_of<T>(params, tokens, rows, again.bk, again.b * params.G + again.value_head);
+    const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+    const int first_key = again.j0 + thread / 32 * 16 + thread % 32 / 4;
+    const auto is_hidden = [&](int half) { return __float_as_uint(key_fit[half]) == 1u << 31; };
+    const HiddenKeys hidden = kOverlaps ? HiddenKeys{{is_hidden(0), is_hidden(1)}}
+                                        : hidden_keys(params, logits, again.bk, first_key);
+    store_key_gradients<F, V>(
+        params, hidden, gradients, scales, again.b, again.key_head, first_key, logit_sums,
+        [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
+        [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
+  }
+#else
+  (void)params;
+  (void)tokens;
+  (void)rows;
+  (void)logits;
+  (void)gradients;
+  (void)items;
+  (void)maps;
+  __trap();
+#endif
+}
+
+}  // namespace
+
+const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Stream stream,
+                                    const FoldedTokens& tokens, const FoldedRows& rows,
+                                    const float* logits, const FoldedGradients& gradients) {
+  return launch_sizes(params, [&]<typename T, int F, int V>() {
+    const Items items(tokens.items_taken + 1,
+                      params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
+    PairMaps maps;
+    const char* error = map_keys<F, kWarpgroupRows>(maps.own, params, tokens);
+    if (error == nullptr) {
+      error = map_features<F, kStep>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
+    }
+    if (error == nullptr) {
+      error = map_features<V, kStep>(maps.gradients, rows.gradients, params.B * params.H, params.L);
+    }
+    if (error != nullptr) return error;
+    const auto queue = [&](auto kernel) {
+      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), KeyLayout<F, V>::kBytes,
+                    stream, params, tokens, rows, logits, gradients, items, maps);
+    };
+    return params.is_causal ? queue(warpgroup_key_kernel<T, F, V, true>)
+                            : queue(warpgroup_key_kernel<T, F, V, false>);
+  });
+}
+
+}  // namespace ikattn::cuda

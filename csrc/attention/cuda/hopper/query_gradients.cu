@@ -1,0 +1,188 @@
+// The query side of the folded form's backward on Hopper: grad_phi_q. An item is 128 queries, two
+// warpgroups of 64, and passes along the keys, 64 at a time. While the products of a tile are made,
+// the tensor cores multiply those of the tile before with its keys.
+//
+// Compiled for sm_90a alone.
+#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/tensor_cores/epilogue_backward.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Scores of a thread's two rows become factors of grad_phi_q; those of pairs beyond `diagonal`: 0.
+template <bool kCrosses>
+__device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (&x)[kStep / 2],
+                                            const float (&fit)[2], const float (&fitting_delta)[2],
+                                            int diagonal) {
+#pragma unroll
+  for (int i = 0; i < kStep / 2; ++i) {
+    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, half = i % 4 / 2;
+    // A hidden key's score is 0, and its value may be anything.
+    s[i] = s[i] == 0 ? 0 : s[i] * (x[i] * fit[half] - fitting_delta[half]);
+    if (kCrosses && column - 8 * half > diagonal) s[i] = 0;
+  }
+}
+
+template <typename T, int F, int V>
+struct QueryLayout {
+  using Tiles = KeyTiles<T, F, V, kStep>;
+  using Queries = Boxes<kWarpgroupRows, F>;
+  using Gradients = Boxes<kWarpgroupRows, V>;
+  using Barriers = TileBarriers<1>;
+  static constexpr uint32_t kQueries = kTilesInFlight * Tiles::kStage;
+  static constexpr uint32_t kGradients = kQueries + Queries::kBytes;
+  static constexpr uint32_t kFits = kGradients + Gradients::kBytes;  // [kWarpgroupRows]
+  static constexpr uint32_t kDeltas = kFits + kWarpgroupRows * 4;
+  static constexpr uint32_t kBarriers = kDeltas + kWarpgroupRows * 4;
+  static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
+  static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
+};
+struct QueryMaps {
+  RowMap queries, gradients;
+  KeyMaps keys;
+};
+
+template <typename T, int F, int V, bool kCausal>
+__global__ void __launch_bounds__(kWarpgroupThreads, 1)
+    warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
+                           Items items, FeatureGradients grad_phi_q,
+                           const __grid_constant__ QueryMaps maps) {
+#if IKATTN_WARPGROUP_CODE
+  using L = QueryLayout<T, F, V>;
+  using Tiles = typename L::Tiles;
+  static_assert(kLiesInSharedMemory<L, Tiles::kStage, Tiles::kValues, L::kQueries, L::kGradients>);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const uint32_t base = shared_address(shared);
+  Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
+  const typename L::Barriers barriers(base + L::kBarriers);
+  if (threadIdx.x >= kProductThreads) {
+    constexpr uint32_t kRowNumbers = kWarpgroupRows * 4;
+    int bk = 0, batch = 0, value_head = 0;  // of the item
+    copy_items(
+        barriers, items, numbers, L::Queries::kBytes + L::Gradients::kBytes + 2 * kRowNumbers,
+        Tiles::kStage,
+        [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
+        [&](int index, int, uint32_t barrier) {
+          const QueryBlock at(params, kWarpgroupRows, index);
+          L::Queries::copy(base + L::kQueries, maps.queries, 0, at.bh, at.i0, barrier);
+          L::Gradients::copy(base + L::kGradients, maps.gradients, 0, at.bh, at.i0, barrier);
+          const int64_t row = at.bh * padded_tokens(params.L) + at.i0;
+          begin_bytes(base + L::kFits, rows.fit + row, kRowNumbers, barrier);
+          begin_bytes(base + L::kDeltas, rows.delta + row, kRowNumbers, barrier);
+          batch = at.b;
+          bk = at.bk;
+          value_head = at.value_head;
+          return tiles_met<kStep>(params, kCausal, at.i0);
+        },
+        [&](int tile, int stage, uint32_t barrier) {
+          Tiles::copy(base + stage * Tiles::kStage, maps.keys, bk, batch, value_head, tile,
+                      barrier);
+        });
+    return;
+  }
+  take_registers<kProductRegisters>();
+
+  TileStage stage;
+  ItemPlace<1> item;
+  uint32_t meeting = 0;  // parity
+  for (;; item.next()) {
+    barrier_wait(barriers.item_full(0), item.parity);
+    const int index = numbers[0];
+    const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
+    if (index < 0) break;
+    uint32_t phi_q[F / 16][4], gradients[V / 16][4];
+    load_left<F>(phi_q, base + L::kQueries);
+    load_left<V>(gradients, base + L::kGradients);
+    Shared<const float> fits = shared_cast<float>(shared + L::kFits);
+    Shared<const float> deltas = shared_cast<float>(shared + L::kDeltas);
+    const QueryBlock at(params, kWarpgroupRows, index);
+    const int row0 = at.i0 + warp * 16 + g;
+    float fit[2], fitting_delta[2], normalizer[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp * 16 + g + 8 * half;
+      fit[half] = fits[row];
+      fitting_delta[half] = deltas[row] * fit[half];
+      normalizer[half] = normalizer_of<false>(params, rows, at, row0 + 8 * half);
+    }
+    barriers.release_item(0);
+    float s[kStep / 2], x[kStep / 2];
+    uint32_t products[kStep / 16][4];  // of the tile before
+    float sums[F / kBoxColumns][32] = {};
+    const auto begin = [&](int index_of_stage) {
+      const uint32_t place = index_of_stage * Tiles::kStage;
+      if ((state & kUnclean) != 0) {
+        Tiles::clean(shared + place, barriers.meeting(), meeting);
+        meeting ^= 1;
+      }
+      wgmma_fence();
+      begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
+      begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
+      wgmma_commit();
+    };
+    const auto begin_sums = [&](int index_of_stage) {
+      wgmma_fence();
+      begin_by_rows<Half, kStep, F>(sums, products, base + index_of_stage * Tiles::kStage);
+      wgmma_commit();
+    };
+    const auto make = [&](int tile, int) {
+      sums_are_there(s);
+      sums_are_there(x);
+      const int diagonal = row0 - tile * kStep;
+      if (kCausal && diagonal - g < kStep - 1) {
+        to_products<true>(s, x, fit, fitting_delta, diagonal);
+      } else if (is_passing(params, tile * int64_t{kStep})) {
+        to_products<false>(s, x, fit, fitting_delta, 0);
+      }
+    };
+    pass_tiles(barriers, stage, tiles_met<kStep>(params, kCausal, at.i0), begin, begin_sums, make,
+               [&] { pack_left<Half, kStep / 8>(s, products); });
+    sums_are_there(sums);
+
+    const float units =
+        gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      store_query_gradients<F, false>(
+          params, normalizer[half], at, row0 + 8 * half, 0, fit[half], units,
+          [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
+    }
+  }
+#else
+  (void)params;
+  (void)tokens;
+  (void)rows;
+  (void)items;
+  (void)grad_phi_q;
+  (void)maps;
+  __trap();
+#endif
+}
+
+}  // namespace
+
+const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,
+                                      const FoldedTokens& tokens, const FoldedRows& rows,
+                                      const FeatureGradients& grad_phi_q) {
+  return launch_sizes(params, [&]<typename T, int F, int V>() {
+    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    QueryMaps maps;
+    const char* error =
+        map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
+    if (error == nullptr) {
+      error = map_features<V, kWarpgroupRows>(maps.gradients, rows.gradients, params.B * params.H,
+                                              params.L);
+    }
+    if (error == nullptr) error = map_keys<F, kStep>(maps.keys, params, tokens);
+    if (error != nullptr) return error;
+    const auto queue = [&](auto kernel) {
+      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), QueryLayout<T, F, V>::kBytes,
+                    stream, params, tokens, rows, items, grad_phi_q, maps);
+    };
+    return params.is_causal ? queue(warpgroup_query_kernel<T, F, V, true>)
+                            : queue(warpgroup_query_kernel<T, F, V, false>);
+  });
+}
+
+}  // namespace ikattn::cuda

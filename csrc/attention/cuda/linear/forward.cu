@@ -1,0 +1,133 @@
+// Queries without pairs: the sums of their weights, and whether these keep their digits.
+#include "attention/cuda/linear/tiles.h"
+#include "attention/cuda/tensor_cores/epilogue_forward.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// 128 queries: sums [B, H, L] of weights, and their logs. A block of which a query's are small
+// against the mean of random directions goes by pairs.
+template <int F>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    weight_sum_kernel(AttentionParams params, FoldedTokens tokens, FeatureChunks chunks,
+                      LinearSums keys, float share_of_mean, float* sums, uint32_t* by_pairs) {
+  constexpr uint32_t kGram = F * 2 * F;
+  const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+  const QueryBlock at(params, kLinearQueries, blockIdx.x);
+  const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
+  uint32_t* flag = by_pairs + at.bh * blocks + at.i0 / kLinearQueries;
+  if ((tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
+    if (threadIdx.x == 0) *flag = 1;
+    return;
+  }
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const uint32_t base = shared_address(shared);
+  const Half* gram = keys.gram + at.bk * int64_t{2 * F * F};
+  for (int index = threadIdx.x; index < 2 * F * (F / 8); index += kFoldedThreads) {
+    const int row = index / (F / 8), piece = index % (F / 8);  // rows of both numbers
+    cp_async_16(base + swizzled(row, piece, 2 * F), gram + row * F + piece * 8);
+  }
+  cp_async_commit();
+
+  Fragment phi[F / 16][2];
+  const int64_t warp_row = at.i0 + warp * 32;
+#pragma unroll
+  for (int k = 0; k < F / 16; ++k) {
+    load_chunk(phi[k], tokens.phi_q + (at.bh * params.L + warp_row) * chunks.width,
+               left_of(params.L, warp_row), chunks, k);
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+
+  float weights[2][2] = {}, squares[2][2] = {};
+  const FragmentPlaces places = FragmentPlaces::of_columns(base, 2 * F);
+#pragma unroll
+  for (int k = 0; k < F / 16; ++k) {
+    float products[2][2][4] = {};
+#pragma unroll 1                                   // registers
+    for (int number = 1; number >= 0; --number) {  // the small one first
+      multiply_by_columns<Half, F / 16>(
+          products, [&](int m, int inner) { return phi[inner][m]; },
+          [&](int inner) { return number * kGram + places.at<2 * F>(k, inner); });
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 own = unpack<Half>(phi[k][m].registers[i]);
+        const float (&row)[4] = products[m][i / 2];
+        weights[m][i % 2] += own.x * row[i % 2 * 2] + own.y * row[i % 2 * 2 + 1];
+        squares[m][i % 2] += own.x * own.x + own.y * own.y;
+      }
+    }
+  }
+
+  // Found anew: no register holds it over the products.
+  const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+  const int64_t first = at.i0 + thread / 32 * 32 + thread % 32 / 4;
+  const LinearHead head = keys.heads[at.bk];
+  const float mean = share_of_mean * head.squares / static_cast<float>(2 * params.M);
+  bool errs = false;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      weights[m][half] = sum_of_lanes<4>(weights[m][half]) * head.gram_unit;
+      const float square = sum_of_lanes<4>(squares[m][half]);
+      const int64_t i = first + m * 16 + 8 * half;
+      // A row that is NaN anyhow may be told so here.
+      const bool counts = i < params.L && is_finite(tokens.poison[at.bh * params.L + i]);
+      const bool keeps_digits =
+          weights[m][half] >= mean * square && weights[m][half] + head.terms > 0;
+      errs = errs || (counts && !keeps_digits);
+    }
+  }
+  const bool goes_by_pairs = __syncthreads_or(errs) != 0;
+  if (threadIdx.x == 0) *flag = goes_by_pairs;
+  if (goes_by_pairs || t != 0) return;
+  const double reference = reference_of<Half, false>(tokens, at.bk, 0);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = first + m * 16 + 8 * half;
+      if (i >= params.L) continue;
+      const int64_t row = int64_t{at.bh} * params.L + i;
+      const float sum = with_poison(tokens, row, weights[m][half] + head.terms);
+      sums[row] = sum;
+      static_cast<double*>(params.log_normalizer.data)[row] = log_normalizer_of(sum, reference);
+    }
+  }
+}
+
+}  // namespace
+
+const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
+                           FoldedTokens& tokens) {
+  LinearSums keys;
+  if (const char* error =
+          sum_tokens(params, executor, keys_of(params, tokens), nullptr, true, false, keys)) {
+    return error;
+  }
+  const FeatureChunks chunks(params);
+  const int F = chunks.columns();
+  const int64_t heads = params.B * params.H, blocks = heads * ceil_div(params.L, kLinearQueries);
+  float* sums = executor.take<float>(heads * params.L);
+  uint32_t* by_pairs = executor.take<uint32_t>(blocks);
+  tokens.by_pairs = by_pairs;
+  if (const char* error = launch(F == 64 ? weight_sum_kernel<64> : weight_sum_kernel<128>,
+                                 dim3(static_cast<unsigned>(blocks)), dim3(kFoldedThreads),
+                                 4 * F * F, executor.stream, params, tokens, chunks, keys,
+                                 share_of_mean(params), sums, by_pairs)) {
+    return error;
+  }
+  EntryProducts products = {};
+  products.tokens = queries_of(params, tokens);
+  products.sums = keys;
+  products.output = params.output;
+  products.weights = sums;
+  products.by_pairs = by_pairs;
+  return entry_products(params, products, executor.stream);
+}
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,185 @@
+// Attention without pairs on tensor cores, of calls in which every row sees every key
+// (attention/linear_time.h has the sums and when they pay).
+//
+// Features are taken 16 at a time, a chunk. An entry is the product of two of them, a and b, of
+// chunks A <= B. Where A < B it stands for (b, a), too, and its moments count twice; where A = B
+// both are there. A pair of chunks has 256 entries, a by a, and pairs lie (0, 0), (0, 1), (1, 1),
+// (0, 2) .., so that the entries of one B follow each other.
+//
+//   moment_ab = sum_j k_a k_b v_j,  gram_ab = sum_j k_a k_b,  sum_j S_ij^2 = q_i^T gram q_i
+//   out_i = m + sum_ab q_a q_b (moment_ab - m gram_ab) / Z_i,  m = sum_j e_j v_j / sum_j e_j
+//
+// in the letters of operands/operands.h: the term of eps is in m, and small differences of large
+// values keep their digits. Products of two features are Half, as are what moments add up to, for
+// they are as good as weights of 11 bits are, unless a query's scores are all small against its
+// features: a block with such a query is computed by pairs.
+#pragma once
+
+#include "attention/cuda/operands/operands.h"
+#include "attention/linear_time.h"
+
+namespace ikattn::cuda {
+
+constexpr int kChunk = 16;          // features
+constexpr int kPairEntries = 256;   // of two chunks
+constexpr int kMomentColumns = 64;  // of the value, in a row of moments
+constexpr int kEntryThreads = 256;  // of kernels whose warps have 32 tokens each
+constexpr int kEntryWarps = kEntryThreads / 32;
+constexpr int kEntryTokens = kEntryWarps * 32;
+
+// Where the features of a token lie: cosines, then sines, from half of a row on.
+struct FeatureChunks {
+  int count, of_cosines, width;
+
+  explicit FeatureChunks(const AttentionParams& params)
+      : count(2 * static_cast<int>((params.M + kChunk - 1) / kChunk)),
+        of_cosines(count / 2),
+        width(static_cast<int>(padded_columns(2 * params.M))) {}
+  __device__ __forceinline__ int column(int chunk) const {
+    return chunk < of_cosines ? chunk * kChunk : width / 2 + (chunk - of_cosines) * kChunk;
+  }
+  __host__ __device__ __forceinline__ int pairs() const { return count * (count + 1) / 2; }
+  // Columns that these are in shared memory, one after the other.
+  int columns() const { return count <= 4 ? 64 : 128; }
+};
+
+// Slices of 64 columns that the value has.
+inline int moment_slices(const AttentionParams& params) {
+  return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
+}
+
+// What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
+// with 8 bits, err as moments do where a quarter of that is left.
+inline float share_of_mean(const AttentionParams& params) {
+  return params.value.type == ElementType::kBFloat16 ? 0.0625f : 0.25f;
+}
+
+// A number of Half, twice.
+inline uint32_t twice_half(float x) {
+  const uint32_t bits = to_half(x).bits;
+  return bits | bits << 16;
+}
+
+// Tokens that are added up: keys with their values, or queries with their gradients.
+struct LinearTokens {
+  const Half* phi;   // [B, heads, N, padded F]
+  int64_t N, heads;  // of a batch
+  int group;         // heads that share a key head: of queries, but where they are added up
+  Array rows;        // [B, row_heads, N, row_columns]  Half, rows aligned to 16 bytes
+  int64_t row_heads;
+  int row_columns;     // a multiple of 8
+  const float* terms;  // [B, heads, padded N]
+  bool has_means;      // rows count by their terms; otherwise all alike
+  // [B, heads, padded N]  what a token counts in the Gram matrix, times gram_scales [B, key_heads];
+  // nullptr: 1
+  const Half* gram_weights;
+  const float* gram_scales;
+  // [B, scale_heads]  of rows; nullptr: 1
+  const float* row_scales;
+  int64_t scale_heads;
+  // [B, key_heads]  heads with one of these bits are left out
+  const uint32_t* states;
+  uint32_t left_out;
+  float entry_scale;  // of products of two features, which makes the largest 2^15
+};
+
+// Of a key head, about its sums; see LinearSums.
+struct LinearHead {
+  float terms;        // their sum
+  float squares;      // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear_time.h)
+  float gram_unit;    // of the numbers that stand for gram
+  float moment_unit;  // of moments, in the units of scaled rows
+  float row_unit;     // of scaled rows, and of centers
+};
+
+struct LinearSums {
+  Half* moments;      // [B, key_heads, slices, pairs, 256, 64]; nullptr: not wanted
+  Half* squares;      // [B, key_heads, 16 count, 16 count, 64]  of all a and b; nullptr likewise
+  Half* gram;         // [B, key_heads, 2, columns, columns]  two numbers for each
+  float* centers;     // [B, key_heads, slices * 64]  m; where there are no means, the sum of rows
+  LinearHead* heads;  // [B, key_heads]
+};
+
+// The keys of a call, and its queries, the latter without what they are added up with.
+LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens);
+LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens);
+
+// Of keys the center is taken from their moments. of_keys, of queries: sums over their keys, with
+// whose m they have in place of gram: gram + sum over columns of m moment.
+const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
+                       const LinearTokens& tokens, const LinearSums* of_keys, bool wants_moments,
+                       bool wants_squares, LinearSums& sums);
+
+// Entries of tokens times moments: of queries the output, of keys the gradients of values.
+struct EntryProducts {
+  LinearTokens tokens;  // whose entries
+  LinearSums sums;      // whose moments
+  Array output;         // [B, heads, N, d_v]
+  // [B, heads, N]  of the output, which is center + product / weight; nullptr: of gradients, which
+  // are center * term + product, over those of `units`, [B, key_heads]
+  const float* weights;
+  const float* units;
+  const float* logits;       // [B, heads, N]  of gradients: -inf, none
+  const uint32_t* by_pairs;  // FoldedTokens::by_pairs, of the output
+};
+const char* entry_products(const AttentionParams& params, const EntryProducts& products,
+                           Stream stream);
+
+struct FoldedRows;
+
+// The backward of heads that can do without pairs. Sets tokens.heads_by_pairs, and leaves the
+// others to the kernels of pairs.
+const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                            FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
+                            const FoldedGradients& gradients);
+
+// The forward. Sets tokens.by_pairs, and leaves these blocks to the kernels of pairs.
+const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
+                           FoldedTokens& tokens);
+
+namespace {
+
+// Whether all queries of a head are computed by pairs: with few keys a row may be a single one's,
+// bit by bit; and what is not finite spoils only its own row there.
+constexpr uint32_t kLeftToPairs = kGeneral | kUnclean | kFew;
+
+__device__ __forceinline__ bool leaves_out(const LinearTokens& tokens, int64_t bk) {
+  return (tokens.states[bk] & tokens.left_out) != 0;
+}
+__device__ __forceinline__ float row_scale_of(const AttentionParams& params,
+                                              const LinearTokens& tokens, int64_t bk) {
+  if (tokens.row_scales == nullptr) return 1;
+  const int64_t b = bk / params.key_heads, head = bk % params.key_heads;
+  return tokens.row_scales[b * tokens.scale_heads + head * tokens.scale_heads / params.key_heads];
+}
+// The rows of a head of all batches'; `rows` lie as those of `tokens`.
+template <typename T>
+__device__ __forceinline__ const T* rows_of(const LinearTokens& tokens, const Array& rows,
+                                            int64_t bh) {
+  const int64_t b = bh / tokens.heads, h = bh % tokens.heads;
+  return static_cast<const T*>(rows.data) + b * rows.stride[0] +
+         h * tokens.row_heads / tokens.heads * rows.stride[1];
+}
+
+// The tokens of one of the blocks that own kEntryTokens tokens of a head each.
+struct EntryBlock {
+  int bh, first;  // head of all batches', token
+
+  __device__ __forceinline__ EntryBlock(const LinearTokens& tokens, unsigned index) {
+    const int blocks = static_cast<int>((tokens.N + kEntryTokens - 1) / kEntryTokens);
+    bh = static_cast<int>(index) / blocks;
+    first = static_cast<int>(index) % blocks * kEntryTokens;
+  }
+};
+
+// The chunks of a pair.
+struct ChunkPair {
+  int a, b;
+
+  __device__ __forceinline__ explicit ChunkPair(int pair) : a(pair), b(0) {
+    while (a > b) a -= ++b;
+  }
+};
+
+}  // namespace
+}  // namespace ikattn::cuda

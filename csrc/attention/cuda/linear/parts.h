@@ -1,0 +1,36 @@
+// What the kernels that add up tokens leave to those that finish their sums.
+#pragma once
+
+#include "attention/cuda/linear/linear.h"
+
+namespace ikattn::cuda {
+
+constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
+
+// How the tokens of a head are shared out: tokens of a share, a multiple of kStep.
+struct Shares {
+  int count;
+  int64_t tokens;
+};
+
+// Where the sums of each share are; see LinearSums.
+struct TokenParts {
+  Shares of_moments, of_gram, of_sums;
+  int slices;
+  int64_t heads;  // key heads
+  // [count][B, key_heads, slices, pairs, 256, 64]; at last the first is their sum, less the
+  // center's share
+  float* moments;
+  float* gram;  // [count][B, key_heads, columns, columns]; at last the first is their sum
+  float* sums;  // [B, key_heads, count, kTokenSums + slices * 64]
+  uint32_t* moment_bounds;  // [B, key_heads]  bits of the largest
+
+  __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
+};
+
+// From the sums of parts to LinearSums. key_centers, of queries: their keys'; else nullptr.
+const char* finish_sums(const AttentionParams& params, const LinearTokens& tokens,
+                        const TokenParts& parts, const LinearSums& sums, const float* key_centers,
+                        Stream stream);
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,258 @@
+// The forward pass on tensor cores: a block is 128 queries, four warps of 32, and passes along the
+// keys, 64 at a time and two tiles in flight. Scores become weights, and weights the operand of the
+// product with the value, in registers. The folded form has no maximum and no exponential; in the
+// general one neither depends on the scores.
+#include "attention/cuda/tensor_cores/epilogue_forward.h"
+
+namespace ikattn::cuda {
+namespace {
+
+template <int F, int V, Pairs kPairs>
+struct Layout {
+  static constexpr uint32_t kKeyTile = kStep * 2 * F, kValueTile = kStep * 2 * V;
+  static constexpr uint32_t kTerms = kKeyTile + kValueTile, kLows = kTerms + kStep * 4;
+  static constexpr uint32_t kStage = kLows + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
+  static constexpr int64_t kBytes = kStages * int64_t{kStage};
+};
+
+// Whether a block of queries is not computed without pairs.
+__device__ __forceinline__ bool goes_by_pairs(const AttentionParams& params,
+                                              const FoldedTokens& tokens, const QueryBlock& at) {
+  if (tokens.by_pairs == nullptr) return true;
+  const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
+  return tokens.by_pairs[at.bh * blocks + at.i0 / kLinearQueries] != 0;
+}
+
+// What a thread copies of every tile, and from where the next one comes.
+template <typename T, int F, int V, Pairs kPairs>
+struct TileCopy {
+  using L = Layout<F, V, kPairs>;
+  RowCopy<F> key_rows;
+  RowCopy<V> value_rows;
+  const Half* phi_k;
+  const T* value;
+  const float* terms;
+  const FoldedTokens& tokens;
+
+  __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
+                                      int64_t b, int64_t h, int64_t bk, int first_tile)
+      : key_rows(F, F),
+        value_rows(tokens.value.stride[2], tokens.value_columns),
+        phi_k(key_rows.source(tokens.phi_k + (bk * params.S + first_tile * int64_t{kStep}) * F)),
+        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h) +
+                                first_tile * kStep * value_rows.stride)),
+        terms(tokens.terms + bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
+              threadIdx.x * 4),
+        tokens(tokens) {}
+
+  // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
+  __device__ __forceinline__ void operator()(uint32_t base, int count) {
+    key_rows.template begin<kStep>(base, phi_k, count);
+    value_rows.template begin<kStep>(base + L::kKeyTile, value, count);
+    if (threadIdx.x < kStep / 4) {
+      cp_async_16(base + L::kTerms + threadIdx.x * 16, terms);
+      if constexpr (kPairs == Pairs::kGeneral) {
+        // No register for where they are.
+        cp_async_16(base + L::kLows + threadIdx.x * 16, terms + (tokens.lows - tokens.terms));
+      }
+    }
+    cp_async_commit();
+    phi_k += kStep * F;
+    value += kStep * value_rows.stride;
+    terms += kStep;
+  }
+};
+
+template <typename T, int F, int V, Pairs kPairs>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
+  using L = Layout<F, V, kPairs>;
+  constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int blocks = static_cast<int>(gridDim.x) / parts.count;
+  const int part = static_cast<int>(blockIdx.x) / blocks;
+  const QueryBlock at(params, kQueries, blockIdx.x % blocks);
+  const int i0 = at.i0;
+  const uint32_t state = tokens.state[at.bk];
+  if (is_of_other_form<kPairs>(state)) return;  // the whole block
+  if (kPairs == Pairs::kAll && !goes_by_pairs(params, tokens, at)) return;
+
+  const TileRange tiles(params, at, kQueries, part, parts.count);
+  TileCopy<T, F, V, kPairs> copy(params, tokens, at.b, at.h, at.bk, tiles.first);
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  if (tiles.first < tiles.end) {
+    copy(shared_address(shared + tiles.first % kStages * L::kStage),
+         left_of(params.S, tiles.first * int64_t{kStep}));
+  }
+  const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
+
+  // The warp's queries, all their features, as A fragments.
+  const int warp_row = i0 + warp * kRowTiles * 16;
+  Fragment phi_q[kRowTiles][F / 16];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = warp_row + m * 16 + g + 8 * half;
+      const Half* row = tokens.phi_q + (at.bh * params.L + i) * F + 2 * t;
+#pragma unroll
+      for (int k = 0; k < F / 16; ++k) {
+        uint32_t (&registers)[4] = phi_q[m][k].registers;
+        registers[half] = i < params.L ? load_vector<uint32_t>(row + 16 * k) : 0;
+        registers[half + 2] = i < params.L ? load_vector<uint32_t>(row + 16 * k + 8) : 0;
+      }
+    }
+  }
+  float output[kRowTiles][V / 8][4] = {};
+  ForwardRows<T, kPairs> rows[kRowTiles];
+  const GeneralScales& scales = tokens.general;
+
+  for (int tile = tiles.first; tile < tiles.end; ++tile) {
+    Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
+    cp_async_wait<0>();
+    __syncthreads();  // the tile is here, and nobody reads the other stage
+    if (tile + 1 < tiles.end) {
+      copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
+           left_of(params.S, (tile + 1) * int64_t{kStep}));
+    }
+    if ((state & kUnclean) != 0) {
+      clean_values<T, kStep * V>(stage + L::kKeyTile);
+      __syncthreads();
+    }
+    const uint32_t base = shared_address(stage);
+    Shared<const float> terms = shared_cast<float>(stage + L::kTerms);
+    const int64_t j0 = tile * int64_t{kStep};
+    const TileVisibility<kPairs> visible(params, at.b, at.h, i0, j0);
+#pragma unroll(kPairs == Pairs::kAll ? 2 : 1)  // all four would spill
+    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+      float s[kRowTiles][2][4] = {};
+      multiply_by_columns<Half, F / 16>(
+          s, [&](int m, int k) { return phi_q[m][k]; },
+          [&](int k) { return base + key_places.at<2 * F>(chunk, k); });
+      KeyColumns keys;
+      load_columns(terms, chunk, keys.terms);
+      if constexpr (kPairs == Pairs::kGeneral) {
+        load_columns(shared_cast<float>(stage + L::kLows), chunk, keys.lows);
+      }
+      Fragment weights[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const PairPlaces<kPairs> pairs(params, visible, at.bh, i0, j0, (warp * kRowTiles + m) * 16,
+                                       chunk * 16);
+        weights[m] = rows[m].weigh(s[m], pairs, keys, scales, (state & kFew) != 0, output[m]);
+      }
+      rejoin_after<kPairs>();
+      multiply_by_rows<T>(output, weights, [&](int n) {
+        return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);
+      });
+    }
+  }
+
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                     value_scale_of(tokens, value_head_of(params, at.b, at.h));
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_of_lanes<4>(rows[m].sums[half]);
+      const float rounding = sum_of_lanes<4>(rows[m].roundings[half]);
+      // Found anew: no register holds it over the tiles.
+      const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
+      if (i >= params.L) continue;
+      store_row<T, V, kPairs == Pairs::kGeneral>(
+          params, tokens, parts, part, at, i, 0, sum, rounding, rows[m].reference(half), kept,
+          [&](int n, int c) { return output[m][n][2 * half + c]; });
+    }
+  }
+}
+
+// Adds up the parts of a row, always in the same order; a warp per row and V columns.
+template <typename T, int V>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    combine_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = params.B * params.H * params.L, first = int64_t{blockIdx.y} * V;
+  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;  // the whole warp
+  const int64_t bh = row / params.L, bk = key_head_of(params, bh);
+  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  double largest = minus_infinity<double>();
+  for (int part = 0; general && part < parts.count; ++part) {
+    largest = fmax(largest, parts.reference[part * rows + row]);
+  }
+  float sum = 0, rounding = 0, output[V / 32] = {};
+  for (int part = 0; part < parts.count; ++part) {
+    const int64_t part_row = part * rows + row;
+    // Nothing but NaN can be in a part that saw no finite logit.
+    const double own = general ? parts.reference[part_row] : largest;
+    const float rescale =
+        own == minus_infinity<double>() ? 1 : fast_exponential(static_cast<float>(own - largest));
+    sum += parts.sums[part_row] * rescale;
+    rounding += parts.roundings[part_row] * rescale;
+    const float* columns = parts.output + part_row * padded_columns(params.d_v) + first;
+#pragma unroll
+    for (int n = 0; n < V / 32; ++n) output[n] += columns[n * 32 + lane] * rescale;
+  }
+  sum = with_poison(tokens, row, sum);
+  if (lane == 0 && first == 0) {
+    static_cast<double*>(params.log_normalizer.data)[row] =
+        log_normalizer_of(sum, general ? reference_of<T, true>(tokens, bk, largest)
+                                       : reference_of<T, false>(tokens, bk, largest));
+  }
+  const int64_t value_head = value_head_of(params, bh / params.H, bh % params.H);
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                     value_scale_of(tokens, value_head);
+  const float scale = kept / (sum + rounding);  // NaN where the row is
+  const Tokens out(params.output, bh / params.H, bh % params.H);
+#pragma unroll
+  for (int n = 0; n < V / 32; ++n) {
+    const int64_t column = first + n * 32 + lane;
+    if (column < params.d_v) {
+      out.store<float>(row % params.L, column, sum == 0 ? 0.0f : output[n] * scale);
+    }
+  }
+}
+
+}  // namespace
+
+Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, int count) {
+  const int64_t rows = params.B * params.H * params.L;
+  Parts parts;
+  parts.count = count;
+  if (parts.count > 1) {
+    parts.output = executor.take<float>(parts.count * rows * padded_columns(params.d_v));
+    parts.sums = executor.take<float>(parts.count * rows);
+    parts.roundings = executor.take<float>(parts.count * rows);
+    parts.reference = executor.take<double>(parts.count * rows);
+  }
+  return parts;
+}
+
+const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                          const Parts& parts) {
+  if (parts.count == 1) return nullptr;
+  const int64_t columns = padded_columns(params.d_v), V = columns == 64 ? 64 : 128;
+  const dim3 blocks(static_cast<unsigned>(ceil_div(params.B * params.H * params.L, kWarps)),
+                    static_cast<unsigned>(columns / V));
+  return launch_type(params, [&]<typename T>() {
+    return launch(V == 64 ? combine_kernel<T, 64> : combine_kernel<T, 128>, blocks,
+                  dim3(kFoldedThreads), 0, stream, params, tokens, parts);
+  });
+}
+
+const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                           const Parts& parts, bool general_alone) {
+  return launch_sizes(params, [&]<typename T, int F, int V>() {
+    const int64_t blocks =
+        params.B * params.H * ceil_div(params.L, int64_t{kWarps} * kRowTilesFor<V> * 16);
+    return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
+      if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
+      return launch(folded_forward_kernel<T, F, V, kPairs>,
+                    dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
+                    Layout<F, V, kPairs>::kBytes, stream, params, tokens, parts);
+    });
+  });
+}
+
+}  // namespace ikattn::cuda

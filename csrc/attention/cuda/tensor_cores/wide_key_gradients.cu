@@ -1,0 +1,143 @@
+// The tensor-core backward's key side for wide rows: a block owns 64 keys and either 128 features
+// of grad_phi_k or 128 columns of grad_value, and passes along the queries of all heads that share
+// the keys. Rows are keys.
+#include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/tensor_cores/wide_tiles.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// blockIdx.y: the slice of the features, or of the values; the first of the features makes the
+// gradients of the logits, too.
+template <typename T, Pairs kPairs, bool kOfValues>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    wide_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
+                    const float* logits, FoldedGradients gradients) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+  const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
+  const int64_t bk = at.bk, j0 = at.j0;
+  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+
+  const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
+  const int columns = static_cast<int>(padded_columns(params.d_v)), of_values = slices_of(columns);
+  const int own_slice = static_cast<int>(blockIdx.y);
+  const int64_t value_stride = tokens.value.stride[2], padded = padded_tokens(params.L);
+  const Half* phi_k = tokens.phi_k + (bk * params.S + j0) * width;
+  const T* values = value_rows<T>(params, tokens, at.b, at.key_head * at.group) + j0 * value_stride;
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const uint32_t base = shared_address(shared);
+  const auto head_of = [&](int tile) { return at.key_head * at.group + tile / at.tiles; };
+  const auto first_query_of = [&](int tile) {
+    return int64_t{at.first_tile + tile % at.tiles} * kStep;
+  };
+  // Slices of values and gradients, then those of features, the block's own last; for grad_value,
+  // slices of features and then the block's own of the gradients.
+  const int before = kOfValues ? 0 : of_values;
+  const auto begin = [&](int tile, int slice, uint32_t stage) {
+    const int64_t bh = int64_t{at.b} * params.H + head_of(tile), i0 = first_query_of(tile);
+    const int keys_left = left_of(params.S, j0), count = left_of(params.L, i0);
+    const bool of_gradients = kOfValues ? slice == features : slice < before;
+    if (of_gradients) {
+      const T* from = static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * columns;
+      if constexpr (!kOfValues) {
+        copy_slice(stage, values, value_stride, tokens.value_columns, slice, keys_left);
+      }
+      copy_slice(stage + WideLayout::kRight, from, columns, columns, kOfValues ? own_slice : slice,
+                 count);
+    } else {
+      const int feature_slice = kOfValues ? slice : (slice - before + own_slice + 1) % features;
+      copy_slice(stage, phi_k, width, width, feature_slice, keys_left);
+      copy_slice(stage + WideLayout::kRight, tokens.phi_q + (bh * params.L + i0) * width, width,
+                 width, feature_slice, count);
+    }
+    if (slice > 0) return;
+    const int64_t first = bh * padded + i0;
+    copy_numbers(base + WideLayout::numbers_of(tile),
+                 {rows.normalizer + first, rows.delta + first, rows.low + first});
+  };
+
+  constexpr bool kRolls = !kOfValues || kDrops<kPairs>;
+  const SliceProducts products;
+  const int64_t value_head = int64_t{at.b} * params.G + at.value_head, warp_key = j0 + warp * 16;
+  const KeyScales scales = key_scales_of<T>(params, tokens, rows, bk, value_head);
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float norm = 1 / static_cast<float>(4 * params.M), eps = static_cast<float>(params.eps);
+  KeyRows<T, kPairs> keys;
+  keys.load(params, tokens, bk, warp_key + g, scales.fit);
+  TileSums s, x;
+  float sums[1][kSlice / 8][4] = {};
+  const int slices = kOfValues ? features + 1 : of_values + features;
+  pass_along(base, TileRange(0, at.steps), slices, begin, [&](int tile, int slice, uint32_t stage) {
+    Shared<const float> numbers = shared_cast<float>(shared + WideLayout::numbers_of(tile));
+    if (slice == 0) {
+      clear(s);  // x, of which grad_value has no use, the compiler leaves out there
+#pragma unroll
+      for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+        keys.begin(x[chunk], load_queries(numbers, chunk));
+      }
+    }
+    if (!kOfValues && slice < before) {
+      products.add_slice<T>(x, stage);
+      return;
+    }
+    if (!kOfValues || slice < features) products.add_slice<Half>(s, stage);
+    if (slice + 1 < slices) return;
+    const int64_t h = head_of(tile), i0 = first_query_of(tile);
+    const TileVisibility<kPairs> visible(params, at.b, h, i0, j0);
+#pragma unroll(kRolls ? 1 : 4)
+    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+      const int held = held_at<kRolls>(chunk);
+      const QueryColumns queries = load_queries(numbers, chunk);
+      const PairPlaces<kPairs, true> pairs(params, visible, at.b * params.H + h, i0, j0, chunk * 16,
+                                           warp * 16);
+      Fragment weights[1], factors[1];
+      keys.meet(s[held], x[held], pairs, queries, norm, eps, kept, weights[0], factors[0]);
+      rejoin_after<kPairs>();
+      if constexpr (kOfValues) {
+        products.add_pairs<T>(sums, weights, stage, chunk);
+      } else {
+        products.add_pairs<Half>(sums, factors, stage, chunk);
+      }
+      pass_by<kRolls>(s);
+      pass_by<kRolls>(x);
+    }
+  });
+
+  const int64_t j = warp_key + g;
+  const HiddenKeys hidden = hidden_keys(params, logits, bk, j);
+  const auto sum = [&](int half, int n, int c) { return sums[0][n][2 * half + c]; };
+  if constexpr (kOfValues) {
+    store_value_gradients<kSlice>(params, hidden, scales, at.b, at.key_head, j, own_slice * kSlice,
+                                  sum);
+  } else {
+    store_feature_gradients<kSlice>(params, hidden, gradients, scales, bk, j, own_slice * kSlice,
+                                    sum);
+    const float sums_of_lanes[2] = {sum_of_lanes<4>(keys.logit_sums[0]),
+                                    sum_of_lanes<4>(keys.logit_sums[1])};
+    if (own_slice == 0) {
+      store_logit_gradients(params, hidden, gradients, scales, bk, j, sums_of_lanes);
+    }
+  }
+}
+
+}  // namespace
+
+const char* wide_key_gradients(const AttentionBackwardParams& params, Stream stream,
+                               const FoldedTokens& tokens, const FoldedRows& rows,
+                               const float* logits, const FoldedGradients& gradients) {
+  return launch_type(params, [&]<typename T>() {
+    return launch_forms(params, [&]<Pairs kPairs>() {
+      const auto blocks =
+          static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kStep));
+      const auto queue = [&](auto kernel, int slices) {
+        return launch(kernel, dim3(blocks, static_cast<unsigned>(slices)), dim3(kFoldedThreads),
+                      WideLayout::kBytes, stream, params, tokens, rows, logits, gradients);
+      };
+      const char* error = queue(wide_key_kernel<T, kPairs, false>, slices_of(2 * params.M));
+      if (error != nullptr || params.grad_value.type == ElementType::kNone) return error;
+      return queue(wide_key_kernel<T, kPairs, true>, slices_of(params.d_v));
+    });
+  });
+}
+
+}  // namespace ikattn::cuda
