@@ -12,6 +12,14 @@
 namespace ikattn::cuda {
 namespace {
 
+// Of one slice, that registers must leave room for: 99 KiB of shared memory hold one.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kBlocksAtOnce = 1;
+#else
+constexpr int kBlocksAtOnce = 2;
+#endif
+
 // kPieces of 32 frequencies, kSlices of 64 dimensions.
 template <typename T, int kSets, int kPieces, int kSlices>
 struct NumberGradientLayout {
@@ -71,8 +79,6 @@ class NumberGradientBlock {
         base_(shared_address(shared)),
         own_slice_(kSlices == 1 ? 0 : static_cast<int>(block.c0 / kSliceColumns)) {
     begin_frequencies(frequencies);
-    const uint32_t halves = base_ + (L::kHasHalves ? L::kHalves : own_slice_ * kPieces * L::kPiece);
-    half_place_ = FragmentPlaces::of_rows(halves, L::kRowBytes).place[0];
     first_four_ = L::gradient_place(row_of(0), threadIdx.x % 4 / 2) + threadIdx.x % 2 * 8;
   }
 
@@ -300,13 +306,16 @@ class NumberGradientBlock {
                                              float (&sums)[4][2][4]) const {
     constexpr uint32_t kPieceStep = L::kHasHalves ? L::kPlane : L::kPiece;
     const int piece = m0 / kTurnFrequencies, row0 = m0 % kTurnFrequencies;
+    // Of the frequencies in Half, as operand B; found anew, for registers are few.
+    const unsigned lane = unknown_to_compiler(threadIdx.x) % 32;
+    const uint32_t place = base_ + (L::kHasHalves ? L::kHalves : own_slice_ * kPieces * L::kPiece) +
+                           swizzled(lane % 16, lane / 16, L::kRowBytes) + piece * kPieceStep;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       Fragment left;
 #pragma unroll
       for (int j = 0; j < 2; ++j) left.template put<Half>(j, gradients[set][0][j]);
-      const uint32_t from =
-          half_place_ + piece * kPieceStep + (set * kTurnFrequencies + row0) * L::kRowBytes;
+      const uint32_t from = place + (set * kTurnFrequencies + row0) * L::kRowBytes;
       // Of float16 the second number is Half, too.
 #pragma unroll
       for (int number = kIsHalf ? 1 : 0; number >= 0; --number) {
@@ -426,7 +435,6 @@ class NumberGradientBlock {
   Shared<unsigned char> shared_;
   uint32_t base_;
   int own_slice_;
-  uint32_t half_place_;  // of the frequencies in Half, as operand B
   uint32_t first_four_;  // of the thread's first four frequencies, in the first of its two rows
   float frequency_sums_[L::kRowTiles][L::kColumns / 16][2][4] = {};
   float sum_unit_ = 0;  // of Half: theirs, the largest scale of a row so far
@@ -434,7 +442,7 @@ class NumberGradientBlock {
 
 template <typename T, int kSets, int kPieces, int kSlices>
 __global__ void __launch_bounds__(NumberGradientLayout<T, kSets, kPieces, kSlices>::kThreads,
-                                  kSlices == 1 ? 2 : 1)
+                                  kSlices == 1 ? kBlocksAtOnce : 1)
     number_gradient_kernel(FeatureSource source, FrequencyNumbers frequencies,
                            FeatureGradients grad_phi, FrequencyParts<float> parts,
                            NumberGradients wanted) {
