@@ -35,7 +35,7 @@ def test_examples_of_the_readme_run_as_shown(
     assert (tmp_path / "maps.html").stat().st_size > 10_000
     assert attention["weights"].shape == (2, 1000, 1000)
     torch.testing.assert_close(attention["weights"].sum(-1), torch.ones(2, 1000))
-    assert attention["kernels"].forward.endswith(", by pairs")
+    assert attention["kernels"].forward.algorithm == "quadratic"
 
 
 @pytest.mark.parametrize("page", ["docs/analysis.md", "docs/analysis_aggregation.md"])

@@ -193,5 +193,8 @@ def which_kernels(
         magnitude_scale=magnitude_scale,
         dropout_seed=dropout_seed,
     )
-    choices = [KernelChoice(*answer[i : i + 2], answer[i + 2] or None) for i in (0, 3)]
-    return Kernels(*choices)
+    forward, backward = answer[:3], answer[3:]
+    return Kernels(
+        KernelChoice(forward[0], forward[1], forward[2] or None),
+        KernelChoice(backward[0], backward[1], backward[2] or None),
+    )

@@ -13,8 +13,8 @@
 
 #include <type_traits>
 
-#include "attention/cuda/operands/tokens.h"
 #include "attention/cuda/operands/route.h"
+#include "attention/cuda/operands/tokens.h"
 #include "attention/fast_path.h"
 #include "support/cuda/float16.h"
 #include "support/cuda/warps.h"
