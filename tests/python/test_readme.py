@@ -29,6 +29,8 @@ def test_examples_of_the_readme_run_as_shown(
     monkeypatch.chdir(tmp_path)
     training, analysis, attention = map(run, code_blocks("README.md"))
     assert torch.isfinite(training["output"]).all()
+    gradient = training["model"].layers[0].self_attn.spectral.w1.grad
+    assert gradient.norm() > 0
     assert analysis["recording"].names == [f"encoder.layer.{i}.attention.self" for i in (0, 1)]
     assert analysis["contribution"].shape == (1, 4, 4)
     torch.testing.assert_close(analysis["flow"].sum(-1), torch.ones(1, 4))
