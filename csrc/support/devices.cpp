@@ -16,7 +16,7 @@ std::string why_no_kernels(const c10::Device& device) {
   return cuda::why_no_kernels(device.index());
 #else
   return "this library was built without CUDA kernels (" IKATTN_NO_CUDA_REASON
-         "), and a call on a GPU raises an error; docs/building.md says how to build them";
+         "), and a call on a GPU raises an error; docs/guide/building.md says how to build them";
 #endif
 }
 
@@ -79,7 +79,7 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
       false, op.operator_name().name,
       ": there are no kernels for tensors on CUDA, for this library was built without them "
       "(" IKATTN_NO_CUDA_REASON
-      "). Build it where torch has CUDA and nvcc is found (docs/building.md), or call "
+      "). Build it where torch has CUDA and nvcc is found (docs/guide/building.md), or call "
       "ikattn.reference, which runs on any device");
 }
 

@@ -325,8 +325,8 @@ def test_exported_to_onnx_it_computes_what_eager_does(
 def test_the_examples_of_the_documentation_run(
     source_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (source_tree / "docs" / "exporting.md").read_text()
+    text = (source_tree / "docs" / "guide" / "exporting.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert examples
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(examples), "docs/exporting.md", "exec"), {})
+    exec(compile("\n".join(examples), "docs/guide/exporting.md", "exec"), {})

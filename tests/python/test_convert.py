@@ -413,7 +413,7 @@ def test_a_spectral_module_is_copied_for_each_layer():
 
 
 def test_the_examples_of_the_documentation_run(source_tree):
-    text = (source_tree / "docs" / "drop_in.md").read_text()
+    text = (source_tree / "docs" / "guide" / "drop_in.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert examples
-    exec(compile("\n".join(examples), "docs/drop_in.md", "exec"), {})
+    exec(compile("\n".join(examples), "docs/guide/drop_in.md", "exec"), {})

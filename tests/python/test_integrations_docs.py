@@ -1,4 +1,4 @@
-"""The snippets of docs/integrations.md run as shown, each where its libraries are installed."""
+"""The snippets of docs/guide/integrations.md run as shown, each where its libraries are installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ikattn.integrations import transformers as integrations_transformers
 from ikattn.integrations.opacus import prepare
 from ikattn.integrations.peft import with_trainable_frequencies
 
-PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
 SNIPPETS = dict(
     re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
 )
@@ -54,7 +54,7 @@ def test_the_snippet_of_each_section_runs(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries
-            exec(compile(SNIPPETS[section], f"docs/integrations.md, {section}", "exec"), {})
+            exec(compile(SNIPPETS[section], f"docs/guide/integrations.md, {section}", "exec"), {})
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

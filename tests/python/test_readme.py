@@ -40,7 +40,7 @@ def test_examples_of_the_readme_run_as_shown(
     assert attention["kernels"].forward.algorithm == "quadratic"
 
 
-@pytest.mark.parametrize("page", ["docs/analysis.md", "docs/analysis_aggregation.md"])
+@pytest.mark.parametrize("page", ["docs/guide/analysis.md", "docs/guide/analysis_aggregation.md"])
 def test_examples_of_the_analysis_pages_run_as_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def why_not_fast(
     Nothing is computed. On CPU the fastest kernels are those for AVX2 or AVX-512, on CUDA those for
     tensor cores. What depends on numbers is not foreseen: with a mask or causal, heads whose keys
     differ much in magnitude take a form with more exponentials (on CPU from 50 nats on, in float64
-    500, with products of 16 bits 20; docs/cuda.md has the bounds on CUDA).
+    500, with products of 16 bits 20; docs/guide/cuda.md has the bounds on CUDA).
 
     Args:
         query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,

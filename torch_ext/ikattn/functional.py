@@ -135,7 +135,7 @@ def multi_head_attention_forward(
 
     Returns:
         The output, shaped like query, and the weights or None: [N, L, S], per head [N, H, L, S],
-        without N for unbatched input. docs/drop_in.md lists what differs from upstream.
+        without N for unbatched input. docs/guide/drop_in.md lists what differs from upstream.
 
     Raises:
         AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.

@@ -1,5 +1,5 @@
 // Sizes of the tiles and blocks of the CPU kernels, by instruction set. What each was chosen by is
-// measured in docs/performance.md, "Sizes"; `python benchmarks/tile_sizes.py` does so again.
+// measured in docs/guide/performance.md, "Sizes"; `python benchmarks/tile_sizes.py` does so again.
 //
 // Another size may change last bits; the number of threads never does.
 #pragma once

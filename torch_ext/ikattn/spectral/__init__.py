@@ -16,7 +16,7 @@ refuses causal attention, to which it would show the future.
 
 ``Direct``: the frequencies are parameters. ``Stationary``: so, with w2 = w1. ``Ikan``: a network
 makes them of Gaussian noise. ``Mikan``: so, of noise whose distribution, joint over the heads, is
-inferred from queries and keys. docs/spectral.md compares them.
+inferred from queries and keys. docs/guide/spectral.md compares them.
 
 Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021 (arXiv
 2006.06147).

@@ -16,7 +16,7 @@ def unit_angle_scale(head_dim: int) -> float:
     """The standard deviation of frequencies with which kernels start best, 1 / (2 pi sqrt(d)).
 
     The angle 2 pi x.w of a token is then as large as x's root mean square, in radians, at every
-    head size. docs/spectral.md compares it with others.
+    head size. docs/guide/spectral.md compares it with others.
     """
     return 1 / (2 * math.pi * math.sqrt(head_dim))
 
@@ -60,7 +60,7 @@ class Direct(nn.Module):
         stationary: One set of frequencies, w2 = w1 (Bochner), in place of two (Yaglom).
         initial: "paper": from U(-1/sqrt(HM), 1/sqrt(HM)), as the authors. "unit angle": uniform
             with standard deviation 1 / (2 pi sqrt(d)), which trains at head sizes and numbers of
-            frequencies where the other does not; docs/spectral.md compares them.
+            frequencies where the other does not; docs/guide/spectral.md compares them.
         seed: If given, the initial frequencies are a function of it alone: the same on every device
             and, to rounding, in every dtype. Nothing is drawn from torch's default generator then.
         device: Of the parameters.
