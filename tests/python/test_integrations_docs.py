@@ -1,4 +1,4 @@
-"""The snippets of docs/guide/integrations.md run as shown, each where its libraries are installed."""
+"""The snippets of docs/guide/integrations.md run as shown, where their libraries are installed."""
 
 from __future__ import annotations
 

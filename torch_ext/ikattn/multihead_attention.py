@@ -41,7 +41,8 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
     frequencies of the implicit kernel are the parameters ``spectral.w1`` and ``spectral.w2``, flat,
     in the order [H, d, M] (``spectral.frequencies()`` returns them in that shape); other kernels
     have no parameters of their own. A checkpoint of nn.MultiheadAttention loads with
-    ``strict=True`` and leaves the frequencies as they are. docs/guide/drop_in.md lists what differs.
+    ``strict=True`` and leaves the frequencies as they are. docs/guide/drop_in.md lists what
+    differs.
 
     Args:
         embed_dim: E, the model size.

@@ -53,8 +53,8 @@ class Mikan(Generator):
         copula_weight: Weight of the copula in the regulariser; the authors'.
         faithful: None, or "code": compute what the authors' code computes, draw for draw, its
             faults included: one sample only, no padding masks, heads not correlated, random in eval
-            mode. docs/guide/spectral.md lists them. ``prior_scale`` is then its ``prior_var``, 0.1 by
-            default.
+            mode. docs/guide/spectral.md lists them. ``prior_scale`` is then its ``prior_var``, 0.1
+            by default.
         seed: If given, initial values are a function of it alone.
         device: Of the parameters.
         dtype: Of the parameters.
