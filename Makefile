@@ -145,6 +145,7 @@ lint: $(stamps)/lint
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy torch_ext
 	$(python) tools/check_rooms.py
+	$(python) tools/check_prose.py
 
 format: $(stamps)/lint
 	$(VENV)/bin/clang-format -i $(cpp_files)

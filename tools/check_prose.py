@@ -40,7 +40,7 @@ def words(text: str) -> int:
 
 
 def sentences(paragraph: str) -> list[str]:
-    plain = re.sub(r"`[^`]*`", "code", paragraph)
+    plain = re.sub(r"`[^`]*`", "Code", paragraph)
     return re.split(r"(?<=[.!?:;])[)\"*]*\s+(?=[A-Z*`\[(])", plain)
 
 
