@@ -1,6 +1,6 @@
 """Tells where a page has a sentence of more than 40 words, or a paragraph of more than 120.
 
-    python tools/check_prose.py README.md docs/guide/cuda.md     # default: README and docs/
+    python tools/check_prose.py README.md docs/guide/cuda.md     # default: all
 
 Exits with 1 where there are any. Tables, code and headings are left out; a code span is a word.
 """
@@ -60,7 +60,11 @@ def long_passages(path: Path) -> list[str]:
 
 def main() -> int:
     given = [Path(name).resolve() for name in sys.argv[1:]]
-    pages = given or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = given or [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     found = [passage for page in pages for passage in long_passages(page)]
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
