@@ -54,12 +54,13 @@ def attend(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     dropout_seed: None = None,
+    is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """A whole call by way of KeyFeatures."""
+    """A whole call by way of KeyFeatures; is_causal for as many queries as keys."""
     features = ikattn.KeyFeatures(w1, w2, p=p, magnitude_scale=magnitude_scale)
     features.append(key)
-    return features.attend(query, value, **options)
+    return features.attend(query, value, causal_lower_right=is_causal, **options)
 
 
 def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -101,6 +102,13 @@ def test_the_kernel_is_the_composition(sample: Sample) -> None:
     assert not found[:, 0, :1].any()
 
 
+def test_is_causal_which_is_aligned_at_the_top_left_elsewhere_is_no_argument() -> None:
+    features = ikattn.KeyFeatures(torch.randn(2, 8, 4))
+    features.append(torch.randn(1, 2, 5, 8))
+    with pytest.raises(TypeError, match="is_causal"):
+        features.attend(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 6), is_causal=True)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_token_by_token_is_causal(groups: int) -> None:
     torch.manual_seed(0)
@@ -110,7 +118,7 @@ def test_token_by_token_is_causal(groups: int) -> None:
     ends = [1, 2, 3, 40, 64, 65, 129, 130, 150]  # buffers grow at 64 and 128
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         features.append(k[:, :, begin:end])
-        outputs.append(features.attend(q[:, :, begin:end], v[:, :, :end], is_causal=True))
+        outputs.append(features.attend(q[:, :, begin:end], v[:, :, :end], causal_lower_right=True))
     call = {"query": q, "key": k, "value": v, "w1": w1, "w2": w2}
     options = {"p": 3.0, "is_causal": True, "enable_gqa": True}
     truth = reference(**converted(call, torch.float64), **options)

@@ -180,6 +180,23 @@ def test_ledger_makes_up_the_weights(kernel: str) -> None:
     assert_close(found.per_head, found.weights * found.value_norms.unsqueeze(-2), TOLERANCE)
 
 
+def test_all_maps_are_those_that_each_layer_has() -> None:
+    one_by_one = ("weights", "similarity", "magnitude", "value_norms", "per_head", *SUMMED)
+    for norm_first, of_block in ((False, SUMMED), (True, ("summed", "with_residual"))):
+        model, x = encoder(norm_first=norm_first), torch.randn(2, 5, 16)
+        with torch.no_grad(), record(model, maps="all") as recording:
+            model(x)
+        for name in recording.names:
+            found = recording[name]
+            made = {one for one in one_by_one if getattr(found, one) is not None}
+            assert made == {*one_by_one[:5], *of_block}
+            assert set(found.mixing_ratio) == set(of_block)
+        assert {*recording.maps} == {*made, "mixing_ratio"}
+    message = r"no map 'encoder': .* maps='all' takes of each layer"
+    with pytest.raises(ValueError, match=message), record(model, maps=("all", "encoder")):
+        pass
+
+
 @pytest.mark.parametrize("kernel", ["stock", "rbf", "implicit"])
 def test_large_weights_are_never_held_and_maps_are_the_same(
     kernel: str, monkeypatch: pytest.MonkeyPatch

@@ -51,9 +51,9 @@ def _add_analyze(
     target.add_argument("--target-file", type=Path, metavar="F", help="likewise, line by line")
     add(
         "--maps",
-        default="all",
+        default="usual",
         help=f"any of {', '.join(_known_maps())}, with commas; each layer gives those that it has; "
-        "all: but weights, similarity, magnitude and per_head (default: %(default)s)",
+        "usual: all but similarity, magnitude and per_head (default: %(default)s)",
     )
     add(
         "--format",

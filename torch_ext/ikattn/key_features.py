@@ -155,7 +155,7 @@ class KeyFeatures:
         *,
         key_bias: Tensor | None = None,
         attn_mask: Tensor | None = None,
-        is_causal: bool = False,
+        causal_lower_right: bool = False,
         eps: float = 1e-5,
     ) -> Tensor:
         """Attention of queries to all keys that are kept.
@@ -167,8 +167,10 @@ class KeyFeatures:
                 hides the key.
             attn_mask: Broadcastable to ``[B, H, L, S]``; bool, True = may attend, or floating
                 point, added to the logit.
-            is_causal: The queries are those of the last L keys: query i sees the keys up to number
-                S - L + i. Combines with attn_mask.
+            causal_lower_right: The queries are those of the last L keys: query i sees the keys up
+                to number S - L + i, as with ``torch.nn.attention.bias.causal_lower_right``. The
+                operators' ``is_causal`` is the other convention, keys up to number i. Combines
+                with attn_mask.
             eps: Added to s^2; positive.
 
         Returns:
@@ -199,7 +201,7 @@ class KeyFeatures:
             spread = _added(spread, attn_mask)
         elif attn_mask is not None:
             spread = torch.where(attn_mask, spread, -math.inf)
-        if is_causal and query.size(2) > 1:
+        if causal_lower_right and query.size(2) > 1:
             later = torch.ones(shape[2:], dtype=torch.bool, device=query.device)
             spread = spread.masked_fill(later.triu(length - query.size(2) + 1), -math.inf)
         with _as_they_are(query):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._attention_call import ALL_MAPS, LEDGER
+from ._attention_call import ALL_MAPS, LEDGER, USUAL_MAPS
 from ._sequences import AXES
 
 __all__ = [
@@ -24,7 +24,8 @@ __all__ = [
 
 FORMATS = ("html", "npz", "safetensors", "json", "png")
 GROUPS = {
-    "all": tuple(name for name in ALL_MAPS if name not in ("similarity", "magnitude", "per_head")),
+    "all": ALL_MAPS,
+    "usual": ("weights", *USUAL_MAPS),
     "ledger": (*LEDGER, "value_norms", "per_head"),
 }
 

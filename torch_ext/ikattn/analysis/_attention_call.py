@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -28,8 +28,8 @@ from ._resolvers import AttentionParts, out_proj_weight
 
 LEDGER = ("weights", "similarity", "magnitude")
 ALL_MAPS = (*LEDGER, *MAPS)
-# What maps=None leaves out: a map for every head, or of the ledger.
-_ONLY_ON_DEMAND = {*LEDGER, "per_head"}
+# What maps=None takes: no map for every head, and none of the ledger.
+USUAL_MAPS = tuple(name for name in MAPS if name != "per_head")
 _THROUGH_NORMS = ("with_norm", "encoder")
 # Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
 MOST_WEIGHTS = 1 << 26
@@ -183,13 +183,9 @@ def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | N
     return None
 
 
-def defined_maps(parts: AttentionParts, kind: str | None) -> list[str]:
-    """The names of the maps a layer has, without those for every head and those of the ledger."""
-    return [
-        name
-        for name in ALL_MAPS
-        if name not in _ONLY_ON_DEMAND and why_undefined(name, parts, kind) is None
-    ]
+def defined_maps(names: Iterable[str], parts: AttentionParts, kind: str | None) -> list[str]:
+    """Those of the names that a layer has a map of."""
+    return [name for name in names if why_undefined(name, parts, kind) is None]
 
 
 def awaited_norms(parts: AttentionParts, wanted: Collection[str]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from ..integrations.transformers._recording import interface_call, listening
 from ._attention_call import (
     ALL_MAPS,
     LEDGER,
+    USUAL_MAPS,
     AttentionCall,
     Surroundings,
     awaited_norms,
@@ -83,8 +84,9 @@ def record(
         maps: Names of maps: "value_norms", "per_head", "summed" (N), "with_residual" (N_Res),
             "with_norm" (N_ResLN), "encoder" (N_Enc), "mixing_ratio" (of each map from "summed" on
             that the layer has), "weights", "similarity", "magnitude"; "ledger" stands for the last
-            three with "value_norms" and "per_head". None: all that a layer has, except those for
-            every head and those of the ledger. In cross-attention "with_norm" and "encoder" hold
+            three with "value_norms" and "per_head", and "all" for all of these that a layer has.
+            None: what a layer has, except those for every head and those of the ledger. In
+            cross-attention "with_norm" and "encoder" hold
             what comes from the keys alone: the residual has no column.
         layers: Which layers, as in ``ikattn.convert``: a predicate of name and module; a pattern of
             names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
@@ -122,7 +124,7 @@ def record(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
-    plans = _plan(model, _check_names(maps), layers)
+    plans = _plan(model, _asked(maps), layers)
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(_describe(model), tuple(name for name in ALL_MAPS if name in defined))
     recorder = _Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer)
@@ -150,6 +152,14 @@ def record(
 
 
 @dataclass(frozen=True, eq=False)
+class _Asked:
+    """Names of maps: those that a layer must have, and those to take where it has them."""
+
+    required: tuple[str, ...]
+    where_defined: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """What to record of one layer of attention."""
 
@@ -157,7 +167,7 @@ class _Plan:
     module: nn.Module
     ancestors: tuple[nn.Module, ...]
     parts: AttentionParts
-    asked: tuple[str, ...] | None  # names of maps; None: all that the layer has
+    asked: _Asked
 
     def maps(self, kind: str | None) -> tuple[str, ...]:
         """The names of the maps to make of a run of this kind, None where it is not known yet.
@@ -165,20 +175,19 @@ class _Plan:
         Raises:
             ValueError: A map was asked for that the layer does not have.
         """
-        if self.asked is None:
-            return tuple(defined_maps(self.parts, kind))
-        for name in self.asked:
+        for name in self.asked.required:
             reason = why_undefined(name, self.parts, kind)
             if reason is not None:
                 raise ValueError(
                     f"record: {self.name} has no map {name!r}: {reason}. It has "
-                    f"{', '.join(defined_maps(self.parts, kind))}; maps=None takes of each layer "
-                    "what it has, layers=... leaves layers out"
+                    f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind))}; maps='all' takes of "
+                    "each layer what it has, layers=... leaves layers out"
                 )
-        return self.asked
+        found = (*self.asked.required, *defined_maps(self.asked.where_defined, self.parts, kind))
+        return tuple(dict.fromkeys(found))
 
 
-def _plan(model: nn.Module, asked: tuple[str, ...] | None, layers: Selection | None) -> list[_Plan]:
+def _plan(model: nn.Module, asked: _Asked, layers: Selection | None) -> list[_Plan]:
     """What to record of each selected layer.
 
     Raises:
@@ -209,20 +218,25 @@ def _plan(model: nn.Module, asked: tuple[str, ...] | None, layers: Selection | N
     return plans
 
 
-def _check_names(maps: Iterable[str] | None) -> tuple[str, ...] | None:
-    """The names of single maps that ``maps`` stands for."""
+def _asked(maps: Iterable[str] | None) -> _Asked:
+    """What ``maps`` stands for.
+
+    Raises:
+        ValueError: It names no map, or one that does not exist.
+    """
     if maps is None:
-        return None
+        return _Asked((), USUAL_MAPS)
     names = [maps] if isinstance(maps, str) else list(maps)
     for name in names:
-        if name not in ALL_MAPS and name not in _GROUPS:
+        if name not in (*ALL_MAPS, *_GROUPS, "all"):
             raise ValueError(
-                f"record: maps must be names out of {', '.join((*ALL_MAPS, *_GROUPS))}, "
+                f"record: maps must be names out of {', '.join((*ALL_MAPS, *_GROUPS, 'all'))}, "
                 f"got {name!r}"
             )
     if not names:
         raise ValueError("record: maps must name at least one map, got none")
-    return tuple(single for name in names for single in _GROUPS.get(name, (name,)))
+    named = (single for name in names if name != "all" for single in _GROUPS.get(name, (name,)))
+    return _Asked(tuple(named), ALL_MAPS if "all" in names else ())
 
 
 def _describe(model: nn.Module) -> str:

@@ -104,9 +104,14 @@ def _from_kept_features(
         return None
     if arguments["dropout_p"] > 0.0 or options.get("output_attentions"):
         return None
-    visible = {name: arguments[name] for name in ("attn_mask", "is_causal") if name in arguments}
     features = layer.features_of(kernel, w1, w2)
-    return features.attend(query, value, **visible)  # type: ignore[no-any-return]
+    return features.attend(  # type: ignore[no-any-return]
+        query,
+        value,
+        attn_mask=arguments.get("attn_mask"),
+        # with as many keys as queries, the only case left, the operator's is_causal is the same
+        causal_lower_right=arguments.get("is_causal", False),
+    )
 
 
 def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:
