@@ -8,8 +8,8 @@
 // whose scores are all far below that would lose its weights: the mean square of the score between
 // directions taken at random is 1/F of it, and queries whose sum of weights is below a quarter of
 // that mean are computed by pairs (docs/guide/performance.md, "Linear time", has what they would
-// err). Where few keys hold the sum their errors do not cancel, and that quarter grows by 8 / n,
-// for n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
+// err). Where few keys hold the sum their errors do not cancel, and that quarter is multiplied by
+// 1 + 32 / n, for n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
 //
 // Values count relative to their mean over e_j, which goes into the output as it is: the term of
 // eps vanishes, and differences of values, as gradients are made of, keep their digits. In a causal
