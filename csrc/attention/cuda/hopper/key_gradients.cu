@@ -10,6 +10,10 @@
 namespace ikattn::cuda {
 namespace {
 
+// Whether registers hold an item's own values.
+template <int V>
+constexpr bool kHoldsValues = V <= 64;
+
 template <int F, int V>
 struct KeyLayout {
   using Queries = Boxes<kStep, F>;
@@ -20,7 +24,6 @@ struct KeyLayout {
   // which registers hold. Where there is room, those of two items lie there.
   using OwnKeys = Boxes<kWarpgroupRows, F>;
   using OwnValues = Boxes<kWarpgroupRows, V>;
-  [[maybe_unused]] static constexpr bool kHoldsValues = V <= 64;
   static constexpr int kItems = F + V <= 192 ? 2 : 1;
   using Barriers = TileBarriers<kItems>;
   static constexpr uint32_t kOwn = OwnKeys::kBytes + OwnValues::kBytes;
@@ -110,7 +113,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const uint32_t own_keys = own + warpgroup * (64 * 128);
     [[maybe_unused]] const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
     [[maybe_unused]] uint32_t held_values[V / 16][4];
-    if constexpr (L::kHoldsValues) load_left<V>(held_values, own + L::OwnKeys::kBytes);
+    if constexpr (kHoldsValues<V>) load_left<V>(held_values, own + L::OwnKeys::kBytes);
     // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
     constexpr bool kOverlaps = F + V <= 192;
     float key_fit[2], key_terms[2];
@@ -157,7 +160,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       Shared<const float> deltas = normalizers + kStep;
       wgmma_fence();
       begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
-      if constexpr (L::kHoldsValues) {
+      if constexpr (kHoldsValues<V>) {
         begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
       } else {
         begin_by_columns<T, typename L::OwnValues, typename L::Gradients>(x, own_values,
