@@ -94,7 +94,9 @@ class KernelChoice(NamedTuple):
         unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
             of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
             ``"tensor_cores"`` (mma.sync) or ``"hopper"`` (its wgmma). ``"none"``, likewise.
-        reason: Why there is nothing faster, or nothing at all; None where there is no reason.
+        reason: Why there are no kernels; why a CPU's have no AVX2; why CUDA cores compute the pass,
+            or the gradient of attn_mask. None otherwise: why tensor cores go without Hopper's own
+            kernels, or in quadratic time, is not told.
 
     Example:
         >>> from ikattn.fast_path import KernelChoice
@@ -164,7 +166,7 @@ def which_kernels(
         device: Answer for this device; None: that of query.
 
     Returns:
-        Of each pass the algorithm, the unit and why there is nothing faster.
+        Of each pass the algorithm, the unit and a reason (``KernelChoice``).
         :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, is always
         quadratic, on CUDA on CUDA cores.
 
