@@ -36,18 +36,6 @@ struct RowPlace {
   }
 };
 
-// Eight numbers of 16 bits, as they lie.
-template <typename S, typename T>
-__device__ __forceinline__ void unpack_eight(const uint4& packed, T (&x)[8]) {
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 two = unpack<S>(words[i]);
-    x[2 * i] = static_cast<T>(two.x);
-    x[2 * i + 1] = static_cast<T>(two.y);
-  }
-}
-
 // The columns of one token of an array [B, H, N, width].
 class Row {
  public:
@@ -71,9 +59,9 @@ class Row {
       if (array_.type == ElementType::kFloat32) {
         load_floats(x, static_cast<const float*>(array_.data) + at);
       } else if (array_.type == ElementType::kBFloat16) {
-        load_halves<BFloat16>(x, at);
+        load_halves(x, static_cast<const BFloat16*>(array_.data) + at);
       } else {
-        load_halves<Half>(x, at);
+        load_halves(x, static_cast<const Half*>(array_.data) + at);
       }
       return;
     }
@@ -101,9 +89,16 @@ class Row {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = static_cast<T>(eight[i]);
   }
-  template <typename S, typename T>
-  __device__ __forceinline__ void load_halves(T (&x)[8], int64_t at) const {
-    unpack_eight<S>(load_vector<uint4>(static_cast<const S*>(array_.data) + at), x);
+  template <typename T, typename S>
+  __device__ __forceinline__ static void load_halves(T (&x)[8], const S* from) {
+    const uint4 packed = load_vector<uint4>(from);
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = unpack<S>(words[i]);
+      x[2 * i] = static_cast<T>(two.x);
+      x[2 * i + 1] = static_cast<T>(two.y);
+    }
   }
 
   const Array& array_;
@@ -160,7 +155,15 @@ struct EightColumns {
     packed = load_vector<uint4>(static_cast<const S*>(array.data) + b * array.stride[0] +
                                 h * array.stride[1] + row * array.stride[2] + column);
   }
-  __device__ __forceinline__ void unpack_to(T (&x)[8]) const { unpack_eight<S>(packed, x); }
+  __device__ __forceinline__ void unpack_to(T (&x)[8]) const {
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = unpack<S>(words[i]);
+      x[2 * i] = static_cast<T>(two.x);
+      x[2 * i + 1] = static_cast<T>(two.y);
+    }
+  }
 };
 template <typename T>
 struct EightColumns<T, Any> {
