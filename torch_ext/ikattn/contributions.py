@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
-from ._memory import takes_memory_for
+from ikattn import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn._memory import takes_memory_for
 
 __all__ = ["Contributions", "NormStats", "contributions", "streamed_contributions"]
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._memory import takes_memory_for
-from .magnitude import check_order, log_magnitude
-from .ops import attention_from_features, spectral_features
+from ikattn._memory import takes_memory_for
+from ikattn.magnitude import check_order, log_magnitude
+from ikattn.ops import attention_from_features, spectral_features
 
 __all__ = ["KeyFeatures"]
 

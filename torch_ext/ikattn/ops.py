@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
-from ._memory import takes_memory_for
-from .magnitude import check_order, log_magnitude
+from ikattn import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn._memory import takes_memory_for
+from ikattn.magnitude import check_order, log_magnitude
 
 __all__ = [
     "attention_from_features",

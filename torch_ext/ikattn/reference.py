@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ops import draw_dropout_seed
+from ikattn.ops import draw_dropout_seed
 
 __all__ = [
     "attention_from_features",

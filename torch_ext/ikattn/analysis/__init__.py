@@ -1,7 +1,7 @@
 """What attention really does: recordings of real models, maps, rollouts, files and pictures."""
 
-from ._resolvers import AttentionParts, register_resolver
-from .alignment import (
+from ikattn.analysis._resolvers import AttentionParts, register_resolver
+from ikattn.analysis.alignment import (
     AlignmentScores,
     GoldAlignments,
     alignment_error_rate,
@@ -11,11 +11,11 @@ from .alignment import (
     word_alignment,
     words_of_subwords,
 )
-from .files import MapFileError, MapWriter, load_maps
-from .record import record
-from .recording import Batch, Layer, Recording
-from .rollout import RankedToken, rank_tokens, token_importance
-from .summary import (
+from ikattn.analysis.files import MapFileError, MapWriter, load_maps
+from ikattn.analysis.record import record
+from ikattn.analysis.recording import Batch, Layer, Recording
+from ikattn.analysis.rollout import RankedToken, rank_tokens, token_importance
+from ikattn.analysis.summary import (
     Factors,
     LedgerShares,
     head_mean,

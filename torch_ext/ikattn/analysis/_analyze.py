@@ -22,10 +22,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ._analyze_job import AnalyzeError, Job, Line, Source, drawable_maps, read_lines
-from ._analyze_model import AnalyzedModel
-from ._analyze_results import Ledger, open_results, write_index
-from .recording import Batch, Recording
+from ikattn.analysis._analyze_job import AnalyzeError, Job, Line, Source, drawable_maps, read_lines
+from ikattn.analysis._analyze_model import AnalyzedModel
+from ikattn.analysis._analyze_results import Ledger, open_results, write_index
+from ikattn.analysis.recording import Batch, Recording
 
 __all__ = ["analyze"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._attention_call import ALL_MAPS, LEDGER, USUAL_MAPS
-from ._sequences import AXES
+from ikattn.analysis._attention_call import ALL_MAPS, LEDGER, USUAL_MAPS
+from ikattn.analysis._sequences import AXES
 
 __all__ = [
     "FORMATS",

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contributions import Contributions
-from ..integrations.transformers import from_pretrained
-from ..integrations.transformers._implicit import settings_of
-from ._analyze_job import AnalyzeError, Job, Line, single_maps
-from ._attention_call import why_undefined
-from ._resolvers import find_attention
-from ._sequences import batch_of_one, cut
-from .record import record
-from .recording import Batch, Layer, Recording
+from ikattn.analysis._analyze_job import AnalyzeError, Job, Line, single_maps
+from ikattn.analysis._attention_call import why_undefined
+from ikattn.analysis._resolvers import find_attention
+from ikattn.analysis._sequences import batch_of_one, cut
+from ikattn.analysis.record import record
+from ikattn.analysis.recording import Batch, Layer, Recording
+from ikattn.contributions import Contributions
+from ikattn.integrations.transformers import from_pretrained
+from ikattn.integrations.transformers._implicit import settings_of
 
 __all__ = ["AnalyzedModel"]
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import ikattn
-
-from ._analyze_job import FORMATS, AnalyzeError, Job, Source
-from ._whole_files import PARTIAL, whole_file
+from ikattn.analysis._analyze_job import FORMATS, AnalyzeError, Job, Source
+from ikattn.analysis._whole_files import PARTIAL, whole_file
 
 __all__ = ["Ledger", "open_results", "write_index"]
 

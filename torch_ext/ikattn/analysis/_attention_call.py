@@ -16,15 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..contributions import (
+from ikattn.analysis._resolvers import AttentionParts, out_proj_weight
+from ikattn.contributions import (
     MAPS,
     Contributions,
     NormStats,
     contributions,
     streamed_contributions,
 )
-from ..ops import decompose, implicit_kernel_weights
-from ._resolvers import AttentionParts, out_proj_weight
+from ikattn.ops import decompose, implicit_kernel_weights
 
 LEDGER = ("weights", "similarity", "magnitude")
 ALL_MAPS = (*LEDGER, *MAPS)

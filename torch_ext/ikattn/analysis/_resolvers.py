@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ..multihead_attention import MultiheadAttention
+from ikattn.multihead_attention import MultiheadAttention
 
 __all__ = [
     "AttentionParts",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..contributions import Contributions
-from .recording import Layer, Recording
+from ikattn.analysis.recording import Layer, Recording
+from ikattn.contributions import Contributions
 
 __all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from .._masks import Masks, as_bias, as_visible, hidden
-from .._projection import project
-from .._softmax import rbf_key_bias, select_away
-from ..functional import ExtraKeys, with_extra_keys
-from ._attention_call import AttentionCall, widened, without_autocast
+from ikattn._masks import Masks, as_bias, as_visible, hidden
+from ikattn._projection import project
+from ikattn._softmax import rbf_key_bias, select_away
+from ikattn.analysis._attention_call import AttentionCall, widened, without_autocast
+from ikattn.functional import ExtraKeys, with_extra_keys
 
 _signature = inspect.signature(StockMultiheadAttention.forward)
 

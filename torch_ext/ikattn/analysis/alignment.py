@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .summary import check_padding, full_precision
+from ikattn.analysis.summary import check_padding, full_precision
 
 __all__ = [
     "AlignmentScores",

@@ -38,11 +38,10 @@ import torch
 from torch import Tensor
 
 import ikattn
-
-from ..contributions import Contributions
-from ._optional import optional
-from ._whole_files import whole_file
-from .recording import Batch, Layer, Recording
+from ikattn.analysis._optional import optional
+from ikattn.analysis._whole_files import whole_file
+from ikattn.analysis.recording import Batch, Layer, Recording
+from ikattn.contributions import Contributions
 
 __all__ = ["DEFINITIONS", "MapFileError", "MapWriter", "load_maps"]
 

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 import ikattn
-
-from ..contributions import Contributions
-from ._sequences import AXES, SequenceMaps, sequences
-from ._whole_files import whole_file
-from .files import raw_bytes
-from .recording import Layer, Recording
+from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
+from ikattn.analysis._whole_files import whole_file
+from ikattn.analysis.files import raw_bytes
+from ikattn.analysis.recording import Layer, Recording
+from ikattn.contributions import Contributions
 
 __all__ = ["write_page"]
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..contributions import Contributions
-from ._optional import optional
-from ._sequences import AXES, SequenceMaps, sequences
-from ._whole_files import whole_file
-from .recording import Layer, Recording
+from ikattn.analysis._optional import optional
+from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
+from ikattn.analysis._whole_files import whole_file
+from ikattn.analysis.recording import Layer, Recording
+from ikattn.contributions import Contributions
 
 __all__ = ["draw"]
 

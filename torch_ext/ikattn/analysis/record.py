@@ -20,12 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
-from .._memory import memory_for
-from .._selection import Selection, is_selected
-from ..contributions import Contributions
-from ..integrations.transformers._interface import Given
-from ..integrations.transformers._recording import interface_call, listening
-from ._attention_call import (
+from ikattn._memory import memory_for
+from ikattn._selection import Selection, is_selected
+from ikattn.analysis._attention_call import (
     ALL_MAPS,
     LEDGER,
     USUAL_MAPS,
@@ -38,9 +35,12 @@ from ._attention_call import (
     why_undefined,
     without_autocast,
 )
-from ._resolvers import AttentionParts, find_attention, out_proj_weight
-from ._torch_attention import torch_call
-from .recording import Batch, Layer, Recording
+from ikattn.analysis._resolvers import AttentionParts, find_attention, out_proj_weight
+from ikattn.analysis._torch_attention import torch_call
+from ikattn.analysis.recording import Batch, Layer, Recording
+from ikattn.contributions import Contributions
+from ikattn.integrations.transformers._interface import Given
+from ikattn.integrations.transformers._recording import interface_call, listening
 
 __all__ = ["record"]
 

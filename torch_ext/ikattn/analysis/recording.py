@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..contributions import Contributions
+from ikattn.contributions import Contributions
 
 __all__ = ["Batch", "Layer", "Recording"]
 
@@ -117,7 +117,7 @@ class Recording:
             LookupError: Nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
         """
-        from . import files
+        from ikattn.analysis import files
 
         self.check_recorded()
         files.save(self, path)
@@ -149,7 +149,7 @@ class Recording:
             ValueError: Tokens that do not match the maps, or nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
         """
-        from . import page
+        from ikattn.analysis import page
 
         return page.write_page(self, path, tokens, target_tokens, title=title)
 
@@ -183,6 +183,6 @@ class Recording:
             ValueError: A map, layer, sequence or number of tokens that does not fit.
             OSError: The path cannot be written, or the disk is full.
         """
-        from . import pictures
+        from ikattn.analysis import pictures
 
         pictures.draw(self, path, layer, map, batch, sequence, tokens, target_tokens, dpi=dpi)

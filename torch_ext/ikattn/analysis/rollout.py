@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._memory import memory_for
-from .recording import Batch, Recording
-from .summary import (
+from ikattn._memory import memory_for
+from ikattn.analysis.recording import Batch, Recording
+from ikattn.analysis.summary import (
     Maps,
     check_padding,
     full_precision,

@@ -14,9 +14,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._memory import takes_memory_for
-from ..contributions import Contributions
-from .recording import Batch, Recording
+from ikattn._memory import takes_memory_for
+from ikattn.analysis.recording import Batch, Recording
+from ikattn.contributions import Contributions
 
 __all__ = [
     "Factors",

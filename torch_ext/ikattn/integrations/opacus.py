@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._projection import Projection
-from ..analysis._optional import optional
-from ..functional import ExtraKeys
-from ..multihead_attention import MultiheadAttention
-from ..spectral import Direct
+from ikattn._projection import Projection
+from ikattn.analysis._optional import optional
+from ikattn.functional import ExtraKeys
+from ikattn.multihead_attention import MultiheadAttention
+from ikattn.spectral import Direct
 
 __all__ = ["PerSample", "prepare", "restore"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import check_kernel
-from ..ops import implicit_kernel_attention
-from ..spectral import Direct
-from ..spectral.regularized import Regularized
+from ikattn.functional import check_kernel
+from ikattn.ops import implicit_kernel_attention
+from ikattn.spectral import Direct
+from ikattn.spectral.regularized import Regularized
 
 __all__ = ["ImplicitAttention"]
 

@@ -6,10 +6,10 @@ softmax. ``register`` adds "ikattn_norms", which returns contribution maps where
 would be. transformers is imported when they are called.
 """
 
-from ._cache import feature_cache
-from ._implicit import from_pretrained, use_implicit_attention
-from ._kernels import ImplicitKernel
-from ._recording import register
+from ikattn.integrations.transformers._cache import feature_cache
+from ikattn.integrations.transformers._implicit import from_pretrained, use_implicit_attention
+from ikattn.integrations.transformers._kernels import ImplicitKernel
+from ikattn.integrations.transformers._recording import register
 
 __all__ = [
     "ImplicitKernel",

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._masks import padded
-from ...ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
-from ...spectral import Mikan
-from ._cache import layer_of
-from ._interface import Given, is_causal, mask_of, register_attention
-from ._kernels import IMPLICIT, ImplicitKernel, kernel_of
+from ikattn._masks import padded
+from ikattn.integrations.transformers._cache import layer_of
+from ikattn.integrations.transformers._interface import (
+    Given,
+    is_causal,
+    mask_of,
+    register_attention,
+)
+from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
+from ikattn.ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
+from ikattn.spectral import Mikan
 
 __all__ = ["register_implicit", "scaled_query"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...key_features import KeyFeatures
-from ._interface import import_transformers
+from ikattn.integrations.transformers._interface import import_transformers
+from ikattn.key_features import KeyFeatures
 
 __all__ = ["feature_cache", "layer_of"]
 

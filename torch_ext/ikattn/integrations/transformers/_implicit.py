@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...analysis._resolvers import calls_interface
-from ...functional import check_kernel
-from ...spectral import SOURCES
-from ...spectral.direct import checked_size
-from ...spectral.factory import check_spectral
-from ._attention import register_implicit
-from ._interface import configs_of, import_transformers
-from ._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
+from ikattn.analysis._resolvers import calls_interface
+from ikattn.functional import check_kernel
+from ikattn.integrations.transformers._attention import register_implicit
+from ikattn.integrations.transformers._interface import configs_of, import_transformers
+from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
+from ikattn.spectral import SOURCES
+from ikattn.spectral.direct import checked_size
+from ikattn.spectral.factory import check_spectral
 
 __all__ = ["from_pretrained", "settings_of", "use_implicit_attention"]
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...analysis._attention_call import widened
-from ...analysis._optional import optional
+from ikattn.analysis._attention_call import widened
+from ikattn.analysis._optional import optional
 
 __all__ = [
     "Given",

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...analysis._resolvers import calls_interface
-from ...functional import check_kernel
-from ...spectral import Direct, Ikan, Mikan
-from ...spectral.regularized import Regularized
+from ikattn.analysis._resolvers import calls_interface
+from ikattn.functional import check_kernel
+from ikattn.spectral import Direct, Ikan, Mikan
+from ikattn.spectral.regularized import Regularized
 
 __all__ = [
     "IMPLICIT",

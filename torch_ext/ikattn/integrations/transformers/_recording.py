@@ -18,23 +18,23 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from ...analysis._attention_call import (
+from ikattn.analysis._attention_call import (
     AttentionCall,
     Surroundings,
     make_maps,
     widened,
     without_autocast,
 )
-from ...analysis._resolvers import AttentionParts, find_attention, resolve
-from ._attention import register_implicit, scaled_query
-from ._interface import (
+from ikattn.analysis._resolvers import AttentionParts, find_attention, resolve
+from ikattn.integrations.transformers._attention import register_implicit, scaled_query
+from ikattn.integrations.transformers._interface import (
     Given,
     attention_function,
     configs_of,
     mask_of,
     register_attention,
 )
-from ._kernels import IMPLICIT, kernel_of
+from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
 
 __all__ = ["interface_call", "listening", "register"]
 
