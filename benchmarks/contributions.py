@@ -48,7 +48,7 @@ def inputs(length: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     weights, value, projection = inputs(length, heads, size)
     residual = torch.randn(1, length, size)
-    norm = ikattn.NormStats(torch.ones(size), torch.ones(1, length))
+    norm = ikattn.analysis.NormStats(torch.ones(size), torch.ones(1, length))
     rivals = {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
         "of these, vectors and factors": lambda: ikattn.contributions(
@@ -115,7 +115,8 @@ SETUP = """
     weights = torch.rand(1, H, T, T)
     weights /= weights.sum(-1, keepdim=True)
     value, projection = torch.randn(1, H, T, D // H), torch.randn(D, D)
-    residual, norm = torch.randn(1, T, D), ikattn.NormStats(torch.ones(D), torch.ones(1, T))
+    residual = torch.randn(1, T, D)
+    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, T))
     few = (weights[:, :, :8, :8], value[:, :, :8], projection)
 """
 STREAMED_SETUP = """
@@ -123,7 +124,8 @@ STREAMED_SETUP = """
     H, T, D = {heads}, {length}, {size}
     query, key, value = torch.randn(3, 1, H, T, D // H).unbind()
     projection = torch.randn(D, D)
-    residual, norm = torch.randn(1, T, D), ikattn.NormStats(torch.ones(D), torch.ones(1, T))
+    residual = torch.randn(1, T, D)
+    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, T))
 """
 FIVE_DIMENSIONAL = """
     vectors = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (H, -1)))
@@ -171,7 +173,7 @@ def compare_model(length: int, seconds: float) -> None:
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
     x = torch.randn(1, length, size)
     weights, value, projection = inputs(length, heads, size)
-    norm = ikattn.NormStats(torch.ones(size), torch.ones(1, length))
+    norm = ikattn.analysis.NormStats(torch.ones(size), torch.ones(1, length))
 
     def maps() -> None:
         for _ in range(layers):

@@ -1,55 +1,99 @@
-"""Fails where a room of csrc/attention/cuda includes from one above it. A part of `make lint`.
+"""Fails where a room of the code knows one above it. A part of `make lint`.
 
-The rooms, the highest first, are those of csrc/attention/cuda/README.md; the drivers are above all.
+Rooms are folders, and files that stand alone: those of csrc/attention/cuda, as its README.md has
+them, and those of torch_ext/ikattn, as CONTRIBUTING.md has them.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CUDA = ROOT / "csrc/attention/cuda"
-# Rooms of one line do not include each other.
-LEVELS = [
-    {""},
-    {"hopper", "linear"},
-    {"tensor_cores"},
-    {"features"},
-    {"cuda_cores"},
-    {"mma"},
-    {"operands"},
-]
 
 
-def room_of(path: str) -> str:
-    """Of a path below csrc/attention/cuda; "" of the drivers."""
-    room, slash, _ = path.rpartition("/")
-    return room if slash else ""
+class House(NamedTuple):
+    """A folder whose rooms may know those below them, and no others."""
+
+    folder: str
+    files: str  # pattern of names
+    known: str  # what a file knows of the folder, as paths or names of modules
+    levels: Sequence[set[str]]  # the highest first; those of one level do not know each other
 
 
-def level_of(room: str) -> int:
-    for level, rooms in enumerate(LEVELS):
+HOUSES = (
+    House(
+        "csrc/attention/cuda",
+        r"\.(cu|h|cpp)$",
+        r'#include "attention/cuda/([^"]+)"',
+        [
+            {""},  # the drivers
+            {"hopper", "linear"},
+            {"tensor_cores"},
+            {"features"},
+            {"cuda_cores"},
+            {"mma"},
+            {"operands"},
+        ],
+    ),
+    House(
+        "torch_ext/ikattn",
+        r"\.py$",
+        r"^\s*(?:from ikattn import |from ikattn\.|import ikattn\.)([\w.]+)",
+        [
+            {"", "__main__"},
+            {"cli"},
+            {"_command"},
+            {"conversion"},
+            {"analysis"},
+            {"integrations"},
+            {"nn"},
+            {"spectral"},
+            {"reference"},
+            {"ops"},
+            {"_info", "_memory", "_optional", "_precision", "_whole_files"},
+            {"_library"},
+        ],
+    ),
+)
+
+
+def room_of(house: House, path: str) -> str:
+    """The room of a path, or of a module, below the house's folder; "" where it has none."""
+    if house.folder.startswith("csrc"):
+        room, slash, _ = path.partition("/")
+        return room if slash else ""
+    room = re.split(r"[/.]", path)[0]
+    return "" if room == "__init__" else room
+
+
+def level_of(house: House, room: str) -> int:
+    for level, rooms in enumerate(house.levels):
         if room in rooms:
             return level
-    raise ValueError(f"tools/check_rooms.py does not know csrc/attention/cuda/{room}")
+    raise ValueError(f"tools/check_rooms.py does not know {house.folder}/{room}")
 
 
-def arrows_upward(path: Path) -> list[str]:
-    """What a file includes that it may not, in words."""
-    own = room_of(path.relative_to(CUDA).as_posix())
+def arrows_upward(house: House, path: Path) -> list[str]:
+    """What a file knows that it may not, in words."""
+    own = room_of(house, path.relative_to(ROOT / house.folder).as_posix())
     wrong = []
-    for name in re.findall(r'#include "attention/cuda/([^"]+)"', path.read_text()):
-        room = room_of(name)
-        if room != own and level_of(room) <= level_of(own):
-            wrong.append(f"{path.relative_to(ROOT)} includes {name}: {own} may not know {room}")
+    for name in re.findall(house.known, path.read_text(), re.MULTILINE):
+        room = room_of(house, name)
+        if room != own and level_of(house, room) <= level_of(house, own):
+            wrong.append(f"{path.relative_to(ROOT)} knows {name}: {own} may not know {room}")
     return wrong
 
 
 def main() -> int:
-    files = sorted([*CUDA.rglob("*.cu"), *CUDA.rglob("*.h"), *CUDA.rglob("*.cpp")])
-    wrong = [text for path in files for text in arrows_upward(path)]
+    wrong = []
+    for house in HOUSES:
+        for path in sorted((ROOT / house.folder).rglob("*")):
+            if path.is_file() and re.search(house.files, path.name):
+                wrong += arrows_upward(house, path)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
 

@@ -98,7 +98,7 @@ def weights(hold_normalizer: bool = False, **arguments: Any) -> Tensor:
     w = w / z.masked_fill(z == 0, 1)
     if arguments.get("dropout_p", 0.0) == 0:
         return w
-    keep = ikattn.dropout_keep_mask(arguments["dropout_seed"], w.shape, arguments["dropout_p"])
+    keep = ikattn.ops.dropout_keep_mask(arguments["dropout_seed"], w.shape, arguments["dropout_p"])
     kept_fraction = 1 - min(math.floor(256 * arguments["dropout_p"] + 0.5), 255) / 256
     return w * keep / kept_fraction
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ikattn.analysis.alignment import (
+from ikattn.analysis import (
     alignment_error_rate,
     alignment_scores,
     read_alignments,

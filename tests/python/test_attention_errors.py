@@ -478,18 +478,18 @@ def test_the_operator_itself_wants_a_seed_with_its_dropout() -> None:
 @pytest.mark.parametrize("dropout_p", [-0.5, 1.0, NAN])
 def test_keep_mask_wants_a_probability_below_one(dropout_p: float) -> None:
     with pytest.raises(ValueError, match=r"dropout_keep_mask: dropout_p must be in \[0, 1\)"):
-        ikattn.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, 2, 2), dropout_p)
+        ikattn.ops.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, 2, 2), dropout_p)
 
 
 @pytest.mark.parametrize("seed", [torch.zeros(3).long(), torch.zeros(2), torch.zeros(1, 2).long()])
 def test_keep_mask_wants_a_pair_of_int64(seed: Tensor) -> None:
     with pytest.raises(RuntimeError, match=r"dropout_keep_mask: dropout_seed must be an int64"):
-        ikattn.dropout_keep_mask(seed, (1, 1, 2, 2), 0.5)
+        ikattn.ops.dropout_keep_mask(seed, (1, 1, 2, 2), 0.5)
 
 
 def test_keep_mask_wants_sizes_that_are_not_negative() -> None:
     with pytest.raises(RuntimeError, match=r"sizes must not be negative, got 1, 1, -2, 2"):
-        ikattn.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, -2, 2), 0.5)
+        ikattn.ops.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, -2, 2), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +522,7 @@ def test_decompose_names_what_does_not_fit(options: Arguments, pattern: str) -> 
     call = correct_call()
     tokens = {"query": call["query"], "key": call["key"]}
     with pytest.raises(ValueError, match=pattern):
-        ikattn.decompose(**tokens | options)
+        ikattn.similarity_and_magnitude(**tokens | options)
 
 
 @pytest.mark.parametrize(

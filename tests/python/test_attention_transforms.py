@@ -136,7 +136,7 @@ def test_double_backward_drops_what_the_forward_dropped() -> None:
     """Also where the seed was drawn inside the call."""
     arguments = DROPOUT.arguments()
     torch.manual_seed(4)
-    seed = ikattn.draw_dropout_seed()
+    seed = ikattn.ops.draw_dropout_seed()
     second = []
     for given in (None, seed):
         call, tensors = positional(attention, arguments | {"dropout_seed": given})

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ikattn import cli
-from ikattn.analysis import _analyze, _analyze_results
-from ikattn.analysis.files import load_maps
-from ikattn.analysis.record import record
+from ikattn._command import analyze as analyze_command
+from ikattn._command import results
+from ikattn.analysis import load_maps, record
 from ikattn.integrations.transformers import use_implicit_attention
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
@@ -234,7 +234,7 @@ def stop_after(
     monkeypatch: pytest.MonkeyPatch, lines: int, error: type[BaseException] = KeyboardInterrupt
 ) -> None:
     """Raises before the entry after so many lines is written, when its files are."""
-    added = _analyze_results.Ledger.add
+    added = results.Ledger.add
     count = iter(range(lines + 1))
 
     def add(ledger: Any, entry: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ def stop_after(
             raise error
         added(ledger, entry)
 
-    monkeypatch.setattr(_analyze_results.Ledger, "add", add)
+    monkeypatch.setattr(results.Ledger, "add", add)
 
 
 @pytest.mark.parametrize("lines", [0, 1, 4])
@@ -543,7 +543,9 @@ def test_missing_library_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(_analyze, "find_spec", lambda name: None if name == library else object())
+    monkeypatch.setattr(
+        analyze_command, "find_spec", lambda name: None if name == library else object()
+    )
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)
     assert f"this needs {library}: pip install {command}" in said
@@ -558,14 +560,14 @@ def test_full_disk_keeps_what_is_finished(
 ) -> None:
     arguments = ("--model", bert, "--file", text, "--out", tmp_path / "out", "--format", "npz")
     with monkeypatch.context() as patched:
-        save = _analyze.Recording.save
+        save = analyze_command.Recording.save
 
         def full(recording: Any, path: Path) -> None:
             if "000003" in path.name:
                 raise OSError(28, f"cannot write {path}: No space left on device")
             save(recording, path)
 
-        patched.setattr(_analyze.Recording, "save", full)
+        patched.setattr(analyze_command.Recording, "save", full)
         assert analyze(*arguments) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert [entry["line"] for entry in entries_in(tmp_path / "out")] == [1, 2]
@@ -580,8 +582,10 @@ def test_progress_is_plain_without_tqdm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = _analyze.find_spec
-    monkeypatch.setattr(_analyze, "find_spec", lambda name: None if name == "tqdm" else real(name))
+    real = analyze_command.find_spec
+    monkeypatch.setattr(
+        analyze_command, "find_spec", lambda name: None if name == "tqdm" else real(name)
+    )
     out = tmp_path / "out"
     assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
     assert "5 of 5 lines" in capsys.readouterr().err

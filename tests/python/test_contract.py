@@ -44,7 +44,7 @@ from attention_cases import (
     make,
     run,
 )
-from ikattn.functional import multi_head_attention_forward
+from ikattn.nn.functional import multi_head_attention_forward
 from tiers import share
 
 

@@ -28,7 +28,7 @@ from attention_cases import (
     make,
     run,
 )
-from ikattn.functional import multi_head_attention_forward
+from ikattn.nn.functional import multi_head_attention_forward
 
 
 def test_the_functions_signature_is_upstreams_with_keywords_after_it():

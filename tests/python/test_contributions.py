@@ -30,6 +30,7 @@ from contribution_samples import (
     replaced,
     vectors,
 )
+from ikattn.analysis import NormStats
 from processors import skip_without
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
@@ -208,7 +209,7 @@ def test_one_layer_of_minilm_equals_the_authors_code() -> None:
         for name in ("ln1", "ln2"):
             x = tensors[f"pre_{name}"]
             scale = (x.var(-1, correction=0) + tensors["eps"]).sqrt()
-            norms.append(ikattn.NormStats(tensors[f"{name}_weight"], scale))
+            norms.append(NormStats(tensors[f"{name}_weight"], scale))
         maps = ikattn.contributions(
             tensors["attn"],
             tensors["v"],
@@ -249,7 +250,7 @@ def test_a_batch_is_its_sequences_one_by_one() -> None:
         }
         for name in ("norm", "second_norm"):
             stats = arguments[name]
-            one[name] = ikattn.NormStats(stats.weight, stats.scale[b : b + 1], stats.centered)
+            one[name] = NormStats(stats.weight, stats.scale[b : b + 1], stats.centered)
         for name, map_ in named(maps_of(one)).items():
             assert_close(map_, whole[name][b : b + 1], 1e-14, name)
 
@@ -266,7 +267,7 @@ def test_padding_equals_cutting_it_off() -> None:
     }
     for name in ("norm", "second_norm"):
         stats = arguments[name]
-        cut[name] = ikattn.NormStats(stats.weight, stats.scale[b : b + 1, :length], stats.centered)
+        cut[name] = NormStats(stats.weight, stats.scale[b : b + 1, :length], stats.centered)
     for name, map_ in named(maps_of(cut)).items():
         padded = whole[name][b : b + 1]
         index = tuple(slice(0, size) for size in map_.shape)
@@ -352,7 +353,7 @@ def test_queries_alone_give_their_rows() -> None:
     }
     for name in ("norm", "second_norm"):
         stats = arguments[name]
-        rows[name] = ikattn.NormStats(stats.weight, stats.scale[:, first:], stats.centered)
+        rows[name] = NormStats(stats.weight, stats.scale[:, first:], stats.centered)
     for name, map_ in named(maps_of(rows)).items():
         whole = expected[name]
         if name == "per_head":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ikattn
 from attention_cases import CASES, KERNELS, case, make
+from ikattn._library import cmake_prefix_path
 from programs import build_examples, run, run_checked
 
 pytestmark = [pytest.mark.compiles, pytest.mark.full]
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.full]
 def programs(source_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built programs."""
     build = tmp_path_factory.mktemp("programs")
-    build_examples(source_tree, build, ikattn.cmake_prefix_path(), "attend", "serve")
+    build_examples(source_tree, build, cmake_prefix_path(), "attend", "serve")
     return build
 
 

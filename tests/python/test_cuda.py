@@ -356,8 +356,8 @@ def test_weights_are_those_of_the_cpu(sample: Sample) -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 17, 33), (1, 2, 130, 65)])
 def test_dropout_keeps_what_the_cpu_keeps(shape: tuple[int, int, int, int]) -> None:
     seed = torch.tensor([2**61 + 7, 3])
-    on_cpu = ikattn.dropout_keep_mask(seed, shape, 0.3)
-    assert torch.equal(ikattn.dropout_keep_mask(seed.to(DEVICE), shape, 0.3).cpu(), on_cpu)
+    on_cpu = ikattn.ops.dropout_keep_mask(seed, shape, 0.3)
+    assert torch.equal(ikattn.ops.dropout_keep_mask(seed.to(DEVICE), shape, 0.3).cpu(), on_cpu)
 
 
 @each_call(FEW)

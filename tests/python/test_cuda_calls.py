@@ -108,7 +108,7 @@ def all_maps(maps: Callable[..., ikattn.Contributions], names: list[str], heads:
     names = [*names, "value", "out_proj_weight", "residual"]
     call: Arguments = {name: torch.rand(sizes[name], device=DEVICE) for name in names}
     ones = torch.ones(32, device=DEVICE), torch.ones(1, 70, device=DEVICE)
-    norm = ikattn.NormStats(*ones)
+    norm = ikattn.analysis.NormStats(*ones)
 
     def joined(**arguments: Tensor) -> Tensor:
         found = maps(**arguments, norm=norm, second_norm=norm)
@@ -126,7 +126,7 @@ def features() -> Work:
 
 
 def kept(seed: Tensor) -> Tensor:
-    return ikattn.dropout_keep_mask(seed, (2, 4, 200, 200), 0.2)
+    return ikattn.ops.dropout_keep_mask(seed, (2, 4, 200, 200), 0.2)
 
 
 HALF = torch.bfloat16

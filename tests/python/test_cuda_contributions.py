@@ -83,7 +83,7 @@ def test_gradients_of_streamed_maps_are_those_of_the_cpu(way: str, dtype: torch.
         "enable_gqa": True,
         "query_padding": padding,
         "key_padding": padding,
-        "norm": ikattn.NormStats.of(layer_norm, torch.randn(2, 37, 24, dtype=dtype)),
+        "norm": ikattn.analysis.NormStats.of(layer_norm, torch.randn(2, 37, 24, dtype=dtype)),
     }
 
     def results(on_device: bool) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical, direction, error, gradients
+from ikattn.ops import draw_dropout_seed, dropout_keep_mask
 from samples import DTYPES, SAMPLES, Arguments, Sample, name_of, of_weights
 
 attention = ikattn.implicit_kernel_attention
@@ -75,7 +76,7 @@ def test_mask_is_the_documented_function_of_seed_and_position(
 ) -> None:
     numbers = torch.tensor([seed, offset])
     expected = documented_keep_mask(numbers, shape, dropout_p)
-    assert torch.equal(ikattn.dropout_keep_mask(numbers, shape, dropout_p), expected)
+    assert torch.equal(dropout_keep_mask(numbers, shape, dropout_p), expected)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_operators_drop_what_the_mask_says(sample: Sample, dtype: torch.dtype) -
     seed = torch.tensor([11, 22])
     plain = weights(**of_weights(arguments | {"dropout_p": 0.0}))
     dropped = weights(**of_weights(arguments | {"dropout_p": p, "dropout_seed": seed}))
-    keep = ikattn.dropout_keep_mask(seed, plain.shape, p)
+    keep = dropout_keep_mask(seed, plain.shape, p)
     rescale = 256 / (256 - math.floor(256 * p + 0.5))
     tolerance = {torch.float64: 1e-15, torch.float32: 1e-6}.get(dtype, 1e-2)
     assert_close(dropped, plain.double() * keep * rescale, tolerance)
@@ -120,7 +121,7 @@ def test_gradients_flow_through_what_was_kept(sample: Sample) -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.002, 0.1, 0.25, 0.5, 0.9, 0.999])
 def test_kept_fraction_is_what_was_asked_for_to_a_256th(dropout_p: float) -> None:
-    keep = ikattn.dropout_keep_mask(torch.tensor([3, 4]), (4, 4, 256, 256), dropout_p)
+    keep = dropout_keep_mask(torch.tensor([3, 4]), (4, 4, 256, 256), dropout_p)
     expected = 1 - min(round(256 * dropout_p), 255) / 256
     deviation = math.sqrt(expected * (1 - expected) / keep.numel())
     assert abs(keep.double().mean().item() - expected) < 5 * deviation
@@ -130,7 +131,7 @@ def test_kept_fraction_is_what_was_asked_for_to_a_256th(dropout_p: float) -> Non
 @pytest.mark.parametrize("dropout_p", [0.0, 0.001])
 def test_a_probability_that_rounds_to_zero_drops_nothing(dropout_p: float) -> None:
     seed = torch.tensor([3, 4])
-    assert ikattn.dropout_keep_mask(seed, (1, 2, 64, 64), dropout_p).all()
+    assert dropout_keep_mask(seed, (1, 2, 64, 64), dropout_p).all()
     arguments = SHAPE.arguments()
     dropped = attention(**(arguments | {"dropout_p": dropout_p, "dropout_seed": seed}))
     assert torch.equal(dropped, attention(**arguments))
@@ -166,7 +167,7 @@ def correlation(first: Tensor, second: Tensor) -> float:
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
 def test_heads_items_seeds_and_offsets_have_independent_masks(dropout_p: float) -> None:
     def mask(seed: int, offset: int) -> Tensor:
-        return ikattn.dropout_keep_mask(torch.tensor([seed, offset]), (2, 2, 128, 128), dropout_p)
+        return dropout_keep_mask(torch.tensor([seed, offset]), (2, 2, 128, 128), dropout_p)
 
     one = mask(1, 0)
     pairs = {
@@ -190,9 +191,9 @@ def test_heads_items_seeds_and_offsets_have_independent_masks(dropout_p: float) 
 def test_mask_is_the_same_whatever_surrounds_a_head() -> None:
     """Position decides, not the size of the call: a longer call extends a shorter one."""
     seed = torch.tensor([7, 8])
-    large = ikattn.dropout_keep_mask(seed, (1, 3, 100, 90), 0.5)
-    assert torch.equal(ikattn.dropout_keep_mask(seed, (1, 3, 33, 47), 0.5), large[:, :, :33, :47])
-    assert torch.equal(ikattn.dropout_keep_mask(seed, (1, 1, 33, 47), 0.5), large[:, :1, :33, :47])
+    large = dropout_keep_mask(seed, (1, 3, 100, 90), 0.5)
+    assert torch.equal(dropout_keep_mask(seed, (1, 3, 33, 47), 0.5), large[:, :, :33, :47])
+    assert torch.equal(dropout_keep_mask(seed, (1, 1, 33, 47), 0.5), large[:, :1, :33, :47])
 
 
 def test_torchs_seed_makes_calls_repeat_and_without_one_they_differ() -> None:
@@ -207,9 +208,9 @@ def test_torchs_seed_makes_calls_repeat_and_without_one_they_differ() -> None:
 
 def test_drawn_seeds_are_int64_pairs_that_follow_torchs_generator() -> None:
     torch.manual_seed(3)
-    first, second = ikattn.draw_dropout_seed(), ikattn.draw_dropout_seed()
+    first, second = draw_dropout_seed(), draw_dropout_seed()
     torch.manual_seed(3)
-    assert torch.equal(ikattn.draw_dropout_seed(), first)
+    assert torch.equal(draw_dropout_seed(), first)
     assert not torch.equal(first, second)
     assert (first.dtype, first.shape) == (torch.int64, (2,))
 
@@ -226,7 +227,7 @@ def test_backward_uses_the_mask_of_its_forward() -> None:
     call = SHAPE.arguments() | {"dropout_p": 0.5}
     call["value"].requires_grad_()
     torch.manual_seed(1)
-    seed = ikattn.draw_dropout_seed()
+    seed = draw_dropout_seed()
     torch.manual_seed(1)
     output = attention(**call)
     attention(**(SHAPE.arguments() | {"dropout_p": 0.5}))
@@ -242,8 +243,8 @@ def test_a_seed_may_be_a_strided_view() -> None:
     first, second = (attention(**(call | {"dropout_seed": seed})) for seed in (dense, strided))
     assert_identical([first], [second])
     assert torch.equal(
-        ikattn.dropout_keep_mask(strided, (1, 1, 9, 9), 0.5),
-        ikattn.dropout_keep_mask(dense, (1, 1, 9, 9), 0.5),
+        dropout_keep_mask(strided, (1, 1, 9, 9), 0.5),
+        dropout_keep_mask(dense, (1, 1, 9, 9), 0.5),
     )
 
 
@@ -260,4 +261,4 @@ def test_the_authors_dropout_of_norms_happens_only_where_asked() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
 def test_masks_of_empty_calls_are_empty(shape: tuple[int, ...]) -> None:
-    assert ikattn.dropout_keep_mask(torch.tensor([1, 2]), shape, 0.5).shape == shape
+    assert dropout_keep_mask(torch.tensor([1, 2]), shape, 0.5).shape == shape

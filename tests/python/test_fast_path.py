@@ -11,7 +11,7 @@ import torch
 
 import ikattn
 from ikattn._info import cuda_kernels, gpu
-from ikattn.fast_path import KernelChoice
+from ikattn.ops.kernels import KernelChoice
 
 HAS_CUDA_KERNELS = "CUDA kernels     no" not in ikattn.info()
 needs_kernels_and_gpu = pytest.mark.skipif(
@@ -206,7 +206,7 @@ def test_which_kernels_says_why_there_are_none() -> None:
 
 @needs_kernels_and_gpu
 def test_which_kernels_says_what_a_gpu_takes() -> None:
-    def said(*tensors: torch.Tensor, **options: object) -> ikattn.fast_path.Kernels:
+    def said(*tensors: torch.Tensor, **options: object) -> ikattn.ops.kernels.Kernels:
         return ikattn.which_kernels(*tensors, device="cuda", **options)  # type: ignore[arg-type]
 
     slow = said(*inputs()).forward

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import Batch, Recording, files
-from ikattn.analysis.files import MapFileError, MapWriter, load_maps
+from ikattn.analysis import Batch, MapFileError, MapWriter, Recording, files, load_maps
 from recordings import encoder_recording, random_maps, translation_recording
 
 SUFFIXES = (".safetensors", ".npz", ".json")
@@ -135,7 +134,6 @@ def test_writer_streams_what_save_writes(tmp_path: Path, suffix: str) -> None:
 
 
 def test_writer_takes_the_layers_of_a_running_model(tmp_path: Path) -> None:
-    record = pytest.importorskip("ikattn.analysis.record").record
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2).eval()
@@ -157,7 +155,7 @@ def test_writer_takes_the_layers_of_a_running_model(tmp_path: Path) -> None:
 def test_writer_holds_one_layer_in_memory(tmp_path: Path, suffix: str) -> None:
     code = f"""
 import resource, sys, torch, ikattn
-from ikattn.analysis.files import MapWriter
+from ikattn.analysis import MapWriter
 from ikattn.analysis import Layer
 maps = ikattn.Contributions(summed=torch.rand(8, 512, 512))  # 8 MB
 layer = Layer("layer", "self", "encoder", 1, "none", "torch")

@@ -139,12 +139,14 @@ def test_similarity_and_magnitude_are_the_authors(path: Path, mode: str) -> None
             phi = ikattn.spectral_features(call[name], w1, w2)
             assert_close(phi, golden.arrays[f"phi_{name[0]}"], FLOAT64, name)
         options = {name: call[name] for name in ("p", "w1", "w2", "eps", "magnitude_scale")}
-        similarity, magnitude = ikattn.decompose(
+        similarity, magnitude = ikattn.similarity_and_magnitude(
             call["query"], call["key"], kernel="implicit", **options
         )
         assert_close(similarity - call["eps"], golden.arrays["scores"], 1e-12)
         # The authors' norm adds that of the query, which cancels in the softmax.
-        _, of_query = ikattn.decompose(call["query"], call["query"], kernel="implicit", **options)
+        _, of_query = ikattn.similarity_and_magnitude(
+            call["query"], call["query"], kernel="implicit", **options
+        )
         norm = of_query.log().unsqueeze(-1) + magnitude.log().unsqueeze(-2)
         assert_close(norm, golden.expected("norm"), FLOAT64)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import ikattn
-from ikattn.integrations import transformers as integrations_transformers
 from ikattn.integrations.opacus import prepare
 from ikattn.integrations.peft import with_trainable_frequencies
 
@@ -70,7 +69,7 @@ def test_a_missing_library_is_an_error_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, library, None)
     model = ikattn.convert(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     calls: dict[str, Callable[[], object]] = {
-        "transformers": integrations_transformers.register,
+        "transformers": ikattn.analysis.register_norms,
         "peft": lambda: with_trainable_frequencies(model),
         "opacus": lambda: prepare(model),
     }

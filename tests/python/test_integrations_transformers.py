@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import formula
 import ikattn
 from agreement import assert_close
+from ikattn.analysis import register_norms
 from ikattn.integrations.transformers import (
     ImplicitKernel,
     from_pretrained,
-    register,
     use_implicit_attention,
 )
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of
@@ -441,7 +441,7 @@ def test_a_checkpoint_for_another_head_loads(tmp_path: Path) -> None:
 
 
 def test_a_model_without_frequencies_is_an_error() -> None:
-    register()
+    register_norms()
     model = build("bert")
     model.set_attn_implementation("ikattn_implicit")
     with pytest.raises(RuntimeError, match=r"call .*use_implicit_attention"):

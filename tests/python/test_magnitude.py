@@ -10,7 +10,7 @@ from torch import nn
 
 import ikattn
 from attention_cases import E, H, L, N, batch, ignore, make
-from ikattn.magnitude import LearnedOrder
+from ikattn.ops.magnitude import LearnedOrder
 
 
 def at_orders(orders: list[float]) -> LearnedOrder:

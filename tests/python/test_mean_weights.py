@@ -30,8 +30,8 @@ from tiers import each
 
 @pytest.fixture
 def every_call_is_large(monkeypatch):
-    monkeypatch.setattr(ikattn._mean_weights, "_LARGE", -1)
-    monkeypatch.setattr(ikattn._mean_weights, "_PART", 2 * N * S)  # two queries
+    monkeypatch.setattr(ikattn.nn._mean_weights, "_LARGE", -1)
+    monkeypatch.setattr(ikattn.nn._mean_weights, "_PART", 2 * N * S)  # two queries
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -74,14 +74,14 @@ def test_part_by_part_dropout_is_that_of_all_at_once(
 ):
     """Given what was drawn, which is the same in every pass."""
     module, arguments = make(kernel, dropout=0.4), arguments_of(mask, True, False)
-    begin, passes = ikattn._mean_weights._Dropout.begin, []
+    begin, passes = ikattn.nn._mean_weights._Dropout.begin, []
 
     def begin_and_keep(drop, device):
         draw, drawn = begin(drop, device), []
         passes.append(drawn)
         return lambda weights: drawn.append(draw(weights)) or drawn[-1]
 
-    monkeypatch.setattr(ikattn._mean_weights._Dropout, "begin", begin_and_keep)
+    monkeypatch.setattr(ikattn.nn._mean_weights._Dropout, "begin", begin_and_keep)
     actual = run(module, arguments)
     forward, backward = passes
     assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
@@ -91,8 +91,8 @@ def test_part_by_part_dropout_is_that_of_all_at_once(
     assert {round(x, 9) for x in factors.unique().tolist()} == {0, round(1 / 0.6, 9)}
     assert factors.mean() == pytest.approx(1, abs=0.3)
 
-    monkeypatch.setattr(ikattn._mean_weights, "_LARGE", 1 << 22)
-    monkeypatch.setattr(ikattn._softmax, "dropout", lambda weights, p: weights * factors)
+    monkeypatch.setattr(ikattn.nn._mean_weights, "_LARGE", 1 << 22)
+    monkeypatch.setattr(ikattn.nn._softmax, "dropout", lambda weights, p: weights * factors)
     assert_same(actual, run(module, arguments))
 
 
@@ -145,7 +145,7 @@ def test_part_by_part_dropout_follows_the_seed(every_call_is_large):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_part_by_part_is_as_precise_as_upstream(dtype, monkeypatch):
     for threshold in (1 << 22, -1):
-        monkeypatch.setattr(ikattn._mean_weights, "_LARGE", threshold)
+        monkeypatch.setattr(ikattn.nn._mean_weights, "_LARGE", threshold)
         assert_as_precise_as_upstream("both float", {}, dtype)
 
 

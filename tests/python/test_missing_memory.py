@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import ikattn
-from ikattn import functional
 from ikattn._memory import memory_for, takes_memory_for
-from ikattn.analysis.rollout import rollout
-from ikattn.analysis.summary import ledger_shares
+from ikattn.analysis import ledger_shares, rollout
+from ikattn.nn import functional
 
 LONG = 1 << 44
 
@@ -47,9 +46,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend_by_module("implicit"),
         "MultiheadAttention: no memory for projections",
     ),
-    "decompose": (
-        lambda: ikattn.decompose(of_length(1, 1, LONG, 4), torch.ones(1, 1, 7, 4)),
-        "decompose: no memory for similarity",
+    "similarity_and_magnitude": (
+        lambda: ikattn.similarity_and_magnitude(of_length(1, 1, LONG, 4), torch.ones(1, 1, 7, 4)),
+        "similarity_and_magnitude: no memory for similarity",
     ),
     "contributions": (
         lambda: ikattn.contributions(
@@ -99,7 +98,7 @@ def test_a_name_that_stands_there_is_kept_and_other_errors_pass() -> None:
 
 def test_a_decorated_function_is_what_it_was() -> None:
     assert functional.attend.__doc__ is not None
-    assert ikattn.decompose.__name__ == "decompose"
+    assert ikattn.similarity_and_magnitude.__name__ == "similarity_and_magnitude"
 
     @takes_memory_for("a table")
     def table(size: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 import ikattn
 from ikattn import _library, cli
+from ikattn._library import cmake_prefix_path
 from programs import build_examples, configure_examples, run, run_checked
 
 PACKAGED_FOLDERS = ("csrc", "cmake", "torch_ext", "tests", "examples")
@@ -90,7 +91,7 @@ def train_example(source_tree: Path, build: Path, prefix: Path | str) -> None:
 def test_cpp_program_trains_with_the_pip_installed_package(
     source_tree: Path, tmp_path: Path
 ) -> None:
-    train_example(source_tree, tmp_path, ikattn.cmake_prefix_path())
+    train_example(source_tree, tmp_path, cmake_prefix_path())
 
 
 @pytest.mark.full
@@ -116,7 +117,7 @@ def test_find_package_names_both_versions_when_torch_differs(
         file.touch()
     numbers = {"MAJOR": 9, "MINOR": 8, "PATCH": 7}
     version.write_text("".join(f"#define TORCH_VERSION_{k} {v}\n" for k, v in numbers.items()))
-    prefixes = f"{ikattn.cmake_prefix_path()};{other}"
+    prefixes = f"{cmake_prefix_path()};{other}"
     finished = run(*configure_examples(source_tree, tmp_path, prefixes), cwd=source_tree)
     assert finished.returncode != 0
     assert "got torch 9.8.7" in " ".join(finished.stderr.split())

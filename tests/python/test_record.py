@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close, assert_identical
-from ikattn.analysis import _attention_call
-from ikattn.analysis.record import record
-from ikattn.analysis.recording import Layer
-from ikattn.contributions import NormStats
+from ikattn.analysis import Layer, record
+from ikattn.analysis._recorder import attention_call
+from ikattn.analysis.contributions import NormStats
 from recorded_models import SUMMED, TOLERANCE, attention, encoder, randomize
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
@@ -211,8 +210,8 @@ def test_large_weights_are_never_held_and_maps_are_the_same(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were held")
 
-    monkeypatch.setattr(_attention_call, "MOST_WEIGHTS", 0)
-    monkeypatch.setattr(_attention_call, "contributions", refuse)
+    monkeypatch.setattr(attention_call, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(attention_call, "contributions", refuse)
     with torch.no_grad(), record(model, maps=None) as streamed:
         model(x, mask=causal(5), src_key_padding_mask=padding)
     for name in held.names:

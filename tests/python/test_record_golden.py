@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close
-from ikattn.analysis.record import record
-from ikattn.analysis.recording import Recording
-from ikattn.contributions import contributions
+from ikattn.analysis import Recording, record
+from ikattn.analysis.contributions import contributions
 from samples import name_of
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close, assert_identical
-from ikattn.analysis import _attention_call
-from ikattn.analysis._resolvers import find_attention, out_proj_weight
-from ikattn.analysis.record import record
-from ikattn.contributions import NormStats
-from ikattn.integrations.transformers import register
+from ikattn.analysis import record, register_norms
+from ikattn.analysis._recorder import attention_call
+from ikattn.analysis._recorder.resolvers import find_attention, out_proj_weight
+from ikattn.analysis.contributions import NormStats
 from transformers_models import BART, BERT, FAMILIES, GROUPED, IMAGE, build, inputs_of
 
 transformers = pytest.importorskip("transformers")
@@ -250,8 +249,8 @@ def test_large_weights_are_never_held_and_maps_are_the_same(
             with record(model, maps=None) as held:
                 model(**inputs)
             with monkeypatch.context() as patch, record(model, maps=None) as streamed:
-                patch.setattr(_attention_call, "MOST_WEIGHTS", 0)
-                patch.setattr(_attention_call, "contributions", refuse)
+                patch.setattr(attention_call, "MOST_WEIGHTS", 0)
+                patch.setattr(attention_call, "contributions", refuse)
                 model(**inputs)
         for name in held.names:
             for map_name in ("value_norms", *SUMMED):
@@ -544,7 +543,7 @@ def test_recording_keeps_the_model_alive_no_longer() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "vit", "t5", "bart"])
 def test_norms_come_in_the_place_of_attentions(family: str) -> None:
-    register()
+    register_norms()
     model, inputs = build(family), inputs_of(family)
     with torch.no_grad():
         before = model(**inputs)
@@ -571,7 +570,7 @@ def test_norms_come_in_the_place_of_attentions(family: str) -> None:
 
 
 def test_norms_are_an_implementation_to_load_a_model_with(tmp_path: Path) -> None:
-    register()
+    register_norms()
     model, inputs = build("gpt2"), inputs_of("gpt2")
     model.save_pretrained(tmp_path)
     loaded = transformers.GPT2Model.from_pretrained(
@@ -585,7 +584,7 @@ def test_norms_are_an_implementation_to_load_a_model_with(tmp_path: Path) -> Non
 
 
 def test_norms_may_be_another_map() -> None:
-    register(map="per_head")
+    register_norms(map="per_head")
     try:
         model = build("bert")
         model.set_attn_implementation("ikattn_norms")
@@ -593,13 +592,13 @@ def test_norms_may_be_another_map() -> None:
             found = model(**inputs_of("bert"), output_attentions=True).attentions
         assert found[0].shape == (2, 4, 6, 6)
     finally:
-        register()
+        register_norms()
     with pytest.raises(ValueError, match="'encoder'"):
-        register(map="encoder")
+        register_norms(map="encoder")
 
 
 def test_model_with_norms_can_be_recorded_as_well() -> None:
-    register()
+    register_norms()
     model, inputs = build("bert"), inputs_of("bert")
     model.set_attn_implementation("ikattn_norms")
     with torch.no_grad(), record(model, maps=None) as recording:
@@ -609,7 +608,7 @@ def test_model_with_norms_can_be_recorded_as_well() -> None:
 
 
 def test_norms_follow_a_projection_that_was_exchanged() -> None:
-    register()
+    register_norms()
     model, inputs = build("bert"), inputs_of("bert")
     model.set_attn_implementation("ikattn_norms")
     with torch.no_grad():
@@ -623,7 +622,7 @@ def test_norms_follow_a_projection_that_was_exchanged() -> None:
 
 
 def test_norms_train() -> None:
-    register()
+    register_norms()
     model = build("bert").train()
     model.set_attn_implementation("ikattn_norms")
     loss = sum(x.sum() for x in model(**inputs_of("bert"), output_attentions=True).attentions)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close, assert_identical
-from ikattn.analysis.record import record
-from ikattn.analysis.recording import Layer
-from ikattn.contributions import Contributions
+from ikattn.analysis import Layer, record
+from ikattn.analysis.contributions import Contributions
 from recorded_models import SUMMED, TOLERANCE, attention, encoder
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close
-from ikattn.analysis import _resolvers
-from ikattn.analysis._resolvers import (
+from ikattn.analysis import record
+from ikattn.analysis._recorder import resolvers
+from ikattn.analysis._recorder.resolvers import (
     AttentionParts,
     Resolver,
     find_attention,
     out_proj_weight,
     register_resolver,
 )
-from ikattn.analysis.record import record
 
 
 @pytest.fixture
 def registering(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Resolver], None]:
     """register_resolver, forgotten after the test."""
-    monkeypatch.setattr(_resolvers, "_registered", {})
+    monkeypatch.setattr(resolvers, "_registered", {})
     return register_resolver
 
 

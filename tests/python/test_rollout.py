@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
-from ikattn.analysis.recording import Batch, Layer, Recording
-from ikattn.analysis.rollout import rank_tokens, rollout, token_importance
-from ikattn.contributions import Contributions
+from ikattn.analysis import Batch, Layer, Recording, rank_tokens, rollout, token_importance
+from ikattn.analysis.contributions import Contributions
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
 CASES = sorted(path.stem for path in (FOLDER / "globenc").glob("*.npz"))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis.recording import Batch
-from ikattn.analysis.summary import (
+from ikattn.analysis import (
+    Batch,
     Factors,
     LedgerShares,
     head_mean,
@@ -20,7 +20,7 @@ from ikattn.analysis.summary import (
     ledger_shares,
     token_mean,
 )
-from ikattn.contributions import Contributions
+from ikattn.analysis.contributions import Contributions
 
 NAMES = ("similarity", "magnitude", "value_norm", "bias")
 PADDING = torch.tensor([[False] * 4, [False, False, True, True]])
@@ -331,10 +331,12 @@ def test_ledger_of_real_attention_has_no_bias(kernel: str) -> None:
     q, k = torch.randn(2, 1, 2, 7, 8, dtype=torch.float64)
     w1, w2 = torch.randn(2, 2, 8, 4, dtype=torch.float64) * 0.1
     if kernel == "dot":
-        similarity, magnitude = ikattn.decompose(q, k)
+        similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
         weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
     else:
-        similarity, magnitude = ikattn.decompose(q, k, kernel="implicit", w1=w1, w2=w2)
+        similarity, magnitude = ikattn.similarity_and_magnitude(
+            q, k, kernel="implicit", w1=w1, w2=w2
+        )
         weights = ikattn.implicit_kernel_weights(q, k, w1, w2)
     norms = torch.rand(1, 2, 7, dtype=torch.float64) + 0.1
     layer = Contributions(

@@ -235,7 +235,7 @@ def test_inner_products_of_features_are_the_similarity(stationary: bool) -> None
     phi_q, phi_k = (ikattn.spectral_features(arguments[n], w1, w2) for n in ("query", "key"))
     s = phi_q @ phi_k.mT / (4 * sample.M)
     assert_close(s, formula.covariance(arguments["query"], arguments["key"], w1, w2), 1e-13)
-    similarity, _ = ikattn.decompose(
+    similarity, _ = ikattn.similarity_and_magnitude(
         arguments["query"], arguments["key"], kernel="implicit", w1=w1, w2=w2, eps=1e-3
     )
     assert_close(similarity, s.square() + 1e-3, 1e-13)

@@ -5,68 +5,64 @@ from ikattn import _library
 # Before the other modules, which register fake kernels of the operators.
 __version__ = _library.load()
 
-from ikattn import analysis, reference
-from ikattn._decompositions import decompositions
+from ikattn import analysis, conversion, integrations, nn, ops, reference, spectral
 from ikattn._info import info
-from ikattn._library import cmake_prefix_path
-from ikattn._selection import ConversionReport, conversion_report
-from ikattn.analysis.files import load_maps
-from ikattn.analysis.record import record
-from ikattn.analysis.rollout import rollout
-from ikattn.calibration import CalibratedModule, calibrate
-from ikattn.contributions import (
+from ikattn.analysis import (
     Contributions,
-    NormStats,
     contributions,
+    load_maps,
+    record,
+    rollout,
     streamed_contributions,
 )
-from ikattn.convert import convert, revert
-from ikattn.fast_path import which_kernels, why_not_fast
-from ikattn.functional import multi_head_attention_forward
-from ikattn.key_features import KeyFeatures
-from ikattn.multihead_attention import MultiheadAttention
+from ikattn.conversion import calibrate, conversion_report, convert, revert
+from ikattn.integrations.transformers import feature_cache, use_implicit_attention
+from ikattn.nn import MultiheadAttention, multi_head_attention_forward
 from ikattn.ops import (
+    KeyFeatures,
     attention_from_features,
-    decompose,
-    draw_dropout_seed,
-    dropout_keep_mask,
+    export_decompositions,
     implicit_kernel_attention,
     implicit_kernel_weights,
+    similarity_and_magnitude,
     spectral_features,
+    which_kernels,
+    why_not_fast,
 )
-from ikattn.regularization import regularization_loss
+from ikattn.spectral import regularization_loss
 
 __all__ = [
-    "CalibratedModule",
     "Contributions",
-    "ConversionReport",
     "KeyFeatures",
     "MultiheadAttention",
-    "NormStats",
     "__version__",
     "analysis",
     "attention_from_features",
     "calibrate",
-    "cmake_prefix_path",
     "contributions",
+    "conversion",
     "conversion_report",
     "convert",
-    "decompose",
-    "decompositions",
-    "draw_dropout_seed",
-    "dropout_keep_mask",
+    "export_decompositions",
+    "feature_cache",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "info",
+    "integrations",
     "load_maps",
     "multi_head_attention_forward",
+    "nn",
+    "ops",
     "record",
     "reference",
     "regularization_loss",
     "revert",
     "rollout",
+    "similarity_and_magnitude",
+    "spectral",
     "spectral_features",
     "streamed_contributions",
+    "use_implicit_attention",
     "which_kernels",
     "why_not_fast",
 ]

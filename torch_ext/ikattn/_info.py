@@ -55,7 +55,7 @@ def info() -> str:
     """
     build = json.loads(torch.ops.ikattn.build_info())
     rows = {
-        "ikattn": _library.load(),
+        "ikattn": _library.version(),
         "torch": f"{torch.__version__} (built for {build['torch']})",
         "Python": platform.python_version(),
         "compiler": build["compiler"],

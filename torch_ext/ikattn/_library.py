@@ -42,6 +42,12 @@ def load() -> str:
     return built["version"]
 
 
+def version() -> str:
+    """The version of the package that is built."""
+    built: dict[str, str] = json.loads(_BUILD_INFO.read_text())
+    return built["version"]
+
+
 def check_torch_version(built_for: str, running: str) -> None:
     """Raises ImportError unless both are of one minor version, within which torch's ABI holds."""
     if built_for.split(".")[:2] != running.split(".")[:2]:
@@ -55,12 +61,12 @@ def cmake_prefix_path() -> str:
     """The directory to put on CMAKE_PREFIX_PATH so that find_package(ikattn) finds this package.
 
     LibTorch is found too where torch is installed beside ikattn, as pip does; otherwise add
-    torch.utils.cmake_prefix_path.
+    torch.utils.cmake_prefix_path. ``python -m ikattn cmake-prefix-path`` prints both.
 
     Example:
-        >>> import ikattn
+        >>> from ikattn._library import cmake_prefix_path
         >>> from pathlib import Path
-        >>> (Path(ikattn.cmake_prefix_path()) / "share/cmake/ikattn/ikattnConfig.cmake").exists()
+        >>> (Path(cmake_prefix_path()) / "share/cmake/ikattn/ikattnConfig.cmake").exists()
         True
     """
     return str(_PACKAGE)

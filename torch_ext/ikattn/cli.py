@@ -1,4 +1,4 @@
-"""The command line: python -m ikattn info | analyze."""
+"""The command line: python -m ikattn info | analyze | cmake-prefix-path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ikattn._info import info
+from ikattn._library import cmake_prefix_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,9 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, instruction set and threads")
     analyze = _add_analyze(commands)
+    commands.add_parser("cmake-prefix-path", help="print where CMake finds ikattn and its torch")
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
         print(info())
+        return 0
+    if parsed.command == "cmake-prefix-path":
+        print(cmake_prefix_path(), torch.utils.cmake_prefix_path, sep=";")
         return 0
     return _analyze(analyze, parsed)
 
@@ -28,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_analyze(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> argparse.ArgumentParser:
-    from ikattn.analysis._analyze_job import FORMATS
+    from ikattn._command.job import FORMATS
 
     parser = commands.add_parser(
         "analyze",
@@ -76,8 +81,8 @@ def _add_analyze(
 
 
 def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    from ikattn.analysis._analyze import analyze
-    from ikattn.analysis._analyze_job import FORMATS, AnalyzeError, Job, drawable_maps
+    from ikattn._command.analyze import analyze
+    from ikattn._command.job import FORMATS, AnalyzeError, Job, drawable_maps
 
     maps = _choices(parser, "--maps", parsed.maps, _known_maps())
     formats = _choices(parser, "--format", parsed.format, FORMATS)
@@ -116,8 +121,8 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
 
 
 def _known_maps() -> tuple[str, ...]:
-    from ikattn.analysis._analyze_job import GROUPS
-    from ikattn.analysis._attention_call import ALL_MAPS
+    from ikattn._command.job import GROUPS
+    from ikattn.analysis._recorder.attention_call import ALL_MAPS
 
     return (*ALL_MAPS, *GROUPS)
 

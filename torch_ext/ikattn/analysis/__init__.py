@@ -1,6 +1,7 @@
 """What attention really does: recordings of real models, maps, rollouts, files and pictures."""
 
-from ikattn.analysis._resolvers import AttentionParts, register_resolver
+from ikattn.analysis._recorder.record import record
+from ikattn.analysis._recorder.resolvers import AttentionParts, register_resolver
 from ikattn.analysis.alignment import (
     AlignmentScores,
     GoldAlignments,
@@ -11,10 +12,16 @@ from ikattn.analysis.alignment import (
     word_alignment,
     words_of_subwords,
 )
-from ikattn.analysis.files import MapFileError, MapWriter, load_maps
-from ikattn.analysis.record import record
-from ikattn.analysis.recording import Batch, Layer, Recording
-from ikattn.analysis.rollout import RankedToken, rank_tokens, token_importance
+from ikattn.analysis.contributions import (
+    Contributions,
+    NormStats,
+    contributions,
+    streamed_contributions,
+)
+from ikattn.analysis.files import MapFileError, MapWriter
+from ikattn.analysis.maps import Batch, Layer
+from ikattn.analysis.norms_attention import register_norms
+from ikattn.analysis.recording import Recording, load_maps
 from ikattn.analysis.summary import (
     Factors,
     LedgerShares,
@@ -24,21 +31,25 @@ from ikattn.analysis.summary import (
     ledger_shares,
     token_mean,
 )
+from ikattn.analysis.through_layers import RankedToken, rank_tokens, rollout, token_importance
 
 __all__ = [
     "AlignmentScores",
     "AttentionParts",
     "Batch",
+    "Contributions",
     "Factors",
     "GoldAlignments",
     "Layer",
     "LedgerShares",
     "MapFileError",
     "MapWriter",
+    "NormStats",
     "RankedToken",
     "Recording",
     "alignment_error_rate",
     "alignment_scores",
+    "contributions",
     "head_mean",
     "layer_maps",
     "layer_mean",
@@ -48,7 +59,10 @@ __all__ = [
     "read_alignments",
     "read_gold_alignments",
     "record",
+    "register_norms",
     "register_resolver",
+    "rollout",
+    "streamed_contributions",
     "token_importance",
     "token_mean",
     "word_alignment",

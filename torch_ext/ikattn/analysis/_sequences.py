@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ikattn.analysis.recording import Layer, Recording
-from ikattn.contributions import Contributions
+from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.maps import Layer, RecordedMaps
 
 __all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
 
@@ -74,7 +74,7 @@ class SequenceMaps:
 
 
 def sequences(
-    recording: Recording,
+    recording: RecordedMaps,
     tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
 ) -> Iterator[SequenceMaps]:

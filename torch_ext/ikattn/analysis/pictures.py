@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ikattn.analysis._optional import optional
+from ikattn._optional import optional
+from ikattn._whole_files import whole_file
 from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
-from ikattn.analysis._whole_files import whole_file
-from ikattn.analysis.recording import Layer, Recording
-from ikattn.contributions import Contributions
+from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.maps import Layer, RecordedMaps
 
 __all__ = ["draw"]
 
@@ -36,7 +36,7 @@ _LABELLED = 72  # with more tokens, labels would overlap: every second or third 
 
 
 def draw(
-    recording: Recording,
+    recording: RecordedMaps,
     path: str | os.PathLike[str],
     layer: str | int | None = None,
     map: str = "summed",
@@ -82,7 +82,7 @@ def draw(
 
 
 def _chosen_sequence(
-    recording: Recording,
+    recording: RecordedMaps,
     batch: int,
     sequence: int,
     tokens: Sequence[Sequence[str]] | Sequence[str] | None,
@@ -91,7 +91,9 @@ def _chosen_sequence(
     recording.check_recorded()
     if not 0 <= batch < len(recording.batches):
         raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
-    one = Recording(recording.model, recording.maps, recording.layers, [recording.batches[batch]])
+    one = RecordedMaps(
+        recording.model, recording.maps, recording.layers, [recording.batches[batch]]
+    )
     for found in sequences(one):
         if found.index == sequence:
             return SequenceMaps(
@@ -111,7 +113,7 @@ def _of_one(tokens: Sequence[Sequence[str]] | Sequence[str]) -> Sequence[str]:
     return cast(Sequence[str], tokens)
 
 
-def _chosen_layers(recording: Recording, layer: str | int | None) -> list[Layer]:
+def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Layer]:
     names = recording.names
     if layer is None:
         return list(recording.layers.values())

@@ -1,66 +1,19 @@
-"""What a recording holds: for every forward call, the maps of every layer of attention."""
+"""A recording: maps that can be saved, and looked at as a page or as pictures."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ikattn.contributions import Contributions
+from ikattn.analysis import files, page, pictures
+from ikattn.analysis.maps import RecordedMaps
 
-__all__ = ["Batch", "Layer", "Recording"]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What is known of one layer of attention.
-
-    Attributes:
-        name: Its module's name in the model; ``name#2`` for the second run of a shared module.
-        kind: Whether queries and keys are the same tokens.
-        side: Which part of the model it belongs to.
-        heads: H.
-        block: Where the block normalises: after the residual sum ("post"), before the attention
-            ("pre"), or nobody told ("none": the attention stands alone).
-        family: The resolver that found its parts, for example "bert".
-    """
-
-    name: str
-    kind: Literal["self", "cross"]
-    side: Literal["encoder", "decoder"]
-    heads: int
-    block: Literal["post", "pre", "none"]
-    family: str
+__all__ = ["Recording", "load_maps"]
 
 
 @dataclass
-class Batch(Mapping[str, Contributions]):
-    """The maps of one forward call, by layer name in the order the layers ran.
-
-    Attributes:
-        layers: The maps.
-        tokens: For each sequence of the batch its tokens, without padding; None: unknown. Those
-            that a decoder reads are in target_tokens.
-        target_tokens: Likewise for the decoder of a sequence-to-sequence model.
-    """
-
-    layers: dict[str, Contributions] = field(default_factory=dict)
-    tokens: Sequence[Sequence[str]] | None = None
-    target_tokens: Sequence[Sequence[str]] | None = None
-
-    def __getitem__(self, name: str) -> Contributions:
-        return self.layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-
-@dataclass
-class Recording:
+class Recording(RecordedMaps):
     """The maps of a model's attention over one or more forward calls.
 
     Attributes:
@@ -69,40 +22,6 @@ class Recording:
         layers: What is known of each layer, in the order they first ran.
         batches: One entry for each forward call.
     """
-
-    model: str
-    maps: tuple[str, ...]
-    layers: dict[str, Layer] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
-
-    @property
-    def names(self) -> list[str]:
-        """The layers of attention, in the order they ran."""
-        return list(self.layers)
-
-    def __getitem__(self, name: str) -> Contributions:
-        """The maps of one layer, where one forward call was recorded.
-
-        Raises:
-            KeyError: No such layer; the message names those there are.
-            LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
-        """
-        if self.layers and name not in self.layers:
-            raise KeyError(f"no layer {name!r} was recorded; there are {', '.join(self.names)}")
-        self.check_recorded()
-        if len(self.batches) != 1:
-            raise LookupError(
-                f"{len(self.batches)} forward calls were recorded: "
-                "take recording.batches[i][name] of one of them"
-            )
-        return self.batches[0][name]
-
-    def check_recorded(self) -> None:
-        """Raises LookupError if there are no maps."""
-        if not self.batches and self.layers:
-            raise LookupError("this recording keeps no maps: they were handed to on_layer")
-        if not self.batches:
-            raise LookupError("nothing was recorded: call the model inside the block of record")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the maps to a file, which appears whole or not at all.
@@ -117,8 +36,6 @@ class Recording:
             LookupError: Nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
         """
-        from ikattn.analysis import files
-
         self.check_recorded()
         files.save(self, path)
 
@@ -149,8 +66,6 @@ class Recording:
             ValueError: Tokens that do not match the maps, or nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
         """
-        from ikattn.analysis import page
-
         return page.write_page(self, path, tokens, target_tokens, title=title)
 
     def plot(
@@ -183,6 +98,37 @@ class Recording:
             ValueError: A map, layer, sequence or number of tokens that does not fit.
             OSError: The path cannot be written, or the disk is full.
         """
-        from ikattn.analysis import pictures
-
         pictures.draw(self, path, layer, map, batch, sequence, tokens, target_tokens, dpi=dpi)
+
+
+def load_maps(path: str | os.PathLike[str]) -> Recording:
+    """Reads what :meth:`Recording.save` or a :class:`MapWriter` wrote.
+
+    Nothing in the file is ever executed or unpickled.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+
+    Returns:
+        The recording: on the CPU, without gradients, every map of its own type.
+
+    Raises:
+        MapFileError: The file is cut short, holds something else, or was written by a later
+            ikattn; the message names the file and the cause.
+        FileNotFoundError: There is no such file.
+        ModuleNotFoundError: The library that reads this format is missing.
+
+    Example:
+        >>> import tempfile, torch, ikattn
+        >>> from ikattn.analysis import Batch, Layer, Recording
+        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+        >>> maps = ikattn.Contributions(summed=torch.rand(2, 5, 5))
+        >>> batch = Batch({"layer.0": maps})
+        >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
+        >>> path = tempfile.mkdtemp() + "/maps.npz"
+        >>> recording.save(path)
+        >>> load_maps(path).model
+        'Model'
+    """
+    read = files.load(path)
+    return Recording(read.model, read.maps, read.layers, read.batches)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis.recording import Batch, Recording
-from ikattn.contributions import Contributions
+from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.maps import Batch, RecordedMaps
 
 __all__ = [
     "Factors",
@@ -29,7 +29,7 @@ __all__ = [
     "token_mean",
 ]
 
-Maps: TypeAlias = Recording | Batch | Sequence[Tensor] | Tensor
+Maps: TypeAlias = RecordedMaps | Batch | Sequence[Tensor] | Tensor
 """A recording of one forward call, one of its batches, or one map per layer, first layer first."""
 
 # The fields of Contributions that hold a number for every pair of query and key.
@@ -117,7 +117,7 @@ def head_mean(
     return without_padding(mean, query_padding, key_padding, "head_mean")
 
 
-def single_batch(recording: Recording, caller: str) -> Batch:
+def single_batch(recording: RecordedMaps, caller: str) -> Batch:
     """The batch of a recording of one forward call."""
     recording.check_recorded()
     if len(recording.batches) != 1:
@@ -128,7 +128,7 @@ def single_batch(recording: Recording, caller: str) -> Batch:
     return recording.batches[0]
 
 
-def _self_attention_layers(recording: Recording, caller: str) -> list[str]:
+def _self_attention_layers(recording: RecordedMaps, caller: str) -> list[str]:
     """The names to take where nobody chose."""
     layers = [layer for layer in recording.layers.values() if layer.kind == "self"]
     if len({layer.side for layer in layers}) > 1:
@@ -140,10 +140,10 @@ def _self_attention_layers(recording: Recording, caller: str) -> list[str]:
 
 
 def layer_contributions(
-    maps: Recording | Batch, layers: Iterable[str] | None, caller: str
+    maps: RecordedMaps | Batch, layers: Iterable[str] | None, caller: str
 ) -> dict[str, Contributions]:
     """The chosen layers, in the given order, or those of self-attention in the order they ran."""
-    if isinstance(maps, Recording):
+    if isinstance(maps, RecordedMaps):
         batch = single_batch(maps, caller)
         chosen = list(layers) if layers is not None else _self_attention_layers(maps, caller)
     else:
@@ -189,7 +189,7 @@ def layer_maps(
         LookupError: A recording of no or several forward calls.
     """
     recorded: list[tuple[str, Tensor, Tensor | None, Tensor | None]]
-    if isinstance(maps, (Recording, Batch)):
+    if isinstance(maps, (RecordedMaps, Batch)):
         recorded = [
             (f"map {map!r} of layer {name!r}", pair_map(c, map, caller, name), q, k)
             for name, c in layer_contributions(maps, layers, caller).items()
@@ -394,9 +394,9 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
     Example:
         >>> import torch, ikattn
         >>> from ikattn.analysis.summary import ledger_shares
-        >>> from ikattn.contributions import Contributions
+        >>> from ikattn.analysis.contributions import Contributions
         >>> q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
-        >>> similarity, magnitude = ikattn.decompose(q, k)
+        >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
         >>> weights = (q @ k.mT / 8**0.5).softmax(-1)
         >>> ledger = Contributions(
         ...     weights=weights, similarity=similarity, magnitude=magnitude,

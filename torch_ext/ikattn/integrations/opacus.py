@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ikattn._projection import Projection
-from ikattn.analysis._optional import optional
-from ikattn.functional import ExtraKeys
-from ikattn.multihead_attention import MultiheadAttention
+from ikattn._optional import optional
+from ikattn.nn._projection import Projection
+from ikattn.nn.functional import ExtraKeys
+from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.spectral import Direct
 
 __all__ = ["PerSample", "prepare", "restore"]

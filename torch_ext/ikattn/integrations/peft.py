@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ikattn.analysis._optional import optional
-from ikattn.multihead_attention import MultiheadAttention
+from ikattn._optional import optional
+from ikattn.nn.multihead_attention import MultiheadAttention
 
 __all__ = ["merge_and_unload", "with_trainable_frequencies"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.functional import check_kernel
-from ikattn.ops import implicit_kernel_attention
+from ikattn.nn.functional import check_kernel
+from ikattn.ops.attention import implicit_kernel_attention
 from ikattn.spectral import Direct
 from ikattn.spectral.regularized import Regularized
 

@@ -33,6 +33,7 @@ from ikattn.spectral.generator import EVALUATIONS, Generator
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
 from ikattn.spectral.networks import OddNetwork
+from ikattn.spectral.regularization import regularization_loss
 
 __all__ = [
     "EVALUATIONS",
@@ -48,4 +49,5 @@ __all__ = [
     "gaussian_copula_log_density",
     "gaussian_kl",
     "make_spectral",
+    "regularization_loss",
 ]

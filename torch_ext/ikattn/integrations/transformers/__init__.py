@@ -1,20 +1,18 @@
-"""Hugging Face transformers: the implicit kernel in its models, and maps of what attention does.
+"""Hugging Face transformers: the implicit kernel in its models, and its caches.
 
 ``use_implicit_attention`` gives a model the attention implementation "ikattn_implicit" and
 ``from_pretrained`` loads such a model again; ``feature_cache`` makes it decode as fast as with
-softmax. ``register`` adds "ikattn_norms", which returns contribution maps where attention weights
-would be. transformers is imported when they are called.
+softmax. transformers is imported when they are called. ``ikattn.analysis.register_norms`` adds
+"ikattn_norms", which returns contribution maps where attention weights would be.
 """
 
 from ikattn.integrations.transformers._cache import feature_cache
 from ikattn.integrations.transformers._implicit import from_pretrained, use_implicit_attention
 from ikattn.integrations.transformers._kernels import ImplicitKernel
-from ikattn.integrations.transformers._recording import register
 
 __all__ = [
     "ImplicitKernel",
     "feature_cache",
     "from_pretrained",
-    "register",
     "use_implicit_attention",
 ]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn._masks import padded
 from ikattn.integrations.transformers._cache import layer_of
 from ikattn.integrations.transformers._interface import (
     Given,
@@ -20,7 +19,12 @@ from ikattn.integrations.transformers._interface import (
     register_attention,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
-from ikattn.ops import draw_dropout_seed, implicit_kernel_attention, implicit_kernel_weights
+from ikattn.nn._masks import padded
+from ikattn.ops.attention import (
+    draw_dropout_seed,
+    implicit_kernel_attention,
+    implicit_kernel_weights,
+)
 from ikattn.spectral import Mikan
 
 __all__ = ["register_implicit", "scaled_query"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn.integrations.transformers._interface import import_transformers
-from ikattn.key_features import KeyFeatures
+from ikattn.ops.key_features import KeyFeatures
 
 __all__ = ["feature_cache", "layer_of"]
 

@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ikattn.analysis._resolvers import calls_interface
-from ikattn.functional import check_kernel
 from ikattn.integrations.transformers._attention import register_implicit
-from ikattn.integrations.transformers._interface import configs_of, import_transformers
+from ikattn.integrations.transformers._interface import (
+    calls_interface,
+    configs_of,
+    import_transformers,
+)
 from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
+from ikattn.nn.functional import check_kernel
 from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import check_spectral

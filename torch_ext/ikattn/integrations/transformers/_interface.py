@@ -8,6 +8,7 @@ Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._attention_call import widened
-from ikattn.analysis._optional import optional
+from ikattn._optional import optional
+from ikattn._precision import widened
 
 __all__ = [
     "Given",
     "attention_function",
+    "calls_interface",
     "configs_of",
     "import_transformers",
     "is_causal",
@@ -43,6 +45,14 @@ class Given(NamedTuple):
     attention_mask: Tensor | None  # broadcastable to [B, H, T, S]; bool: True = may attend
     implementation: str  # that computed the output
     options: dict[str, Any]  # the other arguments
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether the module's forward calls transformers' AttentionInterface."""
+    if not type(module).__module__.startswith("transformers") and not hasattr(module, "config"):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def uses_interface(module: nn.Module) -> bool:

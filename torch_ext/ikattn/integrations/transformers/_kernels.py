@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._resolvers import calls_interface
-from ikattn.functional import check_kernel
+from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.nn.functional import check_kernel
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
 

@@ -1,0 +1,1 @@
+"""``python -m ikattn analyze``: files of maps, pages and pictures of a corpus."""

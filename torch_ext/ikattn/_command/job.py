@@ -1,0 +1,134 @@
+"""What ``python -m ikattn analyze`` is asked to do, and the lines it is to be done with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ikattn.analysis._recorder.attention_call import ALL_MAPS, LEDGER, USUAL_MAPS
+from ikattn.analysis._sequences import AXES
+
+__all__ = [
+    "FORMATS",
+    "GROUPS",
+    "AnalyzeError",
+    "Job",
+    "Line",
+    "Source",
+    "drawable_maps",
+    "read_lines",
+    "single_maps",
+]
+
+FORMATS = ("html", "npz", "safetensors", "json", "png")
+GROUPS = {
+    "all": ALL_MAPS,
+    "usual": ("weights", *USUAL_MAPS),
+    "ledger": (*LEDGER, "value_norms", "per_head"),
+}
+
+
+class AnalyzeError(Exception):
+    """A run that cannot go on; its text is for the user."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asks for.
+
+    Attributes:
+        model: A directory or a name on the Hugging Face hub.
+        texts: Lines; or None, and they are in file.
+        file: A UTF-8 text, one sequence a line.
+        target_texts, target_file: What the decoder of a sequence-to-sequence model reads, line by
+            line.
+        maps: Names of maps and of GROUPS of them; each layer gives those of them that it has.
+        formats: Out of FORMATS.
+        out: The directory that receives everything.
+        batch_size: Lines in one forward call.
+        max_length: In tokens; None: as long as the model allows.
+        device: As torch names it.
+        restart: Forget what an earlier run has finished.
+    """
+
+    model: str
+    texts: tuple[str, ...] | None
+    file: Path | None
+    target_texts: tuple[str, ...] | None
+    target_file: Path | None
+    maps: tuple[str, ...]
+    formats: tuple[str, ...]
+    out: Path
+    batch_size: int = 8
+    max_length: int | None = None
+    device: str = "cpu"
+    restart: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: its number from 1, its text, and what a decoder reads with it."""
+
+    number: int
+    text: str
+    target: str | None
+
+    @property
+    def empty(self) -> bool:
+        return not self.text.strip() or (self.target is not None and not self.target.strip())
+
+
+def single_maps(maps: Sequence[str]) -> tuple[str, ...]:
+    """The maps that names of maps and groups stand for, each once."""
+    return tuple(dict.fromkeys(one for name in maps for one in GROUPS.get(name, (name,))))
+
+
+def drawable_maps(maps: Sequence[str]) -> list[str]:
+    """Those that have queries and keys, so that a page or picture can show them."""
+    return [name for name in single_maps(maps) if AXES.get(name, "").endswith("TS")]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Lines of text, counted and hashed, but not kept where they come from a file."""
+
+    texts: tuple[str, ...] | None
+    file: Path | None
+    count: int
+    digest: str
+
+    @staticmethod
+    def of(option: str, texts: tuple[str, ...] | None, file: Path | None) -> Source:
+        digest, count = hashlib.sha256(), 0
+        if file is not None and file.exists() and not file.is_file():
+            raise AnalyzeError(f"{file} must be a regular file, which can be read twice")
+        try:
+            for text in Source(texts, file, 0, ""):
+                digest.update(text.encode() + b"\n")
+                count += 1
+        except OSError as error:
+            raise AnalyzeError(f"cannot read {file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise AnalyzeError(f"{file}, line {count + 1}: must be UTF-8; {error}") from error
+        except UnicodeEncodeError as error:
+            raise AnalyzeError(f"{option}, line {count + 1}: must be text; {error}") from error
+        if count == 0:
+            raise AnalyzeError(f"{file or option} holds no line")
+        return Source(texts, file, count, digest.hexdigest())
+
+    def __iter__(self) -> Iterator[str]:
+        if self.texts is not None:
+            yield from self.texts
+        elif self.file is not None:
+            with self.file.open("rb") as lines:  # decoded one by one, to know which cannot be
+                for number, line in enumerate(lines):
+                    text = line.decode("utf-8" if number else "utf-8-sig")
+                    yield text.rstrip("\r\n")
+
+
+def read_lines(source: Source, target: Source | None) -> Iterator[Line]:
+    targets = iter(target) if target is not None else None
+    for number, text in enumerate(source, start=1):
+        yield Line(number, text, None if targets is None else next(targets))

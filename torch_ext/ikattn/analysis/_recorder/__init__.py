@@ -1,0 +1,1 @@
+"""How a model that runs is recorded: what to listen to, what an attention was given, its maps."""

@@ -1,0 +1,313 @@
+"""One run of attention, and the maps that can be made of it.
+
+Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size of query and key,
+d_v head size of value, D model size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ikattn.analysis._recorder.resolvers import AttentionParts, out_proj_weight
+from ikattn.analysis.contributions import (
+    MAPS,
+    Contributions,
+    NormStats,
+    contributions,
+    streamed_contributions,
+)
+from ikattn.ops.attention import implicit_kernel_weights, similarity_and_magnitude
+
+LEDGER = ("weights", "similarity", "magnitude")
+ALL_MAPS = (*LEDGER, *MAPS)
+# What maps=None takes: no map for every head, and none of the ledger.
+USUAL_MAPS = tuple(name for name in MAPS if name != "per_head")
+_THROUGH_NORMS = ("with_norm", "encoder")
+# Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
+MOST_WEIGHTS = 1 << 26
+_AFTER_RESIDUAL = ("with_residual", *_THROUGH_NORMS)
+
+
+@dataclass
+class AttentionCall:
+    """What a layer of attention was given in one run, in float32 at least.
+
+    Attributes:
+        query: ``[B, H, T, d]``.
+        key: ``[B, G, S, d]``.
+        value: ``[B, G, S, d_v]``.
+        kind: Whether queries and keys are the same tokens.
+        kernel: As for ``ikattn.similarity_and_magnitude``, and so is p.
+        frequencies: w1 and w2 of the implicit kernel, else None.
+        scaling: Of query . key in the logits; None: 1 / sqrt(d).
+        attn_mask: Broadcastable to ``[B, H, T, S]``. Bool: True = may attend; floating point: added
+            to the logits, -inf where a pair is hidden.
+        key_bias: ``[B, H or 1, S]``, added to the logits, -inf where a key is hidden.
+        query_padding: bool ``[B, T]``, True = padding, or None.
+        key_padding: bool ``[B, S]``, likewise.
+        diagonal: The token of query i is that of key i + diagonal.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kind: Literal["self", "cross"]
+    kernel: str = "dot"
+    p: float | None = 2.0
+    frequencies: tuple[Tensor, Tensor | None] | None = None
+    scaling: float | None = None
+    attn_mask: Tensor | None = None
+    key_bias: Tensor | None = None
+    query_padding: Tensor | None = None
+    key_padding: Tensor | None = None
+    diagonal: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, T and S."""
+        B, H, T, _ = self.query.shape
+        return B, H, T, self.key.size(2)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The normalised weights, before dropout, ``[B, H, T, S]``; 0 for who sees no key."""
+        if self.frequencies is not None:
+            return implicit_kernel_weights(
+                self.query,
+                self.key,
+                *self.frequencies,
+                p=self.p,
+                enable_gqa=self.key.size(1) != self.query.size(1),
+                **self._masks(),
+            )
+        query: Tensor = self.query.unflatten(1, (self.key.size(1), -1))
+        logits: Tensor = (query @ self.key.unsqueeze(2).mT).flatten(1, 2)
+        logits = logits * (self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling)
+        if self.key_bias is not None:
+            logits = logits + self.key_bias.unsqueeze(-2)
+        if self.attn_mask is not None:
+            is_bool = self.attn_mask.dtype == torch.bool
+            logits = (
+                logits.masked_fill(~self.attn_mask, -math.inf)
+                if is_bool
+                else logits + self.attn_mask
+            )
+        blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
+        return logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+    def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
+        """``ikattn.contributions`` of this run.
+
+        Where the weights would be large they are never held, unless a map for every head needs
+        them.
+        """
+        if not names:
+            return Contributions(query_padding=self.query_padding, key_padding=self.key_padding)
+        block |= {
+            "maps": names,
+            "query_padding": self.query_padding,
+            "key_padding": self.key_padding,
+            "diagonal": self.diagonal,
+        }
+        if "per_head" in names or "weights" in vars(self) or math.prod(self.sizes) <= MOST_WEIGHTS:
+            return contributions(self.weights, self.value, out_proj_weight, **block)
+        w1, w2 = self.frequencies or (None, None)
+        return streamed_contributions(
+            self.query,
+            self.key,
+            self.value,
+            out_proj_weight,
+            w1=w1,
+            w2=w2,
+            p=self.p,
+            scale=self.scaling,
+            enable_gqa=self.key.size(1) != self.query.size(1),
+            **self._masks(),
+            **block,
+        )
+
+    def hidden(self) -> Tensor | None:
+        """The pairs that a mask hides, bool, broadcastable to ``[B, H, T, S]``; None: none."""
+        hidden = None
+        if self.attn_mask is not None:
+            is_bool = self.attn_mask.dtype == torch.bool
+            hidden = ~self.attn_mask if is_bool else self.attn_mask == -math.inf
+        if self.key_bias is None:
+            return hidden
+        keys = (self.key_bias == -math.inf).unsqueeze(-2)
+        return keys if hidden is None else hidden | keys
+
+    def _masks(self) -> dict[str, Any]:
+        return {"attn_mask": self.attn_mask, "key_bias": self.key_bias}
+
+
+@dataclass
+class Surroundings:
+    """What the block around the attention did in one run, each ``[B, T, D]`` or None."""
+
+    residual: Tensor | None = None
+    norm_input: Tensor | None = None
+    second_norm_input: Tensor | None = None
+
+
+def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | None:
+    """Why a layer has no map of this name; None where it has one.
+
+    Args:
+        name: One of ALL_MAPS.
+        parts: The layer.
+        kind: "self", "cross", or None where a call will tell.
+    """
+    if kind == "cross" and name in ("with_residual", "mixing_ratio"):
+        return (
+            "its queries are not among its keys, so the residual, or a token's own part, has no "
+            "column in the map"
+        )
+    if name in _AFTER_RESIDUAL and parts.block == "none":
+        return "the block around it is not known, so neither are its residual and norms"
+    if name in _THROUGH_NORMS and parts.block == "pre":
+        return (
+            "its block normalises before the attention, and no norm follows the sum of residual "
+            "and attention"
+        )
+    if name == "encoder" and parts.second_norm is None:
+        return "another attention stands between it and the norm at the end of its block"
+    return None
+
+
+def defined_maps(names: Iterable[str], parts: AttentionParts, kind: str | None) -> list[str]:
+    """Those of the names that a layer has a map of."""
+    return [name for name in names if why_undefined(name, parts, kind) is None]
+
+
+def awaited_norms(parts: AttentionParts, wanted: Collection[str]) -> tuple[str, ...]:
+    """The fields of Surroundings that maps of these names need besides the residual."""
+    if parts.block != "post" or not {"mixing_ratio", *_THROUGH_NORMS} & set(wanted):
+        return ()
+    if parts.second_norm is None or not {"mixing_ratio", "encoder"} & set(wanted):
+        return ("norm_input",)
+    return ("norm_input", "second_norm_input")
+
+
+def make_maps(
+    call: AttentionCall, parts: AttentionParts, around: Surroundings, wanted: Collection[str]
+) -> Contributions:
+    """The maps of one run of attention.
+
+    Args:
+        call: The run.
+        parts: The layer.
+        around: As far as ``awaited_norms`` and the residual are concerned.
+        wanted: Names of maps, all defined for the layer.
+    """
+    projection = out_proj_weight(parts.out_proj).to(call.value.dtype)
+    norm = _stats(parts.norm, around.norm_input)
+    second_norm = _stats(parts.second_norm, around.second_norm_input)
+    names = set(wanted) & set(MAPS)
+    ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
+    if call.kind == "cross":
+        maps = call.maps(projection, names - set(_THROUGH_NORMS))
+        _fill_cross_maps(maps, call, projection, norm, second_norm, names)
+    elif names & {"mixing_ratio", *_AFTER_RESIDUAL} and around.residual is not None:
+        residual = around.residual.to(projection.dtype)
+        maps = call.maps(projection, names, residual=residual, norm=norm, second_norm=second_norm)
+    else:
+        maps = call.maps(projection, names)
+    return dataclasses.replace(maps, **ledger)
+
+
+def convert_tensors(maps: Contributions, *, detach: bool, to_cpu: bool) -> Contributions:
+    """``maps`` with every tensor detached, or on the CPU, or both."""
+
+    def convert(x: Tensor) -> Tensor:
+        x = x.detach() if detach else x
+        return x.cpu() if to_cpu else x
+
+    changes: dict[str, Any] = {
+        name: convert(x) for name, x in vars(maps).items() if isinstance(x, Tensor)
+    }
+    changes["mixing_ratio"] = {name: convert(x) for name, x in maps.mixing_ratio.items()}
+    return dataclasses.replace(maps, **changes)
+
+
+def _stats(norm: Any, norm_input: Tensor | None) -> NormStats | None:
+    if norm is None or norm_input is None:
+        return None
+    stats = NormStats.of(norm, norm_input)
+    return dataclasses.replace(stats, weight=stats.weight.to(stats.scale.dtype))
+
+
+def _fill_cross_maps(
+    maps: Contributions,
+    call: AttentionCall,
+    projection: Tensor,
+    norm: NormStats | None,
+    second_norm: NormStats | None,
+    wanted: Collection[str],
+) -> None:
+    """Maps of cross-attention through the norms after it.
+
+    The residual belongs to no key and touches none of the pairs, so each norm is but a linear map
+    on the out-projection [D, H d_v] and a divisor of the rows.
+    """
+    scale = None
+    for name, stats in (("with_norm", norm), ("encoder", second_norm)):
+        if stats is None:
+            return
+        centered = projection - projection.mean(0) if stats.centered else projection
+        projection = centered * stats.weight[:, None]
+        scale = stats.scale if scale is None else scale * stats.scale
+        if name in wanted:
+            summed = call.maps(projection, ("summed",)).summed
+            assert summed is not None
+            setattr(maps, name, summed / scale.unsqueeze(-1))
+
+
+def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
+    """Weights, similarity and magnitude, as far as wanted; hidden and padded pairs are 0.
+
+    What a mask adds to the logits, or a position bias, is a third factor of the weight, which
+    neither similarity nor magnitude holds.
+    """
+    ledger = {}
+    if "weights" in wanted:
+        ledger["weights"] = _without_padding(call.weights, call)
+    if not {"similarity", "magnitude"} & set(wanted):
+        return ledger
+    query = call.query
+    key = call.key.repeat_interleave(query.size(1) // call.key.size(1), 1)
+    if call.scaling is not None:
+        # ikattn.similarity_and_magnitude divides by sqrt(d): in these units that is the scaling
+        unit = math.sqrt(call.scaling * math.sqrt(query.size(-1)))
+        query, key = query * unit, key * unit
+    w1, w2 = call.frequencies or (None, None)
+    similarity, magnitude = similarity_and_magnitude(
+        query, key, kernel=call.kernel, p=call.p, w1=w1, w2=w2
+    )
+    hidden, padding = call.hidden(), call.key_padding
+    if "similarity" in wanted:
+        if hidden is not None:
+            similarity = similarity.masked_fill(hidden, 0.0)
+        ledger["similarity"] = _without_padding(similarity, call)
+    if "magnitude" in wanted:
+        if padding is not None:
+            magnitude = magnitude.masked_fill(padding[:, None], 0.0)
+        ledger["magnitude"] = magnitude
+    return ledger
+
+
+def _without_padding(pairs: Tensor, call: AttentionCall) -> Tensor:
+    """``pairs``, [B, H, T, S], with 0 where query or key is padding."""
+    if call.query_padding is not None:
+        pairs = pairs.masked_fill(call.query_padding[:, None, :, None], 0.0)
+    if call.key_padding is not None:
+        pairs = pairs.masked_fill(call.key_padding[:, None, None, :], 0.0)
+    return pairs

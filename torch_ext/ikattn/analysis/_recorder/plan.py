@@ -1,0 +1,115 @@
+"""What to record of a model, found out before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ikattn.analysis._recorder.attention_call import (
+    ALL_MAPS,
+    LEDGER,
+    USUAL_MAPS,
+    defined_maps,
+    why_undefined,
+)
+from ikattn.analysis._recorder.resolvers import AttentionParts, find_attention, out_proj_weight
+from ikattn.nn.selection import Selection, is_selected
+
+__all__ = ["Asked", "Plan", "asked_maps", "describe", "plan_layers"]
+
+_GROUPS = {"ledger": (*LEDGER, "value_norms", "per_head")}
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Names of maps: those that a layer must have, and those to take where it has them."""
+
+    required: tuple[str, ...]
+    where_defined: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What to record of one layer of attention."""
+
+    name: str
+    module: nn.Module
+    ancestors: tuple[nn.Module, ...]
+    parts: AttentionParts
+    asked: Asked
+
+    def maps(self, kind: str | None) -> tuple[str, ...]:
+        """The names of the maps to make of a run of this kind, None where it is not known yet.
+
+        Raises:
+            ValueError: A map was asked for that the layer does not have.
+        """
+        for name in self.asked.required:
+            reason = why_undefined(name, self.parts, kind)
+            if reason is not None:
+                raise ValueError(
+                    f"record: {self.name} has no map {name!r}: {reason}. It has "
+                    f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind))}; maps='all' takes of "
+                    "each layer what it has, layers=... leaves layers out"
+                )
+        found = (*self.asked.required, *defined_maps(self.asked.where_defined, self.parts, kind))
+        return tuple(dict.fromkeys(found))
+
+
+def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> list[Plan]:
+    """What to record of each selected layer.
+
+    Raises:
+        ValueError: There is none, none is selected, or one has not the maps that were asked for.
+        NotImplementedError: One of them cannot be recorded.
+        TypeError: Its out-projection is no plain linear map.
+    """
+    sites = find_attention(model)
+    if not sites:
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            "record: model must hold attention that can be recorded, nn.MultiheadAttention or what "
+            f"calls transformers' AttentionInterface; there is none in {', '.join(kinds)}"
+        )
+    plans = []
+    for site in sites:
+        if not is_selected([site.name], site.module, (*site.ancestors, site.module), layers):
+            continue
+        if isinstance(site.parts, str):
+            raise NotImplementedError(f"record: {site.name} cannot be recorded: {site.parts}")
+        plan = Plan(site.name, site.module, site.ancestors, site.parts, asked)
+        plan.maps(site.parts.kind)
+        out_proj_weight(site.parts.out_proj)
+        plans.append(plan)
+    if not plans:
+        names = ", ".join(site.name for site in sites)
+        raise ValueError(f"record: layers={layers!r} selects none of {names}")
+    return plans
+
+
+def asked_maps(maps: Iterable[str] | None) -> Asked:
+    """What ``maps`` stands for.
+
+    Raises:
+        ValueError: It names no map, or one that does not exist.
+    """
+    if maps is None:
+        return Asked((), USUAL_MAPS)
+    names = [maps] if isinstance(maps, str) else list(maps)
+    for name in names:
+        if name not in (*ALL_MAPS, *_GROUPS, "all"):
+            raise ValueError(
+                f"record: maps must be names out of {', '.join((*ALL_MAPS, *_GROUPS, 'all'))}, "
+                f"got {name!r}"
+            )
+    if not names:
+        raise ValueError("record: maps must name at least one map, got none")
+    named = (single for name in names if name != "all" for single in _GROUPS.get(name, (name,)))
+    return Asked(tuple(named), ALL_MAPS if "all" in names else ())
+
+
+def describe(model: nn.Module) -> str:
+    source = getattr(getattr(model, "config", None), "name_or_path", "")
+    return f"{type(model).__name__} {source}".strip()

@@ -1,0 +1,130 @@
+"""``ikattn.record``: the maps of a model's attention, taken from ordinary forward calls.
+
+A call's way: a hook on the outermost module that runs opens a batch -> hooks note the residual ->
+the attention runs, and tells what it was given (a hook on ``nn.MultiheadAttention``, or the
+attention function of a transformers model) -> hooks on the norms after it note their inputs -> with
+the last of these the maps of that layer are made, and all that they were made of is let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn.analysis._recorder.attention_call import ALL_MAPS
+from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
+from ikattn.analysis._recorder.recorder import OnLayer, Recorder
+from ikattn.analysis._recorder.transformers_attention import listening
+from ikattn.analysis.recording import Recording
+from ikattn.integrations.transformers._interface import Given
+from ikattn.nn.selection import Selection
+
+__all__ = ["record"]
+
+
+@contextlib.contextmanager
+def record(
+    model: nn.Module,
+    maps: Iterable[str] | None = ("summed",),
+    *,
+    layers: Selection | None = None,
+    to_cpu: bool = True,
+    detach: bool = True,
+    on_layer: OnLayer | None = None,
+) -> Iterator[Recording]:
+    """Records what every token contributes, in every layer of attention, while the model runs.
+
+    Records ``nn.MultiheadAttention``, stock and ours, and the models of Hugging Face transformers
+    that a resolver knows (``ikattn.analysis.register_resolver`` adds more). Inside the block the
+    model is called as ever: arguments, return values and gradients stay what they are, but torch's
+    fused kernel of a whole ``nn.TransformerEncoderLayer``, which hides the attention, is replaced
+    by the same layer's ordinary code, and what torch.compile made runs as written. After the block
+    the model is as it was before it.
+
+    Each call of the model gives one batch; so does each direct call of a part of it, such as the
+    encoder pass of ``generate``, each of whose steps is a call of its own. A call that raises gives
+    none. Several threads may call the model; batches are in the order in which calls ended.
+    Recordings of one model may be nested, and each gets every call.
+
+    Weights are computed once more, in float32 at least, from the queries and keys that the model
+    projected; large ones are never held, unless a map for every head is asked for. In training they
+    are the weights before dropout, while what went into a norm is what it really got. A layer that
+    is run several times in one call is ``name``, ``name#2`` and so on. Learned and zero keys
+    (``add_bias_kv``, ``add_zero_attn``) are the last columns of a map.
+
+    Args:
+        model: Any module that holds attention.
+        maps: Names of maps: "value_norms", "per_head", "summed" (N), "with_residual" (N_Res),
+            "with_norm" (N_ResLN), "encoder" (N_Enc), "mixing_ratio" (of each map from "summed" on
+            that the layer has), "weights", "similarity", "magnitude"; "ledger" stands for the last
+            three with "value_norms" and "per_head", and "all" for all of these that a layer has.
+            None: what a layer has, except those for every head and those of the ledger. In
+            cross-attention "with_norm" and "encoder" hold
+            what comes from the keys alone: the residual has no column.
+        layers: Which layers, as in ``ikattn.convert``: a predicate of name and module; a pattern of
+            names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
+            patterns and types; None: all.
+        to_cpu: Move maps to the CPU as they are made.
+        detach: Maps have no gradient. False: they are differentiable where grad mode is on.
+        on_layer: Called with the number of the forward call, the layer and its maps as soon as they
+            are made, in the thread that runs the model; the recording then keeps no maps. A call
+            that raises later may have handed over some layers.
+
+    Yields:
+        The recording, filled as calls end. Shapes are those of ``Contributions``; unbatched input
+        is a batch of one.
+
+    Raises:
+        TypeError: model is no module, or an out-projection is no plain linear map.
+        ValueError: A map does not exist, or a layer does not have it (the message says why); layers
+            selects none; the model holds no attention; its attention implementation is neither
+            "eager" nor "sdpa".
+        NotImplementedError: The model's attention cannot be recorded, or no resolver knows it.
+        RuntimeError: In a forward call: a norm that should follow the attention did not run.
+
+    Sources: those of ``ikattn.contributions``.
+
+    Example:
+        >>> import torch, ikattn
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2).eval()
+        >>> with ikattn.record(model, maps=("summed", "with_norm")) as recording:
+        ...     output = model(torch.randn(3, 5, 16))
+        >>> recording.names
+        ['layers.0.self_attn', 'layers.1.self_attn']
+        >>> recording["layers.0.self_attn"].with_norm.shape
+        torch.Size([3, 5, 5])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
+    plans = plan_layers(model, asked_maps(maps), layers)
+    defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
+    recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
+    recorder = Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer)
+    with contextlib.ExitStack() as stack:
+        if any(_is_compiled(module) for module in model.modules()):
+            # a graph compiled before the block would run without its hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        on_interface = {
+            plan.module: plan
+            for plan in plans
+            if not isinstance(plan.module, StockMultiheadAttention)
+        }
+        if on_interface:
+
+            def listener(module: nn.Module, given: Given) -> None:
+                recorder.interface_called(on_interface[module], given)
+
+            stack.enter_context(listening(model, on_interface, listener))
+        stack.callback(recorder.remove_hooks)
+        recorder.add_hooks(model, plans)
+        yield recording
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    is_wrapper = type(module).__name__ == "OptimizedModule"  # its import is slow
+    return is_wrapper or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,118 @@
+"""What an ``nn.MultiheadAttention``, stock or ours, computed in one call.
+
+Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn._precision import widened, without_autocast
+from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
+from ikattn.nn._projection import project
+from ikattn.nn._softmax import rbf_key_bias, select_away
+from ikattn.nn.functional import ExtraKeys, with_extra_keys
+
+_signature = inspect.signature(StockMultiheadAttention.forward)
+
+
+def torch_call(
+    module: StockMultiheadAttention,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str | None,
+    frequencies: tuple[Tensor, Tensor | None] | None,
+    padded_length: int | None,
+) -> AttentionCall:
+    """What the attention of a call that has just been made was given.
+
+    Args:
+        module: The module that was called.
+        args, kwargs: What its forward was called with.
+        kind: "self" or "cross"; None: self if query and key are the same tensor.
+        frequencies: w1 and w2 that the call used, for the implicit kernel.
+        padded_length: What nested inputs are padded to; None: the longest.
+    """
+    given = _signature.bind(module, *args, **kwargs).arguments
+    query, key, value = given["query"], given["key"], given["value"]
+    if kind is None:
+        kind = "self" if _are_same_tokens(query, key) else "cross"
+    masks = Masks(given.get("key_padding_mask"), given.get("attn_mask"))
+    if query.is_nested:
+        query, key, value, masks = _padded(query, key, value, padded_length)
+    if query.dim() == 2:
+        axis = 0 if module.batch_first else 1
+        query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
+        if masks.padding is not None:
+            masks = masks._replace(padding=masks.padding.unsqueeze(0))
+
+    heads = project(module, query, key, value)
+    with without_autocast(query.device):
+        q, k, v = (widened(x) for x in heads)
+        masks = masks.four_axes(q, k)
+        extra = ExtraKeys(module.bias_k, module.bias_v, module.add_zero_attn)
+        k, v, masks = with_extra_keys(k, v, masks, extra)
+        k, v = select_away(k, v, masks.padding)
+        call = AttentionCall(
+            query=q,
+            key=k,
+            value=v,
+            kind="self" if kind == "self" else "cross",
+            kernel=getattr(module, "kernel", "dot"),
+            p=getattr(module, "p", 2.0),
+            frequencies=frequencies,
+            attn_mask=None if masks.attention is None else as_visible(masks.attention),
+            key_bias=_key_bias(module, k, masks.padding),
+        )
+    if masks.padding is not None:
+        call.key_padding = hidden(masks.padding)
+        if kind == "self":
+            call.query_padding = call.key_padding[:, : q.size(2)]
+    return call
+
+
+def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
+    if query is key:
+        return True
+    if query.is_nested or query.shape != key.shape or query.stride() != key.stride():
+        return False
+    return query.numel() > 0 and query.data_ptr() == key.data_ptr()
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, length: int | None
+) -> tuple[Tensor, Tensor, Tensor, Masks]:
+    """Nested tensors [N, *, E] as padded ones, with the padding of the keys as a mask."""
+
+    def padded(x: Tensor) -> Tensor:
+        sizes = None if length is None else (x.size(0), length, x.size(2))
+        rows: Tensor = torch.nested.to_padded_tensor(x, 0.0, sizes)
+        return rows
+
+    # by identity: self-attention stays one tensor, which is projected at once
+    by_identity = {id(x): padded(x) for x in (query, key, value)}
+    q, k, v = (by_identity[id(x)] for x in (query, key, value))
+    ends = torch.tensor([x.size(0) for x in key.unbind()], device=k.device)
+    beyond = torch.arange(k.size(1), device=k.device) >= ends[:, None]
+    return q, k, v, Masks(beyond, None)
+
+
+def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None:
+    """What is added to the logits of keys [N, H, S, d], as [N, H or 1, S]."""
+    bias = None if padding is None else as_bias(padding, key.dtype).unsqueeze(1)
+    kernel, learned = getattr(module, "kernel", "dot"), getattr(module, "magnitude", None)
+    own = None
+    if kernel == "rbf":
+        own = rbf_key_bias(key, learned or module.p)
+        own = None if own is None else own.squeeze(-2)
+    elif kernel == "implicit" and learned is not None:
+        own = learned(key, None if padding is None else hidden(padding))
+    if own is None:
+        return bias
+    return own if bias is None else own + bias

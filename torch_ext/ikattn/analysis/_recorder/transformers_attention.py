@@ -1,0 +1,206 @@
+"""Attention implementations that record.
+
+While a model is recorded, its config names a function of this module which calls the one named
+before, so that outputs stay what they are, and then tells those who listen what the attention was
+given.
+
+Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from ikattn._precision import widened, without_autocast
+from ikattn.analysis._recorder.attention_call import (
+    AttentionCall,
+)
+from ikattn.integrations.transformers._attention import scaled_query
+from ikattn.integrations.transformers._interface import (
+    Given,
+    attention_function,
+    configs_of,
+    mask_of,
+    register_attention,
+)
+from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
+
+__all__ = ["NORMS", "interface_call", "listening"]
+
+NORMS = "ikattn_norms"
+_RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
+_RECORDABLE = ("eager", "sdpa", NORMS, IMPLICIT)
+
+Listener: TypeAlias = Callable[[nn.Module, Given], None]
+
+
+class _Switched:
+    """A config that names a recording implementation, and by how many recordings."""
+
+    def __init__(self, config: Any, before: str | None) -> None:
+        self.config, self.before, self.users = config, before, 0
+
+
+_lock = threading.Lock()
+_listeners: WeakKeyDictionary[nn.Module, tuple[Listener, ...]] = WeakKeyDictionary()
+_switched: dict[int, _Switched] = {}  # by id of the config
+
+
+@contextlib.contextmanager
+def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
+    """For the time of the block, tells ``listener`` of each call of an attention function.
+
+    The listener is called when the output has been computed, in the thread that computed it.
+
+    Args:
+        model: The model; every config in it is switched.
+        modules: The attention modules to listen to.
+        listener: Called with the module and what it passed.
+
+    Raises:
+        ValueError: The model's attention implementation is one whose masks or weights this package
+            does not know.
+    """
+    modules = list(modules)
+    configs = configs_of(model)
+    with _lock:
+        for config in configs:
+            _check_implementation(config)
+        for config in configs:
+            _switch(config)
+        for module in modules:
+            _listeners[module] = (*_listeners.get(module, ()), listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            for module in modules:
+                others = tuple(one for one in _listeners[module] if one is not listener)
+                if others:
+                    _listeners[module] = others
+                else:
+                    del _listeners[module]
+            for config in configs:
+                _switch_back(config)
+
+
+def interface_call(module: nn.Module, given: Given, kind: str | None) -> AttentionCall:
+    """What the attention of a call of an attention function was given.
+
+    A key that no query of the call sees counts as padding.
+
+    Raises:
+        NotImplementedError: The call asks for something that this package cannot compute.
+    """
+    for option in ("softcap", "s_aux"):
+        if given.options.get(option) is not None:
+            raise NotImplementedError(
+                f"record: {type(module).__name__} passes {option}, with which attention weights "
+                "are no softmax of query . key; that is not supported"
+            )
+    scaling = given.options.get("scaling")
+    with without_autocast(given.query.device):
+        call = AttentionCall(
+            query=widened(given.query),
+            key=widened(given.key),
+            value=widened(given.value),
+            kind="cross" if kind == "cross" else "self",
+            scaling=None if scaling is None else float(scaling),
+            attn_mask=mask_of(module, given),
+        )
+        if given.implementation == IMPLICIT:
+            _use_kernel(call, kernel_of(module))
+        _fill_padding(call, is_masked=given.attention_mask is not None)
+    return call
+
+
+# --- Implementations and configs
+
+
+class _TellingAttention:
+    """An attention function that computes as another one does and then tells the listeners."""
+
+    def __init__(self, implementation: str) -> None:
+        self._implementation = implementation
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        attend = attention_function(module, self._implementation)
+        output = attend(module, query, key, value, attention_mask, **options)
+        for listener in _listeners.get(module, ()):
+            given = Given(query, key, value, attention_mask, self._implementation, options)
+            listener(module, given)
+        return output
+
+
+def _check_implementation(config: Any) -> None:
+    name = config._attn_implementation_internal
+    if name in (None, *_RECORDABLE) or name.startswith(_RECORDING):
+        return
+    raise ValueError(
+        f"record: the model's attention implementation must be one of {', '.join(_RECORDABLE)}, "
+        f'got {name!r}; call model.set_attn_implementation("sdpa") before'
+    )
+
+
+def _switch(config: Any) -> None:
+    entry = _switched.get(id(config))
+    if entry is None:
+        before = config._attn_implementation_internal
+        entry = _switched[id(config)] = _Switched(config, before)
+        implementation = before or "eager"
+        name = _RECORDING + implementation
+        register_attention(name, _TellingAttention(implementation), masks_of=implementation)
+        config._attn_implementation_internal = name
+    entry.users += 1
+
+
+def _switch_back(config: Any) -> None:
+    entry = _switched[id(config)]
+    entry.users -= 1
+    if entry.users:
+        return
+    del _switched[id(config)]
+    # unless the user set another one meanwhile
+    if (config._attn_implementation_internal or "").startswith(_RECORDING):
+        config._attn_implementation_internal = entry.before
+
+
+def _use_kernel(call: AttentionCall, kernel: Any) -> None:
+    """Turns a call into one of the implicit kernel, as "ikattn_implicit" computes it."""
+    call.query, call.scaling = scaled_query(call.query, call.scaling), None
+    w1, w2 = getattr(kernel, "drawn", None) or kernel(call.query, call.key, None)
+    call.frequencies = (widened(w1), None if w2 is None else widened(w2))
+    call.kernel, call.p = "implicit", kernel.p
+
+
+def _fill_padding(call: AttentionCall, *, is_masked: bool) -> None:
+    """Finds padded keys and, in self-attention, the place and the padding of the queries."""
+    B, _, T, S = call.sizes
+    hidden = call.hidden()
+    seen_until = S
+    if hidden is not None:
+        seen = ~hidden.all(1).all(1).expand(B, S)
+        if is_masked:
+            call.key_padding = ~seen
+        if T != S and bool(seen.any()):
+            seen_until = int(seen.any(0).nonzero().max()) + 1
+    if call.kind == "cross":
+        return
+    # a cache holds earlier tokens, and a static one room for later ones
+    call.diagonal = max(seen_until - T, 0)
+    if call.key_padding is not None:
+        call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + T]

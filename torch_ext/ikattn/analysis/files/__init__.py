@@ -1,0 +1,294 @@
+"""Maps as files: written as they come, read back as the same recording.
+
+Every format holds one array for each batch, layer and map, under the name
+
+    0/encoder.layer.3.attention.self/summed      batch / layer / map
+
+and one JSON document, the metadata: the format and its version, the version of ikattn, the model,
+what is known of each layer, the tokens of each sequence, and what each map means in words.
+
+==============  ==================================  ==============================================
+file            opened by anything that reads       and
+==============  ==================================  ==============================================
+.safetensors    safetensors (``safe_open``)         every type as it is; read without a copy;
+                                                    while it is written the disk holds it twice
+.npz            NumPy (``numpy.load``)              bfloat16 becomes float32, and bfloat16 again
+                                                    when it is loaded
+.json           anything                            text, about ten times as large; nothing lost
+==============  ==================================  ==============================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from ikattn._library import version
+from ikattn._whole_files import whole_file
+from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.files._common import MapFileError, Sink
+from ikattn.analysis.files._json import JsonSink, read_json
+from ikattn.analysis.files._npz import NumpySink, read_npz
+from ikattn.analysis.files._safetensors import SafetensorsSink, read_safetensors
+from ikattn.analysis.maps import Batch, Layer, RecordedMaps
+
+__all__ = ["DEFINITIONS", "MapFileError", "MapWriter", "load", "save"]
+
+FORMAT = "ikattn maps"
+VERSION = 1  # raised when an older ikattn could no longer read what this one writes
+
+# What every file says of its maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
+DEFINITIONS = {
+    "weights": "[B, H, T, S] the attention weights a_ij^h",
+    "value_norms": "[B, H, S] |f_h(x_j)|, f_h(x_j) = W_O^h v_j^h, value bias included",
+    "per_head": "[B, H, T, S] a_ij^h |f_h(x_j)|",
+    "summed": "[B, T, S] |sum_h a_ij^h f_h(x_j)| (N, Kobayashi et al. 2020)",
+    "with_residual": "[B, T, S] summed, x_i added on the diagonal (N_Res, Kobayashi et al. 2021)",
+    "with_norm": "[B, T, S] with_residual through the block's normalisation (N_ResLN, same)",
+    "encoder": "[B, T, S] with_norm through the second normalisation (N_Enc, GlobEnc 2022)",
+    "mixing_ratio": "[B, T] of each map: the norm of what comes from other tokens, over that plus "
+    "the norm of what comes from the token itself",
+    "similarity": "[B, H, T, S] the weight without its magnitude and before its row is normalised",
+    "magnitude": "[B, H, S] the key's own factor: weight = similarity x magnitude / its row's sum",
+    "query_padding": "[B, T] true = padding, whose rows are 0",
+    "key_padding": "[B, S] true = padding, whose columns are 0",
+}
+
+
+class MapWriter:
+    """Writes maps to a file as they are made: memory for one layer of one batch at a time.
+
+    The file appears under its name when the block ends without an exception, never before and
+    never in part. What stands in no map is told at any time within the block: the model by
+    :meth:`describe`, the tokens by :meth:`name_tokens`.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+
+    Raises:
+        ValueError: Another ending.
+        ModuleNotFoundError: .npz without NumPy.
+        OSError: On entering: the path cannot be written.
+
+    Example:
+        >>> import tempfile, torch, ikattn
+        >>> from ikattn.analysis import Layer, MapWriter, load_maps
+        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+        >>> maps = ikattn.Contributions(summed=torch.rand(2, 5, 5))
+        >>> path = tempfile.mkdtemp() + "/maps.safetensors"
+        >>> with MapWriter(path) as writer:
+        ...     writer.write(0, layer, maps)
+        >>> torch.equal(load_maps(path)["layer.0"].summed, maps.summed)
+        True
+
+        While a model runs: ``ikattn.record(model, on_layer=writer.write)`` within the block.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._open_sink = _choose(self.path, _SINKS)
+        self._sink: Sink | None = None
+        self._stack = ExitStack()
+        self._recording = RecordedMaps(model="", maps=())
+
+    def __enter__(self) -> MapWriter:
+        file = self._stack.enter_context(whole_file(self.path))
+        try:
+            self._sink = self._open_sink(file, self.path, self._stack)
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        sink, self._sink = self._sink, None
+        if error is not None:
+            self._stack.__exit__(kind, error, traceback)  # takes the file away
+            return
+        with self._stack:
+            assert sink is not None
+            sink.finish(_metadata(self._recording))
+
+    def write(self, batch: int, layer: Layer, maps: Contributions) -> None:
+        """Appends the maps of one layer; fits ``ikattn.record``'s ``on_layer``.
+
+        Raises:
+            RuntimeError: Outside of the writer's block.
+            ValueError: This layer of this batch was written before.
+        """
+        if self._sink is None:
+            raise RuntimeError(
+                "MapWriter.write: use the writer as `with MapWriter(path) as writer`"
+            )
+        batches = self._recording.batches
+        while len(batches) <= batch:
+            batches.append(Batch())
+        if layer.name in batches[batch].layers:
+            raise ValueError(
+                f"MapWriter.write: layer {layer.name!r} of batch {batch} was written before"
+            )
+        for name, tensor in _arrays(maps):
+            self._sink.add(f"{batch}/{layer.name}/{name}", tensor.detach().cpu())
+        self._recording.layers.setdefault(layer.name, layer)
+        batches[batch].layers[layer.name] = Contributions()  # that it was there is all we keep
+
+    def name_tokens(
+        self,
+        batch: int,
+        tokens: Sequence[Sequence[str]] | None,
+        target_tokens: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Notes the tokens of a batch: a list without padding for each of its sequences."""
+        batches = self._recording.batches
+        while len(batches) <= batch:
+            batches.append(Batch())
+        batches[batch].tokens, batches[batch].target_tokens = tokens, target_tokens
+
+    def describe(self, recording: RecordedMaps) -> None:
+        """Notes a recording's model, maps asked for, layers, and the tokens of its batches."""
+        known = self._recording
+        known.model, known.maps = recording.model, tuple(recording.maps)
+        for name, layer in recording.layers.items():
+            known.layers.setdefault(name, layer)
+        for index, batch in enumerate(recording.batches):
+            self.name_tokens(index, batch.tokens, batch.target_tokens)
+
+
+def save(recording: RecordedMaps, path: str | os.PathLike[str]) -> None:
+    """Writes a recording to a file. See :meth:`Recording.save`."""
+    with MapWriter(path) as writer:
+        writer.describe(recording)
+        for index, batch in enumerate(recording.batches):
+            for name, maps in batch.items():
+                writer.write(index, recording.layers[name], maps)
+
+
+def load(path: str | os.PathLike[str]) -> RecordedMaps:
+    """Reads what :func:`save` or a :class:`MapWriter` wrote; see :func:`ikattn.load_maps`."""
+    read = _choose(Path(path), _READERS)
+    if not Path(path).is_file():
+        raise FileNotFoundError(2, "there is no such file", os.fspath(path))
+    text, arrays = read(Path(path))
+    metadata = _checked_metadata(path, text)
+    try:
+        return _assembled(metadata, arrays)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise MapFileError(
+            path, f"its metadata and arrays do not fit together ({error})"
+        ) from error
+
+
+# --- What the formats share
+
+
+def _choose(path: Path, by_suffix: dict[str, Any]) -> Any:
+    if path.suffix.lower() not in by_suffix:
+        raise ValueError(f"a file of maps must end in {', '.join(by_suffix)}, got {path.name!r}")
+    return by_suffix[path.suffix.lower()]
+
+
+def _arrays(maps: Contributions) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of one layer, by its name in the file."""
+    for each in fields(maps):
+        found = getattr(maps, each.name)
+        if isinstance(found, Tensor):
+            yield each.name, found
+        elif isinstance(found, dict):
+            yield from ((f"{each.name}.{key}", tensor) for key, tensor in found.items())
+
+
+def _metadata(recording: RecordedMaps) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "ikattn_version": version(),
+        "model": recording.model,
+        "maps": list(recording.maps),
+        "definitions": DEFINITIONS,
+        "layers": [asdict(layer) for layer in recording.layers.values()],
+        "batches": [
+            {
+                "layers": list(batch),
+                "tokens": _lists(batch.tokens),
+                "target_tokens": _lists(batch.target_tokens),
+            }
+            for batch in recording.batches
+        ],
+    }
+
+
+def _lists(tokens: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
+    return None if tokens is None else [list(sequence) for sequence in tokens]
+
+
+def _checked_metadata(path: str | os.PathLike[str], text: str | bytes | None) -> dict[str, Any]:
+    foreign = MapFileError(path, "this is no file of maps that ikattn wrote")
+    if text is None:
+        raise foreign
+    try:
+        metadata = json.loads(text)
+    except ValueError:
+        raise foreign from None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise foreign
+    found = metadata.get("format_version")
+    if not isinstance(found, int) or found > VERSION:
+        raise MapFileError(
+            path,
+            f"it has version {found} of the format, written by ikattn "
+            f"{metadata.get('ikattn_version')}; this ikattn, {version()}, reads up to "
+            f"version {VERSION}: upgrade it",
+        )
+    return metadata
+
+
+def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedMaps:
+    """The recording of a file; ValueError and the like where its parts do not fit."""
+    layers = {entry["name"]: Layer(**entry) for entry in metadata["layers"]}
+    batches = [
+        Batch(
+            {name: Contributions() for name in entry["layers"]},
+            _lists(entry["tokens"]),
+            _lists(entry["target_tokens"]),
+        )
+        for entry in metadata["batches"]
+    ]
+    recording = RecordedMaps(str(metadata["model"]), tuple(metadata["maps"]), layers, batches)
+    for name, tensor in arrays.items():
+        batch, _, rest = name.partition("/")
+        layer, _, map_name = rest.rpartition("/")
+        maps = recording.batches[int(batch)].layers[layer]
+        map_name, _, key = map_name.partition(".")
+        if key:
+            getattr(maps, map_name)[key] = tensor
+        elif map_name in DEFINITIONS:
+            setattr(maps, map_name, tensor)
+        else:
+            raise ValueError(f"{map_name!r} is the name of no map")
+    return recording
+
+
+_SINKS: dict[str, Callable[[BinaryIO, Path, ExitStack], Sink]] = {
+    ".safetensors": SafetensorsSink,
+    ".npz": NumpySink,
+    ".json": JsonSink,
+}
+_READERS: dict[str, Callable[[Path], tuple[str | bytes | None, dict[str, Tensor]]]] = {
+    ".safetensors": read_safetensors,
+    ".npz": read_npz,
+    ".json": read_json,
+}
+SUFFIXES: Iterable[str] = tuple(_SINKS)

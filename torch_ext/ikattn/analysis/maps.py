@@ -1,0 +1,104 @@
+"""The data of a recording: for every forward call, the maps of every layer of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ikattn.analysis.contributions import Contributions
+
+__all__ = ["Batch", "Layer", "RecordedMaps"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of one layer of attention.
+
+    Attributes:
+        name: Its module's name in the model; ``name#2`` for the second run of a shared module.
+        kind: Whether queries and keys are the same tokens.
+        side: Which part of the model it belongs to.
+        heads: H.
+        block: Where the block normalises: after the residual sum ("post"), before the attention
+            ("pre"), or nobody told ("none": the attention stands alone).
+        family: The resolver that found its parts, for example "bert".
+    """
+
+    name: str
+    kind: Literal["self", "cross"]
+    side: Literal["encoder", "decoder"]
+    heads: int
+    block: Literal["post", "pre", "none"]
+    family: str
+
+
+@dataclass
+class Batch(Mapping[str, Contributions]):
+    """The maps of one forward call, by layer name in the order the layers ran.
+
+    Attributes:
+        layers: The maps.
+        tokens: For each sequence of the batch its tokens, without padding; None: unknown. Those
+            that a decoder reads are in target_tokens.
+        target_tokens: Likewise for the decoder of a sequence-to-sequence model.
+    """
+
+    layers: dict[str, Contributions] = field(default_factory=dict)
+    tokens: Sequence[Sequence[str]] | None = None
+    target_tokens: Sequence[Sequence[str]] | None = None
+
+    def __getitem__(self, name: str) -> Contributions:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+@dataclass
+class RecordedMaps:
+    """The maps of a model's attention over one or more forward calls.
+
+    Attributes:
+        model: The model's class, and its name or path where it has one.
+        maps: The names of the maps that were asked for.
+        layers: What is known of each layer, in the order they first ran.
+        batches: One entry for each forward call.
+    """
+
+    model: str
+    maps: tuple[str, ...]
+    layers: dict[str, Layer] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers of attention, in the order they ran."""
+        return list(self.layers)
+
+    def __getitem__(self, name: str) -> Contributions:
+        """The maps of one layer, where one forward call was recorded.
+
+        Raises:
+            KeyError: No such layer; the message names those there are.
+            LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
+        """
+        if self.layers and name not in self.layers:
+            raise KeyError(f"no layer {name!r} was recorded; there are {', '.join(self.names)}")
+        self.check_recorded()
+        if len(self.batches) != 1:
+            raise LookupError(
+                f"{len(self.batches)} forward calls were recorded: "
+                "take recording.batches[i][name] of one of them"
+            )
+        return self.batches[0][name]
+
+    def check_recorded(self) -> None:
+        """Raises LookupError if there are no maps."""
+        if not self.batches and self.layers:
+            raise LookupError("this recording keeps no maps: they were handed to on_layer")
+        if not self.batches:
+            raise LookupError("nothing was recorded: call the model inside the block of record")

@@ -1,0 +1,112 @@
+"""Softmax attention, for the dot and rbf kernels of ``MultiheadAttention``.
+
+Sizes: N batch, H heads, L queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from ikattn.nn._masks import Masks, as_bias, hidden
+from ikattn.nn._mean_weights import attend_by_parts, goes_by_parts
+from ikattn.nn._softmax_weights import empty_rows, softmax_weights, total
+from ikattn.ops.magnitude import LearnedOrder
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Masks,
+    *,
+    key_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    average: bool = False,
+    mask_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes softmax(q.k / sqrt(d) + bias) v; a query that sees no key gets zeros.
+
+    With ``need_weights`` it forms the weights and draws dropout as nn.MultiheadAttention does;
+    without, it leaves both to F.scaled_dot_product_attention, as that does. Mean weights of long
+    sequences are made part by part, so that [N, H, L, S] is never held; their dropout is drawn part
+    by part, too, and is then not the one that nn.MultiheadAttention draws from the same state.
+
+    Args:
+        query: [N, H, L, d].
+        key: [N, H, S, d].
+        value: [N, H, S, d].
+        masks: ``is_causal`` must be False with any other mask, ``key_bias`` or ``need_weights``.
+        key_bias: [N, H, 1, S], added to the logits.
+        dropout_p: Probability on the normalised weights.
+        need_weights: Return the weights too.
+        average: Return their mean over heads.
+        mask_dtype: The type in which bool masks are added to the logits.
+
+    Returns:
+        Output [N, H, L, d], and the weights after dropout, [N, H, L, S] or [N, L, S], or None.
+    """
+    biases = _biases(masks, key_bias, mask_dtype)
+    if need_weights and average and goes_by_parts(query, key):
+        return attend_by_parts(query, key, value, dropout_p, biases)
+    bias = total(biases)
+    if need_weights:
+        weights = softmax_weights(query, key, bias)
+        if dropout_p > 0.0:
+            weights = dropout(weights, dropout_p)
+        return weights @ value, weights.mean(dim=1) if average else weights
+    empty = None
+    if bias is not None:
+        empty = empty_rows(bias)
+        bias = bias.masked_fill(empty, 0.0)
+    output = scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
+    return output if empty is None else output.masked_fill(empty, 0.0), None
+
+
+def select_away(key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeroes padded keys and values: their weight is 0, but 0 * NaN would reach the output.
+
+    Args:
+        key: [N, H, S, d].
+        value: [N, H, S, d].
+        padding: [N, S], bool or float, or None.
+    """
+    if padding is None:
+        return key, value
+    away = hidden(padding)[:, None, :, None]
+    return key.masked_fill(away, 0.0), value.masked_fill(away, 0.0)
+
+
+def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
+    """Returns g_j - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product ones.
+
+    Args:
+        key: [N, H, S, d].
+        p: Order of the norm in g_j = |k_j|_p^2 / (2 sqrt d), or what computes g; None: g_j = 0.
+
+    Returns:
+        [N, H, 1, S] of key's type, computed in float32 at least; None where it is zero, at p = 2.
+    """
+    if p == 2:
+        return None
+    wide = key if key.dtype == torch.float64 else key.float()
+    bias: Tensor = -wide.square().sum(dim=-1)
+    if isinstance(p, LearnedOrder):
+        bias = bias / (2 * math.sqrt(key.size(-1))) + p(wide)
+        return bias.to(key.dtype).unsqueeze(-2)
+    if p is not None:
+        zero = (wide == 0).all(dim=-1)  # whose second derivative by the norm itself would be NaN
+        norm = torch.linalg.vector_norm(wide.masked_fill(zero.unsqueeze(-1), 1.0), p, dim=-1)
+        bias = bias + norm.square().masked_fill(zero, 0.0)
+    return (bias / (2 * math.sqrt(key.size(-1)))).to(key.dtype).unsqueeze(-2)
+
+
+def _biases(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """Returns all that is added to the logits, each broadcastable to [N, H, L, S]."""
+    padding = None if masks.padding is None else as_bias(masks.padding, dtype)[:, None, None, :]
+    attention = None if masks.attention is None else as_bias(masks.attention, dtype)
+    return [part for part in (key_bias, padding, attention) if part is not None]

@@ -1,0 +1,447 @@
+"""Multi-head attention of any kernel as a function, and the one path that all calls take.
+
+A call's way: project as upstream -> append learned and zero keys -> attention of the chosen kernel
+on [N, H, L, d] -> the out-projection. ``multi_head_attention_forward`` and ``MultiheadAttention``
+are two doors to it. Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size,
+M frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from numbers import Real
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ikattn._memory import takes_memory_for
+from ikattn.nn._masks import (
+    Masks,
+    as_bias,
+    as_visible,
+    check_hint,
+    check_types,
+    hidden,
+    padded,
+    padding_of_queries,
+)
+from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
+from ikattn.nn._softmax import rbf_key_bias, select_away, softmax_attention
+from ikattn.ops.attention import (
+    draw_dropout_seed,
+    implicit_kernel_attention,
+    implicit_kernel_weights,
+)
+from ikattn.ops.magnitude import LearnedOrder
+
+__all__ = ["multi_head_attention_forward"]
+
+Kernel = Literal["dot", "rbf", "implicit"]
+
+# Projected queries [N, H, L, d], keys [N, H, S, d], bool padding of the keys [N, S] and of the
+# queries [N, L], each or None -> w1, w2
+Frequencies: TypeAlias = Callable[
+    [Tensor, Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor | None]"
+]
+
+
+class KernelOptions(NamedTuple):
+    """Which kernel, and what it needs."""
+
+    name: Kernel
+    p: float | None
+    frequencies: Frequencies | None  # of "implicit" alone
+    magnitude: LearnedOrder | None = None  # in place of p
+    pools: bool = False  # whether frequencies depend on averages over queries
+    query_padding: Tensor | None = None  # bool [N, L], for these averages
+
+
+class ExtraKeys(NamedTuple):
+    """Keys and values that follow the projected ones, or take their place."""
+
+    bias_k: Tensor | None  # [1, 1, E]
+    bias_v: Tensor | None
+    add_zero: bool
+    static_k: Tensor | None = None  # [N * H, S, d]
+    static_v: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """How to return weights, if at all."""
+
+    weights: bool
+    average: bool
+
+
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    *,
+    kernel: Kernel = "dot",
+    p: float | None = 2.0,
+    w1: Tensor | None = None,
+    w2: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head attention as F.multi_head_attention_forward, with a choice of kernel.
+
+    Args:
+        query: [L, N, E], unbatched [L, E].
+        key: [S, N, E], unbatched [S, E]; with separate weights of another last size.
+        value: As key.
+        embed_dim_to_check: E.
+        num_heads: H; the head size d is E / H.
+        in_proj_weight, in_proj_bias: [3 E, E] and [3 E]; the bias may be None.
+        bias_k, bias_v: A learned key and value, [1, 1, E], appended to every sequence; or None.
+        add_zero_attn: Append a zero key and value.
+        dropout_p: Probability on the normalised weights.
+        out_proj_weight, out_proj_bias: [E, E] and [E] or None.
+        training: Whether to apply dropout.
+        key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point: added
+            to the logits.
+        need_weights: Return the attention weights too.
+        attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
+        use_separate_proj_weight: Use the next three in place of ``in_proj_weight``.
+        q_proj_weight, k_proj_weight, v_proj_weight: [E, E], [E, kdim], [E, vdim].
+        static_k, static_v: Keys and values [N * H, S, d] that take the place of the projected.
+        average_attn_weights: Average the returned weights over heads.
+        is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
+        kernel: "dot": equal to F.multi_head_attention_forward. "rbf", "implicit": as for
+            ``MultiheadAttention``.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+        w1, w2: Frequencies [H, d, M] or [N, H, d, M], for "implicit" only; w2 = None: w2 = w1.
+
+    Returns:
+        The output, shaped like query, and the weights or None: [N, L, S], per head [N, H, L, S],
+        without N for unbatched input. docs/guide/drop_in.md lists what differs from upstream.
+
+    Raises:
+        AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
+        ValueError: Unknown kernel, p < 1, frequencies missing or given where none belong.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> import torch
+        >>> from ikattn.nn.functional import multi_head_attention_forward
+        >>> x, w_in, w_out = torch.randn(5, 2, 16), torch.randn(48, 16), torch.randn(16, 16)
+        >>> layer = (16, 4, w_in, None, None, None, False, 0.0, w_out, None)
+        >>> w1, w2 = (0.1 * torch.randn(4, 4, 8) for _ in range(2))
+        >>> output, weights = multi_head_attention_forward(
+        ...     x, x, x, *layer, kernel="implicit", w1=w1, w2=w2
+        ... )
+        >>> output.shape, weights.shape
+        (torch.Size([5, 2, 16]), torch.Size([2, 5, 5]))
+    """
+    projections = (in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight, out_proj_bias)
+    overridable = (query, key, value, *projections, w1, w2)
+    if has_torch_function(overridable):  # subclasses of Tensor, and torch.fx
+        return handle_torch_function(
+            multi_head_attention_forward,
+            overridable,
+            query,
+            key,
+            value,
+            embed_dim_to_check,
+            num_heads,
+            in_proj_weight,
+            in_proj_bias,
+            bias_k,
+            bias_v,
+            add_zero_attn,
+            dropout_p,
+            out_proj_weight,
+            out_proj_bias,
+            training=training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=use_separate_proj_weight,
+            q_proj_weight=q_proj_weight,
+            k_proj_weight=k_proj_weight,
+            v_proj_weight=v_proj_weight,
+            static_k=static_k,
+            static_v=static_v,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            kernel=kernel,
+            p=p,
+            w1=w1,
+            w2=w2,
+        )
+    check_kernel(kernel, p)
+    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    check_axes(query, key, value, key_padding_mask, attn_mask, num_heads)
+    # upstream does not look at a mask for which the hint stands
+    is_hint_alone = is_causal and key_padding_mask is None and not need_weights
+    check_types(key_padding_mask, None if is_hint_alone else attn_mask)
+    return attend(
+        query,
+        key,
+        value,
+        partial(
+            project,
+            InProjection(
+                embed_dim_to_check,
+                num_heads,
+                in_proj_weight,
+                separate if use_separate_proj_weight else None,
+                in_proj_bias,
+            ),
+        ),
+        ExtraKeys(bias_k, bias_v, add_zero_attn, static_k, static_v),
+        KernelOptions(kernel, p, _given_frequencies(kernel, w1, w2)),
+        Masks(key_padding_mask, attn_mask, is_causal),
+        Wanted(need_weights, average_attn_weights),
+        dropout_p=dropout_p if training else 0.0,
+        out_proj=lambda x: linear(x, out_proj_weight, out_proj_bias),
+        batch_first=False,
+    )
+
+
+@takes_memory_for("projections, logits or weights", function="MultiheadAttention")
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projection: Projection,
+    extra: ExtraKeys,
+    kernel: KernelOptions,
+    masks: Masks,
+    wanted: Wanted,
+    *,
+    dropout_p: float,
+    out_proj: Callable[[Tensor], Tensor],
+    batch_first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The path of every call, once the number of axes and the types of masks are checked.
+
+    Args:
+        query: [N, L, E] if ``batch_first``, else [L, N, E]; unbatched [L, E].
+        key, value: As query, with S for L, and sizes of their own with separate weights.
+        projection: From query, key and value to heads.
+        extra, kernel: The layer.
+        masks: As the caller gave them; ``is_causal`` is the caller's hint.
+        wanted: Whether weights are returned, and how.
+        dropout_p: Probability on the normalised weights.
+        out_proj: From the merged heads, [N, L, E] or [L, N, E], to the output.
+        batch_first: The order of the axes of batched tensors.
+
+    Returns:
+        The output, shaped like query, and weights [N, L, S], [N, H, L, S], or None.
+
+    Raises:
+        AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
+    """
+    check_hint(masks.is_causal, masks.attention)
+    is_batched, batch_axis = query.dim() == 3, 0 if batch_first else 1
+    if not is_batched:
+        # what was one tensor stays one, and is projected at once
+        q = query.unsqueeze(batch_axis)
+        k = q if key is query else key.unsqueeze(batch_axis)
+        v = k if value is key else value.unsqueeze(batch_axis)
+        query, key, value = q, k, v
+        if masks.padding is not None:
+            masks = masks._replace(padding=masks.padding.unsqueeze(0))
+
+    if kernel.pools and kernel.query_padding is None:
+        of_queries = padding_of_queries(query, key, masks.padding, batch_first)
+        kernel = kernel._replace(query_padding=of_queries)
+    hint = masks.is_causal and _can_use_causal_hint(kernel, extra, masks, wanted)
+    q, k, v = projection(query, key, value, batch_first)
+    if not hint or masks.padding is not None or wanted.weights:  # else upstream does not look
+        masks = masks.four_axes(q, k)
+        if hint:
+            masks.check_unread(q)
+    masks = Masks(masks.padding, None if hint else masks.attention, hint).for_logits_of(q)
+    k, v, masks = with_extra_keys(k, v, masks, extra)
+    _check_values_fit(k, v, wanted.weights)
+    compute = _implicit if kernel.name == "implicit" else _softmax
+    output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
+    output = out_proj(merge_heads(output, batch_first))
+
+    if not is_batched:
+        output = output.squeeze(batch_axis)
+        weights = None if weights is None else weights.squeeze(0)
+    return output, weights
+
+
+def check_kernel(kernel: str, p: float | None) -> None:
+    """Raises ValueError for a kernel, or an order of the norm, that does not exist."""
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
+    if p is not None and not (isinstance(p, Real) and 1 <= p < float("inf")):
+        raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p!r}")
+
+
+def _given_frequencies(kernel: str, w1: Tensor | None, w2: Tensor | None) -> Frequencies | None:
+    if (kernel == "implicit") != (w1 is not None) or (w1 is None and w2 is not None):
+        raise ValueError(
+            "multi_head_attention_forward: expected w1, and w2 if not stationary, for "
+            f"kernel='implicit' and only there; got kernel={kernel!r} with "
+            f"w1 {'missing' if w1 is None else 'given'}, w2 {'missing' if w2 is None else 'given'}"
+        )
+    return None if w1 is None else lambda *_: (w1, w2)
+
+
+def _can_use_causal_hint(
+    kernel: KernelOptions, extra: ExtraKeys, masks: Masks, wanted: Wanted
+) -> bool:
+    """Whether ``is_causal`` may stand for attn_mask, so that the mask need not be read."""
+    if kernel.name == "implicit":
+        # appended keys come last, where causality would hide them
+        return extra.bias_k is None and not extra.add_zero
+    if kernel.name == "rbf" and (kernel.p != 2 or kernel.magnitude is not None):
+        # F.scaled_dot_product_attention takes no bias together with is_causal
+        return False
+    return masks.padding is None and not wanted.weights  # exactly when upstream does
+
+
+def with_extra_keys(
+    key: Tensor, value: Tensor, masks: Masks, extra: ExtraKeys
+) -> tuple[Tensor, Tensor, Masks]:
+    """Appends bias_k and bias_v, then zeros: [N, H, S, d] -> [N, H, S + (0 to 2), d]."""
+    if extra.bias_k is not None and extra.bias_v is not None:
+        for name, static in (("key", extra.static_k), ("value", extra.static_v)):
+            if static is not None:
+                raise AssertionError(f"bias cannot be added to static {name}.")
+        key = torch.cat([key, _like_heads(extra.bias_k, key)], dim=2)
+        value = torch.cat([value, _like_heads(extra.bias_v, value)], dim=2)
+        masks = masks.with_visible_keys(1)
+    elif extra.bias_k is not None:
+        raise AssertionError("bias_k is set but bias_v is None")
+    elif extra.bias_v is not None:
+        raise AssertionError("bias_v is set but bias_k is None")
+    if extra.static_k is not None:
+        key = _static_heads("static_k", extra.static_k, key)
+    if extra.static_v is not None:
+        value = _static_heads("static_v", extra.static_v, value)
+    if extra.add_zero:
+        key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
+        masks = masks.with_visible_keys(1)
+    masks.check_padding(key)
+    return key, value, masks
+
+
+def _check_values_fit(key: Tensor, value: Tensor, need_weights: bool) -> None:
+    """Raises what upstream does where static ones differ in length; kernels would not look."""
+    if value.shape == key.shape:
+        return
+    if need_weights:
+        of_keys, of_values = ([x.size(0) * x.size(1), x.size(2)] for x in (key, value))
+        raise RuntimeError(
+            "Expected size for first two dimensions of batch2 tensor to be: "
+            f"{of_keys} but got: {of_values}."
+        )
+    raise RuntimeError(f"shape '{list(key.shape)}' is invalid for input of size {value.numel()}")
+
+
+def _like_heads(bias: Tensor, heads: Tensor) -> Tensor:
+    """Turns bias_k or bias_v, [1, 1, E] or [N, 1, E], into a position more of [N, H, S, d]."""
+    count, size = heads.size(1), heads.size(3)
+    return bias.view(-1, count, 1, size).expand(heads.size(0), -1, -1, -1)
+
+
+def _static_heads(name: str, static: Tensor, heads: Tensor) -> Tensor:
+    """Returns [N * H, S, d] as [N, H, S, d], to take the place of heads [N, H, ., d]."""
+    batch, count, _, size = heads.shape
+    for axis, expected in ((0, batch * count), (2, size)):
+        if static.size(axis) != expected:
+            raise AssertionError(
+                f"expecting {name}.size({axis}) of {expected}, but got {static.size(axis)}"
+            )
+    return static.view(batch, count, static.size(1), size)
+
+
+def _softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: KernelOptions,
+    masks: Masks,
+    wanted: Wanted,
+    dropout_p: float,
+    mask_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    key, value = select_away(key, value, masks.padding)
+    return softmax_attention(
+        query,
+        key,
+        value,
+        masks,
+        key_bias=rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None,
+        dropout_p=dropout_p,
+        need_weights=wanted.weights,
+        average=wanted.average,
+        mask_dtype=mask_dtype,
+    )
+
+
+def _implicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: KernelOptions,
+    masks: Masks,
+    wanted: Wanted,
+    dropout_p: float,
+    mask_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    assert kernel.frequencies is not None
+    padding, attention = masks.padding, masks.attention
+    of_keys = None if padding is None else padded(padding)
+    w1, w2 = kernel.frequencies(query, key, of_keys, kernel.query_padding)
+    key_bias = None if padding is None else as_bias(padding, mask_dtype)[:, None]
+    if kernel.magnitude is not None:
+        magnitude = kernel.magnitude(key, None if padding is None else hidden(padding))
+        key_bias = magnitude if key_bias is None else magnitude + key_bias
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    drops_all = dropout_p == 1.0
+    if drops_all:
+        dropout_p = 0.0  # the operator divides by the share that is kept
+    options: dict[str, Any] = {
+        "p": kernel.p,
+        "key_bias": key_bias,
+        "attn_mask": None if attention is None else as_visible(attention),
+        "is_causal": masks.is_causal,
+        "dropout_p": dropout_p,
+        # one seed for both calls: the weights returned are the weights used
+        "dropout_seed": draw_dropout_seed(query.device) if dropout_p > 0.0 else None,
+    }
+    output = implicit_kernel_attention(query, key, value, w1, w2, **options)
+    weights = None
+    if wanted.weights:
+        weights = implicit_kernel_weights(
+            query, key, w1, w2, **options, average_heads=wanted.average
+        )
+    if drops_all:
+        return 0.0 * output, None if weights is None else 0.0 * weights
+    return output, weights

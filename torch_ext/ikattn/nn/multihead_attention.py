@@ -1,0 +1,423 @@
+"""The drop-in module: nn.MultiheadAttention with a choice of kernel.
+
+The module holds parameters and state; what a call computes is in ``ikattn.nn.functional``. Sizes: N
+batch, L queries, S keys, E model size, H heads, d = E / H head size, M frequencies.
+
+Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention`` or
+``F.multi_head_attention_forward`` may be somebody's replacement that calls this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn.nn._masks import Masks, check_hint, check_types
+from ikattn.nn._nested import attend_padded
+from ikattn.nn._projection import InProjection, Projection, check_axes, project
+from ikattn.nn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
+from ikattn.ops.magnitude import LearnedOrder
+from ikattn.spectral import Spectral, make_spectral
+from ikattn.spectral.direct import checked_size
+from ikattn.spectral.factory import check_spectral
+from ikattn.spectral.regularized import Regularized
+
+__all__ = ["MultiheadAttention"]
+
+_logger = logging.getLogger("ikattn")
+_stock_forward = StockMultiheadAttention.forward
+
+
+class MultiheadAttention(Regularized, StockMultiheadAttention):
+    """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
+
+    Constructor, ``forward``, parameter names, initial values and random stream are those of
+    torch.nn.MultiheadAttention; the options from ``kernel`` on are new and keyword-only. The
+    frequencies of the implicit kernel are the parameters ``spectral.w1`` and ``spectral.w2``, flat,
+    in the order [H, d, M] (``spectral.frequencies()`` returns them in that shape); other kernels
+    have no parameters of their own. A checkpoint of nn.MultiheadAttention loads with
+    ``strict=True`` and leaves the frequencies as they are. docs/guide/drop_in.md lists what
+    differs.
+
+    Args:
+        embed_dim: E, the model size.
+        num_heads: H; the head size d is E / H.
+        dropout: Probability on the normalised attention weights, in training.
+        bias: Whether the projections have biases.
+        add_bias_kv: Append a learned key and value to every sequence.
+        add_zero_attn: Append a zero key and value to every sequence.
+        kdim: Size of the keys; None: E.
+        vdim: Size of the values; None: E.
+        batch_first: Tensors are [N, L, E] rather than [L, N, E].
+        device: Of the parameters.
+        dtype: Of the parameters.
+        kernel: "dot": ordinary softmax attention, equal to nn.MultiheadAttention. "rbf": the same
+            with the 2-norm in a key's magnitude exchanged for the p-norm. "implicit": a kernel
+            learned through its spectral density.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude;
+            "learned": one for each head, a parameter, 2 at first.
+        num_frequencies: M, per head; this and the options below are for "implicit".
+        spectral: Where frequencies come from. "direct": they are parameters; "stationary": so, one
+            set per head; "ikan": from a network of noise; "mikan": so, of noise inferred from
+            queries and keys (both: num_frequencies even). Or a module with the interface described
+            in ``ikattn.spectral``, or a function that is called with this module, whose
+            ``num_heads`` and ``head_dim`` it may ask for, and returns one.
+        stationary: One set of frequencies per head in place of two; for named sources.
+        seed: If given, the initial frequencies are a function of it alone, and torch's default
+            generator is left as nn.MultiheadAttention would leave it.
+
+    Raises:
+        ValueError: Unknown kernel or spectral, p < 1, num_frequencies < 1.
+        ValueError, AssertionError: What nn.MultiheadAttention raises.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> import torch, ikattn
+        >>> x = torch.randn(2, 5, 16)
+        >>> output, weights = ikattn.MultiheadAttention(16, 4, batch_first=True)(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
+    """
+
+    kernel: Kernel
+    p: float | None  # None where it is learned
+    magnitude: LearnedOrder | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kernel: Kernel = "implicit",
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 64,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.set_kernel(
+            kernel,
+            p=p,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
+
+    @torch.inference_mode(False)  # frequencies are there to be trained
+    def set_kernel(
+        self,
+        kernel: Kernel,
+        *,
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 64,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
+
+        Args:
+            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+
+        Raises:
+            ValueError: An option is wrong; nothing has changed then.
+        """
+        weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+        magnitude = None
+        if p == "learned":
+            p = None
+            if kernel != "dot":
+                magnitude = LearnedOrder(
+                    self.num_heads, device=weight.device, dtype=weight.dtype
+                ).train(self.training)
+        check_kernel(kernel, p)
+        check_spectral(spectral, seed)
+        num_frequencies = checked_size("num_frequencies", num_frequencies)
+        source = None
+        if kernel == "implicit":
+            if callable(spectral) and not isinstance(spectral, nn.Module):
+                spectral = spectral(self)
+            source = make_spectral(
+                spectral,
+                num_heads=self.num_heads,
+                head_dim=self.head_dim,
+                num_frequencies=num_frequencies,
+                stationary=stationary,
+                seed=seed,
+                device=weight.device,
+                dtype=weight.dtype,
+            ).train(self.training)
+        self.kernel = kernel
+        self.p = p
+        self.register_module("magnitude", magnitude)
+        self.register_module("spectral", source)
+        self.regularization = None
+        self._keep_off_fused_path()
+
+    def remove_kernel(self) -> None:
+        """Makes the module an nn.MultiheadAttention, without frequencies; weights stay.
+
+        Modules that other people derived from this class do not come back from it.
+        """
+        self.kernel = "dot"
+        self._keep_off_fused_path()
+        for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
+            delattr(self, name)
+        vars(self).pop("_regularized_in", None)
+        self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, in the order and from the distributions of construction."""
+        self.out_proj.reset_parameters()
+        self._reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends from queries to keys and values, like nn.MultiheadAttention.forward.
+
+        Args:
+            query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E].
+            key: [S, N, kdim], [N, S, kdim] or [S, kdim].
+            value: [S, N, vdim], [N, S, vdim] or [S, vdim].
+            key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point:
+                added to the logits.
+            need_weights: Return the attention weights too.
+            attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
+            average_attn_weights: Average the returned weights over heads.
+            is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
+
+        Returns:
+            The output, shaped like query, and the weights or None. Weights are the ones used, after
+            dropout, and differentiable: [N, L, S], per head [N, H, L, S], without N for unbatched
+            input. For a query that sees no key they are zero, and so is the input of ``out_proj``.
+
+        Raises:
+            AssertionError, RuntimeError: As nn.MultiheadAttention, in its words.
+            RuntimeError: ``is_causal`` with frequencies that depend on whole sequences.
+            TypeError, ValueError: The source of frequencies returned what it must not.
+        """
+        arguments: tuple[Any, ...] = (
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
+        tracer = next((x.tracer for x in arguments if isinstance(x, fx.Proxy)), None)
+        if isinstance(tracer, fx.Tracer) and tracer.root is not self:
+            return self._as_leaf(tracer, *arguments)  # type: ignore[no-any-return]
+        self._check_causality(is_causal)
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(*arguments)
+        check_types(key_padding_mask, attn_mask)
+        check_axes(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        masks = Masks(key_padding_mask, attn_mask, is_causal)
+        return self._attend(query, key, value, masks, Wanted(need_weights, average_attn_weights))
+
+    def merge_masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> tuple[Tensor | None, int | None]:
+        """Serves torch's fused inference paths, which compute the dot kernel and no other.
+
+        Raises:
+            RuntimeError: The kernel is another one, which the fused path would ignore.
+        """
+        if self.kernel != "dot":
+            raise RuntimeError(
+                "torch's fused inference path computes dot-product attention, but this module has "
+                f"kernel={self.kernel!r}; the forward pre-hook that keeps torch off that path is "
+                "missing. Call torch.backends.mha.set_fastpath_enabled(False)."
+            )
+        return super().merge_masks(attn_mask, key_padding_mask, query)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Masks,
+        wanted: Wanted,
+        query_padding: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends as ``forward``; ``query_padding`` [N, L] says which queries not to average."""
+        pools = getattr(self.spectral, "pools", False)
+        return attend(
+            query,
+            key,
+            value,
+            self._projection(),
+            self._extra_keys(query),
+            KernelOptions(
+                self.kernel, self.p, self._frequencies, self.magnitude, pools, query_padding
+            ),
+            masks,
+            wanted,
+            dropout_p=self.dropout if self.training else 0.0,
+            out_proj=self.out_proj,
+            batch_first=self.batch_first,
+        )
+
+    def _projection(self) -> Projection:
+        return partial(project, InProjection.of(self))
+
+    def _extra_keys(self, query: Tensor) -> ExtraKeys:
+        """The keys and values that are appended in a call with this query."""
+        return ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn)
+
+    def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:
+        """Makes torch.fx record the call as one node, as it does for the modules of torch.
+
+        Raises:
+            RuntimeError: There are hooks. They have been traced, or will be, and would run twice.
+        """
+        name = tracer.path_of_module(self)
+        hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]
+        if any(hook is not _forward_must_run for hook in hooks):
+            raise RuntimeError(
+                f"torch.fx would trace the hooks of {name!r} into the graph and run them again at "
+                "every call; expected none, or a Tracer whose is_leaf_module returns True for "
+                f"ikattn.MultiheadAttention, got {len(hooks)} hooks"
+            )
+        return tracer.create_proxy("call_module", name, arguments, {})
+
+    def _forward_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends over nested tensors [N, *, E]; weights come padded, [N, L, S]."""
+        check_hint(is_causal, attn_mask)
+        if self.kernel == "dot":
+            return _stock_forward(
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+        if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
+            raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor, of_queries: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
+            masks = Masks(of_keys, None, is_causal)
+            wanted = Wanted(need_weights, average_attn_weights)
+            return self._attend(q, k, v, masks, wanted, of_queries)
+
+        return attend_padded(attend, query, key, value)
+
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        for name in ("spectral", "magnitude"):  # absent while upstream's constructor runs
+            reset = getattr(getattr(self, name, None), "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    def _keep_off_fused_path(self) -> None:
+        """Makes torch call ``forward`` in eval mode without grad, unless the kernel is dot.
+
+        nn.TransformerEncoderLayer runs a fused dot-product kernel then, unless there are hooks.
+        """
+        for number, hook in list(self._forward_pre_hooks.items()):
+            if hook is _forward_must_run:
+                del self._forward_pre_hooks[number]
+        if self.kernel != "dot":
+            self.register_forward_pre_hook(_forward_must_run)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is.
+
+        Where they have no values yet, on the meta device, they are missing. Those of another kernel
+        are unexpected, which torch overlooks where the child is None.
+        """
+        for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
+            module, own = getattr(self, child), f"{prefix}{child}."
+            given = [name for name in state_dict if name.startswith(own)]
+            if module is None:
+                unexpected_keys += given if strict else []
+            elif not given and not any(x.is_meta for x in module.state_dict().values()):
+                _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
+                state_dict.update(module.state_dict(prefix=own))
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            "TorchScript cannot compile ikattn.MultiheadAttention; use torch.export.export instead"
+        )
+
+
+def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A hook that does nothing: that there is one matters."""

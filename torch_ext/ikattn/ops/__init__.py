@@ -1,0 +1,36 @@
+"""The operators, and what one asks of them: which kernels a call takes, and why none is faster.
+
+Importing this package registers the operators' fake kernels, which torch.compile and torch.export
+take shapes from.
+"""
+
+from ikattn.ops._decompositions import export_decompositions
+from ikattn.ops.attention import (
+    attention_from_features,
+    draw_dropout_seed,
+    dropout_keep_mask,
+    implicit_kernel_attention,
+    implicit_kernel_weights,
+    similarity_and_magnitude,
+    spectral_features,
+)
+from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
+from ikattn.ops.key_features import KeyFeatures
+from ikattn.ops.magnitude import LearnedOrder
+
+__all__ = [
+    "KernelChoice",
+    "Kernels",
+    "KeyFeatures",
+    "LearnedOrder",
+    "attention_from_features",
+    "draw_dropout_seed",
+    "dropout_keep_mask",
+    "export_decompositions",
+    "implicit_kernel_attention",
+    "implicit_kernel_weights",
+    "similarity_and_magnitude",
+    "spectral_features",
+    "which_kernels",
+    "why_not_fast",
+]

@@ -1,0 +1,202 @@
+"""What a call of the attention operator would run on, asked beforehand.
+
+Symbols as in ``ikattn.ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["KernelChoice", "Kernels", "which_kernels", "why_not_fast"]
+
+
+def _ask(
+    question: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    device: torch.device | str | None,
+    **options: Any,
+) -> Any:
+    """A call that is asked about need not have a seed of its dropout."""
+    if options["dropout_p"] > 0 and options["dropout_seed"] is None:
+        options["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
+    return question(*tensors, device="" if device is None else str(device), **options)
+
+
+def why_not_fast(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> str | None:
+    """Tells why :func:`ikattn.implicit_kernel_attention` would not take the fastest kernels.
+
+    Nothing is computed. On CPU the fastest kernels are those for AVX2 or AVX-512, on CUDA those for
+    tensor cores. What depends on numbers is not foreseen: with a mask or causal, heads whose keys
+    differ much in magnitude take a form with more exponentials (on CPU from 50 nats on, in float64
+    500, with products of 16 bits 20; docs/guide/cuda.md has the bounds on CUDA).
+
+    Args:
+        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
+        magnitude_scale, dropout_seed: As in :func:`ikattn.implicit_kernel_attention`.
+        device: Answer for this device; None: that of query.
+
+    Returns:
+        The reason, or None where there is none.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, w = torch.randn(2, 4, 10, 16), torch.randn(4, 16, 32)
+        >>> ikattn.why_not_fast(q, q, q, w, device="xpu")
+        'there are kernels for CPU and CUDA only, not for xpu'
+    """
+    answer = _ask(
+        torch.ops.ikattn.why_not_fast,
+        (query, key, value, w1, w2),
+        device,
+        p=p,
+        key_bias=key_bias,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        eps=eps,
+        magnitude_scale=magnitude_scale,
+        dropout_seed=dropout_seed,
+    )
+    return str(answer) or None
+
+
+class KernelChoice(NamedTuple):
+    """The kernels of one pass; ``str`` of it is a sentence.
+
+    Attributes:
+        algorithm: ``"quadratic"`` in the length, or ``"linear"``; ``"none"`` where there are no
+            kernels.
+        unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
+            of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
+            ``"tensor_cores"`` (mma.sync) or ``"hopper"`` (its wgmma). ``"none"``, likewise.
+        reason: Why there are no kernels; why a CPU's have no AVX2; why CUDA cores compute the pass,
+            or the gradient of attn_mask. None otherwise: why tensor cores go without Hopper's own
+            kernels, or in quadratic time, is not told.
+
+    Example:
+        >>> from ikattn.ops.kernels import KernelChoice
+        >>> print(KernelChoice("linear", "avx512", None))
+        linear time on avx512
+        >>> print(KernelChoice("quadratic", "cuda_cores", "float64"))
+        quadratic time on CUDA cores: float64
+    """
+
+    algorithm: str
+    unit: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        unit = {
+            "cuda_cores": "CUDA cores",
+            "tensor_cores": "tensor cores",
+            "hopper": "Hopper's tensor cores",
+        }.get(self.unit, self.unit)
+        said = "no kernels" if self.unit == "none" else f"{self.algorithm} time on {unit}"
+        return said if self.reason is None else f"{said}: {self.reason}"
+
+
+class Kernels(NamedTuple):
+    """What :func:`which_kernels` says of the two passes of a call.
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, w = torch.randn(1, 2, 40, 16), torch.randn(2, 16, 8)
+        >>> forward, backward = ikattn.which_kernels(q, q, q, w)
+        >>> forward == ikattn.which_kernels(q, q, q, w).forward
+        True
+    """
+
+    forward: KernelChoice
+    backward: KernelChoice
+
+
+def which_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Kernels:
+    """Tells which kernels :func:`ikattn.implicit_kernel_attention` takes, forward and backward.
+
+    Nothing is computed; what is told follows from the device, types, sizes, options and the
+    settings of torch and of the environment. Quadratic is time proportional to L S, linear to
+    L + S. What depends on numbers is not foreseen: queries, or heads, that linear time would not be
+    exact for take the quadratic kernels in the same call.
+
+    Args:
+        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
+        magnitude_scale, dropout_seed: As in :func:`ikattn.implicit_kernel_attention`.
+        device: Answer for this device; None: that of query.
+
+    Returns:
+        Of each pass the algorithm, the unit and a reason (``KernelChoice``).
+        :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, is always
+        quadratic, on CUDA on CUDA cores.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, w = torch.randn(1, 2, 9000, 16), torch.randn(2, 16, 8)
+        >>> ikattn.which_kernels(q, q, q, w).forward.algorithm
+        'linear'
+        >>> ikattn.which_kernels(q, q, q, w, dropout_p=0.1).forward.algorithm
+        'quadratic'
+    """
+    answer = _ask(
+        torch.ops.ikattn.which_kernels,
+        (query, key, value, w1, w2),
+        device,
+        p=p,
+        key_bias=key_bias,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        eps=eps,
+        magnitude_scale=magnitude_scale,
+        dropout_seed=dropout_seed,
+    )
+    forward, backward = answer[:3], answer[3:]
+    return Kernels(
+        KernelChoice(forward[0], forward[1], forward[2] or None),
+        KernelChoice(backward[0], backward[1], backward[2] or None),
+    )

@@ -1,0 +1,112 @@
+"""The magnitude of keys, with a given and with a learned order of the norm."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+
+def check_order(function: str, p: object) -> None:
+    """Raises ValueError unless p is an order of a norm, or None."""
+    if p is None or (isinstance(p, Real) and 1 <= float(p) < math.inf):
+        return
+    raise ValueError(f"{function}: p must be a finite number >= 1 or None, got {p}")
+
+
+def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> Tensor:
+    """g = scale ``|k|_p^2``; 0 for p = None.
+
+    Args:
+        key: [.., d].
+        p: Order of the norm, or None.
+        scale: None: 1 / (2 sqrt d).
+
+    Returns:
+        [..], of key's type.
+    """
+    if p is None:
+        return key.new_zeros(key.shape[:-1])
+    norm: Tensor = torch.linalg.vector_norm(key, p, dim=-1)
+    return norm.square() * (1 / (2 * math.sqrt(key.size(-1))) if scale is None else scale)
+
+
+class LearnedOrder(nn.Module):
+    """The magnitude g = |k|_p^2 / (2 sqrt d) of keys with a learned order p per head.
+
+    p = 1 + softplus(raw): always above 1, where it is a norm. |0|_p has gradient 0.
+
+    Args:
+        num_heads: H.
+        p: The first order, above 1.
+        device: Of the parameter.
+        dtype: Of the parameter.
+
+    Raises:
+        ValueError: p <= 1.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147), where p is chosen by hand.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.ops.magnitude import LearnedOrder
+        >>> magnitude = LearnedOrder(num_heads=2)
+        >>> magnitude.p
+        tensor([2., 2.], grad_fn=<AddBackward0>)
+        >>> magnitude(torch.randn(3, 2, 10, 4)).shape
+        torch.Size([3, 2, 10])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        p: float = 2.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 < p < math.inf:
+            raise ValueError(f"the first value of a learned p must be above 1, got {p}")
+        self.first = p
+        self.raw = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @property
+    def p(self) -> Tensor:
+        """The orders, [H]."""
+        return 1 + softplus(self.raw)
+
+    def reset_parameters(self) -> None:
+        """Makes every order the first one again."""
+        with torch.no_grad():
+            self.raw.fill_(math.log(math.expm1(self.first - 1)))
+
+    def forward(self, key: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Computes g.
+
+        Args:
+            key: [B, H, S, d].
+            hidden: [B, S] bool, True: g = 0 there, whatever the key, even NaN. Or None.
+
+        Returns:
+            [B, H, S], in float32 at least.
+        """
+        wide = key if key.dtype == torch.float64 else key.float()
+        if hidden is not None:
+            wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
+        p = self.p.to(wide.dtype)[:, None, None]
+        # |k|_p = exp(logsumexp(p log|k|) / p) does not overflow; zeros are selected away, and of a
+        # vector of zeros all but the result is computed at ones.
+        zero = wide == 0
+        empty = zero.all(-1, keepdim=True)
+        logarithms = wide.abs().masked_fill(zero, 1.0).log()
+        powers = (p * logarithms).masked_fill(zero & ~empty, -math.inf)
+        squared = (2 / p.squeeze(-1) * powers.logsumexp(-1)).exp()
+        return squared.masked_fill(empty.squeeze(-1), 0.0) / (2 * math.sqrt(key.size(-1)))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.raw.numel()}"
