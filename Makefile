@@ -59,7 +59,7 @@ demo: $(stamps)/extra-demo
 analyze: $(stamps)/minilm
 	$(python) examples/minilm_maps.py
 
-# The samples of FEW, the first test of every module; tests/python/tiers.py.
+# The samples of FEW, the first test of every module; tests/python/support/tiers.py.
 check: lint $(stamps)/extra-test
 	IKATTN_TESTS=check $(pytest) -q tests/python
 
@@ -112,12 +112,12 @@ full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	export IKATTN_TEST_DEVICE=simt
 	export IKATTN_SIMT_DEVICE="$(cmake_build)/tests/cpp/simt/libikattn_simt_device.so"
 	simt_pytest() {
-	  $(pytest) tests/python/test_attention_nan.py tests/python/test_cuda.py "$$@"
+	  $(pytest) tests/python/operators/test_attention_nan.py tests/python/gpu/test_cuda.py "$$@"
 	}
 	nan='(attention_nan and float16 and not bfloat16)'
 	selected="$$nan or (as_accurate and float16 and not bfloat16) or lone_key or lowest or memory"
 	selected+=' or (cuda_contributions and not 192) or (gradient_alone and bfloat16 and bias)'
-	simt_pytest tests/python/test_cuda_calls.py tests/python/test_cuda_contributions.py -k "$$selected"
+	simt_pytest tests/python/gpu/test_cuda_calls.py tests/python/gpu/test_cuda_contributions.py -k "$$selected"
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
 	IKATTN_SIMT_HOPPER=1 simt_pytest -k "($$selected) and not mask and not dropout"
 	IKATTN_LINEAR_TIME=always simt_pytest -k "($$selected) and not mask and not dropout and not causal"

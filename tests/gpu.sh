@@ -50,7 +50,7 @@ tests=tests/python
 python_tests() { python -m pytest -q -p no:cacheprovider "$@"; }
 shared_tests() { python_tests -n "$workers" --dist worksteal "$@"; }
 # Tests that every device must pass, and those of a GPU.
-of_all_devices=("$tests/test_attention_nan.py" "$tests/test_attention_laws.py")
+of_all_devices=("$tests/operators/test_attention_nan.py" "$tests/operators/test_attention_laws.py")
 sm90a() {
   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include -Itests/cpp \
     "$@" -o "$logs/program" && "$logs/program"
@@ -74,30 +74,30 @@ programs() {
   sm90a tests/cpp/cuda/wgmma.cu && sm90a tests/cpp/cuda/copies.cu tests/cpp/simt/sample_copies.cu
 }
 suite() {
-  IKATTN_TEST_DEVICE=cuda shared_tests "$tests/test_cuda.py" "$tests/test_cuda_contributions.py" \
-    "$tests/test_fast_path.py" "${of_all_devices[@]}"
+  IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_contributions.py" \
+    "$tests/operators/test_which_kernels.py" "${of_all_devices[@]}"
 }
 suite_linear() {
-  IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/test_cuda.py" \
+  IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "${of_all_devices[@]}" -k "float16 or attention_nan"
 }
 # What other GPUs than Hopper's run.
 suite_mma() {
-  IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/test_cuda.py" "${of_all_devices[@]}"
+  IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "${of_all_devices[@]}"
 }
 # Streams, graphs, bits, sizes beyond 2^31; and first, in a process of its own, missing memory.
 calls() {
   local failed=0
-  python_tests "$tests/test_cuda_calls.py" -k memory_that_is_not_there || failed=1
-  python_tests "$tests/test_cuda_calls.py" -k "not memory_that_is_not_there" || failed=1
+  python_tests "$tests/gpu/test_cuda_calls.py" -k memory_that_is_not_there || failed=1
+  python_tests "$tests/gpu/test_cuda_calls.py" -k "not memory_that_is_not_there" || failed=1
   return $failed
 }
-replay() { python_tests "$tests/test_compilers.py" -k replay; }
-memcheck() { sanitized memcheck "$tests/test_cuda_calls.py" -k same_bits; }
+replay() { python_tests "$tests/operators/test_compilers.py" -k replay; }
+memcheck() { sanitized memcheck "$tests/gpu/test_cuda_calls.py" -k same_bits; }
 # mma.sync's kernels: of Hopper's it reports what the smallest ring of stages shows, too
 # (docs/guide/cuda.md, "With a GPU").
 racecheck() {
-  IKATTN_HOPPER=0 sanitized racecheck "$tests/test_cuda_calls.py" \
+  IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
     -k "same_bits and (folded or causal)"
 }
 # Attention beside torch's, by pairs and without.

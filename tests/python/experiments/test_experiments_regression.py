@@ -13,7 +13,7 @@ import torch
 from experiment_programs import ATTENTIONS, rows_of, run
 from programs import import_program
 
-REGRESSION = Path(__file__).resolve().parents[3] / "shared/data/regression"
+REGRESSION = Path(__file__).resolve().parents[4] / "shared/data/regression"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ikattn.analysis import (
     words_of_subwords,
 )
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "alignment"
+FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "alignment"
 needs_alignments = pytest.mark.skipif(not FOLDER.exists(), reason=f"no alignments in {FOLDER}")
 
 

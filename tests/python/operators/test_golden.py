@@ -17,7 +17,7 @@ import ikattn
 from agreement import assert_close, error, gradients
 from samples import Arguments, name_of, of_weights
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden" / "ika_official"
+FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden" / "ika_official"
 FILES = sorted(FOLDER.glob("[dmx]*.npz"))
 MODES = ("official", "paper")
 # float64: rounding. float32: what the authors' code in float32 differs from these arrays by, at

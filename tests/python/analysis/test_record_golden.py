@@ -20,7 +20,7 @@ from ikattn.analysis import Recording, record
 from ikattn.analysis.contributions import contributions
 from samples import name_of
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
+FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 CASES = sorted(path.stem for path in (FOLDER / "bert_inputs").glob("[tm]i*_*.npz"))
 CASES = [case for case in CASES if case != "tiny_model"]
 CROSS_CASES = sorted((FOLDER / "kobayashi2020_fairseq").glob("*.npz"))

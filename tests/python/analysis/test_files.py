@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import Batch, MapFileError, MapWriter, Recording, files, load_maps
+from ikattn.analysis import Batch, MapFileError, MapWriter, Recording, files, load_maps, record
 from recordings import encoder_recording, random_maps, translation_recording
 
 SUFFIXES = (".safetensors", ".npz", ".json")

@@ -33,7 +33,7 @@ from contribution_samples import (
 from ikattn.analysis import NormStats
 from processors import skip_without
 
-GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
+GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 
 

@@ -25,7 +25,7 @@ IN_THE_INTERPRETER = _DEVICE == "simt"
 def _library_of_simt() -> Path:
     if given := os.environ.get("IKATTN_SIMT_DEVICE"):
         return Path(given)
-    build = Path(__file__).parents[2] / "build"
+    build = Path(__file__).parents[3] / "build"
     built = list(build.glob("*/tests/cpp/simt/libikattn_simt_device.so"))
     if not built:
         raise RuntimeError(

@@ -16,7 +16,7 @@ import ikattn
 from ikattn.integrations.opacus import prepare
 from ikattn.integrations.peft import with_trainable_frequencies
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "integrations.md").read_text()
 SNIPPETS = dict(
     re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
 )

@@ -16,7 +16,7 @@ from agreement import assert_close
 from ikattn.analysis import Batch, Layer, Recording, rank_tokens, rollout, token_importance
 from ikattn.analysis.contributions import Contributions
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "golden"
+FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 CASES = sorted(path.stem for path in (FOLDER / "globenc").glob("*.npz"))
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5}
 

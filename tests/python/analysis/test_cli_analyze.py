@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ikattn import cli
-from ikattn._command import analyze as analyze_command
+from ikattn._command import analyze as command
 from ikattn._command import results
 from ikattn.analysis import load_maps, record
 from ikattn.integrations.transformers import use_implicit_attention
@@ -544,7 +544,7 @@ def test_missing_library_is_named_with_its_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        analyze_command, "find_spec", lambda name: None if name == library else object()
+        command, "find_spec", lambda name: None if name == library else object()
     )
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)
@@ -560,14 +560,14 @@ def test_full_disk_keeps_what_is_finished(
 ) -> None:
     arguments = ("--model", bert, "--file", text, "--out", tmp_path / "out", "--format", "npz")
     with monkeypatch.context() as patched:
-        save = analyze_command.Recording.save
+        save = command.Recording.save
 
         def full(recording: Any, path: Path) -> None:
             if "000003" in path.name:
                 raise OSError(28, f"cannot write {path}: No space left on device")
             save(recording, path)
 
-        patched.setattr(analyze_command.Recording, "save", full)
+        patched.setattr(command.Recording, "save", full)
         assert analyze(*arguments) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert [entry["line"] for entry in entries_in(tmp_path / "out")] == [1, 2]
@@ -582,9 +582,9 @@ def test_progress_is_plain_without_tqdm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = analyze_command.find_spec
+    real = command.find_spec
     monkeypatch.setattr(
-        analyze_command, "find_spec", lambda name: None if name == "tqdm" else real(name)
+        command, "find_spec", lambda name: None if name == "tqdm" else real(name)
     )
     out = tmp_path / "out"
     assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0

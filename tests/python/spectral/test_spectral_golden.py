@@ -17,7 +17,7 @@ import ikattn
 from agreement import assert_close
 from ikattn.spectral import Mikan
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared/data/golden/ika_mikan_official"
+FOLDER = Path(__file__).resolve().parents[4] / "shared/data/golden/ika_mikan_official"
 FILES = sorted(FOLDER.glob("*.npz"))
 TOLERANCE = 1e-13  # rounding; of gradients, through the quantile function: 1e-12
 
