@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent / "python"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "support"))
 
 from processors import AVX512, INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags  # noqa: E402
 
@@ -112,7 +112,7 @@ def imitate_amx(run: Run) -> bool:
         # pytest's faulthandler would take the trap for itself.
         passed = pytest(
             run,
-            *("-p", "no:faulthandler", str(TESTS / "test_sixteen_bits.py")),
+            *("-p", "no:faulthandler", str(TESTS / "operators/test_sixteen_bits.py")),
             LD_PRELOAD=str(library),
             IKATTN_IMITATED_AMX=str(count),
         )

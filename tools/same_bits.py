@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/python"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/python/support"))
 
 import devices  # noqa: F401  loads the interpreter's device where it is asked for
 import ikattn

@@ -357,7 +357,7 @@ TEST(MultiheadAttention, SavesAndLoadsThroughLibTorchsArchives) {
   expect_same(other(x.query, x.key, x.value), module(x.query, x.key, x.value));
 }
 
-// --- Checkpoints. Those that Python wrote are read in tests/python/test_cpp_module.py.
+// --- Checkpoints. Those that Python wrote are read in tests/python/packaging/test_cpp_programs.py.
 
 torch::OrderedDict<std::string, Tensor> state_of(const torch::nn::Module& module) {
   torch::OrderedDict<std::string, Tensor> state;

@@ -543,9 +543,7 @@ def test_missing_library_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        command, "find_spec", lambda name: None if name == library else object()
-    )
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == library else object())
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)
     assert f"this needs {library}: pip install {command}" in said
@@ -583,9 +581,7 @@ def test_progress_is_plain_without_tqdm(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     real = command.find_spec
-    monkeypatch.setattr(
-        command, "find_spec", lambda name: None if name == "tqdm" else real(name)
-    )
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "tqdm" else real(name))
     out = tmp_path / "out"
     assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
     assert "5 of 5 lines" in capsys.readouterr().err

@@ -409,7 +409,7 @@ def test_every_instruction_set_computes_the_definition(capability: str) -> None:
     """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1] / "support",
         env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,

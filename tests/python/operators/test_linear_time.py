@@ -26,7 +26,7 @@ from programs import run_checked
 from samples import DTYPES, Arguments, Sample, converted, name_of
 from tiers import each, each_call
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 attention = ikattn.implicit_kernel_attention
 reference = ikattn.reference.implicit_kernel_attention
 
@@ -320,7 +320,7 @@ torch.save([attention(**call), *gradients(attention, call).values()], sys.argv[3
 
 def results(setting: str, length: int, is_causal: bool, folder: Path) -> list[Tensor]:
     file = folder / f"{setting}-{length}.pt"
-    environment = {"IKATTN_LINEAR_TIME": setting, "PYTHONPATH": str(HERE)}
+    environment = {"IKATTN_LINEAR_TIME": setting, "PYTHONPATH": str(SUPPORT)}
     run_checked(sys.executable, "-c", PROGRAM, length, is_causal, file, cwd=folder, **environment)
     return torch.load(file)
 

@@ -43,10 +43,10 @@ def test_settings_take_turns_whatever_repeats_among_the_samples(count: int) -> N
 def texts(request: pytest.FixtureRequest) -> list[str]:
     """The sources of this run's test files and of what they share."""
     files = {item.path for item in request.session.items}
-    here = Path(__file__).parent
-    if len([path for path in files if path.parent == here]) < 0.8 * len(list(here.glob("test_*"))):
+    suite = Path(__file__).parents[1]
+    if len(files) < 0.8 * len(list(suite.rglob("test_*.py"))):
         pytest.skip("this run is of some files alone")
-    shared = [path for path in here.glob("*.py") if not path.name.startswith("test_")]
+    shared = suite.glob("support/*.py")
     return [path.read_text() for path in (*files, *shared) if path != Path(__file__)]
 
 
