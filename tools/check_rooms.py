@@ -1,7 +1,7 @@
 """Fails where a room of the code knows one above it. A part of `make lint`.
 
-Rooms are folders, and files that stand alone: those of csrc/attention/cuda, as its README.md has
-them, and those of torch_ext/ikattn, as CONTRIBUTING.md has them.
+Rooms are folders, and files that stand alone: those of csrc/attention/cpu and cuda, as
+their README.md have them, and those of torch_ext/ikattn, as CONTRIBUTING.md has them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,20 @@ HOUSES = (
             {"cuda_cores"},
             {"mma"},
             {"operands"},
+        ],
+    ),
+    House(
+        "csrc/attention/cpu",
+        r"\.(h|cpp)$",
+        r'#include "attention/cpu/([^"]+)"',
+        [
+            {""},  # the table of kernels
+            {"backward", "decoding"},
+            {"forward"},
+            {"linear"},
+            {"queries"},
+            {"keys"},
+            {"features"},
         ],
     ),
     House(

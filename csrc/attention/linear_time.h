@@ -4,7 +4,7 @@
 //   sum_j s_ij^2 v_j = sum_e c_e psi_e(q_i) (sum_j psi_e(k_j) v_j),   e = 1 .. E = F (F/2 + 1).
 // The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
 // numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal
-// call they grow from chunk to chunk. Exact, but not for every query (cpu/linear_time.h);
+// call they grow from chunk to chunk. Exact, but not for every query (cpu/linear/linear_time.h);
 // dropout and masks are about pairs. The costs are of the CPU; those of CUDA are in cuda/route.cu.
 #pragma once
 

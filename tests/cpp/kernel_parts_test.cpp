@@ -10,9 +10,9 @@
 #include <random>
 #include <vector>
 
-#include "attention/cpu/backward.h"
-#include "attention/cpu/features_op.h"
-#include "attention/cpu/weights.h"
+#include "attention/cpu/backward/backward.h"
+#include "attention/cpu/features/operator.h"
+#include "attention/cpu/forward/weights.h"
 
 namespace ikattn::baseline_test {
 namespace {

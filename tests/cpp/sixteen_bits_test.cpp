@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/cpu/score_features.h"
+#include "attention/cpu/features/score_features.h"
 
 namespace ikattn::sixteen_bits_test {
 namespace {

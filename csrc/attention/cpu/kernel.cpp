@@ -1,10 +1,10 @@
 // Compiled once per instruction set, with IKATTN_ISA naming it. Includes no torch header.
 #include "attention/cpu/kernel.h"
 
-#include "attention/cpu/backward.h"
-#include "attention/cpu/features_op.h"
-#include "attention/cpu/from_features.h"
-#include "attention/cpu/weights.h"
+#include "attention/cpu/backward/backward.h"
+#include "attention/cpu/features/operator.h"
+#include "attention/cpu/decoding/from_features.h"
+#include "attention/cpu/forward/weights.h"
 
 namespace ikattn::IKATTN_ISA {
 

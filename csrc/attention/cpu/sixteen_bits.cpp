@@ -1,6 +1,6 @@
 // The passes over the pairs for bfloat16 inputs, where the processor multiplies numbers of 16 bits
 // faster than float32. Compiled as kernel.cpp is, once per set of instructions that do.
-#include "attention/cpu/backward.h"
+#include "attention/cpu/backward/backward.h"
 #include "attention/cpu/kernel.h"
 
 namespace ikattn::IKATTN_ISA {

@@ -1,7 +1,7 @@
 // The features themselves as an operator, phi(x) unscaled: [B, H, N, 2M], cosines first.
 #pragma once
 
-#include "attention/cpu/frequency_sums.h"
+#include "attention/cpu/features/frequency_sums.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // The arithmetic of one tile of pairs in the backward pass: from s and dP to weights and gradients.
 #pragma once
 
-#include "attention/cpu/tiles.h"
+#include "attention/cpu/keys/visibility.h"
 #include "support/cpu/vector_math.h"
 
 namespace ikattn::IKATTN_ISA {

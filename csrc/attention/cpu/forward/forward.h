@@ -1,10 +1,10 @@
 // Forward pass: out_i = sum_j w_ij v_j / Z_i over blocks of queries and panels of 64 keys, or
-// without pairs (linear_forward.h).
+// in linear time (../linear/forward.h).
 //
 //   pack frequencies -> key logits g -> key panels, per unit (-> their moments) -> query blocks
 #pragma once
 
-#include "attention/cpu/forward_block.h"
+#include "attention/cpu/forward/block.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

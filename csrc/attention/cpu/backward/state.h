@@ -1,7 +1,7 @@
 // What the backward pass keeps of a unit, and how the query side gets there.
 #pragma once
 
-#include "attention/cpu/forward.h"
+#include "attention/cpu/forward/forward.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -43,7 +43,7 @@ struct NarrowQueries {
   }
 };
 
-// What takes the place of pairs (linear_backward.h).
+// What takes the place of pairs in linear time (linear.h).
 template <typename T>
 struct LinearBackward {
   LinearKeys<T> keys;

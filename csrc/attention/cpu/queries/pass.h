@@ -2,7 +2,7 @@
 // with.
 #pragma once
 
-#include "attention/cpu/keys.h"
+#include "attention/cpu/keys/keys.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

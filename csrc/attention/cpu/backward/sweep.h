@@ -5,7 +5,7 @@
 // number of threads without a second copy of dphi_q.
 #pragma once
 
-#include "attention/cpu/backward_tile.h"
+#include "attention/cpu/backward/tile.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

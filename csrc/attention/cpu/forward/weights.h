@@ -4,7 +4,7 @@
 // average needs one row buffer [rows, S] and never [H, rows, S].
 #pragma once
 
-#include "attention/cpu/forward.h"
+#include "attention/cpu/forward/forward.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

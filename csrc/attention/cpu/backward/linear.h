@@ -1,4 +1,4 @@
-// Backward pass without pairs (../linear_time.h). With v' = v - center, g_i = dO_i / Z_i and
+// Backward pass in linear time (../../linear_time.h). With v' = v - center, g_i = dO_i / Z_i and
 // f_i = g_i . center - delta_i, what a pair contributes begins with s_ij (g_i . v'_j + f_i):
 //
 //   moments of the keys with v' and 1, moments of the queries with g and f
@@ -10,7 +10,7 @@
 // is a mean of keys that every query sees whose gradient it has a part in.
 #pragma once
 
-#include "attention/cpu/backward_state.h"
+#include "attention/cpu/backward/state.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // The query side and the step both passes share: a tile of unnormalised weights.
 #pragma once
 
-#include "attention/cpu/pass.h"
+#include "attention/cpu/queries/pass.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

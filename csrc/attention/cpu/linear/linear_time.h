@@ -1,4 +1,4 @@
-// What both passes without pairs (../linear_time.h) share: which units and queries take them, and
+// What both passes in linear time (../../linear_time.h) share: which units and queries take them, and
 // the center of the values.
 //
 // A causal call goes in chunks: a query sees the keys before its chunk through their moments, those
@@ -16,8 +16,8 @@
 // call the center moves with the keys before a chunk: those after it must not count.
 #pragma once
 
-#include "attention/cpu/moments.h"
-#include "attention/cpu/queries.h"
+#include "attention/cpu/linear/moments.h"
+#include "attention/cpu/queries/queries.h"
 #include "attention/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {

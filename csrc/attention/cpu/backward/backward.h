@@ -5,16 +5,16 @@
 //       dV += w^T dO    dphi_k += ds^T phi_q    dphi_q += ds phi_k    dg += column sums of dlog
 //   -> from dphi to x and the frequencies -> frequencies summed over tokens, heads and batch
 //
-// Or without pairs (linear_backward.h), where that is faster. In the backward of weights their
+// Or in linear time (linear.h), where that is faster. In the backward of weights their
 // gradient less its mean takes the place of x, and there is no dV.
 //
 // In the folded form dO and delta carry 1/Z_i and phi_k carries sqrt(e_j), so that w = s^2 + eps
 // e_j and ds = s x need nothing else; dO of 16 bits stays as it is, and 1/Z_i multiplies dP and w.
 #pragma once
 
-#include "attention/cpu/backward_sweep.h"
-#include "attention/cpu/backward_tokens.h"
-#include "attention/cpu/linear_backward.h"
+#include "attention/cpu/backward/sweep.h"
+#include "attention/cpu/backward/tokens.h"
+#include "attention/cpu/backward/linear.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -8,8 +8,8 @@
 //   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
 #pragma once
 
-#include "attention/cpu/feature_products.h"
-#include "attention/cpu/score_features.h"
+#include "attention/cpu/features/feature_products.h"
+#include "attention/cpu/features/score_features.h"
 #include "attention/params.h"
 
 namespace ikattn::IKATTN_ISA {

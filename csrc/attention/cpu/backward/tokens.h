@@ -1,8 +1,8 @@
 // The last steps of the backward pass: from the gradients of features to tokens and frequencies.
 #pragma once
 
-#include "attention/cpu/backward_state.h"
-#include "attention/cpu/frequency_sums.h"
+#include "attention/cpu/backward/state.h"
+#include "attention/cpu/features/frequency_sums.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // Sums over tokens of products of features times a row of numbers, and what is read out of them.
 #pragma once
 
-#include "attention/cpu/feature_products.h"
+#include "attention/cpu/features/feature_products.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -2,7 +2,7 @@
 // query's features; in a causal call chunk by chunk.
 #pragma once
 
-#include "attention/cpu/linear_time.h"
+#include "attention/cpu/linear/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -5,7 +5,7 @@
 // added up in order, by one thread or, where queries are few, by several.
 #pragma once
 
-#include "attention/cpu/linear_forward.h"
+#include "attention/cpu/linear/forward.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

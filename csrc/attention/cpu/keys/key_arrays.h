@@ -2,7 +2,7 @@
 // where the layout says so, two numbers of 16 bits to a lane.
 #pragma once
 
-#include "attention/cpu/unit.h"
+#include "attention/cpu/keys/unit.h"
 #include "support/cpu/row_pairs.h"
 
 namespace ikattn::IKATTN_ISA {

@@ -2,7 +2,7 @@
 // batch items.
 #pragma once
 
-#include "attention/cpu/features.h"
+#include "attention/cpu/features/features.h"
 #include "support/cpu/schedule.h"
 
 namespace ikattn::IKATTN_ISA {

@@ -9,7 +9,7 @@
 // first leaves in the second, and three of their four products for a score: 2^-16.
 #pragma once
 
-#include "attention/cpu/features.h"
+#include "attention/cpu/features/features.h"
 #include "support/cpu/sixteen_bits.h"
 
 namespace ikattn::IKATTN_ISA {
