@@ -108,22 +108,22 @@ full-cuda: cuda-check
 # dropout, what goes without pairs is not causal either. docs/guide/cuda.md has the rest.
 full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	@cmake -S . -B "$(cmake_build)" -DIKATTN_BUILD_TESTS=ON
-	cmake --build "$(cmake_build)" --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_simt_device
-	export IKATTN_TEST_DEVICE=simt
-	export IKATTN_SIMT_DEVICE="$(cmake_build)/tests/cpp/simt/libikattn_simt_device.so"
-	simt_pytest() {
+	cmake --build "$(cmake_build)" --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_interpreter_device
+	export IKATTN_TEST_DEVICE=interpreter
+	export IKATTN_INTERPRETER_DEVICE="$(cmake_build)/tests/cpp/kernels/libikattn_interpreter_device.so"
+	interpreted_pytest() {
 	  $(pytest) tests/python/operators/test_attention_nan.py tests/python/gpu/test_cuda.py "$$@"
 	}
 	nan='(attention_nan and float16 and not bfloat16)'
 	selected="$$nan or (as_accurate and float16 and not bfloat16) or lone_key or lowest or memory"
 	selected+=' or (cuda_contributions and not 192) or (gradient_alone and bfloat16 and bias)'
-	simt_pytest tests/python/gpu/test_cuda_calls.py tests/python/gpu/test_cuda_contributions.py -k "$$selected"
+	interpreted_pytest tests/python/gpu/test_cuda_calls.py tests/python/gpu/test_cuda_contributions.py -k "$$selected"
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
-	IKATTN_SIMT_HOPPER=1 simt_pytest -k "($$selected) and not mask and not dropout"
-	IKATTN_LINEAR_TIME=always simt_pytest -k "($$selected) and not mask and not dropout and not causal"
+	IKATTN_INTERPRETER_HOPPER=1 interpreted_pytest -k "($$selected) and not mask and not dropout"
+	IKATTN_LINEAR_TIME=always interpreted_pytest -k "($$selected) and not mask and not dropout and not causal"
 
 # Every instruction set the processor has, one after the other. torch is not instrumented: what it
-# never frees is not ours, and vptr would ask for types it hides. The simt tests are left out, for
+# never frees is not ours, and vptr would ask for types it hides. The tests of kernels are left out, for
 # they are built with sanitizers everywhere.
 asan: $(stamps)/tools $(stamps)/googletest
 	@torch_dir=$$($(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')/Torch
@@ -133,7 +133,7 @@ asan: $(stamps)/tools $(stamps)/googletest
 	export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 	for instructions in ATEN_CPU_CAPABILITY={default,avx2,avx512} IKATTN_SIXTEEN_BITS={none,avx512_vnni}; do
 	  env $$instructions \
-	    ctest --test-dir build/asan --output-on-failure --parallel 2 --exclude-regex simt
+	    ctest --test-dir build/asan --output-on-failure --parallel 2 --exclude-regex kernel
 	done
 
 cuda-check: $(stamps)/constraints.txt $(filter $(packaged_nvcc),$(nvcc))

@@ -71,7 +71,7 @@ build() {
 }
 # Hopper's products, each form alone; copies by TMA and a ring of stages.
 programs() {
-  sm90a tests/cpp/cuda/wgmma.cu && sm90a tests/cpp/cuda/copies.cu tests/cpp/simt/sample_copies.cu
+  sm90a tests/cpp/hardware/wgmma.cu && sm90a tests/cpp/hardware/copies.cu tests/cpp/interpreter/sample_copies.cu
 }
 suite() {
   IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_contributions.py" \

@@ -2,8 +2,8 @@
 #include "attention/cpu/kernel.h"
 
 #include "attention/cpu/backward/backward.h"
-#include "attention/cpu/features/operator.h"
 #include "attention/cpu/decoding/from_features.h"
+#include "attention/cpu/features/operator.h"
 #include "attention/cpu/forward/weights.h"
 
 namespace ikattn::IKATTN_ISA {

@@ -5,7 +5,7 @@
 
 #include "support/cuda/launch.h"
 
-#if !defined(IKATTN_SIMT)
+#if !defined(IKATTN_INTERPRETER)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
@@ -29,7 +29,7 @@ __host__ __device__ __forceinline__ float to_float(BFloat16 x) {
   return value;
 }
 
-#if defined(IKATTN_SIMT)
+#if defined(IKATTN_INTERPRETER)
 
 inline float to_float(Half x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13;

@@ -11,8 +11,8 @@
 #include "support/glue.h"
 #include "support/memory.h"
 
-#if defined(IKATTN_SIMT)
-#include "simt/torch/device_call.h"
+#if defined(IKATTN_INTERPRETER)
+#include "support/interpreter/torch/device_call.h"
 #else
 
 #include <c10/cuda/CUDAGuard.h>
@@ -31,7 +31,7 @@ inline Stream current_stream(const c10::Device& device) {
 
 }  // namespace ikattn::cuda
 
-#endif  // IKATTN_SIMT
+#endif  // IKATTN_INTERPRETER
 
 namespace ikattn::cuda {
 

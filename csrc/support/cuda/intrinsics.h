@@ -17,16 +17,17 @@
 //   B stored [n][k]                      row lane % 8 + 8 * (lane / 16), chunk lane / 8 % 2
 // Both give b0, b1 of columns 0..7 in registers 0, 1 and of columns 8..15 in registers 2, 3.
 //
-// In the interpreter (tests/cpp/simt/intrinsics.h) products are exact and fp32 sums run in order of
-// k; a GPU may sum in another order, so compare with a tolerance. A copy's destination holds NaNs
-// until its thread has waited for it; other threads see it after the barrier behind that wait.
+// In the interpreter (csrc/support/interpreter/intrinsics.h) products are exact and fp32 sums run
+// in order of k; a GPU may sum in another order, so compare with a tolerance. A copy's destination
+// holds NaNs until its thread has waited for it; other threads see it after the barrier behind that
+// wait.
 #pragma once
 
 #include "support/cuda/float16.h"
 #include "support/cuda/launch.h"
 
-#if defined(IKATTN_SIMT)
-#include "simt/intrinsics.h"
+#if defined(IKATTN_INTERPRETER)
+#include "support/interpreter/intrinsics.h"
 #else
 
 namespace ikattn {
@@ -165,7 +166,7 @@ __device__ __forceinline__ void fast_sincos_of_turn(float turn, float* sine, flo
 
 }  // namespace ikattn
 
-#endif  // IKATTN_SIMT
+#endif  // IKATTN_INTERPRETER
 
 namespace ikattn {
 

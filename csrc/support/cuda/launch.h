@@ -1,10 +1,10 @@
 // How kernels are written and launched: one source for nvcc and for the tests without a GPU.
 //
 // A .cu file is CUDA C++ that includes this header, support/cuda/intrinsics.h and plain structs; no
-// torch header, no cuda_*.h. nvcc compiles it for a GPU. With IKATTN_SIMT defined, g++ compiles the
-// same text as C++ and launch() runs it in the block interpreter of tests/cpp/simt, which reports
-// shared-memory races, accesses out of bounds, barriers and warp operations that not all threads
-// reach.
+// torch header, no cuda_*.h. nvcc compiles it for a GPU. With IKATTN_INTERPRETER defined, g++
+// compiles the same text as C++ and launch() runs it in the block interpreter of
+// csrc/support/interpreter, which reports shared-memory races, accesses out of bounds, barriers and
+// warp operations that not all threads reach.
 //
 // Both builds have
 //   __global__ __device__ __host__ __forceinline__ __launch_bounds__ __restrict__
@@ -35,8 +35,8 @@
 // only where the whole block does.
 #pragma once
 
-#if defined(IKATTN_SIMT)
-#include "simt/device.h"
+#if defined(IKATTN_INTERPRETER)
+#include "support/interpreter/device.h"
 #else
 
 #include <cuda_runtime.h>
@@ -188,4 +188,4 @@ inline const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
 
 }  // namespace ikattn
 
-#endif  // IKATTN_SIMT
+#endif  // IKATTN_INTERPRETER

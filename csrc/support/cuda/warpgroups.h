@@ -11,14 +11,14 @@
 
 // Whether wgmma can be compiled. Of a kernel that uses it, code for other processors is compiled
 // beside it (by some nvcc even for sm_90a alone), and never launched.
-#if defined(IKATTN_SIMT) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#if defined(IKATTN_INTERPRETER) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define IKATTN_WARPGROUP_CODE 1
 #else
 #define IKATTN_WARPGROUP_CODE 0
 #endif
 
-#if defined(IKATTN_SIMT)
-#include "simt/warpgroups.h"
+#if defined(IKATTN_INTERPRETER)
+#include "support/interpreter/warpgroups.h"
 #else
 
 namespace ikattn {
@@ -144,7 +144,7 @@ IKATTN_WGMMA_128(BFloat16, "bf16")
 
 }  // namespace ikattn
 
-#endif  // IKATTN_SIMT
+#endif  // IKATTN_INTERPRETER
 
 namespace ikattn {
 

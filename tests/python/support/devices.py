@@ -1,7 +1,7 @@
 """The device of tests that every device must pass: IKATTN_TEST_DEVICE, for example cuda.
 
-simt is a device of CUDA's kernels without a GPU: they run in the interpreter of tests/cpp/simt. Its
-library is IKATTN_SIMT_DEVICE, or the one that was built last (make full-interpreter).
+interpreter is a device of CUDA's kernels without a GPU: they run in the interpreter of tests/cpp/kernels. Its
+library is IKATTN_INTERPRETER_DEVICE, or the one that was built last (make full-interpreter).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from torch import Tensor
 import ikattn  # noqa: F401  its library is what the device's is linked to
 
 _DEVICE = os.environ.get("IKATTN_TEST_DEVICE")
-IN_THE_INTERPRETER = _DEVICE == "simt"
+IN_THE_INTERPRETER = _DEVICE == "interpreter"
 
 
-def _library_of_simt() -> Path:
-    if given := os.environ.get("IKATTN_SIMT_DEVICE"):
+def _library_of_interpreter() -> Path:
+    if given := os.environ.get("IKATTN_INTERPRETER_DEVICE"):
         return Path(given)
     build = Path(__file__).parents[3] / "build"
-    built = list(build.glob("*/tests/cpp/simt/libikattn_simt_device.so"))
+    built = list(build.glob("*/tests/cpp/kernels/libikattn_interpreter_device.so"))
     if not built:
         raise RuntimeError(
-            "IKATTN_TEST_DEVICE=simt: there is no library of it, run make full-interpreter"
+            "IKATTN_TEST_DEVICE=interpreter: there is no library of it, run make full-interpreter"
         )
     return max(built, key=lambda library: library.stat().st_mtime)
 
 
-def _load_simt() -> None:
-    torch.ops.load_library(_library_of_simt())
+def _load_interpreter() -> None:
+    torch.ops.load_library(_library_of_interpreter())
     # What torch calls of a device's module. Its random numbers are those of the CPU.
-    module = ModuleType("torch.simt")
+    module = ModuleType("torch.interpreter")
     calls = {
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
     }
     vars(module).update(calls)
-    torch._register_device_module("simt", module)
+    torch._register_device_module("interpreter", module)
 
 
 if IN_THE_INTERPRETER:
-    _load_simt()
+    _load_interpreter()
 
 
 def why_no_kernels(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """What the tests on a GPU share. Importing it skips them where they cannot run.
 
-IKATTN_TEST_DEVICE=simt: without a GPU, in the interpreter (devices.py).
+IKATTN_TEST_DEVICE=interpreter: without a GPU, in the interpreter (devices.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ikattn
 from devices import IN_THE_INTERPRETER
 from samples import LAYOUTS, Arguments
 
-DEVICE = "simt" if IN_THE_INTERPRETER else "cuda"
+DEVICE = "interpreter" if IN_THE_INTERPRETER else "cuda"
 
 if not IN_THE_INTERPRETER:
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ large = pytest.mark.skipif(IN_THE_INTERPRETER, reason="takes the interpreter min
 def memory_limited_to(free: int) -> Iterator[None]:
     """Tensors can have so many bytes there, beside what they hold."""
     if IN_THE_INTERPRETER:
-        torch.ops.ikattn_simt.limit_memory(free)
+        torch.ops.ikattn_interpreter.limit_memory(free)
     else:
         held = torch.cuda.memory_reserved()
         total = torch.cuda.get_device_properties(0).total_memory
@@ -42,7 +42,7 @@ def memory_limited_to(free: int) -> Iterator[None]:
         yield
     finally:
         if IN_THE_INTERPRETER:
-            torch.ops.ikattn_simt.limit_memory(-1)
+            torch.ops.ikattn_interpreter.limit_memory(-1)
         else:
             torch.cuda.set_per_process_memory_fraction(1.0)
 

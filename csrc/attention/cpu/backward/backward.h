@@ -12,9 +12,9 @@
 // e_j and ds = s x need nothing else; dO of 16 bits stays as it is, and 1/Z_i multiplies dP and w.
 #pragma once
 
+#include "attention/cpu/backward/linear.h"
 #include "attention/cpu/backward/sweep.h"
 #include "attention/cpu/backward/tokens.h"
-#include "attention/cpu/backward/linear.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

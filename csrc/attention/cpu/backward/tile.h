@@ -2,8 +2,8 @@
 // bits, two to a lane.
 #pragma once
 
-#include "attention/cpu/backward/state.h"
 #include "attention/cpu/backward/pair_gradients.h"
+#include "attention/cpu/backward/state.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -1,4 +1,5 @@
-// Products of two features, whose sums over tokens make weights without pairs (../linear/moments.h).
+// Products of two features, whose sums over tokens make weights without pairs
+// (../linear/moments.h).
 //
 //   psi_{r,b}(x) = x_b x_{(b + r) mod F},  r = 0 .. F/2,  b = 0 .. F - 1,  entry e = r F + b
 //   (q . k)^2 = sum_e c_e psi_e(q) psi_e(k)

@@ -1,8 +1,8 @@
 // From the tokens of a unit's keys to the arrays that the pairs read.
 #pragma once
 
-#include "attention/cpu/keys/key_arrays.h"
 #include "attention/cpu/features/magnitude.h"
+#include "attention/cpu/keys/key_arrays.h"
 #include "attention/cpu/keys/visibility.h"
 
 namespace ikattn::IKATTN_ISA {

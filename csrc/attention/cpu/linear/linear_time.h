@@ -1,5 +1,5 @@
-// What both passes in linear time (../../linear_time.h) share: which units and queries take them, and
-// the center of the values.
+// What both passes in linear time (../../linear_time.h) share: which units and queries take them,
+// and the center of the values.
 //
 // A causal call goes in chunks: a query sees the keys before its chunk through their moments, those
 // of its chunk pair by pair. Any other call is one chunk, all keys of which moments hold.

@@ -85,8 +85,9 @@ struct LinearTokens {
 
 // Of a key head, about its sums; see LinearSums.
 struct LinearHead {
-  float terms;        // their sum
-  float squares;      // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear/linear_time.h)
+  float terms;  // their sum
+  float
+      squares;  // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear/linear_time.h)
   float gram_unit;    // of the numbers that stand for gram
   float moment_unit;  // of moments, in the units of scaled rows
   float row_unit;     // of scaled rows, and of centers

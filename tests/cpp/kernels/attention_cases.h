@@ -1,0 +1,171 @@
+// What the tests of the attention operators' CUDA kernels share: cases, their tensors, and every
+// result by the CUDA kernels in the interpreter and by the CPU kernels in float64.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attention/cpu/kernel.h"
+#include "attention/cuda/kernels.h"
+#include "kernels/memory.h"
+#include "support/interpreter/interpreter.h"
+#include "support/philox.h"
+
+namespace ikattn::truth {
+extern const AttentionKernels attention_kernels;
+}
+
+namespace ikattn {
+
+enum class Masking {
+  kNone,
+  kBool,
+  kFloat,
+  kFloatPerKey,
+  kFloatPerRow,
+  kFloatPerHead,
+  kFloatPerPair,  // the others are the same along some axes
+};
+
+struct Case {
+  std::string name;
+  int64_t B = 2, H = 2, G = 2, L = 5, S = 7, d = 3, d_v = 4, M = 3;
+  int64_t frequency_heads = 2, frequency_batches = 1;
+  bool stationary = false, causal = false, bias = false;
+  bool half_sides = false;  // masks, biases and frequencies of 16 bits
+  bool tf32 = false;    // float32 may go to the tensor cores; its numbers are then those of float16
+  bool lowest = false;  // what is hidden by finite numbers: all by the bias, rows by the mask
+  Masking masking = Masking::kNone;
+  double p = 2, eps = 1e-5, dropout = 0;
+  double magnitude = 1;  // the magnitude scale, times its default
+  LinearTime linear_time = LinearTime::kAuto;
+  friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+  ElementType type = ElementType::kFloat32;
+
+  ElementType side() const {
+    if (half_sides) {
+      return type == ElementType::kBFloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
+    }
+    return type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
+  }
+  int64_t key_heads() const { return frequency_heads != G ? H : G; }
+};
+
+// All cases where everything runs, otherwise those named, which stand for the others.
+std::vector<Case> cases_of_tier(std::span<const Case> all,
+                                std::initializer_list<std::string_view> standing_for_all);
+// A number that cases differ in.
+size_t turn_of(const Case& c);
+
+inline Case one_head(Case c) {
+  c.B = c.H = c.G = c.frequency_heads = 1;
+  return c;
+}
+
+int64_t size_of(ElementType type);
+double read(const Array& array, int64_t index);
+void write(const Array& array, int64_t index, double value);
+
+// A contiguous array of the sizes; axes named by 0 are broadcast and get stride 0.
+struct Tensor {
+  Array array;
+  int64_t count = 0;
+};
+
+Tensor make(Memory& memory, ElementType type, std::vector<int64_t> sizes,
+            std::vector<bool> broadcast = {});
+
+// As TF32 does, and the tensor cores with value and grad_output of float32.
+void round_to_11_bits(const Tensor& tensor);
+
+// The arguments of a case, and room for results, gradients, twice.
+class Call {
+ public:
+  explicit Call(const Case& c);
+
+  template <typename Params>
+  void set(Params& params) const {
+    const Case& c = case_;
+    params.B = c.B;
+    params.H = c.H;
+    params.G = c.G;
+    params.L = c.L;
+    params.S = c.S;
+    params.d = c.d;
+    params.d_v = c.d_v;
+    params.M = c.M;
+    params.key_heads = c.key_heads();
+    params.frequency_heads = c.frequency_heads;
+    params.frequency_batches = c.frequency_batches;
+    params.query = query.array;
+    params.key = key.array;
+    params.value = value.array;
+    params.w1 = w1.array;
+    if (!c.stationary) params.w2 = w2.array;
+    if (c.bias) params.key_bias = bias.array;
+    if (c.masking != Masking::kNone) params.mask = mask.array;
+    params.p = c.p;
+    params.eps = c.eps;
+    params.magnitude_scale = 0.5 * c.magnitude / std::sqrt(static_cast<double>(c.d));
+    params.is_causal = c.causal;
+    params.allow_tf32 = c.tf32;
+    params.linear_time = c.linear_time;
+    if (c.dropout > 0) {
+      params.dropout_threshold = dropout_threshold(c.dropout);
+      params.dropout_state = state_;
+      params.dropout_seed = static_cast<uint64_t>(state_[0]);
+      params.dropout_offset = static_cast<uint64_t>(state_[1]);
+    }
+  }
+
+  // The same arguments, by pairs or without.
+  Call& by(LinearTime setting) {
+    case_.linear_time = setting;
+    return *this;
+  }
+
+  Memory memory;
+  Tensor query, key, value, w1, w2, bias, mask, grad_output;
+
+ private:
+  Case case_;
+  int64_t state_[2];
+};
+
+struct Results {
+  Tensor output, log_normalizer, weights, average;
+  Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
+};
+
+cuda::DeviceExecutor device_executor(Memory& memory);
+
+// Everything by the CPU kernels in float64.
+Results truth_of(Call& call, const Case& c);
+
+// Everything by the CUDA kernels; the gradients alone, from what `forward` holds.
+Results device_results(Call& call, const Case& c);
+Results device_gradients(Call& call, const Case& c, const Results& forward);
+
+// The gradients of a call of weights, for some numbers that come in, but of the value.
+Results truth_of_weights_gradients(Call& call, const Case& c);
+Results device_weights_gradients(Call& call, const Case& c);
+
+// The largest difference, relative to the largest element; NaN must meet NaN.
+// `smallest`: of the elements that are added up, where their sum may vanish.
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
+                  const std::string& what, double smallest = 1e-3);
+void compare_gradients(const Results& got, const Results& expected, const Case& c, double gradient);
+void compare(const Results& got, const Results& expected, const Case& c, double output,
+             double gradient);
+
+// Blocks, warps and lanes in any order give the same bits: nothing adds up by chance.
+void expect_the_same_in_every_order(Call& call, const Case& c);
+
+}  // namespace ikattn

@@ -1,0 +1,3 @@
+// The CPU kernels, which the CUDA kernels are compared with, in float64.
+#define IKATTN_ISA truth
+#include "contributions/cpu/kernel.cpp"

@@ -1,3 +1,0 @@
-// The CPU kernels, which the CUDA kernels are compared with, in float64.
-#define IKATTN_ISA simt_truth
-#include "contributions/cpu/kernel.cpp"
