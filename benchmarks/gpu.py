@@ -162,7 +162,7 @@ def product_rate(options: argparse.Namespace) -> float:
 def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
     """The GPU's kernels of one call; ``flops``: of those whose names contain the words.
 
-    Where a call goes without pairs, the kernels of pairs are launched for what is left to them,
+    Where a call takes linear time, the kernels of pairs are launched for what is left to them,
     which may be nothing, and have no rate.
     """
     call()

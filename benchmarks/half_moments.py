@@ -1,4 +1,4 @@
-"""What attention without pairs errs in 16 bits, beside pairs: the arithmetic of the CUDA kernels.
+"""What attention in linear time errs in 16 bits, beside pairs: the arithmetic of the CUDA kernels.
 
     python benchmarks/half_moments.py
 
@@ -121,7 +121,7 @@ def main() -> None:
     ).parse_args()
     for dtype in (torch.bfloat16, torch.float16):
         found: dict[int, list[Tensor]] = {}
-        print(f"{dtype}: gradients, by pairs and without")
+        print(f"{dtype}: gradients, in quadratic and in linear time")
         for spread, distance, mean in (
             (1, 0, 0),
             (1, 0, 3),
@@ -145,7 +145,7 @@ def main() -> None:
                 if mean == 0:
                     rows = torch.stack([x[bins == index] for x in both])
                     found.setdefault(index, []).append(rows.flatten(1))
-        print(f"{dtype}: output, by sum of weights over its mean\n{'':22}by pairs{'':13}without")
+        print(f"{dtype}: output, by sum of weights over its mean\n{'':22}quadratic{'':13}linear")
         for index in sorted(found):
             pairs_, without_ = torch.cat(found[index], 1)
             cells = [f"{x.square().mean().sqrt():.1e} {x.max():.1e}" for x in (pairs_, without_)]

@@ -1,4 +1,4 @@
-"""Attention without pairs beside attention by pairs, on the CPU.
+"""Attention in linear time beside attention in quadratic time, on the CPU.
 
 Which of the two a process takes is settled when it starts: each is timed in processes of its own,
 in turns, beside softmax's flash kernel, and what is compared is the ratio to that.
@@ -74,8 +74,8 @@ def compare(dtype: str, of_frequencies: list[int], seconds: float, is_causal: bo
     kind = "causal, " if is_causal else ""
     print(f"{processor()}, one thread, {kind}{dtype}, B = 1, H = 2; ms are those of what is taken")
     print(
-        "| M | d | N | forward, ms | by pairs / without | flash / ikattn "
-        "| forward + backward, ms | by pairs / without | flash / ikattn |"
+        "| M | d | N | forward, ms | quadratic / linear | flash / ikattn "
+        "| forward + backward, ms | quadratic / linear | flash / ikattn |"
     )
     print("|" + "---|" * 9)
     for frequencies, size, length in SIZES:
@@ -192,7 +192,7 @@ def digits() -> None:
                     ]
                     rows.append(torch.stack([share.double(), *errors], 1))
     table = torch.cat(rows)
-    print("| sum of weights over its mean | queries | by pairs | 99 % | without | 99 % |")
+    print("| sum of weights over its mean | queries | quadratic | 99 % | without | 99 % |")
     print("|" + "---|" * 6)
     edges = (0, 0.01, 0.03, 0.1, 0.25, 0.5, 1, 3, 10, float("inf"))
     for low, high in pairwise(edges):
@@ -218,7 +218,7 @@ def loud_value() -> None:
     scores = (exact[0] @ exact[1].mT).square()
     quiet = scores[:, 0] < 1e-2 * scores.mean(1)
     print(f"value of one key times x, {int(quiet.sum())} queries that see under 1e-2 of it")
-    print("| x | by pairs | 99 % | without | 99 % |")
+    print("| x | quadratic | 99 % | without | 99 % |")
     print("|" + "---|" * 5)
     for factor in (1.0, 1e2, 1e4):
         v[0] *= factor / v[0].abs().max()

@@ -100,7 +100,7 @@ racecheck() {
   IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
     -k "same_bits and (folded or causal)"
 }
-# Attention beside torch's, by pairs and without.
+# Attention beside torch's, in quadratic and in linear time.
 table() {
   IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 512 1024 2048 4096 16384 --rounds 5 &&

@@ -71,7 +71,7 @@ def plan() -> list[Run]:
         if name != own:
             runs.append(Run(name, told, needs))
         if name == own or IS_FULL:
-            # Without pairs there are no products of 16 bits.
+            # Linear time there are no products of 16 bits.
             told |= {"IKATTN_LINEAR_TIME": "always"}
             runs.append(Run(f"{name}-linear", told, needs, selected="not sixteen_bits"))
     for name, flags in SIXTEEN_BITS.items():

@@ -1,4 +1,4 @@
-// Which calls are computed without pairs, in time linear in their length.
+// Which calls take time linear in their length.
 //
 // A score is a sum over F = 2M features, so its square is one over products of two of them, and
 //   sum_j s_ij^2 v_j = sum_e c_e psi_e(q_i) (sum_j psi_e(k_j) v_j),   e = 1 .. E = F (F/2 + 1).
@@ -15,7 +15,7 @@ namespace ikattn {
 constexpr int64_t kCausalChunk = 128;  // tokens, whose pairs among themselves stay pairs
 
 struct LinearTimeCost {
-  double by_pairs, by_products;  // multiply-adds, or what takes as long
+  double quadratic, linear;  // multiply-adds, or what takes as long
 
   // Measured, in multiply-adds. kEntry: what an entry e costs beside its products with values:
   // forming it, and in the backward the way back from its gradient to features. kToken: what a
@@ -37,24 +37,37 @@ struct LinearTimeCost {
     const double pair = backward ? 3 * features + 2 * values : features + values;
     const double token =
         entries * ((backward ? 2.5 * d_v : d_v) + kEntry[backward]) + kToken[backward];
-    by_pairs = pair * (params.is_causal ? queries * (seen - seen * seen / L / 2) : queries * S);
-    by_products = (queries + seen) * token;
+    quadratic = pair * (params.is_causal ? queries * (seen - seen * seen / L / 2) : queries * S);
+    linear = (queries + seen) * token;
     if (params.is_causal) {
-      by_products += pair * static_cast<double>(heads) * seen * kCausalChunk / 2;
+      linear += pair * static_cast<double>(heads) * seen * kCausalChunk / 2;
     }
   }
 };
 
+// nullptr, or why a call cannot take linear time.
+inline const char* why_no_linear_time(const AttentionParams& params) {
+  if (params.mask) return "linear time takes no attn_mask";
+  if (params.dropout_threshold != 0) return "linear time takes no dropout";
+  return params.grad_weights ? "weights are about pairs" : nullptr;
+}
+
+// Whether a call is faster in linear time, where it can take it, or is to take it wherever it can.
 // rate_of_pairs: of the products over pairs, beside those that take their place.
-inline bool takes_linear_time(const AttentionParams& params, bool backward,
+inline bool wants_linear_time(const AttentionParams& params, bool backward,
                               double rate_of_pairs = 1) {
-  const bool has_pairs = params.mask || params.dropout_threshold != 0 || params.grad_weights;
   const bool has_few = params.L < 8 || params.S < 8;  // whose sums are small differences
   const bool is_one_chunk = params.is_causal && params.L <= kCausalChunk;
-  if (has_pairs || has_few || is_one_chunk || params.d_v == 0) return false;
+  if (has_few || is_one_chunk || params.d_v == 0) return false;
   if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
   const LinearTimeCost cost(params, backward);
-  return cost.by_products * rate_of_pairs < cost.by_pairs;
+  return cost.linear * rate_of_pairs < cost.quadratic;
+}
+
+inline bool takes_linear_time(const AttentionParams& params, bool backward,
+                              double rate_of_pairs = 1) {
+  return why_no_linear_time(params) == nullptr &&
+         wants_linear_time(params, backward, rate_of_pairs);
 }
 
 }  // namespace ikattn

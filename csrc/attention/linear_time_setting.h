@@ -1,4 +1,4 @@
-// Whether calls may go without pairs, as the environment has it.
+// Whether calls may take linear time, as the environment has it.
 #pragma once
 
 #include <c10/util/Exception.h>

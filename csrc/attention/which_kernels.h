@@ -13,7 +13,7 @@ namespace ikattn {
 struct KernelChoice {
   std::string algorithm;  // "quadratic" or "linear"; "none"
   std::string unit;       // an instruction set; "cuda_cores", "tensor_cores" or "hopper"; "none"
-  std::string reason;     // why CUDA cores, no vectors, or nothing at all; "": no reason
+  std::string reason;     // why nothing faster, or nothing at all; "": nothing is
 };
 
 // `type` is that of query, key and value.

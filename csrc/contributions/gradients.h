@@ -7,7 +7,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
-#include "contributions/glue.h"
+#include "contributions/maps.h"
 
 namespace ikattn {
 namespace {

@@ -1,6 +1,6 @@
 // ikattn::nn::MultiheadAttention, and state_dicts that Python wrote.
 //
-// A call's way is that of torch_ext/ikattn/multihead_attention.py: check and project -> append
+// A call's way is that of torch_ext/ikattn/nn/multihead_attention.py: check and project -> append
 // learned and zero keys -> attention of the chosen kernel on [N, H, L, d] -> out_proj.
 #include "ikattn/multihead_attention.h"
 

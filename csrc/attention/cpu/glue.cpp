@@ -21,7 +21,7 @@ double rate_of_16_bits(const AttentionParams& params, bool backward) {
   return only_scores ? 1.2 : 1.6;
 }
 
-// Null: the processor has none, or the call must not take them, or is faster without pairs.
+// Null: the processor has none, or the call must not take them, or is faster in linear time.
 const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool backward) {
   if (!params.takes_16_bits() ||
       takes_linear_time(params, backward, rate_of_16_bits(params, backward))) {
@@ -146,8 +146,11 @@ KernelChoice cpu_kernels(const AttentionParams& given, at::ScalarType type, bool
   if (sixteen_bit_kernels(params, backward) != nullptr) {
     return {"quadratic", name_of(sixteen_bits()), ""};
   }
-  return {takes_linear_time(params, backward) ? "linear" : "quadratic", name_of(instruction_set()),
-          why_no_vectors()};
+  KernelChoice choice{takes_linear_time(params, backward) ? "linear" : "quadratic",
+                      name_of(instruction_set()), why_no_vectors()};
+  const bool is_held_back = choice.algorithm == "quadratic" && wants_linear_time(params, backward);
+  if (choice.reason.empty() && is_held_back) choice.reason = why_no_linear_time(params);
+  return choice;
 }
 
 }  // namespace ikattn

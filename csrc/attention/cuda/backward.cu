@@ -45,7 +45,7 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   const FoldedGradients gradients = {
       FeatureGradients(executor, params.B * params.H, params.L, width),
       FeatureGradients(executor, params.B * params.key_heads, params.S, width), grad_logits};
-  TurnOperands operands;
+  AngleOperands operands;
   FoldedTokens tokens;
   FoldedRows rows;
   if (const char* error = prepare_turns(params, executor, true, operands)) return error;
@@ -57,7 +57,7 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
           pairs_on_tensor_cores(params, executor, route, keys, tokens, rows, gradients)) {
     return error;
   }
-  return turn_gradients(params, executor, operands, keys, gradients);
+  return feature_gradients_on_tensor_cores(params, executor, operands, keys, gradients);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceExecutor& executor,
                                     const Route& route, const SplitLogits<float>& logits) {
   const Stream stream = executor.stream;
-  TurnOperands operands;
+  AngleOperands operands;
   FoldedTokens tokens;
   if (const char* error = prepare_turns(params, executor, false, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, logits, route, false, tokens)) {

@@ -2,23 +2,33 @@
 #include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
-#include "attention/fast_path.h"
+#include "attention/tensor_core_calls.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// Whether a pass takes linear time. Multiply-adds are counted: pairs get more of them done in a
-// time, and what surrounds the sums of a token counts like so many of them. Both numbers are where
-// the two algorithms took the same time on an H100; 1.3, of other GPUs, is not measured.
-bool takes_linear_time(const AttentionParams& params, Pass pass) {
+// nullptr, or why a pass cannot take linear time.
+const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
+  if (params.mask.type != ElementType::kNone) return "linear time takes no attn_mask";
+  if (params.is_causal) return "on CUDA linear time is not causal";
+  if (params.dropout_threshold != 0) return "linear time takes no dropout";
+  if (is_wide(params)) {
+    return "on CUDA linear time takes at most 64 frequencies and 128 columns of value";
+  }
+  if (pass == Pass::kBackward && moment_slices(params) > 1) {
+    return "on CUDA the backward in linear time takes at most 64 columns of value";
+  }
+  return nullptr;
+}
+
+// Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
+// more of them done in a time, and what surrounds the sums of a token counts like so many of them.
+// Both numbers are where the two algorithms took the same time on an H100; 1.3, of other GPUs, is
+// not measured.
+bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
-  const bool can = every_row_sees_all(params) && params.dropout_threshold == 0 && !is_wide(params);
-  if (!can || params.L < 8 || params.S <= kFewKeys) return false;
-  const int slices = moment_slices(params);
-  if (is_backward && slices > 1) return false;
-  if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
   const FeatureChunks chunks(params);
-  const double columns = static_cast<double>(slices * kMomentColumns);
+  const double columns = static_cast<double>(moment_slices(params) * kMomentColumns);
   const double entries = chunks.pairs() * double{kPairEntries} * columns;
   const double squares = double{kPairEntries} * chunks.count * chunks.count * columns;
   const double F = static_cast<double>(padded_columns(2 * params.M));
@@ -33,11 +43,19 @@ bool takes_linear_time(const AttentionParams& params, Pass pass) {
   return rate_of_pairs * (sums + around) < pairs;
 }
 
-// Whether Hopper's own kernels can take a call: those of the folded form, without mask and dropout.
+// nullptr, or why Hopper's own kernels cannot take a call: they compute the folded form, without
+// mask and dropout.
+const char* why_not_hopper(const AttentionParams& params) {
+  if (params.mask.type != ElementType::kNone) return "Hopper's own kernels take no attn_mask";
+  if (params.dropout_threshold != 0) return "Hopper's own kernels take no dropout";
+  if (is_wide(params)) {
+    return "Hopper's own kernels take at most 64 frequencies and 128 columns of value";
+  }
+  const bool is_empty = params.B == 0 || params.H == 0 || params.L == 0 || params.S == 0;
+  return is_empty || params.d_v == 0 ? "there are no pairs" : nullptr;
+}
 bool can_take_hopper(const AttentionParams& params) {
-  return params.mask.type == ElementType::kNone && params.dropout_threshold == 0 &&
-         !is_wide(params) && params.B > 0 && params.H > 0 && params.L > 0 && params.S > 0 &&
-         params.d_v > 0 && has_warpgroups();
+  return has_warpgroups() && why_not_hopper(params) == nullptr;
 }
 
 // Blocks of queries that the forward on tensor cores has.
@@ -67,16 +85,29 @@ int parts_of(const AttentionParams& params) {
 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route;
-  route.why_cuda_cores = in_double ? "float64" : why_no_tensor_cores(params);
-  if (route.why_cuda_cores != nullptr) return route;
+  route.reason = in_double ? "float64" : why_no_tensor_cores(params);
+  if (route.reason != nullptr) return route;
   route.unit = Unit::kTensorCores;
   route.is_wide = is_wide(params);
-  if (takes_linear_time(params, pass)) {
-    route.algorithm = Algorithm::kLinear;
-    return route;
+  const bool is_long = params.L >= 8 && params.S > kFewKeys;
+  if (is_long && params.linear_time != LinearTime::kNever) {
+    const char* const reason = why_no_linear_time(params, pass);
+    if (params.linear_time == LinearTime::kAlways ? reason == nullptr
+                                                  : linear_time_pays(params, pass)) {
+      route.reason = reason;
+      if (reason == nullptr) {
+        route.algorithm = Algorithm::kLinear;
+        return route;
+      }
+    }
   }
   if (pass == Pass::kForward) route.parts = parts_of(params);
-  if (can_take_hopper(params) && route.parts == 1) route.unit = Unit::kHopper;
+  if (can_take_hopper(params) && route.parts == 1) {
+    route.unit = Unit::kHopper;
+  } else if (has_warpgroups() && route.reason == nullptr) {
+    route.reason = why_not_hopper(params);
+    if (route.reason == nullptr) route.reason = "so few queries share out their keys over blocks";
+  }
   return route;
 }
 

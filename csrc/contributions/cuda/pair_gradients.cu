@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(32, 8)
   const Array& grad_norms = params.norms[variant];
   const Array& grad_weights = params.grad_weights;
   for (int64_t i0 = first; i0 < end; i0 += kRows) {
+    // 1. The weights of the pairs, and R a by rows of the triangle.
     bool lives[kRows];
     load_own_weights<kRows>(params, b, i0, end, j, key_visible, own, lives);
     if (!exists) continue;  // no warp operation follows
@@ -66,8 +67,8 @@ __global__ void __launch_bounds__(32, 8)
         if (size > largest[m] || size != size) largest[m] = size;  // NaN stays
       }
     }
-    // g / n, and R a / n, of pairs that have a norm; scaled by the largest element, so that squares
-    // stay in range.
+    // 2. g / n, and R a / n, of pairs that have a norm; scaled by the largest element, so that
+    // squares stay in range.
     double gradient[kRows], slope[kRows];
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
@@ -91,6 +92,7 @@ __global__ void __launch_bounds__(32, 8)
       }
       slope[m] = lives[m] ? gradient[m] * scale * inverse : 0.0;
     }
+    // 3. Gradients of the weights: g / n R^T R a, by columns of the triangle.
     if (grad_weights.type != ElementType::kNone) {
       for (int64_t k = 0; k < H; ++k) {
         double sums[kRows] = {};
@@ -118,6 +120,7 @@ __global__ void __launch_bounds__(32, 8)
         }
       }
     }
+    // 4. The outer products a a^T, times g / n, added to the share's.
     if (parts == nullptr) continue;
     double* outer = parts + share * factor_elements(params) + place;
     for (int64_t h = 0; h < H; ++h) {

@@ -41,7 +41,7 @@ constexpr int64_t kFewQueries = 1024;      // whose parts are held at once: no m
 constexpr int64_t kFrequencyTokens = 512;  // whose frequency gradients are summed by themselves
 static_assert(kForwardRows % 16 == 0 && kCausalRows % 16 == 0 && kBackwardRows % 16 == 0);
 
-// --- Attention without pairs (moments.h)
+// --- Attention in linear time (moments.h)
 
 constexpr int64_t kMomentTokens = 256;  // summed by themselves
 constexpr int64_t kProductRows = 192;   // query rows that read the moments together

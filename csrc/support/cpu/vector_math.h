@@ -90,12 +90,12 @@ inline Vec<T> horner(const T (&coefficients)[kTerms], Vec<T> x) {
   return result;
 }
 
-// Sine and cosine of an angle given in turns. The reduction t - rint(t) is exact, so that the error
-// is that of t itself; forming 2 pi t first would cost a factor of 15.
+// Sine and cosine of an angle given in cycles. The reduction t - rint(t) is exact, so that the
+// error is that of t itself; forming 2 pi t first would cost a factor of 15.
 template <typename T>
-inline void sincos_turns(Vec<T> turns, Vec<T>& sine, Vec<T>& cosine) {
+inline void sincos_cycles(Vec<T> cycles, Vec<T>& sine, Vec<T>& cosine) {
   using P = Polynomials<T>;
-  const Vec<T> fraction = turns - round_nearest(turns);
+  const Vec<T> fraction = cycles - round_nearest(cycles);
   const Vec<T> shifted = fraction * T(4) + P::kRoundingShift;  // low bits: the quarter, -2..2
   const Vec<T> r = fraction - (shifted - P::kRoundingShift) * T(0.25);
   const Bits<T> quarter = (Bits<T>)shifted;
@@ -112,12 +112,12 @@ inline void sincos_turns(Vec<T> turns, Vec<T>& sine, Vec<T>& cosine) {
   cosine = (Vec<T>)((Bits<T>)(swap ? s : c) ^ cosine_sign);
 }
 
-// The cosine alone: half turns are enough, so there is nothing to swap.
+// The cosine alone: half cycles are enough, so there is nothing to swap.
 template <typename T>
-inline Vec<T> cos_turns(Vec<T> turns) {
+inline Vec<T> cos_cycles(Vec<T> cycles) {
   using P = Polynomials<T>;
-  const Vec<T> fraction = turns - round_nearest(turns);
-  const Vec<T> shifted = fraction * T(2) + P::kRoundingShift;  // low bit: odd half turns
+  const Vec<T> fraction = cycles - round_nearest(cycles);
+  const Vec<T> shifted = fraction * T(2) + P::kRoundingShift;  // low bit: odd half cycles
   const Vec<T> r = fraction - (shifted - P::kRoundingShift) * T(0.5);
   const Bits<T> sign = (Bits<T>)shifted << (8 * sizeof(T) - 1);
   return (Vec<T>)((Bits<T>)horner(P::kWideCos, r * r) ^ sign);

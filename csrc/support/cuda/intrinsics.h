@@ -158,10 +158,11 @@ __device__ __forceinline__ float tf32_rounded(float x) {
   return __uint_as_float(bits);
 }
 
-// Sine and cosine of 2 pi turns, at most half a turn: absolute error about 5e-7, for __sincosf is
+// Sine and cosine of 2 pi cycles, at most half a cycle: absolute error about 5e-7, for __sincosf is
 // that good near zero only.
-__device__ __forceinline__ void fast_sincos_of_turn(float turn, float* sine, float* cosine) {
-  __sincosf(6.2831853f * turn, sine, cosine);
+__device__ __forceinline__ void fast_sincos_of_fraction(float fraction, float* sine,
+                                                        float* cosine) {
+  __sincosf(6.2831853f * fraction, sine, cosine);
 }
 
 }  // namespace ikattn
@@ -187,15 +188,15 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
                      to_float(T{static_cast<uint16_t>(packed >> 16)}));
 }
 
-// What x unit is off a whole number of turns. Rounded by an addition: an instruction that rounds
+// What x unit is off a whole number of cycles. Rounded by an addition: an instruction that rounds
 // takes the place of a sine. Beyond 2^22 the whole number is not the nearest.
-__device__ __forceinline__ float turn_remainder(float x, float unit = 1.0f) {
+__device__ __forceinline__ float remainder_in_cycles(float x, float unit = 1.0f) {
   constexpr float kLastBitIsOne = 12582912.0f;  // 1.5 2^23
   const float whole = fmaf(x, unit, kLastBitIsOne) - kLastBitIsOne;
   return fmaf(x, unit, -whole);
 }
-__device__ __forceinline__ void fast_sincos_turns(float turns, float* sine, float* cosine) {
-  fast_sincos_of_turn(turn_remainder(turns), sine, cosine);
+__device__ __forceinline__ void fast_sincos_cycles(float cycles, float* sine, float* cosine) {
+  fast_sincos_of_fraction(remainder_in_cycles(cycles), sine, cosine);
 }
 
 // The leading part of x that TF32 holds exactly; x minus it is the next part.

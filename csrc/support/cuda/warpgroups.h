@@ -15,6 +15,16 @@
 #define IKATTN_WARPGROUP_CODE 1
 #else
 #define IKATTN_WARPGROUP_CODE 0
+
+namespace ikattn {
+
+// What a kernel of warpgroups is for other processors: nothing, with all of its parameters.
+template <typename... Parameters>
+__device__ __forceinline__ void trap_without_warpgroups(const Parameters&...) {
+  __trap();
+}
+
+}  // namespace ikattn
 #endif
 
 #if defined(IKATTN_INTERPRETER)

@@ -175,7 +175,7 @@ TEST(Intrinsics, ApproximationsFlushWhatTheGpuFlushes) {
   EXPECT_EQ(fast_exp2(-127.0f), 0.0f);
   EXPECT_EQ(fast_exp2(3.0f), 8.0f);
   float sine, cosine;
-  fast_sincos_turns(12.25f, &sine, &cosine);
+  fast_sincos_cycles(12.25f, &sine, &cosine);
   EXPECT_NEAR(sine, 1.0f, 1e-6f);
   EXPECT_NEAR(cosine, 0.0f, 1e-6f);
 }

@@ -125,7 +125,7 @@ class Call {
     }
   }
 
-  // The same arguments, by pairs or without.
+  // The same arguments, in quadratic or in linear time.
   Call& by(LinearTime setting) {
     case_.linear_time = setting;
     return *this;

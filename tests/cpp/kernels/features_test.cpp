@@ -84,11 +84,11 @@ TEST_P(FeatureKernelsOnDevice, ForwardAndBackwardErrByRounding) {
     const auto kernel = cuda::attention_kernels.features[type == ElementType::kFloat64 ? 1 : 0];
     truth::attention_kernels.features[1](truth.params, false, cpu_executor(call.memory));
     ASSERT_STREQ(kernel(got.params, false, device_executor(call.memory)), nullptr);
-    // A turn is a sum of d products of some 0.2, whose roundings add up as random numbers do.
+    // An angle is a sum of d products of some 0.2, whose roundings add up as random numbers do.
     const ElementType arithmetic =
         type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
-    const double d = static_cast<double>(c.d), turn = 0.2 * d * std::sqrt(d);
-    const double wide = unit_roundoff(arithmetic) * (20 + 2 * M_PI * turn);
+    const double d = static_cast<double>(c.d), cycle = 0.2 * d * std::sqrt(d);
+    const double wide = unit_roundoff(arithmetic) * (20 + 2 * M_PI * cycle);
     const double rounding = 1.01 * unit_roundoff(type);
     expect_close(got.features, truth.features, wide + rounding, "features");
     truth.params.features = got.params.features = call.grad_output.array;

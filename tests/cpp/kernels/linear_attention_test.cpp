@@ -1,5 +1,5 @@
-// Calls that go without pairs, in the interpreter, against the CPU kernels in float64: as far off
-// as pairs may be, and by pairs where they would be further.
+// Calls that take linear time, in the interpreter, against the CPU kernels in float64: as far off
+// as quadratic time may be, and in quadratic time where they would be further.
 #include <cmath>
 #include <tuple>
 #include <utility>
@@ -17,7 +17,7 @@ Case linear(Case c) {
 }
 
 // Of three frequencies scores come near zero, and the gradients of some draws err by more than the
-// bound, by pairs, too: those cases have eight.
+// bound in quadratic time, too: those cases have eight.
 const Case kLinearCases[] = {
     one_head({.name = "two_chunks", .L = 20, .S = 70, .d_v = 8}),
     one_head({.name = "four_chunks", .L = 20, .S = 130, .d_v = 64, .M = 20}),
@@ -51,7 +51,7 @@ const Case kLinearCases[] = {
      .M = 8,
      .bias = true,
      .half_sides = true},
-    // the fewest queries and keys that go without pairs
+    // the fewest queries and keys that take linear time
     {.name = "lowest_bias", .L = 20, .S = 130, .d_v = 8, .M = 8, .bias = true, .lowest = true},
     {.name = "p_1_5", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 1.5},
     one_head({.name = "least", .L = 8, .S = 65, .d_v = 8, .M = 8}),
@@ -226,8 +226,8 @@ void expect_same_rows(const Case& c, const Results& got, const Results& expected
 }
 
 // Keys of one direction, and a query to which they are nearly orthogonal: of its sum of weights
-// moments would leave nothing. Its block goes by pairs, the others do not; in the backward its
-// head.
+// moments would leave nothing. Its block takes quadratic time, the others do not; in the backward
+// its head.
 TEST(LinearAttentionOnDevice, QueriesOfSmallScoresGoByPairs) {
   for (const ElementType type : types_in_turn(0)) {
     Case c{.name = "small", .B = 1, .H = 2, .L = 300, .S = 130, .d = 1, .d_v = 8, .M = 1};
@@ -355,7 +355,7 @@ TEST(RouteOnDevice, IsDecidedBeforehand) {
   EXPECT_EQ(units(), std::pair(Unit::kTensorCores, Unit::kTensorCores));
   const cuda::Route in_double = cuda::route_of(params, true, cuda::Pass::kForward);
   EXPECT_EQ(in_double.unit, Unit::kCudaCores);
-  EXPECT_STREQ(in_double.why_cuda_cores, "float64");
+  EXPECT_STREQ(in_double.reason, "float64");
   interpreter::set_warpgroups(true);
   EXPECT_EQ(units(), std::pair(Unit::kHopper, Unit::kHopper));
   params.L = 128;  // the forward's blocks share their keys

@@ -34,21 +34,22 @@ class Precision : public ::testing::Test {
 using Types = ::testing::Types<float, double>;
 TYPED_TEST_SUITE(Precision, Types);
 
-TYPED_TEST(Precision, SineAndCosineOfTurnsAreGoodToTheLastBits) {
+TYPED_TEST(Precision, SineAndCosineOfCyclesAreGoodToTheLastBits) {
   using T = TypeParam;
   for (const double range : {0.5, 8.0, 1e6}) {
-    std::vector<T> turns = random_values<T>(4096, -range, range);
-    for (int quarter = -8; quarter <= 8; ++quarter) turns.push_back(static_cast<T>(quarter * 0.25));
-    while (turns.size() % kLanes<T>) turns.push_back(0);
-    for (size_t i = 0; i < turns.size(); i += kLanes<T>) {
+    std::vector<T> cycles = random_values<T>(4096, -range, range);
+    for (int quarter = -8; quarter <= 8; ++quarter)
+      cycles.push_back(static_cast<T>(quarter * 0.25));
+    while (cycles.size() % kLanes<T>) cycles.push_back(0);
+    for (size_t i = 0; i < cycles.size(); i += kLanes<T>) {
       Vec<T> sine, cosine;
-      sincos_turns<T>(load(turns.data() + i), sine, cosine);
+      sincos_cycles<T>(load(cycles.data() + i), sine, cosine);
       for (int lane = 0; lane < kLanes<T>; ++lane) {
-        // The fraction of a turn is exact in long double, whatever the range.
-        const long double t = turns[i + lane];
+        // The fraction of a cycle is exact in long double, whatever the range.
+        const long double t = cycles[i + lane];
         const long double angle = 2 * 3.14159265358979323846264338327950288L * (t - std::rint(t));
-        EXPECT_NEAR(sine[lane], std::sin(angle), 2 * this->kEpsilon) << turns[i + lane];
-        EXPECT_NEAR(cosine[lane], std::cos(angle), 2 * this->kEpsilon) << turns[i + lane];
+        EXPECT_NEAR(sine[lane], std::sin(angle), 2 * this->kEpsilon) << cycles[i + lane];
+        EXPECT_NEAR(cosine[lane], std::cos(angle), 2 * this->kEpsilon) << cycles[i + lane];
       }
     }
   }
@@ -58,13 +59,13 @@ TYPED_TEST(Precision, SineOfAnythingNotFiniteIsNaN) {
   using T = TypeParam;
   for (const T bad : {std::numeric_limits<T>::infinity(), std::numeric_limits<T>::quiet_NaN()}) {
     Vec<T> sine, cosine;
-    sincos_turns<T>(broadcast(bad), sine, cosine);
+    sincos_cycles<T>(broadcast(bad), sine, cosine);
     EXPECT_TRUE(std::isnan(sine[0]) && std::isnan(cosine[0]));
   }
   // one whose bits are the largest integer
   Vec<T> sine, cosine;
-  sincos_turns<T>((Vec<T>)((Bits<T>{} - 1) & ~((Bits<T>{} + 1) << (8 * sizeof(T) - 1))), sine,
-                  cosine);
+  sincos_cycles<T>((Vec<T>)((Bits<T>{} - 1) & ~((Bits<T>{} + 1) << (8 * sizeof(T) - 1))), sine,
+                   cosine);
   EXPECT_TRUE(std::isnan(sine[0]) && std::isnan(cosine[0]));
 }
 

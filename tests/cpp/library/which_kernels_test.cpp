@@ -1,10 +1,10 @@
-// Which calls the tensor cores take, and which go without pairs on the CPU.
+// Which calls the tensor cores take, and which take linear time on the CPU.
 #include <gtest/gtest.h>
 
 #include <string>
 
-#include "attention/fast_path.h"
 #include "attention/linear_time.h"
+#include "attention/tensor_core_calls.h"
 
 namespace ikattn {
 namespace {

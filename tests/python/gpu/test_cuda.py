@@ -220,7 +220,7 @@ def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
     spoilt, clean = ([x.cpu() for x in results(held)] for held in (rubbish, 0.0))
     if torch.ops.ikattn.linear_time() != "always":
         return assert_identical(spoilt, clean)
-    # A head whose hidden keys are not finite goes by pairs, whose bits are others.
+    # A head whose hidden keys are not finite takes quadratic time, whose bits are others.
     for got, expected in zip(spoilt, clean, strict=True):
         assert_close(got, expected, 4 * torch.finfo(dtype).eps)
     return None

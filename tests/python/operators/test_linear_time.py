@@ -1,4 +1,4 @@
-"""Attention without pairs: as accurate, and taken where it is faster."""
+"""Attention in linear time: as accurate, and taken where it is faster."""
 
 from __future__ import annotations
 

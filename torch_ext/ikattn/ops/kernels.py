@@ -94,9 +94,9 @@ class KernelChoice(NamedTuple):
         unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
             of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
             ``"tensor_cores"`` (mma.sync) or ``"hopper"`` (its wgmma). ``"none"``, likewise.
-        reason: Why there are no kernels; why a CPU's have no AVX2; why CUDA cores compute the pass,
-            or the gradient of attn_mask. None otherwise: why tensor cores go without Hopper's own
-            kernels, or in quadratic time, is not told.
+        reason: Why nothing faster computes the pass, or why nothing does: why not linear time where
+            that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
+            None: this is the fastest.
 
     Example:
         >>> from ikattn.ops.kernels import KernelChoice

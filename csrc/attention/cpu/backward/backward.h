@@ -19,7 +19,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// dV, dphi_k and dg of the keys of a sweep, without pairs and by those that are left.
+// dV, dphi_k and dg of the keys of a sweep, in linear time and by those that are left.
 template <typename T>
 void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {

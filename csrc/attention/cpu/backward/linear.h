@@ -34,7 +34,8 @@ const T* center_of_keys(const BackwardPlan<T>& plan, const LinearKeys<T>& keys, 
   return keys.center(min_of(chunk + 1, chunk_count(plan.params) - 1));
 }
 
-// Marks the blocks of queries that go by pairs. They are the same for every number of threads.
+// Marks the blocks of queries that take quadratic time. They are the same for every number of
+// threads.
 template <typename T>
 void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   const AttentionLayout<T>& layout = plan.layout;
@@ -69,7 +70,7 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   }
 }
 
-// f_i of the queries [begin, end) of all heads that go without pairs; adds g_i to sums [d_v] and
+// f_i of the queries [begin, end) of all heads that take linear time; adds g_i to sums [d_v] and
 // delta_i to sum_of_deltas.
 template <typename T>
 void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
@@ -80,7 +81,7 @@ void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
   for (int64_t head = 0; head < layout.heads_per_unit; ++head) {
     for (int64_t i = begin; i < end; ++i) {
       linear.factors[head * L + i] = 0;
-      if (goes_by_pairs(plan, state, head, i / kBackwardRows)) continue;
+      if (is_quadratic(plan, state, head, i / kBackwardRows)) continue;
       const T* center = linear.keys.center(chunk_of(plan.params, i));
       const T delta = state.rows.delta[head * L + i];
       T factor = -delta;
@@ -132,7 +133,7 @@ void clear_chunks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   __builtin_memset(linear.groups_at_key, 0, layout.key_blocks * sizeof(int));
 }
 
-// Which queries go without pairs, and what is known of all tokens before any moments are.
+// Which queries take linear time, and what is known of all tokens before any moments are.
 template <typename T>
 void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<T>& state,
                     const BackwardScratch<T>& scratch) {
@@ -191,7 +192,7 @@ void load_linear_queries(const BackwardPlan<T>& plan, int64_t first, int64_t cou
                     state.phi + (head * layout.feature_panels() * L + i) * kPanel, L, x);
     copy_rows(rows, layout.d_v, state.grad_out + (head * layout.value_panels() * L + i) * kPanel, L,
               own.values + t * kPanel, kMomentTokens);
-    if (goes_by_pairs(plan, state, head, i / kBackwardRows)) {
+    if (is_quadratic(plan, state, head, i / kBackwardRows)) {
       __builtin_memset(x, 0, rows * row_size * sizeof(T));
     }
   }
@@ -278,7 +279,7 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
     const int64_t end = min_of(plan.query_blocks, begin + blocks_of_chunk);
     for (int64_t head = 0; chunk > 0 && head < layout.heads_per_unit; ++head) {
       for (int64_t index = begin; index < end; ++index) {
-        if (goes_by_pairs(plan, state, head, index)) continue;
+        if (is_quadratic(plan, state, head, index)) continue;
         int* turn = state.linear.groups_at_query + head * plan.query_blocks + index;
         query_product_gradients(plan, head, index, panels, of_keys, state, scratch);
         wait_for_turn(turn, group);
@@ -454,7 +455,7 @@ struct LinearBackwardStages {
                    BackwardUnit<T>& state = memory.slots[at.slot];
                    const int64_t head = block / plan.query_blocks,
                                  index = block % plan.query_blocks;
-                   if (goes_by_pairs(plan, state, head, index)) return;
+                   if (is_quadratic(plan, state, head, index)) return;
                    const BackwardScratch<T>& scratch = memory.scratch[thread];
                    query_product_gradients(plan, head, index, {0, groups.panels},
                                            state.linear.keys.moments, state, scratch);

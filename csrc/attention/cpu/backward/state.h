@@ -134,7 +134,8 @@ struct SweepKeys {
   int32_t* narrow_values = nullptr;    // [key blocks][narrow value panels][64][64]
   int32_t* narrow_features = nullptr;  // [feature panels][key blocks * 32][64]
   T* grad_value = nullptr;             // [value panels][key blocks * 64][64]
-  T* grad_value_by_column = nullptr;   // [key blocks][lanes][64]   what half values get by pairs
+  T* grad_value_by_column =
+      nullptr;  // [key blocks][lanes][64]   what half values get in quadratic time
   static constexpr int64_t kByColumnSize = kBackwardKeyBlocks * kLanes<T> * kPanel;
 
   void take(Workspace& workspace, const AttentionLayout<T>& layout) {
@@ -226,8 +227,8 @@ struct BackwardPlan {
 };
 
 template <typename T>
-inline bool goes_by_pairs(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
-                          int64_t index) {
+inline bool is_quadratic(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
+                         int64_t index) {
   return !state.linear.keys.is_taken ||
          state.linear.by_pairs[head * plan.query_blocks + index] != 0;
 }

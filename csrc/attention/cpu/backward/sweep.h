@@ -82,7 +82,7 @@ bool meets_by_pairs(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, i
                     int64_t index, int64_t sweep) {
   static_assert(kCausalChunk == kSweepKeys && kSweepKeys % kBackwardRows == 0);
   const bool is_own_chunk = plan.params.is_causal && index * kBackwardRows / kSweepKeys == sweep;
-  return is_own_chunk || goes_by_pairs(plan, state, head, index);
+  return is_own_chunk || is_quadratic(plan, state, head, index);
 }
 
 // All query blocks of one head that meet a sweep of key blocks pair by pair.
@@ -97,7 +97,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
   const PairOperands<N> operands =
       operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
 
-  // Where no block goes by pairs, a sweep of a causal call meets its own chunk alone.
+  // Where no block takes quadratic time, a sweep of a causal call meets its own chunk alone.
   const bool is_alone =
       params.is_causal && state.linear.keys.is_taken && !state.linear.any_by_pairs;
   const int64_t query_blocks =

@@ -1,6 +1,6 @@
 // Spectral features of tokens, as panels.
 //
-// With u = x.(w1 + w2)/2 and v = x.(w1 - w2)/2 in turns,
+// With u = x.(w1 + w2)/2 and v = x.(w1 - w2)/2 in cycles,
 //   cos t1 + cos t2 = 2 cos u cos v      sin t1 + sin t2 = 2 sin u cos v
 // A feature panel holds 32 frequencies: their cosines, then their sines. The last one may be
 // narrower; then either half is padded with zeros to whole vectors, or to half a vector where that
@@ -74,7 +74,7 @@ void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Arr
   }
 }
 
-// Angles in turns, u then v, of `rows` tokens: out [rows][64], x [token_panels][x_rows][64].
+// Angles in cycles, u then v, of `rows` tokens: out [rows][64], x [token_panels][x_rows][64].
 template <typename T>
 void angles(const FeatureLayout<T>& layout, int64_t panel, int64_t rows, const T* x, int64_t x_rows,
             const T* packed, T* out) {
@@ -120,7 +120,7 @@ struct Tangents {
 template <typename T>
 inline Vec<T> tangent(Vec<T> v, Vec<T>& cosine_v) {
   Vec<T> sine, cosine;
-  sincos_turns<T>(v, sine, cosine);
+  sincos_cycles<T>(v, sine, cosine);
   cosine_v = cosine_v == Vec<T>{} ? broadcast(T(1e-18)) : cosine_v;
   return sine / cosine_v;
 }
@@ -142,11 +142,11 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
       for (int64_t c = 0; c < half; c += kLanes<T>) {
         T* cosines = out + r * kPanel + c;
         Vec<T> sine, cosine;
-        sincos_turns<T>(load(cosines), sine, cosine);
+        sincos_cycles<T>(load(cosines), sine, cosine);
         Vec<T> common = load(column_scale + c) * token_scale;
         if (!layout.stationary) {
           const Vec<T> v = load(cosines + half);
-          Vec<T> cosine_v = cos_turns<T>(v);
+          Vec<T> cosine_v = cos_cycles<T>(v);
           if (tangents.data) store<T>(tangents.at(panel, r) + c, tangent<T>(v, cosine_v));
           common *= cosine_v;
         }

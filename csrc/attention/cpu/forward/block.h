@@ -14,7 +14,7 @@ template <typename T>
 struct ForwardUnit {
   PreparedKeys<T> keys;
   LinearKeys<T> linear;
-  EarlierChunks<T> earlier;  // causal, without pairs
+  EarlierChunks<T> earlier;  // causal, in linear time
   // Where threads share the keys of a block of queries:
   RowSums<T>* parts = nullptr;  // [blocks][parts]
   uint8_t* poisoned = nullptr;  // [blocks][parts][rows]

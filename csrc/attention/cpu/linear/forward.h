@@ -1,4 +1,4 @@
-// Forward pass without pairs: moments of the keys, then their sums with the products of each
+// Forward pass in linear time: moments of the keys, then their sums with the products of each
 // query's features; in a causal call chunk by chunk.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace {
 
 static_assert(kCausalChunk % kCausalRows == 0 && kCausalChunk <= kProductRows);
 
-// What a thread needs beside the rest for rows without pairs.
+// What a thread needs beside the rest for rows in linear time.
 template <typename T>
 struct LinearScratch {
   ProductScratch<T> products;

@@ -7,9 +7,9 @@
 // A sum over entries keeps only what |phi_q|^2 sum_j |phi_j|^2 leaves of the last bits, and a query
 // whose scores are all far below that would lose its weights: the mean square of the score between
 // directions taken at random is 1/F of it, and queries whose sum of weights is below a quarter of
-// that mean are computed by pairs (docs/guide/performance.md, "Linear time", has what they would
-// err). Where few keys hold the sum their errors do not cancel, and that quarter is multiplied by
-// 1 + 32 / n, for n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
+// that mean are computed in quadratic time (docs/guide/performance.md, "Linear time", has what they
+// would err). Where few keys hold the sum their errors do not cancel, and that quarter is
+// multiplied by 1 + 32 / n, for n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
 //
 // Values count relative to their mean over e_j, which goes into the output as it is: the term of
 // eps vanishes, and differences of values, as gradients are made of, keep their digits. In a causal
@@ -104,7 +104,7 @@ struct KeySquares {
   }
 };
 
-// Whether a unit goes without pairs, and what its chunks know of the keys that moments hold for
+// Whether a unit takes linear time, and what its chunks know of the keys that moments hold for
 // them. For a block of keys at j0, values(j0) loads theirs, [value panels][value_rows][64],
 // and add_squares(j0, sums) adds their |phi_j|^2.
 template <typename T, typename Values, typename Squares>

@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   T sum[kPerThread] = {};
   const int64_t end = visible_keys(params, i0);
   for (int64_t j0 = 0; j0 < end; j0 += kTile) {
+    // 1. Scores of 64 x 64 pairs.
     T s[kPerThread][kPerThread];
     dot_tile<T>(
         at, F, [&](int row, int64_t f) { return i0 + row < params.L ? phi_q[row * F + f] : T(0); },
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         operands, s);
     const Dropout dropout(params, bh, i0 + at.row_lane / 4 * 16, j0 + at.column_lane / 4 * 16,
                           at.row_lane % 4, at.column_lane % 4, true);
+    // 2. Their weights, relative to the largest logit of the row so far.
 #pragma unroll
     for (int r = 0; r < kPerThread; ++r) {
       const int64_t i = i0 + at.row(r);
@@ -136,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
+    // 3. Weights times values.
     if constexpr (kOfWeights) continue;
     fill_tile<T>(values, [&](int key, int column) {
       if (j0 + key >= params.S || column0 + column >= params.d_v) return T(0);
@@ -145,6 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     accumulate_tile<T>(at, weights, values, output);
   }
+  // 4. Rows of the result, and log Z.
   const T kept = static_cast<T>(dropout_rescale(params.dropout_threshold));
   const Tokens out(params.output, b, h);
 #pragma unroll

@@ -1,10 +1,10 @@
-// Turns of tokens, x . w1 and x . w2, on tensor cores: what the kernels that make features of them,
-// and those that take gradients back, share.
+// Angles of tokens, x . w1 and x . w2, on tensor cores: what the kernels that make features of
+// them, and those that take gradients back, share.
 //
 // Frequencies are rows here, as tokens are. A block owns 128 tokens and passes along the
 // frequencies, 32 at a time, or owns 64 frequencies and passes along the tokens; either way by
-// slices of 64 columns, so that nothing it holds depends on sizes. Sines and cosines of a turn are
-// good to 1e-6.
+// slices of 64 columns, so that nothing it holds depends on sizes. Sines and cosines of an angle
+// are good to 1e-6.
 #pragma once
 
 #include <type_traits>
@@ -29,7 +29,7 @@ struct FrequencyRows {
 // there is none. Rows lie so that of the sums of 16 a lane has four neighbours (frequency_of_row).
 // The first planes are numbers of the tokens' type that add up to the frequency, the largest first;
 // beside those of bfloat16 there is one of Half, which gradients are multiplied with.
-struct FrequencyNumbers {
+struct SplitFrequencies {
   const void* data;
   // [frequency_batches, frequency_heads, 2]  powers of two that products with the numbers, and with
   // Half, are multiplied with
@@ -38,21 +38,21 @@ struct FrequencyNumbers {
 };
 // bfloat16: 16 bits, where the tokens have 8. Half: 22, of what fits it times a power of two.
 template <typename T>
-constexpr int kNumbersOf = sizeof(T) == 4 ? 1 : 2;
+constexpr int kPartsOfFrequency = sizeof(T) == 4 ? 1 : 2;
 template <typename T>
-constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kNumbersOf<T>;
+constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kPartsOfFrequency<T>;
 // Which of them is Half.
 template <typename T>
 constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
 
 // What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
-struct TurnOperands {
+struct AngleOperands {
   FeatureSource queries, keys;
   FrequencyRows frequencies;  // for tokens of float32, and the backward
-  FrequencyNumbers numbers;   // for tokens of 16 bits
+  SplitFrequencies split;     // for tokens of 16 bits
 };
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          bool for_backward, TurnOperands& operands);
+                          bool for_backward, AngleOperands& operands);
 
 // Where the features go, as rows of Half, and what those of keys are multiplied with.
 struct FeatureDestination {
@@ -62,33 +62,37 @@ struct FeatureDestination {
   const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
   const float* scales;  // [B, key_heads, S]
 };
-const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
-                                const FeatureDestination& destination, Stream stream);
+const char* write_features_on_tensor_cores(const AttentionParams& params,
+                                           const AngleOperands& operands,
+                                           const FeatureDestination& destination, Stream stream);
 
 // token_gradients() of what the pairs on tensor cores leave.
-const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                           const TurnOperands& operands, const SplitLogits<float>& keys,
-                           const FoldedGradients& gradients);
-// Whether one kernel makes both of them, number_gradients(): tokens of 16 bits, of at most 64
+const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& params,
+                                              const DeviceExecutor& executor,
+                                              const AngleOperands& operands,
+                                              const SplitLogits<float>& keys,
+                                              const FoldedGradients& gradients);
+// Whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at most 64
 // frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
 bool goes_in_one_pass(const FeatureSource& source);
 template <typename T>
 struct Magnitude;
 // Of one side's tokens, and its share of the frequencies': grad_x is written, grad_w1 and grad_w2
 // are added to, those that are there.
-const char* number_gradients(const FeatureSource& source, const FrequencyNumbers& frequencies,
-                             const FeatureGradients& grad_phi, const Array& grad_x,
-                             const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
-                             const DeviceExecutor& executor);
+const char* gradients_in_one_pass(const FeatureSource& source, const SplitFrequencies& frequencies,
+                                  const FeatureGradients& grad_phi, const Array& grad_x,
+                                  const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
+                                  const DeviceExecutor& executor);
 // Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
-const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
-                                     const FeatureGradients& grad_phi, float* grad_w1,
-                                     float* grad_w2, const DeviceExecutor& executor);
+const char* frequency_gradients_on_tensor_cores(const FeatureSource& source,
+                                                const FrequencyRows& frequencies,
+                                                const FeatureGradients& grad_phi, float* grad_w1,
+                                                float* grad_w2, const DeviceExecutor& executor);
 
 namespace {
 
-constexpr int kTurnTokens = 128;
-constexpr int kTurnFrequencies = 32;  // of a piece
+constexpr int kAngleTokens = 128;
+constexpr int kAngleFrequencies = 32;  // of a piece
 
 // sums[m][n] += left(m) right(n)^T: 16 rows from left_row(m) and from right_row(n) on, along 64
 // columns.
@@ -145,13 +149,13 @@ __device__ __forceinline__ void begin_frequencies(const Slice<float>& to, const 
 
 // One side's tokens of one head, and its frequencies.
 template <typename T>
-struct TurnRows {
+struct AngleRows {
   const T* x;
   const float* w;
   int64_t x_stride;  // of tokens
 
-  __device__ TurnRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
-                      int64_t b, int64_t head)
+  __device__ AngleRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
+                       int64_t b, int64_t head)
       : x(static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
           source.x_head(head) * source.x.stride[1]),
         w(frequencies.data +
@@ -171,22 +175,22 @@ struct TurnRows {
 // A block's 128 tokens of one head, a warp's 32 of these, and 32 frequencies at a time.
 template <typename T, int kSets>
 struct TokenTile {
-  static constexpr uint32_t kFrequencyBytes = kSets * kTurnFrequencies * Slice<float>::kRowBytes;
-  static constexpr uint32_t kBytes = kTurnTokens * Slice<T>::kRowBytes + kFrequencyBytes;
+  static constexpr uint32_t kFrequencyBytes = kSets * kAngleFrequencies * Slice<float>::kRowBytes;
+  static constexpr uint32_t kBytes = kAngleTokens * Slice<T>::kRowBytes + kFrequencyBytes;
 
   const FeatureSource& source;
   const FrequencyRows& frequencies;
   int64_t bh, first;  // the head among all batches', the first token
   int64_t b, head;
-  TurnRows<T> rows;
+  AngleRows<T> rows;
   Slice<float> w;  // of w1, then of w2
   Slice<T> x;
 
   __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared)
       : source(s),
         frequencies(f),
-        bh(blockIdx.x / ((s.N + kTurnTokens - 1) / kTurnTokens)),
-        first(blockIdx.x % ((s.N + kTurnTokens - 1) / kTurnTokens) * kTurnTokens),
+        bh(blockIdx.x / ((s.N + kAngleTokens - 1) / kAngleTokens)),
+        first(blockIdx.x % ((s.N + kAngleTokens - 1) / kAngleTokens) * kAngleTokens),
         b(bh / s.heads),
         head(bh % s.heads),
         rows(s, f, kSets, b, head),
@@ -197,25 +201,25 @@ struct TokenTile {
   __device__ __forceinline__ int row(int m, int half) const {
     return threadIdx.x / 32 * 32 + 16 * m + 8 * half + threadIdx.x % 32 / 4;
   }
-  // turns[m][set * 2 + n]: the warp's tokens by frequencies m0 + 16 n and on. The slice of columns
+  // angles[m][set * 2 + n]: the warp's tokens by frequencies m0 + 16 n and on. The slice of columns
   // `last` comes last, and stays; begin_more() begins to copy more with it.
   template <typename BeginMore>
-  __device__ __forceinline__ void make_turns(int64_t m0, int last,
-                                             float (&turns)[2][2 * kSets][2][4],
-                                             const BeginMore& begin_more) const {
+  __device__ __forceinline__ void make_angles(int64_t m0, int last,
+                                              float (&angles)[2][2 * kSets][2][4],
+                                              const BeginMore& begin_more) const {
     const bool is_whole = frequencies.columns == kSliceColumns;
     pass_slices(
         frequencies, last,
         [&](int slice) {
           if (!is_whole || m0 == 0) {
-            rows.template begin<kTurnTokens>(x, first, source.N, source.d, slice);
+            rows.template begin<kAngleTokens>(x, first, source.N, source.d, slice);
           }
-          begin_frequencies<kTurnFrequencies, kSets>(w, rows.w, frequencies, m0, slice);
+          begin_frequencies<kAngleFrequencies, kSets>(w, rows.w, frequencies, m0, slice);
           if (slice == last) begin_more();
         },
         [&] {
           multiply_slices(
-              turns, x, [&](int m) { return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m; }, w,
+              angles, x, [&](int m) { return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m; }, w,
               [](int n) { return 16 * n; });
         });
   }
@@ -228,7 +232,7 @@ __host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
 }
 __host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 32 : 64; }
 
-// Which of 32 frequencies has a row of FrequencyNumbers: a product's lanes have columns 2t and 2t +
+// Which of 32 frequencies has a row of SplitFrequencies: a product's lanes have columns 2t and 2t +
 // 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
 __device__ __forceinline__ int frequency_of_row(int row) {
   const int column = row % 8, tile = row / 8 % 2;

@@ -11,23 +11,23 @@ namespace {
 constexpr int kTokens = 16;  // of one block
 constexpr int kTokenThreads = 128;
 
-__device__ __forceinline__ void sincos_turns(float turns, float& sine, float& cosine) {
-  sincospif(2 * (turns - rintf(turns)), &sine, &cosine);
+__device__ __forceinline__ void sincos_cycles(float angles, float& sine, float& cosine) {
+  sincospif(2 * (angles - rintf(angles)), &sine, &cosine);
 }
-__device__ __forceinline__ void sincos_turns(double turns, double& sine, double& cosine) {
-  sincospi(2 * (turns - rint(turns)), &sine, &cosine);
+__device__ __forceinline__ void sincos_cycles(double angles, double& sine, double& cosine) {
+  sincospi(2 * (angles - rint(angles)), &sine, &cosine);
 }
 
-// Of a token's turns x . w1 and x . w2; stationary: the first stands for both.
+// Of a token's angles x . w1 and x . w2; stationary: the first stands for both.
 template <typename T>
 struct Angle {
   T sin1, cos1, sin2, cos2;
 
   __device__ __forceinline__ void set(T turns1, T turns2, bool stationary) {
-    sincos_turns(turns1, sin1, cos1);
+    sincos_cycles(turns1, sin1, cos1);
     sin2 = sin1;
     cos2 = cos1;
-    if (!stationary) sincos_turns(turns2, sin2, cos2);
+    if (!stationary) sincos_cycles(turns2, sin2, cos2);
   }
 };
 
@@ -54,7 +54,7 @@ struct alignas(16) Four {
 // Elements from row to row of the tokens in shared memory: they are read four at a time.
 __host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
 
-// The turns of `kTokens` tokens by both frequencies m.
+// The angles of `kTokens` tokens by both frequencies m.
 //   x [kTokens][token_pitch(d)] in shared memory
 template <typename T>
 __device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b, int64_t head,

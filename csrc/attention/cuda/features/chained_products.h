@@ -1,4 +1,4 @@
-// How turns, in registers, become their gradients and the left operand of the next product. Turns
+// How angles, in registers, become their gradients and the left operand of the next product. Angles
 // are made again in the backward pass, rather than read.
 #pragma once
 
@@ -47,12 +47,12 @@ __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRows][4][2][4],
   }
 }
 
-// A turn, in units of `turn_unit`, becomes its gradient.
-__device__ __forceinline__ void to_gradient(float& turn, float units, float grad_sin,
-                                            float grad_cos, float turn_unit = 1) {
+// An angle, in units of `angle_unit`, becomes its gradient.
+__device__ __forceinline__ void to_gradient(float& angle, float units, float grad_sin,
+                                            float grad_cos, float angle_unit = 1) {
   float sine, cosine;
-  fast_sincos_of_turn(turn_remainder(turn, turn_unit), &sine, &cosine);
-  turn = turn_gradient(units, sine, cosine, grad_sin, grad_cos);
+  fast_sincos_of_fraction(remainder_in_cycles(angle, angle_unit), &sine, &cosine);
+  angle = angle_gradient(units, sine, cosine, grad_sin, grad_cos);
 }
 
 }  // namespace

@@ -19,8 +19,9 @@ struct FrequencyLayout {
 };
 template <typename T, int kSets>
 __global__ void __launch_bounds__(kProductThreads, 2)
-    turn_frequency_kernel(FeatureSource source, FrequencyRows frequencies,
-                          FeatureGradients grad_phi, int64_t width, FrequencyParts<float> parts) {
+    tf32_frequency_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
+                                   FeatureGradients grad_phi, int64_t width,
+                                   FrequencyParts<float> parts) {
   using L = FrequencyLayout<T, kSets>;
   constexpr int kParts = kTf32Parts<T>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
@@ -36,18 +37,20 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   const bool is_whole = frequencies.columns == kSliceColumns;
   const int last = static_cast<int>(block.c0 / kSliceColumns);
   const int64_t column = cosine_column(block.m0, width);
+  // 1. Tokens of all heads that share the frequencies, 64 at a time: angles become their gradients,
+  //    and these times the tokens are added up.
   bool is_first = true;
   float sums[kSets][4][2][4] = {};
   for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
     const int64_t b = block.batch(unit), head = block.head(unit);
-    const TurnRows<T> rows(source, frequencies, kSets, b, head);
+    const AngleRows<T> rows(source, frequencies, kSets, b, head);
     const int64_t bh = b * source.heads + head;
     const Half* gradients = grad_phi.rows + (bh * source.N + block.first) * width + column;
     const float* row_scales = grad_phi.scales + block.first +
                               scale_place(block.m0 / 64, source.B * source.heads, bh, source.N);
     const int tokens = static_cast<int>(block.end - block.first);
     for (int token0 = 0; token0 < tokens; token0 += kFrequencyTokens) {
-      float turns[kSets][4][2][4] = {};
+      float angles[kSets][4][2][4] = {};
       pass_slices(
           frequencies, last,
           [&](int slice) {
@@ -59,11 +62,11 @@ __global__ void __launch_bounds__(kProductThreads, 2)
             is_first = false;
             if (slice != last) return;
             const Half* from = gradients + token0 * width;
-            const int left = tokens - token0;
+            const int remaining = tokens - token0;
             // Of 32 frequencies alone, the sines follow; nobody stores what they are taken for.
-            cosines.begin<kFrequencyTokens>(0, from, width, width - column, left);
+            cosines.begin<kFrequencyTokens>(0, from, width, width - column, remaining);
             sines.begin<kFrequencyTokens>(0, from + sine_step(width), width,
-                                          width - column - sine_step(width), left);
+                                          width - column - sine_step(width), remaining);
             if (threadIdx.x < kFrequencyTokens / 4) {
               cp_async_16(shared_address(scales + threadIdx.x * 4),
                           row_scales + token0 + threadIdx.x * 4);
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
           },
           [&] {
             multiply_slices(
-                turns, w, [&](int set) { return set * kTile + 16 * warp; }, x,
+                angles, w, [&](int set) { return set * kTile + 16 * warp; }, x,
                 [](int n) { return 16 * n; });
           });
 #pragma unroll
@@ -87,14 +90,14 @@ __global__ void __launch_bounds__(kProductThreads, 2)
             const float row_scale = scales[token];
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
-              to_gradient(turns[set][n][j][i], row_scale, of_sine, of_cosine);
+              to_gradient(angles[set][n][j][i], row_scale, of_sine, of_cosine);
             }
           }
         }
         Tf32Block<kParts> left_blocks[kSets];
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-          left_blocks[set] = rounded<kParts>(block_of(turns[set][n]));
+          left_blocks[set] = rounded<kParts>(block_of(angles[set][n]));
         }
         // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
         multiply_by_rows(sums, left_blocks, x, 16 * n,
@@ -102,7 +105,8 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       }
     }
   }
-  const float units = static_cast<float>(turn_units(kSets == 1));
+  // 2. The block's part of the sums.
+  const float units = static_cast<float>(angle_units(kSets == 1));
 #pragma unroll
   for (int set = 0; set < kSets; ++set) {
 #pragma unroll
@@ -124,14 +128,15 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 
 }  // namespace
 
-const char* turn_frequency_gradients(const FeatureSource& source, const FrequencyRows& frequencies,
-                                     const FeatureGradients& grad_phi, float* grad_w1,
-                                     float* grad_w2, const DeviceExecutor& executor) {
+const char* frequency_gradients_on_tensor_cores(const FeatureSource& source,
+                                                const FrequencyRows& frequencies,
+                                                const FeatureGradients& grad_phi, float* grad_w1,
+                                                float* grad_w2, const DeviceExecutor& executor) {
   const FrequencyParts<float> parts(source, kTokensOfShare, &executor);
   const char* error = launch_turns(source, [&]<typename T, int kSets>() {
-    return launch(turn_frequency_kernel<T, kSets>, parts.blocks(source), dim3(kProductThreads),
-                  FrequencyLayout<T, kSets>::kBytes, executor.stream, source, frequencies, grad_phi,
-                  padded_columns(2 * source.M), parts);
+    return launch(tf32_frequency_gradient_kernel<T, kSets>, parts.blocks(source),
+                  dim3(kProductThreads), FrequencyLayout<T, kSets>::kBytes, executor.stream, source,
+                  frequencies, grad_phi, padded_columns(2 * source.M), parts);
   });
   if (error != nullptr) return error;
   return add_frequency_parts(source, parts, grad_w1, grad_w2, executor.stream);

@@ -40,15 +40,15 @@ const char* for_sides(const AttentionBackwardParams& params, const SplitLogits<T
 
 namespace {
 
-// Of a turn: 2 pi, twice where both are one.
-__device__ __forceinline__ double turn_units(bool stationary) {
+// Of an angle: 2 pi, twice where both are one.
+__device__ __forceinline__ double angle_units(bool stationary) {
   constexpr double kTwoPi = 6.283185307179586476925;
   return stationary ? 2 * kTwoPi : kTwoPi;
 }
 
 // A hidden token may hold NaN, and has no gradient.
 template <typename T>
-__device__ __forceinline__ T turn_gradient(T units, T sine, T cosine, T grad_sin, T grad_cos) {
+__device__ __forceinline__ T angle_gradient(T units, T sine, T cosine, T grad_sin, T grad_cos) {
   const T gradient = units * (cosine * grad_sin - sine * grad_cos);
   return grad_cos == T(0) && grad_sin == T(0) ? T(0) : gradient;
 }

@@ -6,39 +6,39 @@
 namespace ikattn::cuda {
 namespace {
 
-// Gradients of both turns, [B, heads, N, M] each; of the first alone where they are one.
+// Gradients of both angles, [B, heads, N, M] each; of the first alone where they are one.
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, 2)
-    turn_gradient_kernel(FeatureSource source, Array grad_phi, T* grad_turns1, T* grad_turns2) {
+    angle_gradient_kernel(FeatureSource source, Array grad_phi, T* grad_angles1, T* grad_angles2) {
   visit_angles<T>(source, [&](int64_t b, int64_t head, int64_t index, int64_t token, int64_t m,
                               const Angle<T>& angle) {
     const Tokens incoming(grad_phi, b, head);
     const T grad_cos = incoming.load<T>(token, m);
     const T grad_sin = incoming.load<T>(token, source.M + m);
     const int64_t at = index * source.M + m;
-    const T units = static_cast<T>(turn_units(source.stationary()));
-    grad_turns1[at] = turn_gradient(units, angle.sin1, angle.cos1, grad_sin, grad_cos);
+    const T units = static_cast<T>(angle_units(source.stationary()));
+    grad_angles1[at] = angle_gradient(units, angle.sin1, angle.cos1, grad_sin, grad_cos);
     if (source.stationary()) return;
-    grad_turns2[at] = turn_gradient(units, angle.sin2, angle.cos2, grad_sin, grad_cos);
+    grad_angles2[at] = angle_gradient(units, angle.sin2, angle.cos2, grad_sin, grad_cos);
   });
 }
 
-// grad_x[n][c] = sum_m grad_turns1 w1[c][m] + grad_turns2 w2[c][m], and the magnitude's part. A
+// grad_x[n][c] = sum_m grad_angles1 w1[c][m] + grad_angles2 w2[c][m], and the magnitude's part. A
 // block: 64 tokens and 64 dimensions.
 //   out [B, heads, N, d]
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    token_gradient_kernel(FeatureSource source, Array out, const T* grad_turns1,
-                          const T* grad_turns2, Magnitude<T> magnitude) {
+    token_gradient_kernel(FeatureSource source, Array out, const T* grad_angles1,
+                          const T* grad_angles2, Magnitude<T> magnitude) {
   const int64_t token_blocks = (source.N + kTile - 1) / kTile;
   const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTile;
   const int64_t b = bh / source.heads, head = bh % source.heads, c0 = int64_t{blockIdx.y} * kTile;
   const Frequencies w1(source, source.w1, b, head), w2(source, source.w2, b, head);
   const Tokens x(source.x, b, source.x_head(head)), gradient(out, b, head);
-  const auto turn_gradients = [&](int row, int64_t k) {
+  const auto feature_gradients_on_tensor_cores = [&](int row, int64_t k) {
     if (first + row >= source.N) return T(0);
     const int64_t index = (bh * source.N + first + row) * source.M;
-    return k < source.M ? grad_turns1[index + k] : grad_turns2[index + k - source.M];
+    return k < source.M ? grad_angles1[index + k] : grad_angles2[index + k - source.M];
   };
   const auto frequencies = [&](int column, int64_t k) {
     const int64_t c = c0 + column;
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const ThreadTile at;
   T sums[kPerThread][kPerThread];
-  dot_tile<T>(at, source.stationary() ? source.M : 2 * source.M, turn_gradients, frequencies,
-              dynamic_shared<T>(), sums);
+  dot_tile<T>(at, source.stationary() ? source.M : 2 * source.M, feature_gradients_on_tensor_cores,
+              frequencies, dynamic_shared<T>(), sums);
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
     const int64_t token = first + at.row(r);
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 // The shares' parts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    frequency_part_kernel(FeatureSource source, FrequencyParts<T> parts, const T* grad_turns1,
-                          const T* grad_turns2) {
+    frequency_part_kernel(FeatureSource source, FrequencyParts<T> parts, const T* grad_angles1,
+                          const T* grad_angles2) {
   Shared<T> values = dynamic_shared<T>();  // each [kDepth tokens][64]
   Shared<T> turns1 = values + kDepth * kPitch;
   Shared<T> turns2 = turns1 + kDepth * kPitch;
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
         values[k * kPitch + column] = is_finite(value) ? value : T(0);
         const int64_t from = (base + token) * source.M + m;
-        turns1[k * kPitch + column] = there && m < source.M ? grad_turns1[from] : T(0);
+        turns1[k * kPitch + column] = there && m < source.M ? grad_angles1[from] : T(0);
         turns2[k * kPitch + column] =
-            there && m < source.M && !source.stationary() ? grad_turns2[from] : T(0);
+            there && m < source.M && !source.stationary() ? grad_angles2[from] : T(0);
       }
       __syncthreads();
 #pragma unroll 4
@@ -163,13 +163,13 @@ const char* side_gradients(const FeatureSource& source, const Array& grad_phi, c
                            T* grad_w1, T* grad_w2, const Magnitude<T>& magnitude,
                            const DeviceExecutor& executor) {
   const int64_t count = source.B * source.heads * source.N * source.M;
-  T* grad_turns1 = executor.take<T>(count);
-  T* grad_turns2 = executor.take<T>(source.stationary() ? 0 : count);
-  if (const char* error = launch_angles<T>(turn_gradient_kernel<T>, source, executor.stream,
-                                           grad_phi, grad_turns1, grad_turns2)) {
+  T* grad_angles1 = executor.take<T>(count);
+  T* grad_angles2 = executor.take<T>(source.stationary() ? 0 : count);
+  if (const char* error = launch_angles<T>(angle_gradient_kernel<T>, source, executor.stream,
+                                           grad_phi, grad_angles1, grad_angles2)) {
     return error;
   }
-  const T *read1 = grad_turns1, *read2 = grad_turns2;
+  const T *read1 = grad_angles1, *read2 = grad_angles2;
   if (grad_x) {
     const dim3 blocks(static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTile)),
                       static_cast<unsigned>(ceil_div(source.d, kTile)));

@@ -1,5 +1,5 @@
 // Gradients of tokens of 16 bits, and of their frequencies, from one pass over the angles: of at
-// most 64 frequencies and 128 dimensions. With t the turns of a token by w1 and w2,
+// most 64 frequencies and 128 dimensions. With t the angles of a token by w1 and w2,
 //   E = cos(2 pi t) grad_sin - sin(2 pi t) grad_cos
 //   grad_x = 2 pi sum over frequencies of E w,  grad_w = 2 pi sum over tokens of E x
 // E is Half in the first sum, and of the tokens' type in the second, where it takes the place of
@@ -22,22 +22,22 @@ constexpr int kBlocksAtOnce = 2;
 
 // kPieces of 32 frequencies, kSlices of 64 dimensions.
 template <typename T, int kSets, int kPieces, int kSlices>
-struct NumberGradientLayout {
+struct OnePassLayout {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kTokens = 16 * kWarps;  // of a tile
-  static constexpr int kFrequencies = kPieces * kTurnFrequencies;
+  static constexpr int kFrequencies = kPieces * kAngleFrequencies;
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   // Cosines, then sines, of a token; these become what w1 and w2 are multiplied with.
   static constexpr uint32_t kGradientBytes = 2 * kFrequencies * 2;
   // Where a chunk of eight of them is: turned so that neither the rows of a half warp, two chunks
   // each, nor eight rows meet in a bank.
   __device__ __forceinline__ static uint32_t gradient_place(uint32_t row, uint32_t chunk) {
-    const uint32_t turn = row % 4 * 2 + row / 4 % 2;
-    return kGradients + row * kGradientBytes + ((chunk & ~7u) | ((chunk ^ turn) & 7u)) * 16;
+    const uint32_t angle = row % 4 * 2 + row / 4 % 2;
+    return kGradients + row * kGradientBytes + ((chunk & ~7u) | ((chunk ^ angle) & 7u)) * 16;
   }
-  static constexpr uint32_t kPlane = kSets * kTurnFrequencies * kRowBytes;
-  static constexpr uint32_t kPiece = kNumbersOf<T> * kPlane;  // its numbers, of one slice
-  static constexpr bool kHasHalves = kHalfPlane<T> != 0;      // beside the numbers
+  static constexpr uint32_t kPlane = kSets * kAngleFrequencies * kRowBytes;
+  static constexpr uint32_t kPiece = kPartsOfFrequency<T> * kPlane;  // its numbers, of one slice
+  static constexpr bool kHasHalves = kHalfPlane<T> != 0;             // beside the numbers
   static constexpr uint32_t kHalves = kSlices * kPieces * kPiece;
   static constexpr uint32_t kTokensAt = kHalves + (kHasHalves ? kPieces * kPlane : 0);
   static constexpr uint32_t kScales = kTokensAt + kSlices * kTokens * kRowBytes;
@@ -53,7 +53,7 @@ struct NumberGradientLayout {
 };
 
 // What is asked for.
-struct NumberGradients {
+struct OnePassGradients {
   Array grad_x;  // [B, heads, N, d]
   Magnitude<float> magnitude;
   bool wants_tokens, wants_frequencies;
@@ -61,16 +61,16 @@ struct NumberGradients {
 
 // What a block does: 64 dimensions of a share of the tokens, of which it takes a tile at a time.
 template <typename T, int kSets, int kPieces, int kSlices>
-class NumberGradientBlock {
+class OnePassBlock {
  public:
-  using L = NumberGradientLayout<T, kSets, kPieces, kSlices>;
+  using L = OnePassLayout<T, kSets, kPieces, kSlices>;
 
-  __device__ __forceinline__ NumberGradientBlock(const FeatureSource& source,
-                                                 const FrequencyNumbers& frequencies,
-                                                 const FeatureGradients& grad_phi,
-                                                 const NumberGradients& wanted,
-                                                 const FrequencyBlock<float>& block,
-                                                 Shared<unsigned char> shared)
+  __device__ __forceinline__ OnePassBlock(const FeatureSource& source,
+                                          const SplitFrequencies& frequencies,
+                                          const FeatureGradients& grad_phi,
+                                          const OnePassGradients& wanted,
+                                          const FrequencyBlock<float>& block,
+                                          Shared<unsigned char> shared)
       : source_(source),
         grad_phi_(grad_phi),
         wanted_(wanted),
@@ -84,20 +84,20 @@ class NumberGradientBlock {
 
   // Tokens of the share's unit-th head, from `first` on, of which `left` are there. By the whole
   // block, which meets.
-  __device__ __forceinline__ void pass(int unit, int first, int left) {
-    copy_tile(unit, first, left);
+  __device__ __forceinline__ void pass(int unit, int first, int remaining) {
+    copy_tile(unit, first, remaining);
     float to_sum[2];
-    scale_rows(left, to_sum);
+    scale_rows(remaining, to_sum);
     float sums[4][2][4] = {}, spoilt = 0;  // spoilt: NaN once a token is not finite
 #pragma unroll 1
     for (int m0 = 0; m0 < L::kFrequencies; m0 += 16) {
-      float turns[kSets][1][2][4] = {};
-      make_gradients(m0, to_sum, turns, spoilt);
-      if (wanted_.wants_tokens) add_tokens(m0, turns, sums);
+      float angles[kSets][1][2][4] = {};
+      make_gradients(m0, to_sum, angles, spoilt);
+      if (wanted_.wants_tokens) add_tokens(m0, angles, sums);
     }
     const bool is_spoilt = __syncthreads_or(spoilt != spoilt) != 0;  // E is stored, too
     if (wanted_.wants_frequencies) add_frequencies(is_spoilt);
-    if (wanted_.wants_tokens) store_tokens(unit, first, left, sums);
+    if (wanted_.wants_tokens) store_tokens(unit, first, remaining, sums);
   }
 
   // The share's part of the frequencies' gradients.
@@ -105,7 +105,7 @@ class NumberGradientBlock {
     // Found anew: no register holds it over the tiles.
     const FrequencyBlock<float> block(source_, parts, unknown_to_compiler(blockIdx.x));
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const float units = static_cast<float>(turn_units(kSets == 1));
+    const float units = static_cast<float>(angle_units(kSets == 1));
     const float of_sums = kIsHalf ? units * sum_unit_ : units;
 #pragma unroll
     for (int m = 0; m < L::kRowTiles; ++m) {
@@ -140,11 +140,11 @@ class NumberGradientBlock {
   __device__ __forceinline__ Shared<float> scales() const {  // [kTokens]
     return shared_cast<float>(shared_ + L::kScales);
   }
-  // What turns, and products of E and Half, are multiplied with: not in registers, which are few.
+  // What angles, and products of E and Half, are multiplied with: not in registers, which are few.
   __device__ __forceinline__ Shared<float> factors() const { return scales() + L::kTokens; }
 
   // They stay.
-  __device__ __forceinline__ void begin_frequencies(const FrequencyNumbers& frequencies) {
+  __device__ __forceinline__ void begin_frequencies(const SplitFrequencies& frequencies) {
     const int64_t which =
         int64_t{block_.frequency_batch} * source_.frequency_heads + block_.frequency_head;
     const T* w = static_cast<const T*>(frequencies.data) +
@@ -161,21 +161,21 @@ class NumberGradientBlock {
       for (int slice = 0; slice < kSlices; ++slice) {
         const T* from = w + (piece * kSlices + slice) * kPlanesOf<T> * (L::kPlane / 2);
         begin_rows(place + (slice * kPieces + piece) * L::kPiece, from,
-                   kNumbersOf<T> * kSets * kTurnFrequencies);
+                   kPartsOfFrequency<T> * kSets * kAngleFrequencies);
         if (L::kHasHalves && slice == own_slice_) {
           begin_rows(place + L::kHalves + piece * L::kPlane, from + kHalfPlane<T> * (L::kPlane / 2),
-                     kSets * kTurnFrequencies);
+                     kSets * kAngleFrequencies);
         }
       }
     }
     if (threadIdx.x == 0) {
       factors()[0] = frequencies.units[2 * which];
-      factors()[1] = static_cast<float>(turn_units(kSets == 1)) * frequencies.units[2 * which + 1];
+      factors()[1] = static_cast<float>(angle_units(kSets == 1)) * frequencies.units[2 * which + 1];
     }
   }
 
   // A tile's tokens, gradients and scales.
-  __device__ __forceinline__ void copy_tile(int unit, int first, int left) {
+  __device__ __forceinline__ void copy_tile(int unit, int first, int remaining) {
     __syncthreads();  // nobody reads what was there
     // Or what follows from these would stay in registers while they are needed for products.
     const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
@@ -193,7 +193,7 @@ class NumberGradientBlock {
                           swizzled(own_row, own_chunk, L::kRowBytes);
 #pragma unroll 2
       for (int row = 0; row < L::kTokens; row += kRowStep) {
-        const bool there = bytes > 0 && own_row + row < left;
+        const bool there = bytes > 0 && own_row + row < remaining;
         cp_async_16(to + row * L::kRowBytes, there ? from + row * source_.x.stride[2] : x,
                     there ? bytes : 0);
       }
@@ -203,7 +203,7 @@ class NumberGradientBlock {
     const Half* from = grad_phi_.rows + (bh * source_.N + first) * kWidth + own_chunk * 8;
 #pragma unroll 2
     for (int row = own_row; row < L::kTokens; row += kStepRows) {
-      const bool there = row < left;
+      const bool there = row < remaining;
       cp_async_16(base_ + L::gradient_place(row, own_chunk),
                   there ? from + row * int64_t{kWidth} : from, there ? 16 : 0);
     }
@@ -222,15 +222,15 @@ class NumberGradientBlock {
 
   // What makes E of the thread's rows what the frequencies' sums are of: a row's scale; in Half,
   // over the largest so far.
-  __device__ __forceinline__ void scale_rows(int left, float (&to_sum)[2]) {
+  __device__ __forceinline__ void scale_rows(int remaining, float (&to_sum)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float scale = scales()[row_of(half)];
-      to_sum[half] = row_of(half) < left ? scale : 0.0f;
+      to_sum[half] = row_of(half) < remaining ? scale : 0.0f;
     }
     if constexpr (kIsHalf) {
       float most = 0;
-      for (int row = threadIdx.x % 32; row < left; row += 32) {
+      for (int row = threadIdx.x % 32; row < remaining; row += 32) {
         const float scale = scales()[row];
         most = scale > most ? scale : most;
       }
@@ -254,19 +254,20 @@ class NumberGradientBlock {
     }
   }
 
-  // E of the warp's 16 tokens and 16 frequencies from m0 on, in place of turns; scaled it takes the
-  // place of the gradients that it is made of.
+  // E of the warp's 16 tokens and 16 frequencies from m0 on, in place of angles; scaled it takes
+  // the place of the gradients that it is made of.
   __device__ __forceinline__ void make_gradients(int m0, const float (&to_sum)[2],
-                                                 float (&turns)[kSets][1][2][4],
+                                                 float (&angles)[kSets][1][2][4],
                                                  float& spoilt) const {
-    const int piece = m0 / kTurnFrequencies, row0 = m0 % kTurnFrequencies;
+    const int piece = m0 / kAngleFrequencies, row0 = m0 % kAngleFrequencies;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      multiply_numbers<T, kSets, 1>(
-          turns, base_ + L::kTokensAt + (slice * L::kTokens + threadIdx.x / 32 * 16) * L::kRowBytes,
+      multiply_parts<T, kSets, 1>(
+          angles,
+          base_ + L::kTokensAt + (slice * L::kTokens + threadIdx.x / 32 * 16) * L::kRowBytes,
           base_ + (slice * kPieces + piece) * L::kPiece + row0 * L::kRowBytes);
     }
-    const float turn_unit = kIsHalf ? float{factors()[0]} : 1.0f;
+    const float angle_unit = kIsHalf ? float{factors()[0]} : 1.0f;
     // Others than the first four are where these bits differ.
     const uint32_t of_cosines = first_four_ ^ (m0 * 2);
     const uint32_t of_sines = kPieces == 1 ? of_cosines ^ 64 : of_cosines + 128;
@@ -284,13 +285,13 @@ class NumberGradientBlock {
         const float2 grad_sin = unpack<Half>(j == 0 ? sine_bits.x : sine_bits.y);
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-          float (&two)[4] = turns[set][0][j];
+          float (&two)[4] = angles[set][0][j];
           float& one = two[2 * half];
           float& other = two[2 * half + 1];
           spoilt = fmaf(one, 0.0f, spoilt);
           spoilt = fmaf(other, 0.0f, spoilt);
-          to_gradient(one, 1, grad_sin.x, grad_cos.x, turn_unit);
-          to_gradient(other, 1, grad_sin.y, grad_cos.y, turn_unit);
+          to_gradient(one, 1, grad_sin.x, grad_cos.x, angle_unit);
+          to_gradient(other, 1, grad_sin.y, grad_cos.y, angle_unit);
           packed[set][j] = pack<T>(one * to_sum[half], other * to_sum[half]);
         }
       }
@@ -305,7 +306,7 @@ class NumberGradientBlock {
   __device__ __forceinline__ void add_tokens(int m0, const float (&gradients)[kSets][1][2][4],
                                              float (&sums)[4][2][4]) const {
     constexpr uint32_t kPieceStep = L::kHasHalves ? L::kPlane : L::kPiece;
-    const int piece = m0 / kTurnFrequencies, row0 = m0 % kTurnFrequencies;
+    const int piece = m0 / kAngleFrequencies, row0 = m0 % kAngleFrequencies;
     // Of the frequencies in Half, as operand B; found anew, for registers are few.
     const unsigned lane = unknown_to_compiler(threadIdx.x) % 32;
     const uint32_t place = base_ + (L::kHasHalves ? L::kHalves : own_slice_ * kPieces * L::kPiece) +
@@ -315,7 +316,7 @@ class NumberGradientBlock {
       Fragment left;
 #pragma unroll
       for (int j = 0; j < 2; ++j) left.template put<Half>(j, gradients[set][0][j]);
-      const uint32_t from = place + (set * kTurnFrequencies + row0) * L::kRowBytes;
+      const uint32_t from = place + (set * kAngleFrequencies + row0) * L::kRowBytes;
       // Of float16 the second number is Half, too.
 #pragma unroll
       for (int number = kIsHalf ? 1 : 0; number >= 0; --number) {
@@ -367,7 +368,7 @@ class NumberGradientBlock {
 
   // The sums go to their rows in shared memory, and from there, eight columns at a time, with what
   // magnitudes bring, to the gradient.
-  __device__ __forceinline__ void store_tokens(int unit, int first, int left,
+  __device__ __forceinline__ void store_tokens(int unit, int first, int remaining,
                                                const float (&sums)[4][2][4]) const {
     __syncthreads();  // nobody reads E
     Shared<unsigned char> results = shared_ + L::kGradients;
@@ -393,7 +394,7 @@ class NumberGradientBlock {
     const int64_t head = block_.head(unknown_to_compiler(unit));
     const int first_row = thread / 32 * 16, own_chunk = thread % 8;
 #pragma unroll 1
-    for (int row = first_row + thread % 32 / 8; row < min(left, first_row + 16); row += 4) {
+    for (int row = first_row + thread % 32 / 8; row < min(remaining, first_row + 16); row += 4) {
       const KeyMagnitude<float> own(wanted_.magnitude,
                                     (b * source_.heads + head) * source_.N + first + row);
       const uint32_t places[2] = {swizzled(row, 2 * own_chunk, L::kResultBytes),
@@ -430,7 +431,7 @@ class NumberGradientBlock {
 
   const FeatureSource& source_;
   const FeatureGradients& grad_phi_;
-  const NumberGradients& wanted_;
+  const OnePassGradients& wanted_;
   const FrequencyBlock<float>& block_;
   Shared<unsigned char> shared_;
   uint32_t base_;
@@ -441,12 +442,12 @@ class NumberGradientBlock {
 };
 
 template <typename T, int kSets, int kPieces, int kSlices>
-__global__ void __launch_bounds__(NumberGradientLayout<T, kSets, kPieces, kSlices>::kThreads,
+__global__ void __launch_bounds__(OnePassLayout<T, kSets, kPieces, kSlices>::kThreads,
                                   kSlices == 1 ? kBlocksAtOnce : 1)
-    number_gradient_kernel(FeatureSource source, FrequencyNumbers frequencies,
-                           FeatureGradients grad_phi, FrequencyParts<float> parts,
-                           NumberGradients wanted) {
-  using Block = NumberGradientBlock<T, kSets, kPieces, kSlices>;
+    one_pass_gradient_kernel(FeatureSource source, SplitFrequencies frequencies,
+                             FeatureGradients grad_phi, FrequencyParts<float> parts,
+                             OnePassGradients wanted) {
+  using Block = OnePassBlock<T, kSets, kPieces, kSlices>;
   const FrequencyBlock<float> share(source, parts);
   Block block(source, frequencies, grad_phi, wanted, share, dynamic_shared<unsigned char>());
   const int end_head = static_cast<int>(share.end_head), end = static_cast<int>(share.end);
@@ -462,15 +463,15 @@ __global__ void __launch_bounds__(NumberGradientLayout<T, kSets, kPieces, kSlice
 
 bool goes_in_one_pass(const FeatureSource& source) {
   if (source.x.type == ElementType::kFloat32 || source.M > 64 || source.d > 128) return false;
-  const int64_t bytes = source.d <= 64 ? NumberGradientLayout<BFloat16, 2, 2, 1>::kBytes
-                                       : NumberGradientLayout<BFloat16, 2, 2, 2>::kBytes;
+  const int64_t bytes = source.d <= 64 ? OnePassLayout<BFloat16, 2, 2, 1>::kBytes
+                                       : OnePassLayout<BFloat16, 2, 2, 2>::kBytes;
   return bytes <= most_shared_memory();
 }
 
-const char* number_gradients(const FeatureSource& source, const FrequencyNumbers& frequencies,
-                             const FeatureGradients& grad_phi, const Array& grad_x,
-                             const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
-                             const DeviceExecutor& executor) {
+const char* gradients_in_one_pass(const FeatureSource& source, const SplitFrequencies& frequencies,
+                                  const FeatureGradients& grad_phi, const Array& grad_x,
+                                  const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
+                                  const DeviceExecutor& executor) {
   const bool wants_frequencies = grad_w1 != nullptr || grad_w2 != nullptr;
   // Shares are large where there are many: each leaves its part of the sums.
   const bool is_much = source.B * source.heads * source.N >= int64_t{1} << 18;
@@ -481,11 +482,11 @@ const char* number_gradients(const FeatureSource& source, const FrequencyNumbers
       return "these kernels take 16 bits";  // goes_in_one_pass()
     } else {
       const auto queue = [&]<int kPieces, int kSlices>() {
-        using L = NumberGradientLayout<T, kSets, kPieces, kSlices>;
+        using L = OnePassLayout<T, kSets, kPieces, kSlices>;
         return launch(
-            number_gradient_kernel<T, kSets, kPieces, kSlices>, parts.blocks(source),
+            one_pass_gradient_kernel<T, kSets, kPieces, kSlices>, parts.blocks(source),
             dim3(L::kThreads), L::kBytes, executor.stream, source, frequencies, grad_phi, parts,
-            NumberGradients{grad_x, magnitude, static_cast<bool>(grad_x), wants_frequencies});
+            OnePassGradients{grad_x, magnitude, static_cast<bool>(grad_x), wants_frequencies});
       };
       const bool is_one_slice = frequencies.slices == 1;
       if (frequencies.pieces == 1) {

@@ -21,13 +21,13 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   data[index] = c < source.d && m < source.M ? load_element<float>(w, from) : 0.0f;
 }
 
-// A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see FrequencyNumbers.
+// A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see SplitFrequencies.
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads, 2)
     frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices,
                             bool for_backward, uint16_t* data, float* units) {
   IKATTN_SHARED(float, maxima, kCopyThreads / 32);
-  constexpr int kTileSize = kTurnFrequencies * kSliceColumns;
+  constexpr int kTileSize = kAngleFrequencies * kSliceColumns;
   const int tiles = pieces * slices * sets, tile = static_cast<int>(blockIdx.x) % tiles;
   const int set = tile % sets, slice = tile / sets % slices, piece = tile / sets / slices;
   const int64_t which = blockIdx.x / static_cast<unsigned>(tiles);
@@ -74,10 +74,10 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
 #pragma unroll
   for (int index = threadIdx.x; index < kTileSize; index += kCopyThreads) {
     const int c = index % kSliceColumns, m = frequency_of_row(index / kSliceColumns);
-    const float w = load(set, slice * kSliceColumns + c, piece * kTurnFrequencies + m);
+    const float w = load(set, slice * kSliceColumns + c, piece * kAngleFrequencies + m);
     float rest = w * scale;
 #pragma unroll
-    for (int number = 0; number < kNumbersOf<T>; ++number) {
+    for (int number = 0; number < kPartsOfFrequency<T>; ++number) {
       const T rounded = from_float<T>(rest);
       out[number * sets * kTileSize + index] = rounded.bits;
       rest -= to_float(rounded);
@@ -126,7 +126,7 @@ const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source
 }  // namespace
 
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          bool for_backward, TurnOperands& operands) {
+                          bool for_backward, AngleOperands& operands) {
   operands = {};
   operands.queries = source_of(params, false);
   operands.keys = source_of(params, true);
@@ -137,19 +137,19 @@ const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& e
   const int64_t heads = params.frequency_batches * params.frequency_heads;
   const bool is_float = source.x.type == ElementType::kFloat32;
   if (!is_float) {
-    FrequencyNumbers& numbers = operands.numbers;
-    numbers.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kTurnFrequencies);
-    numbers.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
+    SplitFrequencies& split = operands.split;
+    split.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kAngleFrequencies);
+    split.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
     float* units = executor.take<float>(2 * heads);
-    numbers.units = units;
-    const int64_t tiles = heads * numbers.pieces * numbers.slices * sets;
+    split.units = units;
+    const int64_t tiles = heads * split.pieces * split.slices * sets;
     const auto make_numbers = [&]<typename T>() {
-      uint16_t* data =
-          executor.take<uint16_t>(tiles * kPlanesOf<T> * kTurnFrequencies * int64_t{kSliceColumns});
-      numbers.data = data;
+      uint16_t* data = executor.take<uint16_t>(tiles * kPlanesOf<T> * kAngleFrequencies *
+                                               int64_t{kSliceColumns});
+      split.data = data;
       return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)),
-                    dim3(kCopyThreads), 0, executor.stream, source, sets, numbers.pieces,
-                    numbers.slices, for_backward, data, units);
+                    dim3(kCopyThreads), 0, executor.stream, source, sets, split.pieces,
+                    split.slices, for_backward, data, units);
     };
     const char* error = source.x.type == ElementType::kBFloat16
                             ? make_numbers.template operator()<BFloat16>()

@@ -1,4 +1,4 @@
-// Turns of tokens of 16 bits, x . w1 and x . w2, as products of their own type: a frequency is the
+// Angles of tokens of 16 bits, x . w1 and x . w2, as products of their own type: a frequency is the
 // sum of two numbers of that type, and no element of x is changed. On tensor cores that is half the
 // work of TF32, and operands go from shared memory to products as they lie.
 #pragma once
@@ -9,15 +9,15 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kNumberThreads = 256;
-constexpr int kNumberTokens = kNumberThreads;  // of a block's tile, 32 of each warp
+constexpr int kSplitThreads = 256;
+constexpr int kSplitTokens = kSplitThreads;  // of a block's tile, 32 of each warp
 
-// turns[set][m] += tile m of 16 tokens by 16 frequencies, along a slice of 64 columns. x: where the
-// tokens' rows begin in shared memory; w: the frequencies' of w1 and the first number, others being
-// kTurnFrequencies rows apart. Both are multiples of 128.
+// angles[set][m] += tile m of 16 tokens by 16 frequencies, along a slice of 64 columns. x: where
+// the tokens' rows begin in shared memory; w: the frequencies' of w1 and the first number, others
+// being kAngleFrequencies rows apart. Both are multiples of 128.
 template <typename T, int kSets, int kTiles>
-__device__ __forceinline__ void multiply_numbers(float (&turns)[kSets][kTiles][2][4], uint32_t x,
-                                                 uint32_t w) {
+__device__ __forceinline__ void multiply_parts(float (&angles)[kSets][kTiles][2][4], uint32_t x,
+                                               uint32_t w) {
   constexpr uint32_t kRowBytes = kSliceColumns * 2, kTileBytes = 16 * kRowBytes;
   x = FragmentPlaces::of_rows(x, kRowBytes).place[0];
   w = FragmentPlaces::of_columns(w, kRowBytes).place[0];
@@ -32,11 +32,11 @@ __device__ __forceinline__ void multiply_numbers(float (&turns)[kSets][kTiles][2
     for (int set = 0; set < kSets; ++set) {
       // The small numbers first.
 #pragma unroll
-      for (int number = kNumbersOf<T> - 1; number >= 0; --number) {
+      for (int number = kPartsOfFrequency<T> - 1; number >= 0; --number) {
         const Fragment b = load_fragment(w_place + (number * kSets + set) * (2 * kTileBytes));
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
-          float (&sums)[2][4] = turns[set][m];
+          float (&sums)[2][4] = angles[set][m];
           mma_m16n8k16<T>(sums[0], tokens[m].registers, b.registers[0], b.registers[1]);
           mma_m16n8k16<T>(sums[1], tokens[m].registers, b.registers[2], b.registers[3]);
         }
@@ -50,18 +50,18 @@ __device__ __forceinline__ void multiply_numbers(float (&turns)[kSets][kTiles][2
 // tokens, of a single slice the next tile's while it multiplies, and waits for no other: where one
 // makes sines, another multiplies.
 template <typename T, int kSets>
-class NumberTile {
+class SplitTile {
  public:
-  static constexpr int kFrequencyRows = kSets * kNumbersOf<T> * kTurnFrequencies;
+  static constexpr int kFrequencyRows = kSets * kPartsOfFrequency<T> * kAngleFrequencies;
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   static constexpr uint32_t kFrequencyBytes = kFrequencyRows * kRowBytes;
-  static constexpr uint32_t kTokenBytes = kNumberTokens * kRowBytes;
+  static constexpr uint32_t kTokenBytes = kSplitTokens * kRowBytes;
   static constexpr int64_t kBytes = 2 * kFrequencyBytes + 2 * kTokenBytes;
 
   // end: of the tiles that the block passes.
-  __device__ __forceinline__ NumberTile(const FeatureSource& source,
-                                        const FrequencyNumbers& frequencies, int64_t bh, int end,
-                                        Shared<unsigned char> shared)
+  __device__ __forceinline__ SplitTile(const FeatureSource& source,
+                                       const SplitFrequencies& frequencies, int64_t bh, int end,
+                                       Shared<unsigned char> shared)
       : source_(source), slices_(frequencies.slices), end_(end), base_(shared_address(shared)) {
     const int64_t b = bh / source.heads, head = bh % source.heads;
     x_ = static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
@@ -73,14 +73,14 @@ class NumberTile {
     unit_ = frequencies.units[2 * which];
   }
 
-  // What sums of products are multiplied with to be turns.
+  // What sums of products are multiplied with to be angles.
   __device__ __forceinline__ float unit() const { return unit_; }
 
-  // turns[set][m] += tile m of the warp's tokens, of the index-th tile, by 16 frequencies from m0
+  // angles[set][m] += tile m of the warp's tokens, of the index-th tile, by 16 frequencies from m0
   // on. By the whole block; a warp without tokens comes, too.
-  __device__ __forceinline__ void make_turns(int index, int m0, bool has_tokens,
-                                             float (&turns)[kSets][2][2][4]) {
-    const int piece = m0 / kTurnFrequencies;
+  __device__ __forceinline__ void make_angles(int index, int m0, bool has_tokens,
+                                              float (&angles)[kSets][2][2][4]) {
+    const int piece = m0 / kAngleFrequencies;
     for (int slice = 0; slice < slices_; ++slice) {
       const int frequencies = piece * slices_ + slice, tokens = index * slices_ + slice;
       const bool is_even = frequencies % 2 == 0;
@@ -112,16 +112,16 @@ class NumberTile {
         }
       }
       if (has_tokens) {
-        multiply_numbers<T, kSets, 2>(
-            turns, token_place(index, slice) + threadIdx.x / 32 * (32 * kRowBytes),
-            w + m0 % kTurnFrequencies * kRowBytes);
+        multiply_parts<T, kSets, 2>(angles,
+                                    token_place(index, slice) + threadIdx.x / 32 * (32 * kRowBytes),
+                                    w + m0 % kAngleFrequencies * kRowBytes);
       }
     }
   }
 
  private:
-  static constexpr int kChunks = kRowBytes / 16, kRowStep = kNumberThreads / kChunks;
-  static constexpr int kPieceSize = kSets * kPlanesOf<T> * kTurnFrequencies * kSliceColumns;
+  static constexpr int kChunks = kRowBytes / 16, kRowStep = kSplitThreads / kChunks;
+  static constexpr int kPieceSize = kSets * kPlanesOf<T> * kAngleFrequencies * kSliceColumns;
   static_assert(kRowStep % 8 == 0 && kFrequencyRows % kRowStep == 0);
 
   // Tiles, or slices, take turns.
@@ -142,8 +142,8 @@ class NumberTile {
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
     const int row = threadIdx.x / 32 * 32 + lane / kChunks;
     const int64_t column = int64_t{slice} * kSliceColumns + chunk * 8;
-    const int64_t first = int64_t{index} * kNumberTokens + row, left = source_.d - column;
-    const int bytes = left <= 0 ? 0 : left < 8 ? static_cast<int>(left) * 2 : 16;
+    const int64_t first = int64_t{index} * kSplitTokens + row, remaining = source_.d - column;
+    const int bytes = remaining <= 0 ? 0 : remaining < 8 ? static_cast<int>(remaining) * 2 : 16;
     const int rows = bytes == 0 ? 0 : static_cast<int>(min(source_.N - first, int64_t{32}));
     const T* from = x_ + first * source_.x.stride[2] + column;
     const uint32_t to = token_place(index, slice) + swizzled(row, chunk, kRowBytes);

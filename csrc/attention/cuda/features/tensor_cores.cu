@@ -26,8 +26,8 @@ struct FeatureRows {
   }
 };
 
-// The features of a warp's 32 tokens, 16 frequencies at a time, of their turns as products leave
-// them: rows g and g + 8 of two tiles of 16. kNumbers: of FrequencyNumbers, where a lane has four
+// The features of a warp's 32 tokens, 16 frequencies at a time, of their angles as products leave
+// them: rows g and g + 8 of two tiles of 16. kNumbers: of SplitFrequencies, where a lane has four
 // neighbours. kWidth: of a row, or 0.
 template <int kSets, bool kNumbers, int kWidth>
 class WarpFeatures {
@@ -46,17 +46,17 @@ class WarpFeatures {
     }
   }
 
-  // Those of 16 frequencies from m0 on, of M. turn(m, set, j, i), in units of `unit`: of tile m of
+  // Those of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit`: of tile m of
   // tokens and j of 8 frequencies.
-  template <typename Turn>
-  __device__ __forceinline__ void store(int m0, int M, float unit, const Turn& turn) {
+  template <typename Angle>
+  __device__ __forceinline__ void store(int m0, int M, float unit, const Angle& angle) {
     const int sine_at = sine_step(width()), t = static_cast<int>(threadIdx.x) % 4;
     // Bits of pairs of features, ones where there is a frequency.
     uint32_t present[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int left = M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j);
-      present[j] = left > 1 ? 0xffffffffu : left > 0 ? 0x0000ffffu : 0u;
+      const int remaining = M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j);
+      present[j] = remaining > 1 ? 0xffffffffu : remaining > 0 ? 0x0000ffffu : 0u;
     }
     Half* phi = phi_ + cosine_column(m0, width());
 #pragma unroll
@@ -71,12 +71,12 @@ class WarpFeatures {
         float cosine[2], sine[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          fast_sincos_of_turn(turn_remainder(turn(m, 0, j, 2 * half + c), unit), &sine[c],
-                              &cosine[c]);
+          fast_sincos_of_fraction(remainder_in_cycles(angle(m, 0, j, 2 * half + c), unit), &sine[c],
+                                  &cosine[c]);
           if constexpr (kSets == 2) {
             float sine2, cosine2;
-            fast_sincos_of_turn(turn_remainder(turn(m, 1, j, 2 * half + c), unit), &sine2,
-                                &cosine2);
+            fast_sincos_of_fraction(remainder_in_cycles(angle(m, 1, j, 2 * half + c), unit), &sine2,
+                                    &cosine2);
             cosine[c] += cosine2;
             sine[c] += sine2;
           }
@@ -139,17 +139,17 @@ class WarpFeatures {
 // Of float32: a block has 128 tokens.
 template <int kSets>
 __global__ void __launch_bounds__(kProductThreads, 3)
-    turn_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
+    tf32_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
   const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
   WarpFeatures<kSets, false, 0> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
                                          source.N);
-  for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kTurnFrequencies) {
-    float turns[2][2 * kSets][2][4] = {};
-    tile.make_turns(m0, 0, turns, [] {});
+  for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kAngleFrequencies) {
+    float angles[2][2 * kSets][2][4] = {};
+    tile.make_angles(m0, 0, angles, [] {});
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       features.store(static_cast<int>(m0) + 16 * n, static_cast<int>(source.M), 1,
-                     [&](int m, int set, int j, int i) { return turns[m][2 * set + n][j][i]; });
+                     [&](int m, int set, int j, int i) { return angles[m][2 * set + n][j][i]; });
     }
   }
   features.finish();
@@ -157,60 +157,61 @@ __global__ void __launch_bounds__(kProductThreads, 3)
 
 // Of 16 bits: a block has 256 tokens at a time, tiles_each times.
 template <typename T, int kSets, int kWidth>
-__global__ void __launch_bounds__(kNumberThreads, 2)
-    number_feature_kernel(FeatureSource source, FrequencyNumbers frequencies, FeatureRows rows,
-                          int tiles_each) {
-  const int tiles = static_cast<int>((source.N + kNumberTokens - 1) / kNumberTokens);
+__global__ void __launch_bounds__(kSplitThreads, 2)
+    split_feature_kernel(FeatureSource source, SplitFrequencies frequencies, FeatureRows rows,
+                         int tiles_each) {
+  const int tiles = static_cast<int>((source.N + kSplitTokens - 1) / kSplitTokens);
   const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
   const int64_t bh = blockIdx.x / ranges;
   const int first_tile = static_cast<int>(blockIdx.x % ranges) * tiles_each;
   const int end = min(first_tile + tiles_each, tiles);
-  NumberTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
+  SplitTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   for (int index = first_tile; index < end; ++index) {
-    const int64_t first = int64_t{index} * kNumberTokens + warp * 32;
+    const int64_t first = int64_t{index} * kSplitTokens + warp * 32;
     const bool has_tokens = first < source.N;  // the whole warp
     WarpFeatures<kSets, true, kWidth> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
     for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
-      float turns[kSets][2][2][4] = {};
-      tile.make_turns(index, m0, has_tokens, turns);
+      float angles[kSets][2][2][4] = {};
+      tile.make_angles(index, m0, has_tokens, angles);
       if (!has_tokens) continue;
       features.store(m0, static_cast<int>(source.M), tile.unit(),
-                     [&](int m, int set, int j, int i) { return turns[set][m][j][i]; });
+                     [&](int m, int set, int j, int i) { return angles[set][m][j][i]; });
     }
     if (has_tokens) features.finish();
   }
 }
 
-const char* write_side(const FeatureSource& source, const TurnOperands& operands,
+const char* write_side(const FeatureSource& source, const AngleOperands& operands,
                        const FeatureRows& rows, Stream stream) {
   const int64_t heads = source.B * source.heads;
   return launch_turns(source, [&]<typename T, int kSets>() {
     if constexpr (sizeof(T) == 4) {
-      const int64_t blocks = heads * ceil_div(source.N, kTurnTokens);
-      return launch(turn_feature_kernel<kSets>, dim3(static_cast<unsigned>(blocks)),
+      const int64_t blocks = heads * ceil_div(source.N, kAngleTokens);
+      return launch(tf32_feature_kernel<kSets>, dim3(static_cast<unsigned>(blocks)),
                     dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
                     operands.frequencies, rows);
     } else {
       // Frequencies are copied once for all tiles of a block, and the next tile's tokens while one
       // is multiplied; a multiprocessor should have two times the two blocks that it has room for.
-      const int64_t tiles = ceil_div(source.N, kNumberTokens);
+      const int64_t tiles = ceil_div(source.N, kSplitTokens);
       const int64_t each = ceil_div(heads * tiles, int64_t{4} * multiprocessors());
       const int tiles_each = static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
-      const auto kernel = rows.width == 64    ? number_feature_kernel<T, kSets, 64>
-                          : rows.width == 128 ? number_feature_kernel<T, kSets, 128>
-                                              : number_feature_kernel<T, kSets, 0>;
+      const auto kernel = rows.width == 64    ? split_feature_kernel<T, kSets, 64>
+                          : rows.width == 128 ? split_feature_kernel<T, kSets, 128>
+                                              : split_feature_kernel<T, kSets, 0>;
       return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
-                    dim3(kNumberThreads), NumberTile<T, kSets>::kBytes, stream, source,
-                    operands.numbers, rows, tiles_each);
+                    dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, source,
+                    operands.split, rows, tiles_each);
     }
   });
 }
 
 }  // namespace
 
-const char* write_turn_features(const AttentionParams& params, const TurnOperands& operands,
-                                const FeatureDestination& destination, Stream stream) {
+const char* write_features_on_tensor_cores(const AttentionParams& params,
+                                           const AngleOperands& operands,
+                                           const FeatureDestination& destination, Stream stream) {
   const int width = static_cast<int>(padded_columns(2 * params.M));
   if (const char* error =
           write_side(operands.queries, operands,

@@ -9,11 +9,11 @@ constexpr int kFloatPitch = Slice<float>::kRowBytes / 4;
 template <typename T, int kSets>
 struct TokenGradientLayout {
   static constexpr uint32_t kGradients = TokenTile<T, kSets>::kBytes;
-  static constexpr uint32_t kEnd = kGradients + kTurnTokens * Slice<Half>::kRowBytes;
+  static constexpr uint32_t kEnd = kGradients + kAngleTokens * Slice<Half>::kRowBytes;
   // Slopes take the place of tokens that have their size: beside them there is no room for both.
   static constexpr bool kInPlace = sizeof(T) == sizeof(float);
   static constexpr int64_t bytes(bool has_powers) {
-    return kEnd + (has_powers && !kInPlace ? int64_t{kTurnTokens} * Slice<float>::kRowBytes : 0);
+    return kEnd + (has_powers && !kInPlace ? int64_t{kAngleTokens} * Slice<float>::kRowBytes : 0);
   }
 };
 
@@ -21,8 +21,9 @@ struct TokenGradientLayout {
 //   out [B, heads, N, d]
 template <typename T, int kSets>
 __global__ void __launch_bounds__(kProductThreads, 2)
-    turn_token_kernel(FeatureSource source, FrequencyRows frequencies, FeatureGradients grad_phi,
-                      int64_t width, Array out, Magnitude<float> magnitude) {
+    tf32_token_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
+                               FeatureGradients grad_phi, int64_t width, Array out,
+                               Magnitude<float> magnitude) {
   // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
   constexpr int kParts = 2;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
@@ -32,15 +33,17 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   const Slice<Half> incoming{shared + L::kGradients};
   const Slice<float> slopes{L::kInPlace ? tile.x.memory : shared + L::kEnd};
   const int last = static_cast<int>(blockIdx.y), t = threadIdx.x % 4;
-  const int64_t left = source.N - tile.first;
-  const float units = static_cast<float>(turn_units(kSets == 1));
+  const int64_t remaining = source.N - tile.first;
+  const float units = static_cast<float>(angle_units(kSets == 1));
   const Half* gradients = grad_phi.rows + (tile.bh * source.N + tile.first) * width;
+  // 1. Angles of 32 frequencies at a time become their gradients, and these times the frequencies
+  //    are added up.
   float sums[2][4][2][4] = {};
-  for (int64_t m0 = 0; m0 < source.M; m0 += kTurnFrequencies) {
-    float turns[2][2 * kSets][2][4] = {};
-    tile.make_turns(m0, last, turns, [&] {
+  for (int64_t m0 = 0; m0 < source.M; m0 += kAngleFrequencies) {
+    float angles[2][2 * kSets][2][4] = {};
+    tile.make_angles(m0, last, angles, [&] {
       const Half* from = gradients + cosine_column(m0, width);
-      incoming.begin_halves<kTurnTokens>(from, from + sine_step(width), width, left);
+      incoming.begin_halves<kAngleTokens>(from, from + sine_step(width), width, remaining);
     });
     const float* row_scales =
         grad_phi.scales + tile.first +
@@ -51,7 +54,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = tile.row(m, half);
-        row_units[m][half] = row < left ? units * row_scales[row] : 0.0f;
+        row_units[m][half] = row < remaining ? units * row_scales[row] : 0.0f;
       }
     }
 #pragma unroll
@@ -64,10 +67,10 @@ __global__ void __launch_bounds__(kProductThreads, 2)
           for (int half = 0; half < 2; ++half) {
             const int row = tile.row(m, half), column = 16 * n + 8 * j + 2 * t;
             const float2 grad_cos = incoming.pair(row, column);
-            const float2 grad_sin = incoming.pair(row, kTurnFrequencies + column);
+            const float2 grad_sin = incoming.pair(row, kAngleFrequencies + column);
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
-              float (&two)[4] = turns[m][2 * set + n][j];
+              float (&two)[4] = angles[m][2 * set + n][j];
               to_gradient(two[2 * half], row_units[m][half], grad_sin.x, grad_cos.x);
               to_gradient(two[2 * half + 1], row_units[m][half], grad_sin.y, grad_cos.y);
             }
@@ -76,23 +79,24 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       }
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        const Tf32Block<kParts> left_blocks[2] = {rounded<kParts>(block_of(turns[0][2 * set + n])),
-                                                  rounded<kParts>(block_of(turns[1][2 * set + n]))};
-        multiply_by_rows(sums, left_blocks, tile.w, set * kTurnFrequencies + 16 * n,
+        const Tf32Block<kParts> left_blocks[2] = {
+            rounded<kParts>(block_of(angles[0][2 * set + n])),
+            rounded<kParts>(block_of(angles[1][2 * set + n]))};
+        multiply_by_rows(sums, left_blocks, tile.w, set * kAngleFrequencies + 16 * n,
                          [](const Block& block) { return block; });
       }
     }
   }
-  // Slopes with a power are long code: once, and not for every sum.
+  // 2. Slopes of the magnitude. Those with a power are long code: once, and not for every sum.
   const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
   if (has_powers) {
     Shared<float> to = shared_cast<float>(slopes.memory);
     if constexpr (L::kInPlace) __syncthreads();  // others may still read tokens
 #pragma unroll 1
-    for (int index = threadIdx.x; index < kTurnTokens * kSliceColumns / 2;
+    for (int index = threadIdx.x; index < kAngleTokens * kSliceColumns / 2;
          index += kProductThreads) {
       const int row = index / (kSliceColumns / 2), column = index % (kSliceColumns / 2) * 2;
-      if (row >= left) continue;
+      if (row >= remaining) continue;
       const KeyMagnitude<float> own(magnitude, tile.bh * source.N + tile.first + row);
       const float2 x = tile.x.pair(row, column);
       const float2 slope =
@@ -102,6 +106,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
     }
     __syncthreads();
   }
+  // 3. Rows of the result.
   const int64_t c0 = int64_t{last} * kSliceColumns;
   const RowPairs pairs(out);
 #pragma unroll
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile.row(m, half);
-      if (row >= left) continue;
+      if (row >= remaining) continue;
       const int64_t token = tile.first + row;
       const KeyMagnitude<float> own(magnitude, tile.bh * source.N + token);
       const int64_t to = tile.b * out.stride[0] + tile.head * out.stride[1] + token * out.stride[2];
@@ -141,10 +146,10 @@ const char* side_gradients(const FeatureSource& source, const FrequencyRows& fre
                            const Magnitude<float>& magnitude, const DeviceExecutor& executor) {
   const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
   const dim3 blocks(
-      static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTurnTokens)),
+      static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kAngleTokens)),
       static_cast<unsigned>(frequencies.columns / kSliceColumns));
   return launch_turns(source, [&]<typename T, int kSets>() {
-    return launch(turn_token_kernel<T, kSets>, blocks, dim3(kProductThreads),
+    return launch(tf32_token_gradient_kernel<T, kSets>, blocks, dim3(kProductThreads),
                   TokenGradientLayout<T, kSets>::bytes(has_powers), executor.stream, source,
                   frequencies, grad_phi, padded_columns(2 * source.M), grad_x, magnitude);
   });
@@ -152,27 +157,29 @@ const char* side_gradients(const FeatureSource& source, const FrequencyRows& fre
 
 }  // namespace
 
-const char* turn_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
-                           const TurnOperands& operands, const SplitLogits<float>& keys,
-                           const FoldedGradients& gradients) {
+const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& params,
+                                              const DeviceExecutor& executor,
+                                              const AngleOperands& operands,
+                                              const SplitLogits<float>& keys,
+                                              const FoldedGradients& gradients) {
   const FrequencyRows& frequencies = operands.frequencies;
   float* grad_w1 = data_of<float>(params.grad_w1);
   float* grad_w2 = data_of<float>(params.grad_w2);
-  return for_sides(
-      params, keys, gradients,
-      [&](bool of_keys, const FeatureGradients& grad_phi, const Array& grad_x,
-          const auto& magnitude) {
-        const FeatureSource& source = of_keys ? operands.keys : operands.queries;
-        if (goes_in_one_pass(source)) {
-          return number_gradients(source, operands.numbers, grad_phi, grad_x, magnitude, grad_w1,
-                                  grad_w2, executor);
-        }
-        const char* error =
-            grad_x ? side_gradients(source, frequencies, grad_phi, grad_x, magnitude, executor)
-                   : nullptr;
-        if (error != nullptr || !wants_frequencies(params)) return error;
-        return turn_frequency_gradients(source, frequencies, grad_phi, grad_w1, grad_w2, executor);
-      });
+  return for_sides(params, keys, gradients,
+                   [&](bool of_keys, const FeatureGradients& grad_phi, const Array& grad_x,
+                       const auto& magnitude) {
+                     const FeatureSource& source = of_keys ? operands.keys : operands.queries;
+                     if (goes_in_one_pass(source)) {
+                       return gradients_in_one_pass(source, operands.split, grad_phi, grad_x,
+                                                    magnitude, grad_w1, grad_w2, executor);
+                     }
+                     const char* error = grad_x ? side_gradients(source, frequencies, grad_phi,
+                                                                 grad_x, magnitude, executor)
+                                                : nullptr;
+                     if (error != nullptr || !wants_frequencies(params)) return error;
+                     return frequency_gradients_on_tensor_cores(source, frequencies, grad_phi,
+                                                                grad_w1, grad_w2, executor);
+                   });
 }
 
 }  // namespace ikattn::cuda

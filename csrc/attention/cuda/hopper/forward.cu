@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
   const typename L::Barriers barriers(base + L::kBarriers);
+  // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
     int bk = 0, batch = 0, value_head = 0;  // of the item
     const float* terms = nullptr;
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   ItemPlace<1> item;
   uint32_t meeting = 0;  // parity
   for (;; item.next()) {
+    // 2. The item's queries into registers.
     barrier_wait(barriers.item_full(0), item.parity);
     const int index = numbers[0];
     const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
@@ -115,6 +117,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const int row = row0 + 8 * half;
       poison[half] = row < params.L ? tokens.poison[at.bh * params.L + row] : 0.0f;
     }
+    // 3. Tile by tile: scores, weights, output += weights x values.
     float s[kKeys / 2];
     uint32_t weights[kKeys / 16][4];  // of the tile before
     float output[V / kBoxColumns][32] = {};
@@ -154,6 +157,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                [&] { pack_left<T, kKeys / 8>(s, weights); });
     sums_are_there(output);
 
+    // 4. Rows of the result.
     const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -167,11 +171,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
   }
 #else
-  (void)params;
-  (void)tokens;
-  (void)items;
-  (void)maps;
-  __trap();
+  trap_without_warpgroups(params, tokens, items, maps);
 #endif
 }
 

@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
   const typename L::Barriers barriers(base + L::kBarriers);
+  // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
     copy_pairs<L>(params, tokens, rows, items, maps, barriers, numbers, base, kCausal);
     return;
@@ -104,6 +105,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   TileStage stage;
   ItemPlace<L::kItems> item;
   for (;; item.next()) {
+    // 2. The item's keys: values into registers, and what pairs are scaled with.
     barrier_wait(barriers.item_full(item.index), item.parity);
     const int index = numbers[item.index * kItemNumbers];
     if (index < 0) break;
@@ -134,6 +136,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         key_terms[half] = there ? tokens.terms[at.bk * padded_tokens(params.S) + j] : 0.0f;
       }
     }
+    // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
     float s[kStep / 2], x[kStep / 2];
     uint32_t weights[kStep / 16][4], products[kStep / 16][4];
     float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     [[maybe_unused]] int diagonal = warp * 16 + g;
     [[maybe_unused]] const int beyond = at.j0 + diagonal - static_cast<int>(params.L);
     bool has_before = false;
-    for (int left = at.steps; left > 0; --left, stage.next()) {
+    for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
       const uint32_t place = base + stage.index * L::kStage;
       barriers.wait(stage);
       Shared<const float> normalizers =
@@ -212,8 +215,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         if (diagonal <= beyond) diagonal = warp * 16 + g;
       }
     }
-    // Found anew: no register holds it over the tiles. The products that read the own tokens are
-    // over.
+    // 4. Rows of the results. The block is found anew: no register holds it over the tiles. The
+    // products that read the own tokens are over.
     const KeyBlock again(params, kWarpgroupRows, kCausal, int{numbers[item.index * kItemNumbers]});
     barriers.release_item(item.index);
     if (has_before) {
@@ -237,14 +240,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
   }
 #else
-  (void)params;
-  (void)tokens;
-  (void)rows;
-  (void)logits;
-  (void)gradients;
-  (void)items;
-  (void)maps;
-  __trap();
+  trap_without_warpgroups(params, tokens, rows, logits, gradients, items, maps);
 #endif
 }
 

@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
   const typename L::Barriers barriers(base + L::kBarriers);
+  // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
     constexpr uint32_t kRowNumbers = kWarpgroupRows * 4;
     int bk = 0, batch = 0, value_head = 0;  // of the item
@@ -87,6 +88,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   ItemPlace<1> item;
   uint32_t meeting = 0;  // parity
   for (;; item.next()) {
+    // 2. The item's queries and their gradients into registers.
     barrier_wait(barriers.item_full(0), item.parity);
     const int index = numbers[0];
     const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
@@ -107,6 +109,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       normalizer[half] = normalizer_of<false>(params, rows, at, row0 + 8 * half);
     }
     barriers.release_item(0);
+    // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
     float s[kStep / 2], x[kStep / 2];
     uint32_t products[kStep / 16][4];  // of the tile before
     float sums[F / kBoxColumns][32] = {};
@@ -140,6 +143,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                [&] { pack_left<Half, kStep / 8>(s, products); });
     sums_are_there(sums);
 
+    // 4. Rows of the result.
     const float units =
         gradient_scale_of(rows, at.bk) * value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll
@@ -150,13 +154,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
   }
 #else
-  (void)params;
-  (void)tokens;
-  (void)rows;
-  (void)items;
-  (void)grad_phi_q;
-  (void)maps;
-  __trap();
+  trap_without_warpgroups(params, tokens, rows, items, grad_phi_q, maps);
 #endif
 }
 

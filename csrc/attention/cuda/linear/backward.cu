@@ -1,4 +1,4 @@
-// The backward without pairs: what every query brings, and which heads can do without.
+// The backward in linear time: what every query brings, and which heads can do without.
 #include "attention/cuda/linear/gradients.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/tensor_cores/blocks.h"
@@ -16,7 +16,7 @@ struct LinearRows {
   Half* gram_weights;  // [B, key_heads, padded N]  d / Z, in its own units
   // [B, key_heads]  of `gradients`, of gram_weights; of scaled gradients, and these times values
   float *row_scales, *gram_scales, *gradient_units, *pair_units;
-  uint32_t* by_pairs;  // [B, key_heads]
+  uint32_t* quadratic_blocks;  // [B, key_heads]
 
   LinearRows(const AttentionParams& params, const DeviceExecutor& executor) {
     const int64_t heads = params.B * params.H, key_heads = params.B * params.key_heads;
@@ -27,7 +27,7 @@ struct LinearRows {
     for (float** numbers : {&row_scales, &gram_scales, &gradient_units, &pair_units}) {
       *numbers = executor.take<float>(key_heads);
     }
-    by_pairs = executor.take<uint32_t>(key_heads);
+    quadratic_blocks = executor.take<uint32_t>(key_heads);
   }
   // Queries that share keys, and of all with their padding.
   static int64_t group_tokens(const AttentionParams& params) {
@@ -38,7 +38,7 @@ struct LinearRows {
   }
   // Padding is zero.
   const char* clear(const AttentionParams& params, Stream stream) const {
-    if (const char* error = clear_bounds(by_pairs, params.B * params.key_heads, stream)) {
+    if (const char* error = clear_bounds(quadratic_blocks, params.B * params.key_heads, stream)) {
       return error;
     }
     const int64_t count = sum_count(params);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const int64_t i = at.row, index = at.bh * padded + i, bk = key_head_of(params, at.bh);
   const bool there = i < params.L;
   if ((tokens.state[bk] & kLeftToPairs) != 0) {  // the whole block
-    if (i == 0 && at.lane == 0) atomicOr(to.by_pairs + bk, 1u);
+    if (i == 0 && at.lane == 0) atomicOr(to.quadratic_blocks + bk, 1u);
     return;
   }
   const LinearHead head = keys.heads[bk];
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   // A row that is not finite spoils what it is added to here, too.
   const bool keeps_digits =
       normalizer != normalizer || (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
-  if (there && !keeps_digits) atomicOr(to.by_pairs + bk, 1u);
+  if (there && !keeps_digits) atomicOr(to.quadratic_blocks + bk, 1u);
   // Values that were scaled are below 2^15 each, as is what they are at most from their center.
   const float bound = tokens.half_value.scales == nullptr
                           ? 2.002f * __uint_as_float(tokens.value_bounds[bk])
@@ -152,16 +152,17 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
     return error;
   }
   const LinearRows own(params, executor);
-  tokens.heads_by_pairs = own.by_pairs;
+  tokens.quadratic_heads = own.quadratic_blocks;
   if (const char* error = own.clear(params, stream)) return error;
-  // Gradients of queries with small sums of weights follow from small numbers by pairs, too.
+  // Gradients of queries with small sums of weights follow from small numbers over pairs,
+  // too.
   const float share = share_of_mean(params) / 2;
   const char* error = launch_type(params, [&]<typename T>() {
     return launch(linear_row_kernel<T>, row_blocks(params.B * params.H, padded_tokens(params.L)),
                   dim3(kRowThreads), 0, stream, params, tokens, rows, of_keys, share, own);
   });
   if (error != nullptr) return error;
-  keys.states = queries.states = own.by_pairs;
+  keys.states = queries.states = own.quadratic_blocks;
   keys.left_out = queries.left_out = ~0u;
   if (wants_queries(params)) {
     const ElementType type = params.value.type == ElementType::kBFloat16 ? ElementType::kBFloat16

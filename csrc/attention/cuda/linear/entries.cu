@@ -19,10 +19,10 @@ __device__ __forceinline__ uint32_t twice(uint32_t two, bool second) {
 // Whether pairs have the 128 queries from the row-th of a block on; of rows beyond the last, yes.
 __device__ __forceinline__ bool are_by_pairs(const EntryProducts& products, const EntryBlock& at,
                                              int row) {
-  if (products.by_pairs == nullptr) return false;
+  if (products.quadratic_blocks == nullptr) return false;
   const int blocks = static_cast<int>((products.tokens.N + kLinearQueries - 1) / kLinearQueries);
   const int block = (at.first + row) / kLinearQueries;
-  return block >= blocks || products.by_pairs[int64_t{at.bh} * blocks + block] != 0;
+  return block >= blocks || products.quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
 }
 
 // The rows of a warp, of what their entries have added up to.
@@ -104,16 +104,16 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
                         (bk * slices + slice) * chunks.pairs() * (kPairEntries * kMomentColumns) +
                         threadIdx.x * 8;
   const uint32_t to = base + kTokenTile + swizzled(row, piece, kMomentBytes);
-  int left = chunks.pairs() * kPairStages;  // stages to copy
+  int remaining = chunks.pairs() * kPairStages;  // stages to copy
   const auto copy = [&](int stage) {
-    if (left > 0) {
+    if (remaining > 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         cp_async_16(to + stage * kEntryStage + half * (kEntryStage / 2),
                     moments + half * (kEntryThreads * 8));
       }
       moments += kStageRows * kMomentColumns;
-      --left;
+      --remaining;
     }
     cp_async_commit();
   };

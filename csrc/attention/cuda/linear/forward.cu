@@ -1,4 +1,4 @@
-// Queries without pairs: the sums of their weights, and whether these keep their digits.
+// Queries in linear time: the sums of their weights, and whether these keep their digits.
 #include "attention/cuda/linear/tiles.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
@@ -6,16 +6,17 @@ namespace ikattn::cuda {
 namespace {
 
 // 128 queries: sums [B, H, L] of weights, and their logs. A block of which a query's are small
-// against the mean of random directions goes by pairs.
+// against the mean of random directions takes quadratic time.
 template <int F>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     weight_sum_kernel(AttentionParams params, FoldedTokens tokens, FeatureChunks chunks,
-                      LinearSums keys, float share_of_mean, float* sums, uint32_t* by_pairs) {
+                      LinearSums keys, float share_of_mean, float* sums,
+                      uint32_t* quadratic_blocks) {
   constexpr uint32_t kGram = F * 2 * F;
   const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
   const QueryBlock at(params, kLinearQueries, blockIdx.x);
   const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
-  uint32_t* flag = by_pairs + at.bh * blocks + at.i0 / kLinearQueries;
+  uint32_t* flag = quadratic_blocks + at.bh * blocks + at.i0 / kLinearQueries;
   if ((tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
     if (threadIdx.x == 0) *flag = 1;
     return;
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
   for (int k = 0; k < F / 16; ++k) {
     load_chunk(phi[k], tokens.phi_q + (at.bh * params.L + warp_row) * chunks.width,
-               left_of(params.L, warp_row), chunks, k);
+               remaining_of(params.L, warp_row), chunks, k);
   }
   cp_async_wait<0>();
   __syncthreads();
@@ -82,9 +83,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       errs = errs || (counts && !keeps_digits);
     }
   }
-  const bool goes_by_pairs = __syncthreads_or(errs) != 0;
-  if (threadIdx.x == 0) *flag = goes_by_pairs;
-  if (goes_by_pairs || t != 0) return;
+  const bool is_quadratic = __syncthreads_or(errs) != 0;
+  if (threadIdx.x == 0) *flag = is_quadratic;
+  if (is_quadratic || t != 0) return;
   const double reference = reference_of<Half, false>(tokens, at.bk, 0);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -113,12 +114,12 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
   const int F = chunks.columns();
   const int64_t heads = params.B * params.H, blocks = heads * ceil_div(params.L, kLinearQueries);
   float* sums = executor.take<float>(heads * params.L);
-  uint32_t* by_pairs = executor.take<uint32_t>(blocks);
-  tokens.by_pairs = by_pairs;
+  uint32_t* quadratic_blocks = executor.take<uint32_t>(blocks);
+  tokens.quadratic_blocks = quadratic_blocks;
   if (const char* error = launch(F == 64 ? weight_sum_kernel<64> : weight_sum_kernel<128>,
                                  dim3(static_cast<unsigned>(blocks)), dim3(kFoldedThreads),
                                  4 * F * F, executor.stream, params, tokens, chunks, keys,
-                                 share_of_mean(params), sums, by_pairs)) {
+                                 share_of_mean(params), sums, quadratic_blocks)) {
     return error;
   }
   EntryProducts products = {};
@@ -126,7 +127,7 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
   products.sums = keys;
   products.output = params.output;
   products.weights = sums;
-  products.by_pairs = by_pairs;
+  products.quadratic_blocks = quadratic_blocks;
   return entry_products(params, products, executor.stream);
 }
 

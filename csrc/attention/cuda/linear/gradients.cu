@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_chunk(const WarpTokens& at, int chunk,
   Fragment of_chunk[2];
   if (of_keys) {
     load_chunk(of_chunk, tokens.phi + at.index(at.first) * chunks.width,
-               left_of(tokens.N, at.first), chunks, chunk);
+               remaining_of(tokens.N, at.first), chunks, chunk);
   }
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -229,9 +229,9 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   const int row = threadIdx.x / 8, piece_of_row = threadIdx.x % 8;
   const Half* squares = sums.squares + (bk * n * n + row) * kMomentColumns + piece_of_row * 8;
   const uint32_t to = base + swizzled(row, piece_of_row, kSquareBytes);
-  int left = n;  // features whose moments are to be copied
+  int remaining = n;  // features whose moments are to be copied
   const auto copy = [&](uint32_t stage, int piece) {
-    if (left > 0) {
+    if (remaining > 0) {
       const int count = piece == 0 && kPieces > 1 ? kSquareRows : n - (kPieces - 1) * kSquareRows;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
         }
       }
       squares += count * kMomentColumns;
-      if (piece == kPieces - 1) --left;
+      if (piece == kPieces - 1) --remaining;
     }
     cp_async_commit();
   };
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   for (int stage = 0; stage < kSquareStages - 1; ++stage) copy(stage, stage % kPieces);
 
   const int64_t warp_row = at.first + warp * 32;
-  const int count = left_of(tokens.N, warp_row);
+  const int count = remaining_of(tokens.N, warp_row);
   const Half* phi = tokens.phi + (at.bh * tokens.N + warp_row) * chunks.width;
   Fragment features[F / 16][2];
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the backward without pairs is made of. With d_i = dO_i . (O_i - m), of what rows are less
+// What the backward in linear time is made of. With d_i = dO_i . (O_i - m), of what rows are less
 // the keys' m,
 //   dphi_q_a = 2 / Z_i sum_b q_b (sum_c dO_ic moment_abc - d_i gram_ab)
 //   dphi_k_a = 2 sum_b k_b (sum_c (v_jc - m_c) moment'_abc - gram'_ab)

@@ -1,4 +1,4 @@
-// Attention without pairs on tensor cores, of calls in which every row sees every key
+// Attention in linear time on tensor cores, of calls in which every row sees every key
 // (attention/linear_time.h has the sums and when they pay).
 //
 // Features are taken 16 at a time, a chunk. An entry is the product of two of them, a and b, of
@@ -12,7 +12,7 @@
 // in the letters of operands/operands.h: the term of eps is in m, and small differences of large
 // values keep their digits. Products of two features are Half, as are what moments add up to, for
 // they are as good as weights of 11 bits are, unless a query's scores are all small against its
-// features: a block with such a query is computed by pairs.
+// features: a block with such a query is computed in quadratic time.
 #pragma once
 
 #include "attention/cuda/operands/operands.h"
@@ -120,28 +120,28 @@ struct EntryProducts {
   // are center * term + product, over those of `units`, [B, key_heads]
   const float* weights;
   const float* units;
-  const float* logits;       // [B, heads, N]  of gradients: -inf, none
-  const uint32_t* by_pairs;  // FoldedTokens::by_pairs, of the output
+  const float* logits;               // [B, heads, N]  of gradients: -inf, none
+  const uint32_t* quadratic_blocks;  // FoldedTokens::quadratic_blocks, of the output
 };
 const char* entry_products(const AttentionParams& params, const EntryProducts& products,
                            Stream stream);
 
 struct FoldedRows;
 
-// The backward of heads that can do without pairs. Sets tokens.heads_by_pairs, and leaves the
+// The backward of heads that can do without pairs. Sets tokens.quadratic_heads, and leaves the
 // others to the kernels of pairs.
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
                             const FoldedGradients& gradients);
 
-// The forward. Sets tokens.by_pairs, and leaves these blocks to the kernels of pairs.
+// The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            FoldedTokens& tokens);
 
 namespace {
 
-// Whether all queries of a head are computed by pairs: with few keys a row may be a single one's,
-// bit by bit; and what is not finite spoils only its own row there.
+// Whether all queries of a head are computed in quadratic time: with few keys a row may be a single
+// one's, bit by bit; and what is not finite spoils only its own row there.
 constexpr uint32_t kLeftToPairs = kGeneral | kUnclean | kFew;
 
 __device__ __forceinline__ bool leaves_out(const LinearTokens& tokens, int64_t bk) {

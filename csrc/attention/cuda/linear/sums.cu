@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const uint32_t base = shared_address(shared);
   const uint32_t to = base + swizzled(row, piece, 2 * F);
   const auto copy = [&](int tile) {
-    const int left = left_of(at.end, at.first + tile * int64_t{kStep});
+    const int remaining = remaining_of(at.end, at.first + tile * int64_t{kStep});
 #pragma unroll
     for (int step = 0; step < kStep / kRowStep; ++step) {
-      const bool there = inside && row + step * kRowStep < left;
+      const bool there = inside && row + step * kRowStep < remaining;
       cp_async_16(
           to + tile % kStages * kTile + step * (kRowStep * 2 * F),
           there ? phi + (tile * kStep + step * kRowStep) * int64_t{chunks.width} : tokens.phi,
@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int slice = static_cast<int>(index % parts.slices);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
 
-  // What a thread copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B of
-  // the second.
+  // 1. What a thread copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B
+  // of the second.
   constexpr int kRowStep = kMomentThreads / 8;
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const int copied_pair = group * kPairsTogether + piece / 4;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int tiles = at.tiles();
   const auto copy = [&](int tile) {
     if (tile < tiles) {
-      const int left = left_of(at.end, at.first + tile * int64_t{kStep});
+      const int remaining = remaining_of(at.end, at.first + tile * int64_t{kStep});
       const uint32_t stage = to + tile % kMomentStages * kMomentStage;
 #pragma unroll
       for (int step = 0; step < kStep / kRowStep; ++step) {
@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
     cp_async_commit();
   };
 
+  // 2. Tiles of 64 tokens, four stages ahead: entries in registers, times values.
   const int own = warp / 4, a0 = warp % 4 * kEntryRows;
   const int feature_row = lane % 8 + lane / 16 * 8, feature_half = lane / 8 % 2;
   const uint32_t place_a = swizzled(feature_row, 4 * own + feature_half, kRowBytes);
@@ -254,6 +255,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   }
   cp_async_wait<0>();
 
+  // 3. The moments of the part.
   const int pair = group * kPairsTogether + own;
   if (pair >= chunks.pairs()) return;
   float* rows =

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "attention/cuda/operands/math.h"
-#include "attention/fast_path.h"
+#include "attention/tensor_core_calls.h"
 #include "support/cuda/warps.h"
 
 namespace ikattn::cuda {

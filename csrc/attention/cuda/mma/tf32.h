@@ -104,8 +104,10 @@ struct Slice {
     // Or what follows from it would stay in registers from one tile to the next.
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int row = thread / kChunks, chunk = thread % kChunks;
-    const int64_t left = columns - chunk * kWidth;
-    const int bytes = left <= 0 ? 0 : left < kWidth ? static_cast<int>(left * sizeof(T)) : 16;
+    const int64_t remaining = columns - chunk * kWidth;
+    const int bytes = remaining <= 0       ? 0
+                      : remaining < kWidth ? static_cast<int>(remaining * sizeof(T))
+                                           : 16;
     const T* from = rows + row * stride + chunk * kWidth;
     uint32_t to = shared_address(memory) + place(row0 + row, chunk);
 #pragma unroll 2

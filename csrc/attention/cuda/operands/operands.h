@@ -15,7 +15,7 @@
 
 #include "attention/cuda/operands/route.h"
 #include "attention/cuda/operands/tokens.h"
-#include "attention/fast_path.h"
+#include "attention/tensor_core_calls.h"
 #include "support/cuda/float16.h"
 #include "support/cuda/warps.h"
 
@@ -76,11 +76,11 @@ struct FoldedTokens {
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
   HalfValue half_value;  // of calls in linear time (linear/linear.h)
-  // [B, H, blocks of kLinearQueries]  which of them go by pairs all the same; nullptr: all
-  const uint32_t* by_pairs;
-  const uint32_t* heads_by_pairs;  // [B, key_heads]  of the backward, likewise
-  unsigned* items_taken;           // [2]  of kernels whose blocks take items, 0 at first
-  const uint32_t* value_bounds;    // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  // [B, H, blocks of kLinearQueries]  which of them take quadratic time all the same; nullptr: all
+  const uint32_t* quadratic_blocks;
+  const uint32_t* quadratic_heads;  // [B, key_heads]  of the backward, likewise
+  unsigned* items_taken;            // [2]  of kernels whose blocks take items, 0 at first
+  const uint32_t* value_bounds;     // [B, key_heads]  bits of max |V_j| of keys that are not hidden
   GeneralScales general;
   float root_scale;  // sqrt(K)
   float log_scale;   // log K
@@ -146,7 +146,7 @@ struct FoldedGradients {
   float* logits;  // [B, key_heads, S]
 };
 
-struct TurnOperands;
+struct AngleOperands;
 
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
@@ -162,7 +162,7 @@ const char* fold_values(const AttentionParams& params, const DeviceExecutor& exe
 // Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
 // for_backward: with the value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const TurnOperands& operands, const SplitLogits<float>& logits,
+                        const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded);
 
 }  // namespace ikattn::cuda

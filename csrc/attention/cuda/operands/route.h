@@ -16,12 +16,12 @@ enum class Unit { kCudaCores, kTensorCores, kHopper };
 
 struct Route {
   // kLinear: but for queries, or heads, that it would not be exact for. These are found on the
-  // device, and go by pairs in the same call.
+  // device, and take quadratic time in the same call.
   Algorithm algorithm = Algorithm::kQuadratic;
   Unit unit = Unit::kCudaCores;
   bool is_wide = false;  // tensor cores: more than 64 frequencies, or 128 columns of the value
   int parts = 1;         // tensor cores, forward: blocks that share the keys of a query
-  const char* why_cuda_cores = nullptr;  // where the unit is these
+  const char* reason = nullptr;  // why nothing faster, where there is something faster
 };
 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass);

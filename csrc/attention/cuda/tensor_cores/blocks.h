@@ -86,7 +86,7 @@ __device__ __forceinline__ const T* value_rows(const AttentionParams& params,
 }
 
 // Tokens from the first of a tile on; beyond 2^31 a tile is full all the same.
-__device__ __forceinline__ int left_of(int64_t count, int64_t first) {
+__device__ __forceinline__ int remaining_of(int64_t count, int64_t first) {
   return static_cast<int>(min(count - first, int64_t{1} << 30));
 }
 
@@ -141,7 +141,7 @@ __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
 
 // Whether linear_backward has the gradients of a key head.
 __device__ __forceinline__ bool is_without_pairs(const FoldedTokens& tokens, int64_t bk) {
-  return tokens.heads_by_pairs != nullptr && tokens.heads_by_pairs[bk] == 0;
+  return tokens.quadratic_heads != nullptr && tokens.quadratic_heads[bk] == 0;
 }
 
 // Tiles of 16 rows per warp: as many as the registers hold.

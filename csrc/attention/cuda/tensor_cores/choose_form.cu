@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
 }  // namespace
 
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                        const TurnOperands& operands, const SplitLogits<float>& logits,
+                        const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
   const int64_t F = padded_columns(2 * params.M);
@@ -142,8 +142,8 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = fold_values(params, executor, logits, route, for_backward, folded)) {
     return error;
   }
-  return write_turn_features(params, operands, {phi_q, poison, phi_k, logits.high, scales},
-                             executor.stream);
+  return write_features_on_tensor_cores(
+      params, operands, {phi_q, poison, phi_k, logits.high, scales}, executor.stream);
 }
 
 }  // namespace ikattn::cuda

@@ -18,8 +18,8 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
 const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                           const Parts& parts);
 
-// Output and log Z of the queries in tokens.by_pairs, or their parts. general_alone: other kernels
-// have the folded form.
+// Output and log Z of the queries in tokens.quadratic_blocks, or their parts. general_alone: other
+// kernels have the folded form.
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                            const Parts& parts, bool general_alone);
 

@@ -15,12 +15,12 @@ struct Layout {
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
 
-// Whether a block of queries is not computed without pairs.
-__device__ __forceinline__ bool goes_by_pairs(const AttentionParams& params,
-                                              const FoldedTokens& tokens, const QueryBlock& at) {
-  if (tokens.by_pairs == nullptr) return true;
+// Whether a block of queries is not computed in linear time.
+__device__ __forceinline__ bool is_quadratic(const AttentionParams& params,
+                                             const FoldedTokens& tokens, const QueryBlock& at) {
+  if (tokens.quadratic_blocks == nullptr) return true;
   const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
-  return tokens.by_pairs[at.bh * blocks + at.i0 / kLinearQueries] != 0;
+  return tokens.quadratic_blocks[at.bh * blocks + at.i0 / kLinearQueries] != 0;
 }
 
 // What a thread copies of every tile, and from where the next one comes.
@@ -75,18 +75,19 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int i0 = at.i0;
   const uint32_t state = tokens.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
-  if (kPairs == Pairs::kAll && !goes_by_pairs(params, tokens, at)) return;
+  if (kPairs == Pairs::kAll && !is_quadratic(params, tokens, at)) return;
 
+  // 1. The first tile of keys and values is on its way.
   const TileRange tiles(params, at, kQueries, part, parts.count);
   TileCopy<T, F, V, kPairs> copy(params, tokens, at.b, at.h, at.bk, tiles.first);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   if (tiles.first < tiles.end) {
     copy(shared_address(shared + tiles.first % kStages * L::kStage),
-         left_of(params.S, tiles.first * int64_t{kStep}));
+         remaining_of(params.S, tiles.first * int64_t{kStep}));
   }
   const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
 
-  // The warp's queries, all their features, as A fragments.
+  // 2. The warp's queries, all their features, as A fragments.
   const int warp_row = i0 + warp * kRowTiles * 16;
   Fragment phi_q[kRowTiles][F / 16];
 #pragma unroll
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       }
     }
   }
+  // 3. Tile by tile: scores, weights, output += weights x values.
   float output[kRowTiles][V / 8][4] = {};
   ForwardRows<T, kPairs> rows[kRowTiles];
   const GeneralScales& scales = tokens.general;
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     __syncthreads();  // the tile is here, and nobody reads the other stage
     if (tile + 1 < tiles.end) {
       copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
-           left_of(params.S, (tile + 1) * int64_t{kStep}));
+           remaining_of(params.S, (tile + 1) * int64_t{kStep}));
     }
     if ((state & kUnclean) != 0) {
       clean_values<T, kStep * V>(stage + L::kKeyTile);
@@ -148,6 +150,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
+  // 4. Rows of the result, or of its part.
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
                      value_scale_of(tokens, value_head_of(params, at.b, at.h));
 #pragma unroll

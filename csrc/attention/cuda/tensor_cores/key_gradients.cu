@@ -32,6 +32,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
+  // 1. The block's keys and values, where registers do not hold them, and the first tile of queries
+  //    are on their way.
   const int64_t padded = padded_tokens(params.L);
   const int first_tile = at.first_tile, tiles = at.tiles, steps = at.steps;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const uint32_t base = shared_address(shared + step % kStages * L::kStage);
     const int64_t bh = b * params.H + key_head * group + step / tiles;
     const int64_t i0 = int64_t{first_tile + step % tiles} * kStep;
-    const int count = left_of(params.L, i0);
+    const int count = remaining_of(params.L, i0);
     feature_rows.template begin<kStep>(
         base, feature_rows.source(tokens.phi_q + (bh * params.L + i0) * F), count);
     gradient_rows.template begin<kStep>(
@@ -61,14 +63,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     if constexpr (!L::kHoldsKeys) {
       const Half* keys = tokens.phi_k + (bk * params.S + j0) * F;
       feature_rows.template begin<kStep>(shared_address(shared + L::kKeys),
-                                         feature_rows.source(keys), left_of(params.S, j0));
+                                         feature_rows.source(keys), remaining_of(params.S, j0));
     }
     if constexpr (!L::kHoldsValue) {
       const RowCopy<V> rows_of_value(tokens.value.stride[2], tokens.value_columns);
       const T* from =
           value_rows<T>(params, tokens, b, key_head * group) + j0 * rows_of_value.stride;
       rows_of_value.template begin<kStep>(shared_address(shared + L::kValue),
-                                          rows_of_value.source(from), left_of(params.S, j0));
+                                          rows_of_value.source(from), remaining_of(params.S, j0));
     }
     copy(0);
   }
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const float fit = key_scales_of<T>(params, tokens, rows, bk, value_head).fit;
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float norm = 1 / static_cast<float>(4 * params.M), eps = static_cast<float>(params.eps);
-  // The warp's keys, all their features and values, as A fragments.
+  // 2. The warp's keys, all their features and values, as A fragments.
   const int64_t warp_key = j0 + warp * 16;
   constexpr int kHeldKeys = L::kHoldsKeys ? F / 16 : 0, kHeldValues = L::kHoldsValue ? V / 16 : 0;
   [[maybe_unused]] Fragment phi_k[kHeldKeys + 1], value[kHeldValues + 1];
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       }
     }
   }
+  // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
   float key_sums[1][F / 8][4] = {}, value_sums[1][V / 8][4] = {};
 
   for (int step = 0; step < steps; ++step) {
@@ -165,6 +168,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
+  // 4. Rows of the results.
   store_key_gradients<F, V>(
       params, hidden_keys(params, logits, bk, warp_key + g), gradients,
       key_scales_of<T>(params, tokens, rows, bk, value_head), b, key_head, warp_key + g,

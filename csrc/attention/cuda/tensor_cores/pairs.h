@@ -30,8 +30,8 @@ struct TileVisibility {
     const int64_t far = 1 << 20;
     diagonal = static_cast<int>(params.is_causal ? max(-far, min(i0 - j0, far)) : far);
     if constexpr (kDrops<kPairs>) {
-      rows = left_of(params.L, i0);
-      columns = left_of(params.S, j0);
+      rows = remaining_of(params.L, i0);
+      columns = remaining_of(params.S, j0);
       base = b * mask.stride[0] + h * mask.stride[1] + i0 * mask.stride[2] + j0 * mask.stride[3];
     }
   }

@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
+  // 1. The block's queries and their gradients, and the first tile of keys, are on their way.
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
   const RowCopy<V> gradient_rows(V, V);
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const T* value = value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h));
   const auto copy = [&](int tile) {
     const uint32_t base = shared_address(shared + L::kStages0 + tile % kStages * L::kStage);
-    const int count = left_of(params.S, tile * int64_t{kStep});
+    const int count = remaining_of(params.S, tile * int64_t{kStep});
     feature_rows.template begin<kStep>(base, phi_k, count);
     value_rows.template begin<kStep>(base + L::kValueTile, value, count);
     if constexpr (kPairs == Pairs::kGeneral) {
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   };
   const int tiles = TileRange(params, at, kQueries).end;
   if (tiles > 0) {
-    const int count = left_of(params.L, i0);
+    const int count = remaining_of(params.L, i0);
     feature_rows.template begin<kQueries>(
         shared_address(shared), feature_rows.source(tokens.phi_q + (bh * params.L + i0) * F),
         count);
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces value_places = FragmentPlaces::of_columns(L::kValueTile, 2 * V);
   const FragmentPlaces key_places = FragmentPlaces::of_rows(0, 2 * F);
 
+  // 2. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
   const int64_t warp_row = i0 + warp * kRowTiles * 16;
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   QueryRows<kPairs> queries[kRowTiles];
@@ -123,6 +125,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   }
 
+  // 3. Rows of the result.
   const float units =
       gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, b, h));
 #pragma unroll

@@ -27,7 +27,7 @@ struct FoldedRows {
   // [B, key_heads]  bits of max |dO_i|, where grad_output is multiplied with a power of two that
   // follows from it, as float32 is, and where pairs are not needed; nullptr: it is not
   uint32_t* gradient_bound;
-  // [B, key_heads]  bits of max |dO_i| / Z', of calls that go without pairs; else nullptr
+  // [B, key_heads]  bits of max |dO_i| / Z', of calls that take linear time; else nullptr
   uint32_t* weighted_bound;
   uint32_t* row_bound;  // [B, key_heads]  bits of max |dO_i| min(1 / (2 sqrt(eps)), sqrt(K / Z'))
 };
@@ -52,7 +52,7 @@ const char* make_folded_rows(const AttentionBackwardParams& params, const Device
 // One kernel's blocks own queries, and one's own keys, so that no sum depends on the order in which
 // blocks run.
 
-// grad_phi_q, but of heads that need none of it (tokens.heads_by_pairs). general_alone: other
+// grad_phi_q, but of heads that need none of it (tokens.quadratic_heads). general_alone: other
 // kernels have the folded form.
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,

@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // The last slice of a tile is that of its values.
   const auto begin = [&](int tile, int slice, uint32_t stage) {
     const int64_t j0 = tile * int64_t{kStep};
-    const int count = left_of(params.S, j0);
+    const int count = remaining_of(params.S, j0);
     if (slice == features) {
       const int64_t stride = tokens.value.stride[2];
       copy_slice(stage + WideLayout::kRight, values + j0 * stride, stride, tokens.value_columns,
                  own_slice, count);
       return;
     }
-    copy_slice(stage, phi_q, width, width, slice, left_of(params.L, i0));
+    copy_slice(stage, phi_q, width, width, slice, remaining_of(params.L, i0));
     copy_slice(stage + WideLayout::kRight, phi_k + j0 * width, width, width, slice, count);
     if (slice > 0) return;
     const int64_t first = bk * padded_tokens(params.S) + j0;

@@ -30,12 +30,12 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const auto first_query_of = [&](int tile) {
     return int64_t{at.first_tile + tile % at.tiles} * kStep;
   };
-  // Slices of values and gradients, then those of features, the block's own last; for grad_value,
-  // slices of features and then the block's own of the gradients.
+  // 1. What is copied, slice by slice: slices of values and gradients, then those of features, the
+  // block's own last; for grad_value, slices of features and then the block's own of the gradients.
   const int before = kOfValues ? 0 : of_values;
   const auto begin = [&](int tile, int slice, uint32_t stage) {
     const int64_t bh = int64_t{at.b} * params.H + head_of(tile), i0 = first_query_of(tile);
-    const int keys_left = left_of(params.S, j0), count = left_of(params.L, i0);
+    const int keys_left = remaining_of(params.S, j0), count = remaining_of(params.L, i0);
     const bool of_gradients = kOfValues ? slice == features : slice < before;
     if (of_gradients) {
       const T* from = static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * columns;
@@ -56,6 +56,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                  {rows.normalizer + first, rows.delta + first, rows.low + first});
   };
 
+  // 2. Tile by tile, slice by slice: scores and V dO^T; with the last slice their weights or dS,
+  //    times the block's own slice.
   constexpr bool kRolls = !kOfValues || kDrops<kPairs>;
   const SliceProducts products;
   const int64_t value_head = int64_t{at.b} * params.G + at.value_head, warp_key = j0 + warp * 16;
@@ -103,6 +105,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   });
 
+  // 3. Rows of the result.
   const int64_t j = warp_key + g;
   const HiddenKeys hidden = hidden_keys(params, logits, bk, j);
   const auto sum = [&](int half, int n, int c) { return sums[0][n][2 * half + c]; };

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // Slices of gradients and values, then those of features, the block's own last.
   const auto begin = [&](int tile, int slice, uint32_t stage) {
     const int64_t j0 = tile * int64_t{kStep};
-    const int rows_left = left_of(params.L, i0), count = left_of(params.S, j0);
+    const int rows_left = remaining_of(params.L, i0), count = remaining_of(params.S, j0);
     if (slice < of_values) {
       const int64_t stride = tokens.value.stride[2];
       const T* values = value_rows<T>(params, tokens, at.b, at.h);

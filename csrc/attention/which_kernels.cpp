@@ -1,9 +1,9 @@
 // why_not_fast and which_kernels: what a call would run on, asked beforehand.
-#include "attention/fast_path.h"
+#include "attention/which_kernels.h"
 
 #include "attention/glue.h"
 #include "attention/linear_time_setting.h"
-#include "attention/which_kernels.h"
+#include "attention/tensor_core_calls.h"
 #include "support/devices.h"
 #include "support/instruction_set.h"
 
@@ -55,7 +55,7 @@ KernelChoice kernels_of(const Asked& asked, bool backward) {
   }
 #if defined(IKATTN_HAVE_CUDA)
   KernelChoice choice = cuda::kernels(asked.params, asked.type, asked.where.index(), backward);
-  if (backward && asked.wants_mask_gradient && choice.reason.empty()) {
+  if (backward && asked.wants_mask_gradient && choice.unit != "cuda_cores") {
     choice.reason = kMaskGradient;
   }
   return choice;

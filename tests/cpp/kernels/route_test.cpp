@@ -1,0 +1,65 @@
+// Which kernels a pass on CUDA takes, and what it is told to lack for faster ones.
+#include "attention/cuda/operands/route.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "support/interpreter/interpreter.h"
+
+namespace ikattn::cuda {
+namespace {
+
+AttentionParams call_of(int64_t length, int64_t M = 32) {
+  AttentionParams params;
+  params.B = params.H = params.G = params.key_heads = 16;
+  params.L = params.S = length;
+  params.d = params.d_v = 64;
+  params.M = M;
+  params.eps = 1e-5;
+  params.value.type = ElementType::kBFloat16;
+  return params;
+}
+
+std::string reason_of(const AttentionParams& params, Pass pass = Pass::kForward) {
+  const char* reason = route_of(params, false, pass).reason;
+  return reason == nullptr ? "" : reason;
+}
+
+TEST(Route, TheFastestHasNoReason) {
+  interpreter::set_warpgroups(true);
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    const Route usual = route_of(call_of(512), false, pass);
+    EXPECT_EQ(usual.unit, Unit::kHopper);
+    EXPECT_EQ(usual.algorithm, Algorithm::kQuadratic);
+    EXPECT_EQ(usual.reason, nullptr);
+    EXPECT_EQ(route_of(call_of(65536), false, pass).algorithm, Algorithm::kLinear);
+    EXPECT_EQ(reason_of(call_of(65536), pass), "");
+  }
+  interpreter::set_warpgroups(false);
+  EXPECT_EQ(route_of(call_of(512), false, Pass::kForward).unit, Unit::kTensorCores);
+  EXPECT_EQ(reason_of(call_of(512)), "");  // on another GPU there is nothing faster
+}
+
+TEST(Route, SaysWhatHoldsACallBack) {
+  interpreter::set_warpgroups(true);
+  AttentionParams params = call_of(512);
+  params.dropout_threshold = 10;
+  EXPECT_EQ(reason_of(params), "Hopper's own kernels take no dropout");
+  params = call_of(65536);
+  params.dropout_threshold = 10;
+  EXPECT_EQ(reason_of(params), "linear time takes no dropout");
+  params = call_of(65536);
+  params.is_causal = true;
+  EXPECT_EQ(reason_of(params), "on CUDA linear time is not causal");
+  EXPECT_EQ(route_of(params, false, Pass::kForward).unit, Unit::kHopper);
+  params.linear_time = LinearTime::kNever;
+  EXPECT_EQ(reason_of(params), "");  // that was the user's own wish
+  EXPECT_EQ(reason_of(call_of(512, 100)),
+            "Hopper's own kernels take at most 64 frequencies and 128 columns of value");
+  interpreter::set_warpgroups(false);
+  EXPECT_EQ(std::string(route_of(call_of(512), true, Pass::kForward).reason), "float64");
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
