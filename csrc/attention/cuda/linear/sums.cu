@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
       const uint32_t stage = to + tile % kMomentStages * kMomentStage;
 #pragma unroll
       for (int step = 0; step < kStep / kRowStep; ++step) {
-        const bool there = row + step * kRowStep < left;
+        const bool there = row + step * kRowStep < remaining;
         const int64_t down = tile * kStep + step * kRowStep;
         const bool of_features = there && has_features, of_values = there && has_values;
         cp_async_16(stage + step * kRowStep * kRowBytes,
