@@ -2,7 +2,7 @@
 
     python tools/same_bits.py before.json                     # with the one installed
     python tools/same_bits.py before.json --compare           # with the other; 1 where bits differ
-    IKATTN_TEST_DEVICE=cuda python tools/same_bits.py ...     # on a GPU; interpreter: in the interpreter
+    IKATTN_TEST_DEVICE=cuda python tools/same_bits.py ...     # on a GPU; or =interpreter
 
 For a change that only moves code. Each result is kept as a hash of its bytes, by sample and type.
 """
