@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ikattn import cli
-from ikattn._command import analyze as command
+from ikattn._command import analyze as analyzing
 from ikattn._command import results
 from ikattn.analysis import load_maps, record
 from ikattn.integrations.transformers import use_implicit_attention
@@ -543,7 +543,7 @@ def test_missing_library_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == library else object())
+    monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == library else object())
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)
     assert f"this needs {library}: pip install {command}" in said
@@ -558,14 +558,14 @@ def test_full_disk_keeps_what_is_finished(
 ) -> None:
     arguments = ("--model", bert, "--file", text, "--out", tmp_path / "out", "--format", "npz")
     with monkeypatch.context() as patched:
-        save = command.Recording.save
+        save = analyzing.Recording.save
 
         def full(recording: Any, path: Path) -> None:
             if "000003" in path.name:
                 raise OSError(28, f"cannot write {path}: No space left on device")
             save(recording, path)
 
-        patched.setattr(command.Recording, "save", full)
+        patched.setattr(analyzing.Recording, "save", full)
         assert analyze(*arguments) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert [entry["line"] for entry in entries_in(tmp_path / "out")] == [1, 2]
@@ -580,8 +580,8 @@ def test_progress_is_plain_without_tqdm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = command.find_spec
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "tqdm" else real(name))
+    real = analyzing.find_spec
+    monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == "tqdm" else real(name))
     out = tmp_path / "out"
     assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
     assert "5 of 5 lines" in capsys.readouterr().err

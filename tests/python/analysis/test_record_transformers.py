@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from agreement import assert_close, assert_identical
 from ikattn.analysis import record, register_norms
 from ikattn.analysis._recorder import attention_call
-from ikattn.analysis._recorder.resolvers import find_attention, out_proj_weight
+from ikattn.analysis._recorder.projection import effective_projection
+from ikattn.analysis._recorder.resolvers import find_attention
 from ikattn.analysis.contributions import NormStats
 from transformers_models import BART, BERT, FAMILIES, GROUPED, IMAGE, build, inputs_of
 
@@ -168,7 +169,8 @@ def test_vectors_with_the_norms_found_make_up_what_the_blocks_compute(family: st
         run = runs[site.module] = runs.get(site.module, -1) + 1
         value = values.pop(0)
         a = weights[name].weights
-        y = vectors(a, value, out_proj_weight(parts.out_proj))
+        width = value.size(1) * value.size(-1)
+        y = vectors(a, value, effective_projection(parts.out_proj, width, value).weight)
         assert_close(maps.summed, norms(y), TOLERANCE, "summed")
         # rows of padding are no rows of the output
         bias = getattr(parts.out_proj, "bias", None)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from agreement import assert_close
 from ikattn.analysis import record
 from ikattn.analysis._recorder import resolvers
+from ikattn.analysis._recorder.projection import effective_projection
 from ikattn.analysis._recorder.resolvers import (
     AttentionParts,
     Resolver,
     find_attention,
-    out_proj_weight,
     register_resolver,
 )
 
@@ -137,20 +137,31 @@ def test_layer_with_a_forward_of_its_own_is_not_taken_for_torchs() -> None:
     assert site.parts.block == "none"
 
 
-def test_out_projection_is_a_linear_map_whichever_way_its_weight_lies() -> None:
+def test_an_out_projection_is_what_it_computes() -> None:
     class Conv1D(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(3, 5))  # [in, out]
 
-    linear, conv = nn.Linear(3, 5), Conv1D()
-    assert out_proj_weight(linear) is linear.weight
-    assert out_proj_weight(conv).equal(conv.weight.T)
-    quantised = nn.Linear(2, 2)
-    quantised.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    for other in (nn.Bilinear(2, 2, 2), nn.Identity(), quantised):
-        with pytest.raises(TypeError, match=type(other).__name__):
-            out_proj_weight(other)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight + 1.0
+
+    class Triple(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(x)
+
+    like, linear, conv, triple = torch.ones(1), nn.Linear(3, 5), Conv1D(), Triple(3, 5)
+    assert effective_projection(linear, 3, like).weight is linear.weight
+    weight, bias = effective_projection(conv, 3, like)
+    torch.testing.assert_close(weight, conv.weight.T)
+    torch.testing.assert_close(bias, torch.ones(5))
+    weight, bias = effective_projection(triple, 3, like)
+    torch.testing.assert_close(weight, 3 * triple.weight)
+    torch.testing.assert_close(bias, 3 * triple.bias)
+    linear.register_forward_hook(lambda module, args, output: -output)
+    torch.testing.assert_close(effective_projection(linear, 3, like).weight, -linear.weight)
+    with pytest.raises(TypeError, match="a torch.*Bilinear, must be a linear map"):
+        effective_projection(nn.Bilinear(2, 2, 2), 2, like)
 
 
 def test_attention_function_of_transformers_is_recognised_in_a_class_of_ones_own(

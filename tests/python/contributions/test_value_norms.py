@@ -15,6 +15,8 @@ import ikattn
 from agreement import assert_identical
 from processors import skip_without
 
+SUPPORT = Path(__file__).parents[1] / "support"
+
 # B, H, G, S, d_v, D; all but the last two with more tokens than that takes
 SHAPES = [
     (1, 12, 12, 200, 64, 768),
@@ -159,7 +161,7 @@ def test_on_every_instruction_set(capability: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parent,
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
         check=False,

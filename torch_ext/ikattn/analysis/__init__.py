@@ -1,7 +1,9 @@
 """What attention really does: recordings of real models, maps, rollouts, files and pictures."""
 
+from ikattn.analysis._norms_attention import register_norms
+from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis._recorder.record import record
-from ikattn.analysis._recorder.resolvers import AttentionParts, register_resolver
+from ikattn.analysis._recorder.resolvers import register_resolver
 from ikattn.analysis.alignment import (
     AlignmentScores,
     GoldAlignments,
@@ -20,7 +22,6 @@ from ikattn.analysis.contributions import (
 )
 from ikattn.analysis.files import MapFileError, MapWriter
 from ikattn.analysis.maps import Batch, Layer
-from ikattn.analysis.norms_attention import register_norms
 from ikattn.analysis.recording import Recording, load_maps
 from ikattn.analysis.summary import (
     Factors,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ikattn.analysis._recorder.resolvers import AttentionParts, out_proj_weight
+from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis.contributions import (
     MAPS,
     Contributions,
@@ -54,6 +54,8 @@ class AttentionCall:
         query_padding: bool ``[B, T]``, True = padding, or None.
         key_padding: bool ``[B, S]``, likewise.
         diagonal: The token of query i is that of key i + diagonal.
+        softcap: Logits are softcap tanh(logits / softcap) before masks.
+        sinks: ``[H]``, a logit more in each row's sum, of no key.
     """
 
     query: Tensor
@@ -69,6 +71,8 @@ class AttentionCall:
     query_padding: Tensor | None = None
     key_padding: Tensor | None = None
     diagonal: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -91,6 +95,8 @@ class AttentionCall:
         query: Tensor = self.query.unflatten(1, (self.key.size(1), -1))
         logits: Tensor = (query @ self.key.unsqueeze(2).mT).flatten(1, 2)
         logits = logits * (self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling)
+        if self.softcap is not None:
+            logits = self.softcap * (logits / self.softcap).tanh()
         if self.key_bias is not None:
             logits = logits + self.key_bias.unsqueeze(-2)
         if self.attn_mask is not None:
@@ -101,7 +107,44 @@ class AttentionCall:
                 else logits + self.attn_mask
             )
         blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
-        return logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        logits = logits.masked_fill(blind, 0.0)
+        if self.sinks is not None:
+            sinks = self.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].masked_fill(blind, 0.0)
+        return logits.softmax(-1).masked_fill(blind, 0.0)
+
+    def context(self) -> Tensor:
+        """The weighted values with their heads merged, ``[B, T, H d_v]``."""
+        groups = self.query.size(1) // self.value.size(1)
+        weights = self.weights.unflatten(1, (-1, groups))  # [B, G, H / G, T, S]
+        merged: Tensor = (weights @ self.value.unsqueeze(2)).flatten(1, 2)
+        return merged.transpose(1, 2).flatten(2)
+
+    def row(self, b: int, i: int) -> AttentionCall:
+        """The run of query i of item b alone."""
+
+        def of_item(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[b : b + 1] if x.size(0) > 1 else x
+
+        mask = of_item(self.attn_mask)
+        if mask is not None and mask.size(-2) > 1:
+            mask = mask[..., i : i + 1, :]
+        frequencies = self.frequencies
+        if frequencies is not None and frequencies[0].dim() == 4:
+            w1, w2 = (of_item(w) for w in frequencies)
+            assert w1 is not None
+            frequencies = w1, w2
+        return dataclasses.replace(
+            self,
+            query=self.query[b : b + 1, :, i : i + 1],
+            key=self.key[b : b + 1],
+            value=self.value[b : b + 1],
+            frequencies=frequencies,
+            attn_mask=mask,
+            key_bias=of_item(self.key_bias),
+            query_padding=None,
+            key_padding=None,
+        )
 
     def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
         """``ikattn.contributions`` of this run.
@@ -117,7 +160,9 @@ class AttentionCall:
             "key_padding": self.key_padding,
             "diagonal": self.diagonal,
         }
-        if "per_head" in names or "weights" in vars(self) or math.prod(self.sizes) <= MOST_WEIGHTS:
+        has_own_softmax = self.softcap is not None or self.sinks is not None
+        holds_weights = "per_head" in names or "weights" in vars(self) or has_own_softmax
+        if holds_weights or math.prod(self.sizes) <= MOST_WEIGHTS:
             return contributions(self.weights, self.value, out_proj_weight, **block)
         w1, w2 = self.frequencies or (None, None)
         return streamed_contributions(
@@ -151,11 +196,19 @@ class AttentionCall:
 
 @dataclass
 class Surroundings:
-    """What the block around the attention did in one run, each ``[B, T, D]`` or None."""
+    """What the block around the attention did in one run.
+
+    Attributes:
+        residual: ``[B, T, D]``, or None.
+        norm, second_norm: How the norms after it acted, or None.
+        scale: What the attention's output was multiplied with before it was added to the residual:
+            a number, ``[D]``, or None for 1.
+    """
 
     residual: Tensor | None = None
-    norm_input: Tensor | None = None
-    second_norm_input: Tensor | None = None
+    norm: NormStats | None = None
+    second_norm: NormStats | None = None
+    scale: float | Tensor | None = None
 
 
 def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | None:
@@ -171,9 +224,11 @@ def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | N
             "its queries are not among its keys, so the residual, or a token's own part, has no "
             "column in the map"
         )
+    if parts.block == "found":
+        return None  # a run will tell
     if name in _AFTER_RESIDUAL and parts.block == "none":
         return "the block around it is not known, so neither are its residual and norms"
-    if name in _THROUGH_NORMS and parts.block == "pre":
+    if name in _THROUGH_NORMS and parts.norm is None:
         return (
             "its block normalises before the attention, and no norm follows the sum of residual "
             "and attention"
@@ -189,28 +244,32 @@ def defined_maps(names: Iterable[str], parts: AttentionParts, kind: str | None) 
 
 
 def awaited_norms(parts: AttentionParts, wanted: Collection[str]) -> tuple[str, ...]:
-    """The fields of Surroundings that maps of these names need besides the residual."""
+    """The norms after it, fields of AttentionParts, that maps of these names need."""
     if parts.block != "post" or not {"mixing_ratio", *_THROUGH_NORMS} & set(wanted):
         return ()
     if parts.second_norm is None or not {"mixing_ratio", "encoder"} & set(wanted):
-        return ("norm_input",)
-    return ("norm_input", "second_norm_input")
+        return ("norm",)
+    return ("norm", "second_norm")
 
 
 def make_maps(
-    call: AttentionCall, parts: AttentionParts, around: Surroundings, wanted: Collection[str]
+    call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Collection[str]
 ) -> Contributions:
     """The maps of one run of attention.
 
     Args:
         call: The run.
-        parts: The layer.
+        projection: The weight of its out-projection, ``[D, H d_v]``.
         around: As far as ``awaited_norms`` and the residual are concerned.
         wanted: Names of maps, all defined for the layer.
     """
-    projection = out_proj_weight(parts.out_proj).to(call.value.dtype)
-    norm = _stats(parts.norm, around.norm_input)
-    second_norm = _stats(parts.second_norm, around.second_norm_input)
+    projection = projection.to(call.value.dtype)
+    if around.scale is not None:
+        scale = around.scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(projection.dtype).unsqueeze(-1)
+        projection = projection * scale
+    norm, second_norm = _in_type_of(around.norm), _in_type_of(around.second_norm)
     names = set(wanted) & set(MAPS)
     ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
     if call.kind == "cross":
@@ -238,10 +297,9 @@ def convert_tensors(maps: Contributions, *, detach: bool, to_cpu: bool) -> Contr
     return dataclasses.replace(maps, **changes)
 
 
-def _stats(norm: Any, norm_input: Tensor | None) -> NormStats | None:
-    if norm is None or norm_input is None:
+def _in_type_of(stats: NormStats | None) -> NormStats | None:
+    if stats is None:
         return None
-    stats = NormStats.of(norm, norm_input)
     return dataclasses.replace(stats, weight=stats.weight.to(stats.scale.dtype))
 
 
@@ -282,6 +340,10 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
         ledger["weights"] = _without_padding(call.weights, call)
     if not {"similarity", "magnitude"} & set(wanted):
         return ledger
+    if call.softcap is not None or call.sinks is not None:
+        raise NotImplementedError(
+            "record: similarity and magnitude are not defined for logits with a soft cap or sinks"
+        )
     query = call.query
     key = call.key.repeat_interleave(query.size(1) // call.key.size(1), 1)
     if call.scaling is not None:

@@ -18,11 +18,11 @@ class AttentionParts:
 
     Attributes:
         family: A name for the kind of model, for example "bert".
-        out_proj: The projection after the heads are merged: an ``nn.Linear`` or a ``Conv1D`` of
-            transformers.
+        out_proj: The projection after the heads are merged, any linear module. None: the first
+            module that is called with the merged heads.
         block: "post": a norm follows the sum of residual and attention; "pre": the attention reads
             normed input, and its output is added to what was there before; "none": nothing of the
-            kind is known.
+            kind is known; "found": each run tells, by what its tensors add up to.
         kind: "self" or "cross"; None: each call tells (self if query and key are one tensor).
         side: The part of the model it belongs to.
         pre_norm: In a "pre" block, the module whose first input is the residual: the norm before
@@ -33,8 +33,8 @@ class AttentionParts:
     """
 
     family: str
-    out_proj: nn.Module
-    block: Literal["post", "pre", "none"] = "none"
+    out_proj: nn.Module | None
+    block: Literal["post", "pre", "none", "found"] = "none"
     kind: Literal["self", "cross"] | None = None
     side: Side = "encoder"
     pre_norm: nn.Module | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.analysis._recorder.attention_call import (
     ALL_MAPS,
@@ -14,7 +16,10 @@ from ikattn.analysis._recorder.attention_call import (
     defined_maps,
     why_undefined,
 )
-from ikattn.analysis._recorder.resolvers import AttentionParts, find_attention, out_proj_weight
+from ikattn.analysis._recorder.parts import AttentionParts
+from ikattn.analysis._recorder.resolvers import find_attention
+from ikattn.analysis._recorder.torch_attention import out_projection_of
+from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.selection import Selection, is_selected
 
 __all__ = ["Asked", "Plan", "asked_maps", "describe", "plan_layers"]
@@ -40,7 +45,19 @@ class Plan:
     parts: AttentionParts
     asked: Asked
 
-    def maps(self, kind: str | None) -> tuple[str, ...]:
+    @property
+    def seen_by(self) -> Literal["torch", "interface", "sdpa"]:
+        """What tells of its runs."""
+        if isinstance(self.module, StockMultiheadAttention):
+            return "torch"
+        return "interface" if calls_interface(self.module) else "sdpa"
+
+    @property
+    def may_be_silent(self) -> bool:
+        """Whether it may compute its attention without what tells of its runs."""
+        return self.seen_by == "sdpa"
+
+    def maps(self, kind: str | None, why_no_block: str = "") -> tuple[str, ...]:
         """The names of the maps to make of a run of this kind, None where it is not known yet.
 
         Raises:
@@ -49,6 +66,8 @@ class Plan:
         for name in self.asked.required:
             reason = why_undefined(name, self.parts, kind)
             if reason is not None:
+                if self.parts.block == "none" and why_no_block:
+                    reason = why_no_block
                 raise ValueError(
                     f"record: {self.name} has no map {name!r}: {reason}. It has "
                     f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind))}; maps='all' takes of "
@@ -64,7 +83,7 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
     Raises:
         ValueError: There is none, none is selected, or one has not the maps that were asked for.
         NotImplementedError: One of them cannot be recorded.
-        TypeError: Its out-projection is no plain linear map.
+        TypeError: The out-projection of an nn.MultiheadAttention holds no plain tensors.
     """
     sites = find_attention(model)
     if not sites:
@@ -81,7 +100,8 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
             raise NotImplementedError(f"record: {site.name} cannot be recorded: {site.parts}")
         plan = Plan(site.name, site.module, site.ancestors, site.parts, asked)
         plan.maps(site.parts.kind)
-        out_proj_weight(site.parts.out_proj)
+        if isinstance(site.module, StockMultiheadAttention):
+            out_projection_of(site.module)
         plans.append(plan)
     if not plans:
         names = ", ".join(site.name for site in sites)

@@ -1,23 +1,18 @@
-"""``ikattn.record``: the maps of a model's attention, taken from ordinary forward calls.
-
-A call's way: a hook on the outermost module that runs opens a batch -> hooks note the residual ->
-the attention runs, and tells what it was given (a hook on ``nn.MultiheadAttention``, or the
-attention function of a transformers model) -> hooks on the norms after it note their inputs -> with
-the last of these the maps of that layer are made, and all that they were made of is let go.
-"""
+"""``ikattn.record``: the maps of a model's attention, taken from ordinary forward calls."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.analysis._recorder.attention_call import ALL_MAPS
 from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, Recorder
+from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
@@ -35,6 +30,7 @@ def record(
     to_cpu: bool = True,
     detach: bool = True,
     on_layer: OnLayer | None = None,
+    check: Literal["rows", "all"] = "rows",
 ) -> Iterator[Recording]:
     """Records what every token contributes, in every layer of attention, while the model runs.
 
@@ -104,22 +100,20 @@ def record(
     plans = plan_layers(model, asked_maps(maps), layers)
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
-    recorder = Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer)
+    recorder = Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check)
     with contextlib.ExitStack() as stack:
         if any(_is_compiled(module) for module in model.modules()):
             # a graph compiled before the block would run without its hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        on_interface = {
-            plan.module: plan
-            for plan in plans
-            if not isinstance(plan.module, StockMultiheadAttention)
-        }
+        on_interface = {plan.module: plan for plan in plans if plan.seen_by == "interface"}
         if on_interface:
 
-            def listener(module: nn.Module, given: Given) -> None:
-                recorder.interface_called(on_interface[module], given)
+            def listener(module: nn.Module, given: Given, output: Any) -> None:
+                recorder.interface_called(on_interface[module], given, output)
 
             stack.enter_context(listening(model, on_interface, listener))
+        if any(plan.seen_by == "sdpa" for plan in plans):
+            stack.enter_context(hearing_sdpa(model, recorder.sdpa_called))
         stack.callback(recorder.remove_hooks)
         recorder.add_hooks(model, plans)
         yield recording

@@ -1,12 +1,22 @@
-"""Fills a recording from hooks, while the model runs."""
+"""Fills a recording from hooks, while the model runs.
+
+A call's way: a hook on the outermost module that runs opens a batch -> the attention runs, and
+tells what it was given (a hook on ``nn.MultiheadAttention``, the attention function of a
+transformers model, or ``F.scaled_dot_product_attention``) -> hooks on the modules around it see
+where its output goes (``runs.py``) -> with the norm after it the maps of that layer are made, and
+all that they were made of is let go.
+"""
 
 from __future__ import annotations
 
-import inspect
+import sys
 import threading
+import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +27,26 @@ from ikattn._memory import memory_for
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.attention_call import (
     AttentionCall,
-    Surroundings,
     awaited_norms,
     convert_tensors,
     make_maps,
 )
+from ikattn.analysis._recorder.flow import Seen, first_tensor, see
+from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.padding import fill_padding, mask_argument
 from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.torch_attention import torch_call
+from ikattn.analysis._recorder.projection import (
+    Projection,
+    describe,
+    effective_projection,
+    is_probing,
+    plain_projection,
+)
+from ikattn.analysis._recorder.runs import Run
+from ikattn.analysis._recorder.sdpa import sdpa_call
+from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
 from ikattn.analysis._recorder.transformers_attention import interface_call
-from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.contributions import Contributions, NormStats
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
@@ -34,16 +55,18 @@ __all__ = ["OnLayer", "Recorder"]
 
 OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
 
+_CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+
 
 @dataclass
-class _Run:
-    """A layer's attention that has run, while norms after it are awaited."""
+class _Entered:
+    """A module that is running."""
 
-    name: str
-    attention: AttentionCall
-    wanted: tuple[str, ...]
-    around: Surroundings
-    awaited: set[str]
+    module: nn.Module
+    given: Seen | None  # its first input
+    kwargs: dict[str, Any]
+    mask: Any  # its attention_mask; ... where it has no such argument
+    reports: int = 0  # of its attention, before it began
 
 
 @dataclass
@@ -51,31 +74,66 @@ class _Call:
     """A call of the model, or of a part of it, in the thread that made it."""
 
     index: int
-    running: list[nn.Module] = field(default_factory=list)  # outermost first
-    inputs: dict[nn.Module, Tensor] = field(default_factory=dict)  # first inputs: residuals
+    frame: FrameType | None  # of the outermost module's call
+    running: list[_Entered] = field(default_factory=list)  # outermost first
+    norms: deque[tuple[nn.Module, Seen]] = field(default_factory=lambda: deque(maxlen=6))
     frequencies: dict[nn.Module, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     times_run: dict[nn.Module, int] = field(default_factory=dict)
-    pending: dict[nn.Module, _Run] = field(default_factory=dict)
+    reports: dict[nn.Module, int] = field(default_factory=dict)
+    pending: list[Run] = field(default_factory=list)
     query_padding: dict[str, Tensor | None] = field(default_factory=dict)  # by side
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
+    last_seen: tuple[Tensor, Seen] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """False: it was left by an exception that hooks are not told of, such as Ctrl-C."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame is self.frame:
+                return True
+            frame = frame.f_back
+        return False
+
+    def see(self, x: Tensor) -> Seen:
+        """``see``, once for modules that hand on the same tensor."""
+        if self.last_seen is not None and self.last_seen[0] is x:
+            seen = self.last_seen[1]
+            if seen.is_as_it_was:
+                return seen
+        seen = see(x)
+        self.last_seen = (x, seen)
+        return seen
 
 
 class Recorder:
     """Fills a recording from hooks."""
 
     def __init__(
-        self, recording: Recording, *, to_cpu: bool, detach: bool, on_layer: OnLayer | None
+        self,
+        recording: Recording,
+        *,
+        to_cpu: bool,
+        detach: bool,
+        on_layer: OnLayer | None,
+        check: Literal["rows", "all"],
     ) -> None:
         self._recording = recording
         self._to_cpu = to_cpu
         self._detach = detach
         self._on_layer = on_layer
+        self._checks_all = check == "all"
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
         self._thread = threading.local()
+        self._plans: dict[nn.Module, Plan] = {}
+        self._watched: set[nn.Module] = set()
+        self._projections: dict[nn.Module, Projection] = {}
+        self._limits: dict[nn.Module, nn.Module | None] = {}
+        self._silent: set[str] = set()  # layers that ran without a word, where that is no error
 
     # --- Hooks
 
@@ -84,94 +142,42 @@ class Recorder:
 
         Every module around a layer is watched, so that a part of the model may be called alone.
         """
+        self._plans = {plan.module: plan for plan in plans}
         around = {module: None for plan in plans for module in (plan.module, *plan.ancestors)}
         watched = list({model: None} | around)
-        for module in watched:
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            if isinstance(module, nn.TransformerEncoder):
-                self._before(module, self._note_padded_length)
+        self._watched = set(watched)
+        near = {
+            module: None
+            for plan in plans
+            for module in (plan.ancestors[:3] or (plan.module,))[-1].modules()
+        }
+        for module in {**dict.fromkeys(watched), **near}:
+            hook = module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
+            self._handles.append(hook)
         for plan in plans:
-            self._add_layer_hooks(plan)
+            spectral = getattr(plan.module, "spectral", None)
+            if isinstance(plan.module, StockMultiheadAttention) and isinstance(spectral, nn.Module):
+                noting = Hook(self._note_frequencies(plan.module))
+                self._handles.append(spectral.register_forward_hook(noting))
+        for module in {**near, **dict.fromkeys(watched)}:
+            hook = module.register_forward_hook(Hook(self._exit), with_kwargs=True)
+            self._handles.append(hook)
         for module in watched:
-            self._handles.append(module.register_forward_hook(self._complete))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            hook = module.register_forward_hook(Hook(self._leave), always_call=True)
+            self._handles.append(hook)
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _add_layer_hooks(self, plan: Plan) -> None:
-        module, parts = plan.module, plan.parts
-        self._before(parts.pre_norm or module, self._note_residual)
-        for name, norm in (("norm_input", parts.norm), ("second_norm_input", parts.second_norm)):
-            if norm is not None:
-                self._before(norm, self._norm_hook(plan, name))
-        if not isinstance(module, StockMultiheadAttention):
-            return
-        spectral = getattr(module, "spectral", None)
-        if isinstance(spectral, nn.Module):
-            self._handles.append(spectral.register_forward_hook(self._note_frequencies(module)))
-        hook = self._torch_hook(plan)
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-
-    def _before(self, module: nn.Module, note: Callable[[nn.Module, Tensor], None]) -> None:
-        """Hands ``note`` the first input of each forward of ``module``."""
-        first = next(iter(inspect.signature(module.forward).parameters))
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            note(module, args[0] if args else kwargs[first])
-
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    # --- Calls
-
-    @property
-    def _call(self) -> _Call | None:
-        return getattr(self._thread, "call", None)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if _is_in_backward():
-            return  # a checkpointed layer, run again
-        if self._call is None:
-            with self._lock:
-                self._thread.call = _Call(self._calls_begun)
-                self._calls_begun += 1
-        self._thread.call.running.append(module)
-
-    def _complete(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keeps the batch, if the call that opened it has come to its end without an error."""
-        call = self._call
-        if call is None or call.running != [module]:
-            return
-        for run in call.pending.values():
-            raise RuntimeError(
-                f"record: a norm that should follow {run.name} did not run in this call; its "
-                "resolver must be wrong"
+        self._projections.clear()
+        if self._silent:
+            warnings.warn(
+                f"record: {', '.join(sorted(self._silent))} ran without calling "
+                "F.scaled_dot_product_attention or transformers' AttentionInterface, and is not "
+                "recorded",
+                stacklevel=2,
             )
-        with self._lock:
-            for name, layer in call.layers.items():
-                self._recording.layers.setdefault(name, layer)
-            if self._on_layer is None:
-                self._recording.batches.append(call.batch)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._call
-        if call is None or not call.running or call.running[-1] is not module:
-            return
-        call.running.pop()
-        if not call.running:
-            self._thread.call = None
-
-    # --- What a layer needs
-
-    def _note_residual(self, module: nn.Module, x: Tensor) -> None:
-        if self._call is not None:
-            self._call.inputs[module] = x
-
-    def _note_padded_length(self, module: nn.Module, x: Tensor) -> None:
-        if self._call is not None and not x.is_nested and x.dim() == 3:
-            self._call.padded_length = x.size(1)
 
     def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
         def hook(spectral: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
@@ -180,78 +186,470 @@ class Recorder:
 
         return hook
 
-    def _norm_hook(self, plan: Plan, name: str) -> Callable[[nn.Module, Tensor], None]:
-        def note(module: nn.Module, x: Tensor) -> None:
-            call = self._call
-            run = None if call is None else call.pending.get(plan.module)
-            if call is None or run is None or name not in run.awaited:
-                return
-            setattr(run.around, name, _as_batch(x, plan, run.attention, call.padded_length))
-            run.awaited.remove(name)
-            if not run.awaited:
-                del call.pending[plan.module]
-                self._make_maps(call, plan, run)
+    # --- Calls
 
-        return note
+    @property
+    def _call(self) -> _Call | None:
+        return getattr(self._thread, "call", None)
 
-    def _torch_hook(self, plan: Plan) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = self._call
-            if call is not None:
-                with self._grad_mode():
-                    attention = torch_call(
-                        module,
-                        args,
-                        kwargs,
-                        plan.parts.kind,
-                        call.frequencies.pop(module, None),
-                        call.padded_length,
-                    )
-                self._attention_ran(call, plan, attention)
-
-        return hook
-
-    def interface_called(self, plan: Plan, given: Given) -> None:
-        """Takes up what a module passed to its attention function."""
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_in_backward() or is_probing():
+            return  # a checkpointed layer that runs again; a module asked what it computes
+        x = first_tensor(args, kwargs)
+        is_watched = module in self._watched
         call = self._call
-        if call is not None:
-            with self._grad_mode():
-                attention = interface_call(plan.module, given, plan.parts.kind)
-            self._attention_ran(call, plan, attention)
+        if is_watched:
+            if call is not None and not call.is_alive:
+                call = self._thread.call = None
+            if call is None:
+                with self._lock:
+                    call = self._thread.call = _Call(self._calls_begun, sys._getframe(2))
+                    self._calls_begun += 1
+        if call is None:
+            return
+        if x is not None:
+            with torch.no_grad():
+                for run in tuple(call.pending):
+                    self._flows_in(call, run, module, x)
+        is_norm = "Norm" in type(module).__name__
+        if x is not None and is_norm and not is_watched:
+            call.norms.append((module, call.see(x)))
+        if not is_watched:
+            return
+        if x is not None and isinstance(module, nn.TransformerEncoder):
+            is_padded = not x.is_nested and x.dim() == 3
+            call.padded_length = x.size(1) if is_padded else call.padded_length
+        given = None if x is None or x.numel() == 0 else call.see(x)
+        mask = mask_argument(module, args, kwargs)
+        call.running.append(_Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
 
-    # --- Maps
+    def _exit(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        call = self._call
+        if call is None or is_probing() or _is_in_backward():
+            return
+        plan = self._plans.get(module)
+        if plan is not None and isinstance(module, StockMultiheadAttention):
+            self._torch_ran(call, plan, args, kwargs, output)
+        elif plan is not None:
+            self._check_report(call, plan)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        out = first_tensor(outputs, dict(output) if isinstance(output, dict) else {})
+        x = first_tensor(args, kwargs)
+        if x is not None and out is not None:
+            for run in tuple(call.pending):
+                self._flows_out(call, run, module, x, out)
+        if call.running and call.running[0].module is module and len(call.running) == 1:
+            self._complete(call)
 
-    def _attention_ran(self, call: _Call, plan: Plan, attention: AttentionCall) -> None:
+    def _complete(self, call: _Call) -> None:
+        """Keeps the batch: the call that opened it has come to its end without an error."""
+        for run in tuple(call.pending):
+            self._nothing_follows(call, run)
+        with self._lock:
+            for name, layer in call.layers.items():
+                self._recording.layers.setdefault(name, layer)
+            if self._on_layer is None:
+                self._recording.batches.append(call.batch)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._call
+        if call is None or not call.running or call.running[-1].module is not module:
+            return
+        call.running.pop()
+        if not call.running:
+            call.frame = None
+            self._thread.call = None
+
+    def _check_report(self, call: _Call, plan: Plan) -> None:
+        """Raises RuntimeError where a module ran whose attention has not been seen."""
+        entered = next((each for each in call.running if each.module is plan.module), None)
+        if entered is None or call.reports.get(plan.module, 0) > entered.reports:
+            return
+        if plan.may_be_silent:
+            self._silent.add(plan.name)
+            return
+        implementation = getattr(
+            getattr(plan.module, "config", None), "_attn_implementation_internal", None
+        )
+        now = "" if implementation is None else f" (its config says {implementation!r} now)"
+        raise RuntimeError(
+            f"record: {plan.name} was to be recorded and ran, but its attention was not seen{now}: "
+            "the attention implementation must stay what it was when the block began, and the "
+            "module must compute its weights through it"
+        )
+
+    # --- Attention that has run
+
+    def _torch_ran(
+        self, call: _Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        module: Any = plan.module
+        with self._grad_mode():
+            attention = torch_call(
+                module,
+                args,
+                kwargs,
+                plan.parts.kind,
+                call.frequencies.pop(module, None),
+                call.padded_length,
+            )
+        drops = module.training and module.dropout > 0
+        run = self._begin(call, plan, attention, None, drops)
+        y = output[0] if isinstance(output, tuple) else output
+        run.projection = out_projection_of(module)
+        if y.is_nested or attention.query.numel() == 0 or y.numel() == 0:
+            self._projected(call, run, y)
+            return
+        if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
+            with torch.no_grad(), without_autocast(y.device):
+                self._check_torch(run, module, y)
+        self._projected(call, run, y)
+
+    def _check_torch(self, run: Run, module: Any, y: Tensor) -> None:
+        """Of a module that does not call its out-projection: heads and projection at once."""
+        i = run._a_row()
+        if i is None:
+            return
+        own = y.unsqueeze(0) if y.dim() == 2 else y if module.batch_first else y.transpose(0, 1)
+        if self._checks_all:
+            heads, own = run.attention.context(), own
+            if run.attention.query_padding is not None:
+                there = ~run.attention.query_padding
+                heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
+        else:
+            heads, own = run.attention.row(0, i).context(), own[:1, i : i + 1]
+        off = run.projected(heads, own, self._checks_all)
+        if off > 1:
+            raise run.fails(
+                "weights times values, through its out-projection, are not its output", off
+            )
+
+    def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
+        """Takes up what a module passed to its attention function, and what that returned."""
+        call = self._call
+        if call is None or is_probing() or _is_in_backward():
+            return
+        with self._grad_mode():
+            attention = interface_call(plan.module, given, self._kind_of(call, plan))
+            fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
+        context = output[0] if isinstance(output, tuple) else output
+        merged = context.flatten(2) if context.dim() == 4 else context
+        drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
+        self._begin(call, plan, attention, merged, drops)
+
+    def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """Takes up a call of ``F.scaled_dot_product_attention``."""
+        call = self._call
+        if call is None or not call.running or is_probing() or _is_in_backward():
+            return
+        plan = self._plans.get(call.running[-1].module)
+        if plan is None or plan.seen_by != "sdpa":
+            return
+        with self._grad_mode():
+            attention, dropout_p = sdpa_call(args, kwargs, self._kind_of(call, plan) or "self")
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            fill_padding(attention, mask, self._mask_of_tokens(call, attention))
+        self._begin(call, plan, attention, output.transpose(1, 2).flatten(2), dropout_p > 0)
+
+    def _kind_of(self, call: _Call, plan: Plan) -> str | None:
+        if plan.parts.kind is not None:
+            return plan.parts.kind
+        entered = call.running[-1] if call.running else None
+        if entered is not None and any(entered.kwargs.get(name) is not None for name in _CROSS):
+            return "cross"
+        return None
+
+    def _mask_of_tokens(self, call: _Call, attention: AttentionCall) -> Tensor | None:
+        """The mask [B, S] that the innermost running module was given for its own tokens."""
+        B, _, _, S = attention.sizes
+        for entered in reversed(call.running):
+            mask = entered.mask
+            if mask is None:
+                return None
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                fits = attention.kind == "self" and mask.shape == (B, S)
+                return mask if fits else None
+        return None
+
+    def _begin(
+        self,
+        call: _Call,
+        plan: Plan,
+        attention: AttentionCall,
+        context: Tensor | None,
+        drops: bool,
+    ) -> Run:
+        """Opens a run of a layer, or adds to the one whose module is still at it."""
         module, parts = plan.module, plan.parts
+        call.reports[module] = call.reports.get(module, 0) + 1
+        for run in tuple(call.pending):
+            if run.plan.module is module and run.stage == "heads":
+                run.calls.append(attention)
+                run.contexts.append(context)
+                return run
+            if run.plan.module is module:
+                raise RuntimeError(
+                    f"record: {plan.name} ran again before the norm after it; its resolver must be "
+                    "wrong"
+                )
+            if run.plan.parts.block == "found" and run.stage == "sum":
+                self._finish(call, run, replace(run.plan.parts, block="none"))
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"
-        if module in call.pending:
-            raise RuntimeError(
-                f"record: {plan.name} ran again before the norm after it; its resolver must be "
-                "wrong"
-            )
         if attention.kind == "self":
             call.query_padding[parts.side] = attention.query_padding
         elif parts.kind == "cross":
             padding = call.query_padding.get(parts.side)
             if padding is not None and padding.shape == attention.sizes[::2]:
                 attention.query_padding = padding
-        residual = call.inputs.pop(parts.pre_norm or module, None)
-        around = Surroundings()
-        if residual is not None and parts.block != "none":
-            around.residual = _as_batch(residual, plan, attention, call.padded_length)
-        wanted = plan.maps(attention.kind)
-        run = _Run(name, attention, wanted, around, set(awaited_norms(parts, wanted)))
-        if run.awaited:
-            call.pending[module] = run
-        else:
-            self._make_maps(call, plan, run)
+        given = next((each.given for each in call.running if each.module is module), None)
+        around = [each.given for each in reversed(call.running) if each.module is not module]
+        norms = [seen for _, seen in reversed(call.norms)]
+        residuals = [seen for seen in (given, *norms, *around[:3]) if seen is not None]
+        run = Run(plan, name, [attention], [context], residuals, given, drops)
+        run.out_proj = parts.out_proj
+        if parts.block != "found":
+            run.around.residual = self._residual_of(call, run)
+        call.pending.append(run)
+        return run
 
-    def _make_maps(self, call: _Call, plan: Plan, run: _Run) -> None:
-        parts, attention = plan.parts, run.attention
+    def _residual_of(self, call: _Call, run: Run) -> Tensor | None:
+        """Of a layer whose parts are known: what the norm before it, or it, was called with."""
+        parts = run.plan.parts
+        if parts.block == "none":
+            return None
+        if parts.pre_norm is None:
+            return None if run.given is None else run.given.tensor
+        for module, seen in reversed(call.norms):
+            if module is parts.pre_norm:
+                return seen.tensor
+        return next(
+            (
+                each.given.tensor
+                for each in call.running
+                if each.given and each.module is parts.pre_norm
+            ),
+            None,
+        )
+
+    # --- Where its output goes
+
+    def _flows_in(self, call: _Call, run: Run, module: nn.Module, x: Tensor) -> None:
+        """A module is called with ``x``."""
+        if run.stage == "heads" and module is not run.plan.module:
+            if run.out_proj is module:
+                run.join()
+                if not run.is_fed_to(x) and run.contexts[0] is not None:
+                    raise RuntimeError(
+                        f"record: {run.plan.name} does not add up: its out-projection was called "
+                        f"with {list(x.shape)}, which is not what the attention computed, "
+                        f"{list(run.contexts[0].shape)}: something stands in between"
+                    )
+            elif run.out_proj is None and len(run.calls) == 1 and run.is_fed_to(x):
+                if any(module is each.module for each in call.running):
+                    return
+                run.out_proj = module
+            else:
+                return
+            run.heads, run.stage = x, "projection"
+        elif run.stage == "sum":
+            if any(module is each.module for each in call.running):
+                return
+            if run.is_sum(x, with_others=False):
+                self._summed(call, run, module, x)
+            elif module is run.plan.parts.norm:
+                self._no_sum(call, run, module, x)
+        elif (run.stage == "norm" and module is run.norm) or (
+            run.stage == "second norm" and module is run.plan.parts.second_norm
+        ):
+            run.norm_input = x
+
+    def _flows_out(self, call: _Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        """A module has made ``out`` of ``x``."""
+        if run.stage == "projection" and module is run.out_proj:
+            assert run.heads is not None
+            with torch.no_grad(), without_autocast(x.device):
+                run.check_heads(self._checks_all)
+            run.projection = self._projection_of(run, module, run.heads, out)
+            self._projected(call, run, out)
+        elif run.stage == "sum":
+            is_around = module in run.plan.ancestors
+            if module is run.plan.module or module is run.out_proj:
+                return
+            with torch.no_grad():
+                if not is_around:
+                    run.follow(module, x, out)
+                    return
+                if run.is_sum(out, with_others=True):
+                    self._summed(call, run, None, out)
+                    return
+            if module is self._limit_of(run):
+                self._no_sum(call, run, None, out)
+        elif module is run.awaited_norm and run.norm_input is not None:
+            self._normed(call, run, module, run.norm_input, out)
+
+    def _projection_of(self, run: Run, module: nn.Module, x: Tensor, y: Tensor) -> Projection:
+        """What an out-projection computes, cached for the recording unless it has a gradient."""
+        plain = plain_projection(module)
+        known = plain or self._projections.get(module)
+        for fresh in (False, True):
+            if known is None or (fresh and plain is None):
+                with self._grad_mode(), without_autocast(x.device):
+                    known = effective_projection(module, x.size(-1), x)
+                if self._detach:
+                    self._projections[module] = known
+            run.projection = known
+            with torch.no_grad(), without_autocast(x.device):
+                off = run.projected(x, y, self._checks_all)
+            if off <= 1:
+                return known
+        raise run.fails(
+            f"its out-projection, a {describe(module)}, makes something else of its heads than the "
+            "linear map that it is taken for",
+            off,
+        )
+
+    def _projected(self, call: _Call, run: Run, y: Tensor) -> None:
+        parts = run.plan.parts
+        if parts.block == "none" or run.attention.query.numel() == 0 or y.numel() == 0:
+            self._finish(call, run, parts)
+            return
+        if y.is_nested:
+            self._follow_table(run)
+            return
+        run.begin_sum(y)
+
+    def _follow_table(self, run: Run) -> None:
+        """Without a sum to find: the parts say which norm to wait for."""
+        run.stage, run.norm = "norm", run.plan.parts.norm
+
+    def _limit_of(self, run: Run) -> nn.Module | None:
+        """The module around the layer at whose end its sum must have been formed."""
+        if run.plan.module not in self._limits:
+            self._limits[run.plan.module] = self._find_limit(run.plan)
+        return self._limits[run.plan.module]
+
+    @staticmethod
+    def _find_limit(plan: Plan) -> nn.Module | None:
+        parts, ancestors = plan.parts, plan.ancestors
+        known = parts.pre_norm or parts.norm
+        if known is not None:
+            for module in ancestors:
+                if any(part is known for part in module.modules()):
+                    return module
+        return ancestors[min(2, len(ancestors) - 1)] if ancestors else None
+
+    def _summed(self, call: _Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
+        """``x`` is the residual plus the attention's output; ``module`` is called with it."""
+        parts = run.plan.parts
+        if run.why_no_block:
+            if parts.block != "found":
+                raise RuntimeError(
+                    f"record: {run.plan.name} does not add up: {run.why_no_block}; its block is no "
+                    f"{parts.block!r} block"
+                )
+            self._finish(call, run, replace(parts, block="none"))
+            return
+        if parts.block == "found":
+            is_norm = module is not None and "Norm" in type(module).__name__
+            is_post = is_norm and run.is_post_norm()
+            parts = replace(
+                parts, block="post" if is_post else "pre", norm=module if is_post else None
+            )
+            run.plan = replace(run.plan, parts=parts)
+        if parts.block == "pre" or parts.norm is None:
+            self._finish(call, run, parts)
+            return
+        run.norm, run.stage = parts.norm, "norm"
+        if module is parts.norm:
+            run.norm_input = x
+
+    def _no_sum(self, call: _Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
+        """The block has gone on, and nothing was the residual plus the attention's output."""
+        parts = run.plan.parts
+        if parts.block == "found":
+            self._finish(call, run, replace(parts, block="none"))
+            return
+        if not run.plan.module.training:
+            of = "what the norm after it was given" if module is not None else "its block's output"
+            y = run.variants[0].rows
+            residual = run.around.residual
+            rest = f"; the output is {float(y.abs().max()):.3g} at most"
+            if residual is not None and x.numel() == residual.numel():
+                rest += f", what was added {float((x - residual.view_as(x)).abs().max()):.3g}"
+            raise RuntimeError(
+                f"record: {run.plan.name} does not add up: its output and its residual, or any "
+                f"multiple, are not {of}{rest}. Its block is no {parts.block!r} block of "
+                f"{parts.family}, or changes its residual in between"
+            )
+        # dropout stands in between: what went into the norm is what it really got
+        if module is not None and module is parts.norm:
+            run.norm, run.stage, run.norm_input = parts.norm, "norm", x
+        else:
+            self._finish(call, run, parts)
+
+    def _normed(self, call: _Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
+        """A norm that was awaited has run."""
+        stage = run.stage
+        with self._grad_mode():
+            stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
+        run.norm_input = None
+        if not x.is_nested and x.numel():
+            with torch.no_grad(), without_autocast(x.device):
+                run.check_norm(norm, stats, x, out)
+        if stage == "norm":
+            run.around.norm = stats
+        else:
+            run.around.second_norm = stats
+        parts = run.plan.parts
+        wanted = run.plan.maps(run.attention.kind)
+        if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
+            run.stage = "second norm"
+            return
+        self._finish(call, run, parts)
+
+    def _nothing_follows(self, call: _Call, run: Run) -> None:
+        """The call is over, and a run still waits."""
+        if run.stage == "heads" and run.plan.parts.block == "found":
+            raise RuntimeError(
+                f"record: no module was called with the heads of {run.name}: its out-projection "
+                "must be a module"
+            )
+        if run.stage == "heads":
+            raise RuntimeError(
+                f"record: the out-projection of {run.name} did not run in this call; its resolver "
+                "must be wrong"
+            )
+        if run.plan.parts.block == "found" and run.stage == "sum":
+            self._finish(call, run, replace(run.plan.parts, block="none"))
+            return
+        if run.stage == "sum" and run.plan.parts.block == "pre":
+            self._finish(call, run, run.plan.parts)  # its block was not run whole
+            return
+        raise RuntimeError(
+            f"record: a norm that should follow {run.name} did not run in this call; its "
+            "resolver must be wrong"
+        )
+
+    # --- Maps
+
+    def _finish(self, call: _Call, run: Run, parts: Any) -> None:
+        """Makes the maps of a run."""
+        run.stage = "done"
+        call.pending.remove(run)
+        plan = run.plan = replace(run.plan, parts=parts)
+        attention = run.attention
+        wanted = plan.maps(attention.kind, run.why_no_block)
+        assert run.projection is not None
+        if run.around.residual is not None and parts.block != "none":
+            run.around.residual = _as_batch(run.around.residual, run, call.padded_length)
+        else:
+            run.around.residual = None
         with memory_for("record", f"the maps of layer {run.name}"):
             with self._grad_mode(), without_autocast(attention.query.device):
-                maps = make_maps(attention, parts, run.around, run.wanted)
+                maps = make_maps(attention, run.projection.weight, run.around, wanted)
             maps = convert_tensors(maps, detach=self._detach, to_cpu=self._to_cpu)
         layer = Layer(
             run.name,
@@ -275,26 +673,26 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _as_batch(x: Tensor, plan: Plan, attention: AttentionCall, padded: int | None) -> Tensor:
+def _as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
     """What a layer's block passes on, as ``[B, T, D]``.
 
     Raises:
         RuntimeError: It has other sizes than the attention's queries.
     """
-    B, _, T, _ = attention.sizes
+    B, _, T, _ = run.attention.sizes
     if x.is_nested:
         sizes = None if padded is None else (B, padded, x.size(2))
         x = torch.nested.to_padded_tensor(x, 0.0, sizes)
-    elif isinstance(plan.module, StockMultiheadAttention):
+    elif isinstance(run.plan.module, StockMultiheadAttention):
         if x.dim() == 2:
             x = x.unsqueeze(0)
-        elif not plan.module.batch_first:
+        elif not run.plan.module.batch_first:
             x = x.transpose(0, 1)
-    elif x.dim() == 2 and x.size(0) == B * T:
-        x = x.unflatten(0, (B, T))
+    elif x.shape[:-1] != (B, T) and x.numel() == B * T * x.size(-1):
+        x = x.reshape(B, T, -1)
     if x.shape[:-1] != (B, T):
         raise RuntimeError(
-            f"record: {plan.name}: the residual and the inputs of the norms must have shape "
+            f"record: {run.plan.name}: the residual and the inputs of the norms must have shape "
             f"[B, T, D] = [{B}, {T}, D], got {list(x.shape)}; chunked feed-forward layers "
             "(chunk_size_feed_forward) cannot be recorded with their norms"
         )

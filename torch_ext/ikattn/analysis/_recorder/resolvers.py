@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.analysis._recorder.parts import AttentionParts
+from ikattn.analysis._recorder.sdpa import calls_sdpa
 from ikattn.analysis._recorder.torch_parts import torch_attention
 from ikattn.analysis._recorder.transformers_parts import transformers_attention
 from ikattn.integrations.transformers._interface import calls_interface
@@ -23,7 +24,6 @@ __all__ = [
     "Resolver",
     "Site",
     "find_attention",
-    "out_proj_weight",
     "register_resolver",
     "resolve",
 ]
@@ -92,25 +92,6 @@ def find_attention(model: nn.Module) -> list[Site]:
     return sites
 
 
-def out_proj_weight(module: nn.Module) -> Tensor:
-    """The weight of an out-projection, ``[D, H d_v]``.
-
-    Raises:
-        TypeError: The module is no linear map with a floating-point weight.
-    """
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
-        if isinstance(module, nn.Linear):
-            return weight
-        if type(module).__name__ == "Conv1D":  # of transformers: its weight is [in, out]
-            return weight.mT
-    raise TypeError(
-        "record: an out-projection must be an nn.Linear or a transformers Conv1D with a "
-        f"floating-point weight, got {type(module).__name__}; merge adapters into the model and "
-        "load it without quantisation"
-    )
-
-
 def _walk(
     module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
@@ -139,9 +120,14 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
         raise NotImplementedError(
             f"{type(module).__name__} is an nn.MultiheadAttention with a forward of its own"
         )
-    if calls_interface(module):
-        raise NotImplementedError(
-            f"no resolver knows {type(module).__name__}: write one and pass it to "
-            "ikattn.analysis.register_resolver"
-        )
+    if calls_interface(module) or calls_sdpa(module):
+        return found_by_running(module)
     return None
+
+
+def found_by_running(module: nn.Module) -> AttentionParts:
+    """The parts of attention that no resolver knows: its runs will tell."""
+    config = getattr(module, "config", None)
+    family = getattr(config, "model_type", None) or type(module).__module__.split(".")[0]
+    is_decoder = bool(getattr(module, "is_decoder", getattr(module, "is_causal", False)))
+    return AttentionParts(family, None, "found", side="decoder" if is_decoder else "encoder")

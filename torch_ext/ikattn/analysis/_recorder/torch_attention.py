@@ -9,11 +9,12 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._precision import widened, without_autocast
 from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.projection import FLOATS, Projection, describe
 from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn._projection import project
 from ikattn.nn._softmax import rbf_key_bias, select_away
@@ -75,6 +76,26 @@ def torch_call(
         if kind == "self":
             call.query_padding = call.key_padding[:, : q.size(2)]
     return call
+
+
+def out_projection_of(module: StockMultiheadAttention) -> Projection:
+    """Its out-projection, whose parameters it uses without calling it.
+
+    Raises:
+        TypeError: Their tensors are no plain ones.
+    """
+    out_proj = module.out_proj
+    weight, bias = out_proj.weight, out_proj.bias
+    for name, x in (("weight", weight), ("bias", bias)):
+        is_plain = x is None or (type(x) in (Tensor, nn.Parameter) and not x.is_meta)
+        fits = x is None or (x.dtype in FLOATS and x.dim() == (2 if name == "weight" else 1))
+        if not is_plain or not fits:
+            where = "offloaded (a meta tensor)" if x.is_meta else f"a {type(x).__name__}, {x.dtype}"
+            raise TypeError(
+                f"record: out_proj.{name} of an nn.MultiheadAttention must be a plain "
+                f"floating-point tensor [E, E] or [E], got {where}, of a {describe(out_proj)}"
+            )
+    return Projection(weight, bias)
 
 
 def _are_same_tokens(query: Tensor, key: Tensor) -> bool:

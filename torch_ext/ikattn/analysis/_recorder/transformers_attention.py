@@ -37,7 +37,7 @@ NORMS = "ikattn_norms"
 _RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
 _RECORDABLE = ("eager", "sdpa", NORMS, IMPLICIT)
 
-Listener: TypeAlias = Callable[[nn.Module, Given], None]
+Listener: TypeAlias = Callable[[nn.Module, Given, Any], None]
 
 
 class _Switched:
@@ -61,7 +61,7 @@ def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener
     Args:
         model: The model; every config in it is switched.
         modules: The attention modules to listen to.
-        listener: Called with the module and what it passed.
+        listener: Called with the module, what it passed, and what it got.
 
     Raises:
         ValueError: The model's attention implementation is one whose masks or weights this package
@@ -93,18 +93,11 @@ def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener
 def interface_call(module: nn.Module, given: Given, kind: str | None) -> AttentionCall:
     """What the attention of a call of an attention function was given.
 
-    A key that no query of the call sees counts as padding.
-
     Raises:
         NotImplementedError: The call asks for something that this package cannot compute.
     """
-    for option in ("softcap", "s_aux"):
-        if given.options.get(option) is not None:
-            raise NotImplementedError(
-                f"record: {type(module).__name__} passes {option}, with which attention weights "
-                "are no softmax of query . key; that is not supported"
-            )
-    scaling = given.options.get("scaling")
+    scaling, softcap = given.options.get("scaling"), given.options.get("softcap")
+    sinks = given.options.get("s_aux")
     with without_autocast(given.query.device):
         call = AttentionCall(
             query=widened(given.query),
@@ -113,10 +106,11 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
             kind="cross" if kind == "cross" else "self",
             scaling=None if scaling is None else float(scaling),
             attn_mask=mask_of(module, given),
+            softcap=None if softcap is None else float(softcap),
+            sinks=None if sinks is None else widened(sinks),
         )
         if given.implementation == IMPLICIT:
             _use_kernel(call, kernel_of(module))
-        _fill_padding(call, is_masked=given.attention_mask is not None)
     return call
 
 
@@ -142,7 +136,7 @@ class _TellingAttention:
         output = attend(module, query, key, value, attention_mask, **options)
         for listener in _listeners.get(module, ()):
             given = Given(query, key, value, attention_mask, self._implementation, options)
-            listener(module, given)
+            listener(module, given, output)
         return output
 
 
@@ -185,22 +179,3 @@ def _use_kernel(call: AttentionCall, kernel: Any) -> None:
     w1, w2 = getattr(kernel, "drawn", None) or kernel(call.query, call.key, None)
     call.frequencies = (widened(w1), None if w2 is None else widened(w2))
     call.kernel, call.p = "implicit", kernel.p
-
-
-def _fill_padding(call: AttentionCall, *, is_masked: bool) -> None:
-    """Finds padded keys and, in self-attention, the place and the padding of the queries."""
-    B, _, T, S = call.sizes
-    hidden = call.hidden()
-    seen_until = S
-    if hidden is not None:
-        seen = ~hidden.all(1).all(1).expand(B, S)
-        if is_masked:
-            call.key_padding = ~seen
-        if T != S and bool(seen.any()):
-            seen_until = int(seen.any(0).nonzero().max()) + 1
-    if call.kind == "cross":
-        return
-    # a cache holds earlier tokens, and a static one room for later ones
-    call.diagonal = max(seen_until - T, 0)
-    if call.key_padding is not None:
-        call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + T]

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.attention_call import Surroundings, make_maps
-from ikattn.analysis._recorder.resolvers import AttentionParts, find_attention, resolve
+from ikattn.analysis._recorder.padding import fill_padding
+from ikattn.analysis._recorder.parts import AttentionParts
+from ikattn.analysis._recorder.projection import effective_projection
+from ikattn.analysis._recorder.resolvers import find_attention, resolve
 from ikattn.analysis._recorder.transformers_attention import NORMS, interface_call
 from ikattn.integrations.transformers._attention import register_implicit
 from ikattn.integrations.transformers._interface import (
@@ -90,8 +93,12 @@ class _NormsAttention:
         given = Given(query, key, value, attention_mask, NORMS, options)
         parts = self._parts_of(module)
         call = interface_call(module, given, parts.kind)
+        fill_padding(call, attention_mask, None)
+        assert parts.out_proj is not None
         with without_autocast(query.device):
-            maps = make_maps(call, parts, Surroundings(), {self._map})
+            width = call.query.size(1) * call.value.size(-1)
+            projection = effective_projection(parts.out_proj, width, value)
+            maps = make_maps(call, projection.weight, Surroundings(), {self._map})
         found = getattr(maps, self._map)
         assert isinstance(found, Tensor)
         return output, found
@@ -108,6 +115,11 @@ class _NormsAttention:
         around = [ancestor() for ancestor in self._around.get(module, ())]
         parts = resolve(module, [ancestor for ancestor in around if ancestor is not None])
         assert parts is not None  # it called an attention function
+        if parts.out_proj is None:
+            raise NotImplementedError(
+                f"ikattn_norms: the out-projection of {type(module).__name__} is not known: use "
+                "ikattn.record, which finds it, or ikattn.analysis.register_resolver"
+            )
         return parts
 
 

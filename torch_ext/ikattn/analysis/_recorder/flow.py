@@ -1,0 +1,191 @@
+"""Where the output of an attention goes: to its out-projection, into a sum, into a norm.
+
+Nothing is taken from names. Two rows of each tensor are kept as they were when it was seen, the
+first and the last, and a sum has been found when these rows add up.
+
+Sizes: B batch, T queries, H heads, d_v head size of value, D model size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ikattn._precision import widened
+
+__all__ = [
+    "Seen",
+    "Sum",
+    "close",
+    "find_sum",
+    "first_tensor",
+    "multiple_of",
+    "rows_of",
+    "same_rows",
+    "see",
+]
+
+# How far off, over the largest number, a row may be that the model and we both compute, where each
+# rounds by itself: products of the model's type, sums of scores and values.
+TOLERANCES = {
+    torch.float64: 1e-5,  # many models form the weights of any type in float32
+    torch.float32: 2e-3,  # TF32, where torch allows it, is 1e-3 a product
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+class Seen(NamedTuple):
+    """A tensor ``[.., D]`` that flowed somewhere, and two of its rows as they were then."""
+
+    tensor: Tensor
+    rows: Tensor  # [2, D]
+    version: int
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether nothing has been written into the tensor since."""
+        if self.version < 0:  # an inference tensor counts no versions
+            return torch.equal(rows_of(self.tensor).nan_to_num(0.0), self.rows.nan_to_num(0.0))
+        return self.tensor._version == self.version
+
+
+class Sum(NamedTuple):
+    """That a tensor is a residual plus a variant of y, or plus a multiple of y."""
+
+    residual: Seen
+    variant: int  # which of the variants
+    scale: float | Tensor | None = None  # of y: a number, [D], or None for 1
+
+
+def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The first floating-point tensor with rows that a module was called with, or has returned."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.is_floating_point():
+            return value
+    return None
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy."""
+    x = x.detach()
+    if x.is_nested:
+        x = x.unbind()[0]
+    ends = (x.dim() - 1) * (0,), (x.dim() - 1) * (-1,)
+    return torch.stack([widened(x[end]) for end in ends])
+
+
+def see(x: Tensor) -> Seen:
+    """Notes a tensor as it is."""
+    return Seen(x, rows_of(x), -1 if x.is_inference() else x._version)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """How far two rows are apart over what rounding in that type allows; NaN where both are NaN."""
+    size = torch.maximum(found.abs().amax(), expected.abs().amax()).clamp_min(1e-30)
+    return float((found - expected).abs().amax() / size) / TOLERANCES.get(dtype, 1e-1)
+
+
+def same_rows(x: Tensor, rows: Tensor) -> bool:
+    """Whether the first and last row of ``x`` are these, bit for bit or rounded to its type."""
+    if x.size(-1) != rows.size(-1) or x.numel() == 0:
+        return False
+    own = rows_of(x)
+    rounded = widened(rows.to(x.dtype)).to(own.dtype)
+    return torch.equal(own.nan_to_num(0.0), rounded.nan_to_num(0.0))
+
+
+def find_sum(
+    x: Tensor, y: Tensor, variants: Sequence[Tensor], residuals: Sequence[Seen], others: Any = ()
+) -> Sum | None:
+    """Whether ``x`` is a residual plus the attention's output, and which.
+
+    Args:
+        x: A tensor that may be the sum.
+        y: The output of the attention, ``[.., D]``.
+        variants: The two rows of ``y``, and of what modules have made of it since.
+        residuals: What may have been added, the most likely first.
+        others: Rows of other branches, one of which may be in the sum, too.
+
+    Returns:
+        None where nothing adds up, on both rows as far as they are finite.
+    """
+    residuals = [seen for seen in residuals if seen.rows.size(-1) == y.size(-1)]
+    if x.size(-1) != y.size(-1) or x.numel() != y.numel() or not residuals or y.numel() == 0:
+        return None
+    total = rows_of(x)
+    before = torch.stack([seen.rows.to(total.dtype) for seen in residuals])  # [C, 2, D]
+    added = torch.stack([rows.to(total.dtype) for rows in variants])  # [V, 2, D]
+    rest = total - before[:, None] - added  # [C, V, 2, D]
+    size = (before.abs()[:, None] + added.abs()).amax(-1) + total.abs().amax(-1)
+    fits = _fits(rest, size, y.dtype)
+    for candidate, row in enumerate(fits.any(1).tolist()):
+        if row:
+            return Sum(residuals[candidate], int(fits[candidate].to(torch.uint8).argmax()))
+    if others:
+        branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]
+        fits = _fits(rest[:, :, None] - branches, size[:, :, None], y.dtype).any(2)  # [C, V]
+        for candidate, found in enumerate(fits.any(1).tolist()):
+            if found:
+                return Sum(residuals[candidate], int(fits[candidate].to(torch.uint8).argmax()))
+    return _find_scaled(x, y, total, before, variants[0].to(total.dtype), residuals)
+
+
+def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of rests [.., 2, D] and sizes [.., 2]: which are rounding alone."""
+    allowed = 8 * torch.finfo(dtype).eps * size.unsqueeze(-1)
+    is_nan = rest.isnan()
+    fits = ((rest.abs() <= allowed) | is_nan).all(-1).all(-1)
+    return fits & ~is_nan.all(-1).all(-1)
+
+
+def _find_scaled(
+    x: Tensor,
+    y: Tensor,
+    total: Tensor,
+    before: Tensor,
+    rows: Tensor,
+    residuals: Sequence[Seen],
+) -> Sum | None:
+    """The same for a sum of the residual and a multiple of ``y``, of a number or one a channel."""
+    if y.dtype not in (torch.float64, torch.float32):
+        return None  # whose rounding would hide what is added
+    for index, seen in enumerate(residuals):
+        rest = total - before[index]
+        if not bool(rest.isfinite().all()) or not bool(rows.isfinite().all()):
+            continue
+        scale = multiple_of(rest, rows, y.dtype, float(before[index].abs().max()))
+        if scale is not None:
+            return Sum(seen, 0, scale)
+    return None
+
+
+def multiple_of(
+    rest: Tensor, rows: Tensor, dtype: torch.dtype, size: float = 0.0
+) -> float | Tensor | None:
+    """What two rows [2, D] have been multiplied with: a number, [D], or None where it is neither.
+
+    Args:
+        rest: The products.
+        rows: The rows.
+        dtype: In which they were computed.
+        size: Of the numbers in whose rounding ``rest`` was formed.
+    """
+    largest = float(rest.abs().max())
+    allowed = 16 * torch.finfo(dtype).eps * (size + largest)
+    square = float(rows.square().sum())
+    if square == 0 or largest <= 8 * allowed:
+        return None
+    number = float((rest * rows).sum()) / square
+    if float((rest - number * rows).abs().max()) <= allowed:
+        return number
+    cross = rest[0] * rows[1] - rest[1] * rows[0]
+    if torch.equal(rows[0], rows[1]) or bool(
+        (cross.abs() > allowed * (rows[0].abs() + rows[1].abs())).any()
+    ):
+        return None
+    scale: Tensor = (rest * rows).sum(0) / rows.square().sum(0).clamp_min(1e-30)
+    return scale

@@ -1,0 +1,70 @@
+"""Which tokens of a run are padding, and which key is a query's own.
+
+Sizes: B batch, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from ikattn.analysis._recorder.attention_call import AttentionCall
+
+__all__ = ["fill_padding", "mask_argument"]
+
+_NAME = "attention_mask"
+
+
+def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | None) -> None:
+    """Finds padded keys and, in self-attention, the place and the padding of the queries.
+
+    A token that is hidden from all queries is padding where the model's own mask of tokens says so.
+    Without such a mask it is padding if that of the attention is the same for all queries, or if
+    its own row is hidden, too: a token that others do not see may still see them.
+
+    Args:
+        call: The run; its mask is set.
+        given: The mask that the attention was given, or None.
+        of_tokens: The mask ``[B, S]`` that the model was given for these tokens, 0 = padding.
+    """
+    B, _, T, S = call.sizes
+    hidden = call.hidden() if given is not None or call.attn_mask is not None else None
+    seen = None if hidden is None else ~hidden.all(1).all(1).expand(B, S)
+    seen_until = S
+    if seen is not None and T != S and bool(seen.any()):
+        seen_until = int(seen.any(0).nonzero().max()) + 1
+    if call.kind == "self":
+        # a cache holds earlier tokens, and a static one room for later ones
+        call.diagonal = max(seen_until - T, 0)
+    if of_tokens is not None:
+        call.key_padding = of_tokens.to(call.key.device) == 0
+    elif given is not None and seen is not None:
+        call.key_padding = ~seen
+        if call.kind == "self" and given.dim() == 4 and given.size(-2) > 1:
+            assert hidden is not None
+            blind = hidden.all(1).all(-1).expand(B, T)
+            own = call.key_padding[:, call.diagonal : call.diagonal + T]
+            own &= blind[:, : own.size(1)]
+    if call.kind == "self" and call.key_padding is not None:
+        call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + T]
+
+
+def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module was called with as its attention_mask; ``...`` where it has none."""
+    if _NAME in kwargs:
+        return kwargs[_NAME]
+    kind: Any = type(module)
+    place = _place_of_mask(kind)
+    return args[place] if place is not None and place < len(args) else ...
+
+
+@functools.cache
+def _place_of_mask(kind: Any) -> int | None:
+    try:
+        names = list(inspect.signature(kind.forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return None
+    return names.index(_NAME) if _NAME in names else None

@@ -1,0 +1,281 @@
+"""One run of one layer's attention, from its call to the norms after it, checked at every step.
+
+What is checked, on two rows of every tensor, or on all:
+
+1. the weights and values we know of make the heads that the model computed;
+2. these, through the out-projection we know of, make what the model computed;
+3. that, or a multiple, and the residual add up to what the next norm or module was given;
+4. the norm, as the linear map we take it for, makes what the model computed.
+
+Sizes: B batch, T queries, S keys, H heads, d_v head size of value, D model size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ikattn._precision import widened
+from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings
+from ikattn.analysis._recorder.flow import (
+    TOLERANCES,
+    Seen,
+    close,
+    find_sum,
+    multiple_of,
+    rows_of,
+    same_rows,
+)
+from ikattn.analysis._recorder.plan import Plan
+from ikattn.analysis._recorder.projection import Projection, describe
+from ikattn.analysis.contributions import NormStats
+
+__all__ = ["Run", "Variant", "joined"]
+
+Stage: TypeAlias = Literal["heads", "projection", "sum", "norm", "second norm", "done"]
+
+
+@dataclass
+class Variant:
+    """The attention's output, or what modules have made of it on its way to the sum."""
+
+    tensor: Tensor  # [.., D]
+    rows: Tensor  # [2, D]
+    by: nn.Module | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """A layer's attention that has run, while what comes after it is awaited.
+
+    Attributes:
+        plan: Of the layer.
+        name: Of the run.
+        calls: What the attention was given: more than one where a module computes its tokens in
+            parts, such as images.
+        contexts: The heads that the model computed of each call, merged, ``[B, T, H d_v]``; None
+            where they are not seen.
+        residuals: What the output may be added to, the most likely first.
+        given: What the attention module was called with.
+        drops: Whether weights were dropped, so that heads are not those of the weights.
+        stage: What is awaited.
+    """
+
+    plan: Plan
+    name: str
+    calls: list[AttentionCall]
+    contexts: list[Tensor | None]
+    residuals: list[Seen]
+    given: Seen | None
+    drops: bool = False
+    stage: Stage = "heads"
+    out_proj: nn.Module | None = None
+    heads: Tensor | None = None  # what the out-projection was called with
+    projection: Projection | None = None
+    variants: list[Variant] = field(default_factory=list)
+    others: list[Tensor] = field(default_factory=list)  # rows of other modules' outputs
+    residual: Seen | None = None
+    norm: nn.Module | None = None
+    norm_input: Tensor | None = None
+    around: Surroundings = field(default_factory=Surroundings)
+    why_no_block: str = ""
+
+    @property
+    def attention(self) -> AttentionCall:
+        return self.calls[0]
+
+    @property
+    def awaited_norm(self) -> nn.Module | None:
+        """The norm whose run is awaited."""
+        if self.stage == "norm":
+            return self.norm
+        return self.plan.parts.second_norm if self.stage == "second norm" else None
+
+    def fails(self, step: str, off: float, hint: str = "") -> RuntimeError:
+        """The error of a step that does not come out."""
+        return RuntimeError(
+            f"record: {self.plan.name} does not add up: {step}, which is off by "
+            f"{100 * off:.3g} % of the largest number{hint}"
+        )
+
+    # --- 1 and 2
+
+    def join(self) -> None:
+        """Makes one call of several, whose tokens do not see those of the others."""
+        if len(self.calls) > 1:
+            self.calls = [joined(self.calls)]
+            contexts = [context for context in self.contexts if context is not None]
+            self.contexts = [torch.cat(contexts, 1)]
+
+    def is_fed_to(self, x: Tensor) -> bool:
+        """Whether a tensor is the heads that the model computed, merged."""
+        context = self.contexts[0]
+        if context is None or x.numel() != context.numel() or x.size(-1) != context.size(-1):
+            return False
+        return same_rows(x, rows_of(context))
+
+    def check_heads(self, every_row: bool) -> None:
+        """Raises RuntimeError where weights times values are not the heads."""
+        context, attention = self.contexts[0], self.attention
+        if self.drops or context is None or context.numel() == 0:
+            return
+        if every_row:
+            found, expected = widened(context), attention.context()
+        else:
+            i = self._a_row()
+            if i is None:
+                return
+            found, expected = widened(context[:1, i : i + 1]), attention.row(0, i).context()
+        found = found.to(expected.dtype)
+        seen = expected.ne(0).any(-1)  # rows that see no key the model may make anything of
+        if every_row and attention.query_padding is not None:
+            seen &= ~attention.query_padding
+        off = close(found[seen], expected[seen], context.dtype) if bool(seen.any()) else 0.0
+        if off > 1:
+            hint = (
+                ". The attention differs from softmax(query . key) as it was told: something "
+                "changed logits, weights or values in between"
+            )
+            off *= TOLERANCES.get(context.dtype, 0.1)
+            raise self.fails("weights times values are not the heads it computed", off, hint)
+
+    def _a_row(self) -> int | None:
+        """A query of the first item that is no padding."""
+        T, padding = self.attention.sizes[2], self.attention.query_padding
+        if padding is None:
+            return T - 1
+        there = (~padding[0]).nonzero()
+        return int(there[-1]) if there.numel() else None
+
+    def projected(self, x: Tensor, y: Tensor, every_row: bool) -> float:
+        """How far the out-projection of heads ``x`` is from ``y``, over what rounding allows."""
+        assert self.projection is not None
+        weight, bias = self.projection
+        weight = widened(weight.detach())
+        if every_row:
+            rows, found = widened(x.detach()), widened(y.detach())
+        else:
+            rows, found = rows_of(x), rows_of(y)
+        expected = rows.to(weight.dtype) @ weight.mT
+        if bias is not None:
+            expected = expected + widened(bias.detach())
+        finite = expected.isfinite().all(-1)
+        if not bool(finite.any()):
+            return 0.0
+        dtype = y.dtype if TOLERANCES.get(y.dtype, 1) > TOLERANCES.get(x.dtype, 1) else x.dtype
+        return close(found.to(expected.dtype)[finite], expected[finite], dtype)
+
+    # --- 3
+
+    def begin_sum(self, y: Tensor) -> None:
+        self.variants = [Variant(y, rows_of(y))]
+        self.stage = "sum"
+
+    def follow(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        """Notes what a module made of a tensor: of the output so far, or of something else."""
+        last = self.variants[-1].tensor
+        if out.size(-1) != last.size(-1) or out.numel() != last.numel():
+            return
+        if x.data_ptr() == last.data_ptr() and x.numel() == last.numel():
+            if out.data_ptr() != x.data_ptr():
+                self.variants.append(Variant(out, rows_of(out), module))
+        elif len(self.others) < 32:
+            self.others.append(rows_of(out))
+
+    def is_sum(self, x: Tensor, with_others: bool) -> bool:
+        """Whether a tensor is the sum of residual and output; keeps what it is a sum of."""
+        y = self.variants[0]
+        rows = [variant.rows for variant in self.variants]
+        found = find_sum(x, y.tensor, rows, self.residuals, self.others if with_others else ())
+        if found is None:
+            return False
+        variant, scale = self.variants[found.variant], found.scale
+        if found.variant:
+            chain = [each.by for each in self.variants[1 : found.variant + 1]]
+            if not all(isinstance(by, nn.Dropout) for by in chain):
+                scale = multiple_of(variant.rows, y.rows, y.tensor.dtype)
+                if scale is None:
+                    named = ", ".join(type(by).__name__ for by in chain)
+                    self.why_no_block = (
+                        f"{named} stands between its out-projection and the residual sum, and is "
+                        "no multiplication"
+                    )
+        self.around.scale = scale
+        self.residual = found.residual
+        residual = found.residual.tensor
+        if not found.residual.is_as_it_was:  # somebody has written into it since
+            added = variant.tensor if found.variant else y.tensor
+            residual = x - (added if found.variant or scale is None else added * scale)
+        self.around.residual = residual
+        return True
+
+    def is_post_norm(self) -> bool:
+        """Whether the residual is what the attention was called with."""
+        if self.given is None or self.residual is None:
+            return False
+        own, found = self.given.rows, self.residual.rows
+        return own.shape == found.shape and torch.equal(own.nan_to_num(0.0), found.nan_to_num(0.0))
+
+    # --- 4
+
+    def check_norm(self, norm: nn.Module, stats: NormStats, x: Tensor, out: Tensor) -> None:
+        """Raises RuntimeError where a norm does not act as ``stats`` say."""
+        rows = rows_of(x)
+        if stats.centered:
+            rows = rows - rows.mean(-1, keepdim=True)
+        scale = torch.stack([stats.scale.detach()[0, 0], stats.scale.detach()[-1, -1]])
+        expected = rows * widened(stats.weight.detach()) / scale.unsqueeze(-1)
+        bias = getattr(norm, "bias", None)
+        if isinstance(bias, Tensor):
+            expected = expected + widened(bias.detach())
+        found, finite = rows_of(out), expected.isfinite().all(-1)
+        if not bool(finite.any()):
+            return
+        off = close(found[finite], expected[finite].to(found.dtype), out.dtype)
+        if off > 1:
+            off *= TOLERANCES.get(out.dtype, 0.1)
+            raise self.fails(f"the norm, a {describe(norm)}, makes something else", off)
+
+
+def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls one after the other, as one: queries see the keys of their own call.
+
+    Raises:
+        NotImplementedError: Calls of different items, or with masks of their own.
+    """
+    first = calls[0]
+    simple = all(
+        call.query.size(0) == first.query.size(0)
+        and call.attn_mask is None
+        and call.key_bias is None
+        and call.frequencies is None
+        and call.sizes[2] == call.sizes[3]
+        for call in calls
+    )
+    if not simple:
+        raise NotImplementedError(
+            "record: a module that calls its attention function several times in one forward can "
+            f"be recorded where the calls are of consecutive tokens, without masks; got "
+            f"{len(calls)} calls of {[tuple(call.query.shape) for call in calls]}"
+        )
+    sizes = [call.sizes[2] for call in calls]
+    part = torch.repeat_interleave(
+        torch.arange(len(sizes), device=first.query.device),
+        torch.tensor(sizes, device=first.query.device),
+    )
+    return AttentionCall(
+        query=torch.cat([call.query for call in calls], 2),
+        key=torch.cat([call.key for call in calls], 2),
+        value=torch.cat([call.value for call in calls], 2),
+        kind=first.kind,
+        kernel=first.kernel,
+        p=first.p,
+        scaling=first.scaling,
+        attn_mask=(part[:, None] == part)[None, None],
+        softcap=first.softcap,
+        sinks=first.sinks,
+    )

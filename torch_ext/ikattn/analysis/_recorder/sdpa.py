@@ -1,0 +1,122 @@
+"""Calls of ``F.scaled_dot_product_attention``, by whatever module makes them.
+
+While models are recorded the function is replaced by one that calls it, so that outputs stay what
+they are, and then tells the recordings.
+
+Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ikattn._precision import widened, without_autocast
+from ikattn.analysis._recorder.attention_call import AttentionCall
+
+__all__ = ["calls_sdpa", "hearing_sdpa", "sdpa_call"]
+
+
+_NAME = "scaled_dot_product_attention"
+_lock = threading.Lock()
+_heard: list[Callable[[tuple[Any, ...], dict[str, Any], Tensor], None]] = []
+_replaced: list[tuple[dict[str, Any], Any]] = []  # namespaces, and what stood there
+
+
+def calls_sdpa(module: nn.Module) -> bool:
+    """Whether the module's forward names the function."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and _NAME in code.co_names
+
+
+@contextlib.contextmanager
+def hearing_sdpa(
+    model: nn.Module, heard: Callable[[tuple[Any, ...], dict[str, Any], Tensor], None]
+) -> Iterator[None]:
+    """For the time of the block, tells ``heard`` of each call: arguments and output."""
+    namespaces = [vars(F)]
+    for kind in {type(module) for module in model.modules()}:
+        own = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+        if callable(own.get(_NAME)):  # from torch.nn.functional import ...
+            namespaces.append(own)
+    with _lock:
+        _heard.append(heard)
+        known = [id(names) for names, _ in _replaced]
+        for names in namespaces:
+            if id(names) not in known:
+                known.append(id(names))
+                _replaced.append((names, names[_NAME]))
+                names[_NAME] = _telling(names[_NAME])
+    try:
+        yield
+    finally:
+        with _lock:
+            _heard.remove(heard)
+            if not _heard:
+                for names, before in _replaced:
+                    if getattr(names.get(_NAME), "ikattn_tells", False):
+                        names[_NAME] = before
+                _replaced.clear()
+
+
+def _telling(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def tell(*args: Any, **kwargs: Any) -> Tensor:
+        output = attend(*args, **kwargs)
+        for heard in tuple(_heard):
+            heard(args, kwargs, output)
+        return output
+
+    tell.ikattn_tells = True  # type: ignore[attr-defined]
+    return tell
+
+
+def _bound(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None]:
+    return query, key, value, attn_mask, dropout_p, is_causal, scale
+
+
+def sdpa_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
+) -> tuple[AttentionCall, float]:
+    """What a call of the function was given, and its dropout.
+
+    Raises:
+        NotImplementedError: Tensors that are not ``[B, H, T, d]``.
+    """
+    query, key, value, mask, dropout_p, is_causal, scale = _bound(*args, **kwargs)
+    if query.dim() != 4 or query.is_nested:
+        raise NotImplementedError(
+            f"record: {_NAME} must be called with [B, H, T, d] to be recorded, got "
+            f"{list(query.shape) if not query.is_nested else 'nested tensors'}"
+        )
+    with without_autocast(query.device):
+        if is_causal:
+            sizes = (query.size(2), key.size(2))
+            mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
+        if mask is not None:
+            mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+            mask = mask if mask.dtype == torch.bool else widened(mask)
+        call = AttentionCall(
+            query=widened(query),
+            key=widened(key),
+            value=widened(value),
+            kind="cross" if kind == "cross" else "self",
+            scaling=scale,
+            attn_mask=mask,
+        )
+    return call, dropout_p
