@@ -658,11 +658,20 @@ def test_deberta_and_gemma_2_are_refused_by_name() -> None:
     assert "softcap" in refused(transformers.Gemma2Model(config))
 
 
-def test_unknown_family_says_how_to_register_a_resolver() -> None:
-    config = transformers.Olmo2Config(**GROUPED)
-    message = refused(transformers.Olmo2Model(config))
-    assert "Olmo2Attention" in message
-    assert "register_resolver" in message
+def test_a_norm_between_out_projection_and_sum_leaves_the_block_unknown() -> None:
+    torch.manual_seed(0)
+    model = transformers.Olmo2Model(transformers.Olmo2Config(**GROUPED)).eval()
+    with torch.no_grad(), record(model, maps="all") as recording:
+        model(torch.tensor([[3, 4, 5]]))
+    assert {layer.block for layer in recording.layers.values()} == {"none"}
+    assert recording[recording.names[0]].summed is not None
+    message = f"{recording.names[0]} has no map 'with_residual'.*RMSNorm.*stands between"
+    with (
+        torch.no_grad(),
+        record(model, maps="with_residual"),
+        pytest.raises(ValueError, match=message),
+    ):
+        model(torch.tensor([[3, 4, 5]]))
 
 
 def test_other_implementations_are_refused() -> None:

@@ -160,7 +160,7 @@ def test_an_out_projection_is_what_it_computes() -> None:
     torch.testing.assert_close(bias, 3 * triple.bias)
     linear.register_forward_hook(lambda module, args, output: -output)
     torch.testing.assert_close(effective_projection(linear, 3, like).weight, -linear.weight)
-    with pytest.raises(TypeError, match="a torch.*Bilinear, must be a linear map"):
+    with pytest.raises(TypeError, match=r"a torch.*Bilinear, must be a linear map"):
         effective_projection(nn.Bilinear(2, 2, 2), 2, like)
 
 

@@ -93,7 +93,8 @@ class _NormsAttention:
         given = Given(query, key, value, attention_mask, NORMS, options)
         parts = self._parts_of(module)
         call = interface_call(module, given, parts.kind)
-        fill_padding(call, attention_mask, None)
+        # nothing tells here of the mask of tokens: who is hidden from all queries is padding
+        fill_padding(call, None if attention_mask is None else attention_mask[..., :1, :], None)
         assert parts.out_proj is not None
         with without_autocast(query.device):
             width = call.query.size(1) * call.value.size(-1)

@@ -41,6 +41,8 @@ class AttentionModule(NamedTuple):
 
     def describe(self) -> str:
         """What the module is, for a table."""
+        if hasattr(self.module, "_hf_hook"):
+            return "offloaded by accelerate: convert the model before that"
         if not self.is_plain:
             kind = type(self.module)
             own_forward = " with a forward of its own" if "forward" in vars(self.module) else ""
@@ -109,6 +111,32 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if isinstance(module, StockMultiheadAttention):
             by_module.setdefault(module, AttentionModule(module, [])).names.append(name)
     return ConversionReport(by_module.values())
+
+
+def unseen_attention(model: nn.Module, seen: Iterable[nn.Module]) -> list[str]:
+    """Names of modules that look like attention, and neither hold nor are part of what is seen.
+
+    They are told by the names of their classes; the outermost of several is named.
+    """
+    seen = set(seen)
+    inside = {part for module in seen for part in module.modules()}
+    names: list[str] = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        is_attention = ("Attention" in kind or "Attn" in kind) and module not in inside
+        if not is_attention or not any(True for _ in module.parameters()):
+            continue
+        if any(part in seen for part in module.modules()):
+            continue
+        if not any(name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
+    return names
+
+
+def describe_unseen(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
+    return f"{', '.join(names[:4])}{more}"
 
 
 def select_modules(model: nn.Module, select: Selection | None) -> list[AttentionModule]:

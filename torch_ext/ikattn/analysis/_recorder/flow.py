@@ -74,8 +74,10 @@ def rows_of(x: Tensor) -> Tensor:
     x = x.detach()
     if x.is_nested:
         x = x.unbind()[0]
-    ends = (x.dim() - 1) * (0,), (x.dim() - 1) * (-1,)
-    return torch.stack([widened(x[end]) for end in ends])
+    rows = [x[(x.dim() - 1) * (end,)] for end in (0, -1)]
+    if hasattr(x, "full_tensor"):  # a DTensor
+        rows = [row.full_tensor() for row in rows]  # type: ignore[attr-defined]
+    return torch.stack([widened(row) for row in rows])
 
 
 def see(x: Tensor) -> Seen:

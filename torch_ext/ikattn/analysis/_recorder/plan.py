@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +21,7 @@ from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis._recorder.resolvers import find_attention
 from ikattn.analysis._recorder.torch_attention import out_projection_of
 from ikattn.integrations.transformers._interface import calls_interface
-from ikattn.nn.selection import Selection, is_selected
+from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
 
 __all__ = ["Asked", "Plan", "asked_maps", "describe", "plan_layers"]
 
@@ -90,7 +91,16 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
             "record: model must hold attention that can be recorded, nn.MultiheadAttention or what "
-            f"calls transformers' AttentionInterface; there is none in {', '.join(kinds)}"
+            "calls transformers' AttentionInterface or F.scaled_dot_product_attention; there is "
+            f"none in {', '.join(kinds)}"
+        )
+    unseen = unseen_attention(model, (site.module for site in sites))
+    if unseen and layers is None:
+        warnings.warn(
+            f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
+            "are no nn.MultiheadAttention and call neither transformers' AttentionInterface nor "
+            "F.scaled_dot_product_attention",
+            stacklevel=5,
         )
     plans = []
     for site in sites:

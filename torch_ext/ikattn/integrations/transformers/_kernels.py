@@ -5,6 +5,7 @@ Sizes: H query heads, d head size, M frequencies.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.functional import check_kernel
+from ikattn.nn.selection import describe_unseen, unseen_attention
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
 
@@ -157,6 +159,11 @@ def attach_kernels(
                 "use_implicit_attention: spectral='mikan' averages over whole sequences and would "
                 f"let {name}, which is causal, see the future; expected 'ikan' or 'direct'"
             )
+        if any(hasattr(part, "_hf_hook") for part in module.modules()):
+            raise ValueError(
+                f"use_implicit_attention: accelerate offloads the weights of {name}: give the "
+                "model its kernels before it is offloaded"
+            )
         heads, head_size = (sizes or _sizes_of)(module)
         like = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
         kernels[name] = kind(
@@ -169,6 +176,25 @@ def attach_kernels(
         ).train(module.training)
     for name, kernel in kernels.items():
         found[name].register_module("spectral", kernel)
+        found[name].register_forward_pre_hook(_warn_if_unused)
+    unseen = unseen_attention(model, found.values())
+    if unseen:
+        warnings.warn(
+            f"use_implicit_attention: {describe_unseen(unseen)} look like attention and stay as "
+            "they are: they do not call transformers' AttentionInterface",
+            stacklevel=3,
+        )
+
+
+def _warn_if_unused(module: nn.Module, args: Any) -> None:
+    """Somebody may set the config's attention to another than the implicit kernel's."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
+    if name is not None and IMPLICIT not in name:
+        warnings.warn(
+            f'{type(module).__name__} runs the attention "{name}" and not its implicit kernel, for '
+            f'its config says so; model.set_attn_implementation("{IMPLICIT}") takes that back',
+            stacklevel=2,
+        )
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
