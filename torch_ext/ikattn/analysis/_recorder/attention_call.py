@@ -203,12 +203,14 @@ class Surroundings:
         norm, second_norm: How the norms after it acted, or None.
         scale: What the attention's output was multiplied with before it was added to the residual:
             a number, ``[D]``, or None for 1.
+        output_norm: How a norm between out-projection and sum acted, or None.
     """
 
     residual: Tensor | None = None
     norm: NormStats | None = None
     second_norm: NormStats | None = None
     scale: float | Tensor | None = None
+    output_norm: NormStats | None = None
 
 
 def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | None:
@@ -264,11 +266,6 @@ def make_maps(
         wanted: Names of maps, all defined for the layer.
     """
     projection = projection.to(call.value.dtype)
-    if around.scale is not None:
-        scale = around.scale
-        if isinstance(scale, Tensor):
-            scale = scale.to(projection.dtype).unsqueeze(-1)
-        projection = projection * scale
     norm, second_norm = _in_type_of(around.norm), _in_type_of(around.second_norm)
     names = set(wanted) & set(MAPS)
     ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
@@ -277,10 +274,50 @@ def make_maps(
         _fill_cross_maps(maps, call, projection, norm, second_norm, names)
     elif names & {"mixing_ratio", *_AFTER_RESIDUAL} and around.residual is not None:
         residual = around.residual.to(projection.dtype)
-        maps = call.maps(projection, names, residual=residual, norm=norm, second_norm=second_norm)
+        block = {"residual": residual, "norm": norm, "second_norm": second_norm}
+        if around.scale is None and around.output_norm is None:
+            maps = call.maps(projection, names, **block)
+        else:
+            maps = _through_what_is_between(call, projection, around, names, block)
     else:
         maps = call.maps(projection, names)
     return dataclasses.replace(maps, **ledger)
+
+
+def _through_what_is_between(
+    call: AttentionCall,
+    projection: Tensor,
+    around: Surroundings,
+    names: Collection[str],
+    block: dict[str, Any],
+) -> Contributions:
+    """Maps of a layer whose output is multiplied, or normalised, before it is added.
+
+    Maps without the residual are of what the out-projection makes. A norm in between is a linear
+    map and a divisor of the rows, with which the residual is multiplied before.
+    """
+    after = set(names) & {"mixing_ratio", *_AFTER_RESIDUAL}
+    maps = call.maps(projection, (set(names) - after) | (after & {"mixing_ratio"}))
+    divisor = None
+    if around.scale is not None:
+        scale = around.scale
+        projection = projection * (
+            scale.to(projection.dtype).unsqueeze(-1) if isinstance(scale, Tensor) else scale
+        )
+    if around.output_norm is not None:
+        stats = around.output_norm
+        centered = projection - projection.mean(0) if stats.centered else projection
+        projection = centered * stats.weight.to(projection.dtype)[:, None]
+        divisor = stats.scale.to(projection.dtype).unsqueeze(-1)
+        block |= {"residual": block["residual"] * divisor}
+    found = call.maps(projection, after | {"with_residual"}, **block)
+    for name in after & set(_AFTER_RESIDUAL):
+        map_ = getattr(found, name)
+        # norms of the sum take the divisor out again: they were told of the sum itself
+        setattr(maps, name, map_ if divisor is None else map_ / divisor)
+    ratios = {name: x for name, x in found.mixing_ratio.items() if name in _AFTER_RESIDUAL}
+    maps.mixing_ratio.update({name: x for name, x in ratios.items() if name in names})
+    return maps
 
 
 def convert_tensors(maps: Contributions, *, detach: bool, to_cpu: bool) -> Contributions:
@@ -340,10 +377,6 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
         ledger["weights"] = _without_padding(call.weights, call)
     if not {"similarity", "magnitude"} & set(wanted):
         return ledger
-    if call.softcap is not None or call.sinks is not None:
-        raise NotImplementedError(
-            "record: similarity and magnitude are not defined for logits with a soft cap or sinks"
-        )
     query = call.query
     key = call.key.repeat_interleave(query.size(1) // call.key.size(1), 1)
     if call.scaling is not None:

@@ -9,6 +9,7 @@ all that they were made of is let go.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
@@ -448,7 +449,7 @@ class Recorder:
                         f"{list(run.contexts[0].shape)}: something stands in between"
                     )
             elif run.out_proj is None and len(run.calls) == 1 and run.is_fed_to(x):
-                if any(module is each.module for each in call.running):
+                if any(module is each.module for each in call.running) or not _is_unary(module):
                     return
                 run.out_proj = module
             else:
@@ -552,6 +553,13 @@ class Recorder:
                 )
             self._finish(call, run, replace(parts, block="none"))
             return
+        if run.output_norm is not None:
+            norm, before, after = run.output_norm
+            with self._grad_mode():
+                stats = NormStats.of(norm, _as_batch(before, run, call.padded_length))
+            with torch.no_grad(), without_autocast(x.device):
+                run.check_norm(norm, stats, before, after)
+            run.around.output_norm = stats
         if parts.block == "found":
             is_norm = module is not None and "Norm" in type(module).__name__
             is_post = is_norm and run.is_post_norm()
@@ -642,6 +650,14 @@ class Recorder:
         plan = run.plan = replace(run.plan, parts=parts)
         attention = run.attention
         wanted = plan.maps(attention.kind, run.why_no_block)
+        if attention.softcap is not None or attention.sinks is not None:
+            for name in ("similarity", "magnitude"):
+                if name in plan.asked.required:
+                    raise ValueError(
+                        f"record: {plan.name} has no map {name!r}: its logits have a soft cap or "
+                        "sinks, so that weights are no product of similarity and magnitude"
+                    )
+            wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
         assert run.projection is not None
         if run.around.residual is not None and parts.block != "none":
             run.around.residual = _as_batch(run.around.residual, run, call.padded_length)
@@ -667,6 +683,13 @@ class Recorder:
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach)
+
+
+def _is_unary(module: nn.Module) -> bool:
+    """Whether a module can be called with one tensor: not, for example, with a residual beside."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.default is x.empty for x in parameters if x.kind in kinds) <= 1
 
 
 def _is_in_backward() -> bool:

@@ -82,6 +82,7 @@ class Run:
     norm: nn.Module | None = None
     norm_input: Tensor | None = None
     around: Surroundings = field(default_factory=Surroundings)
+    output_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # with its input and output
     why_no_block: str = ""
 
     @property
@@ -196,14 +197,18 @@ class Run:
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:
             chain = [each.by for each in self.variants[1 : found.variant + 1]]
-            if not all(isinstance(by, nn.Dropout) for by in chain):
+            between = [by for by in chain if by is not None and not isinstance(by, nn.Dropout)]
+            if between:
                 scale = multiple_of(variant.rows, y.rows, y.tensor.dtype)
-                if scale is None:
-                    named = ", ".join(type(by).__name__ for by in chain)
-                    self.why_no_block = (
-                        f"{named} stands between its out-projection and the residual sum, and is "
-                        "no multiplication"
-                    )
+            if len(between) == 1 and scale is None and "Norm" in type(between[0]).__name__:
+                before = self.variants[chain.index(between[0])]
+                self.output_norm = between[0], before.tensor, variant.tensor
+            elif between and scale is None:
+                named = ", ".join(type(by).__name__ for by in between)
+                self.why_no_block = (
+                    f"{named} stands between its out-projection and the residual sum, and is no "
+                    "multiplication"
+                )
         self.around.scale = scale
         self.residual = found.residual
         residual = found.residual.tensor

@@ -31,9 +31,29 @@ _replaced: list[tuple[dict[str, Any], Any]] = []  # namespaces, and what stood t
 
 
 def calls_sdpa(module: nn.Module) -> bool:
-    """Whether the module's forward names the function."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and _NAME in code.co_names
+    """Whether the module's own code names the function.
+
+    Its own code is its class's methods, the functions that these name, and, of diffusers'
+    attention, its processor.
+    """
+    kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
+    processor = getattr(module, "processor", None)
+    if processor is not None and not isinstance(processor, nn.Module):
+        kinds.append(type(processor))
+    functions = [
+        inspect.unwrap(method)
+        for kind in kinds
+        for method in vars(kind).values()
+        if inspect.isfunction(method)
+    ]
+    for function in functions:
+        names = function.__code__.co_names
+        helpers = [function.__globals__.get(name) for name in names]
+        if _NAME in names or any(
+            inspect.isfunction(helper) and _NAME in helper.__code__.co_names for helper in helpers
+        ):
+            return True
+    return False
 
 
 @contextlib.contextmanager

@@ -69,8 +69,6 @@ _BERT_LIKE = ("Bert", "Camembert", "Electra", "Roberta", "XLMRoberta")
 _REFUSED = {
     "DisentangledSelfAttention": "DeBERTa's attention never calls transformers' AttentionInterface "
     "and adds position terms of its own",
-    "Gemma2Attention": "Gemma 2 caps its logits (softcap) and normalises the attention's output "
-    "before the residual sum",
 }
 
 

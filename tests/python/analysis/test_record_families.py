@@ -1,0 +1,209 @@
+"""Families of transformers that no table knows: recorded by what flows, against explicit sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agreement import assert_close
+from ikattn.analysis import record
+from ikattn.analysis._recorder import recorder
+from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings
+from ikattn.analysis.contributions import Contributions
+from tiny_transformers import build_tiny, tiny_inputs
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+# Blocks that normalise before the attention, or whose residual is the attention's input.
+PRE = (
+    "aimv2_vision_model",
+    "apertus",
+    "apertus1p5_text",
+    "arcee",
+    "beit",
+    "bigbird_pegasus",
+    "biogpt",
+    "blenderbot",
+    "chinese_clip_vision_model",
+    "cohere",
+    "cohere2",
+    "cosmos3_edge_text",
+    "ctrl",
+    "cwm",
+    "data2vec-vision",
+    "deit",
+    "dinov2",
+    "dinov2_with_registers",
+    "dinov3_vit",
+    "dpt",
+    "embedding_gemma2_text",
+    "ernie4_5",
+    "esm",
+    "esmc",
+    "eurobert",
+    "exaone",
+    "exaone4",
+    "falcon",
+    "flint",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_unified_text",
+    "glm",
+    "glm4",
+    "glmasr_encoder",
+    "gpt-sw3",
+    "gpt_bigcode",
+    "granite",
+    "granite_docling_text",
+    "granite_swa",
+    "helium",
+    "hunyuan_v1_dense",
+    "hyperclovax",
+    "ijepa",
+    "internlm3",
+    "internvl_vision",
+    "iquestcoder",
+    "jais2",
+    "lfm2",
+    "llama4_text",
+    "longt5",
+    "m2m_100",
+    "ministral",
+    "ministral3",
+    "mlcd",
+    "mlcd_vision_model",
+    "molmo2_text",
+    "moonshine",
+    "moshi",
+    "moss_transcribe_diarize_audio",
+    "mt5",
+    "nanochat",
+    "nemotron",
+    "nllb-moe",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "openai_privacy_filter",
+    "pegasus_x",
+    "persimmon",
+    "phi",
+    "phi3",
+    "pixio",
+    "pixtral",
+    "qianfan_ocr_vision",
+    "qwen2_audio_encoder",
+    "qwen3_vl_text",
+    "roberta-prelayernorm",
+    "sapiens2",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "switch_transformers",
+    "tipsv2_text_model",
+    "tipsv2_vision_model",
+    "ultrabert",
+    "umt5",
+    "vaultgemma",
+    "vit_mae",
+    "vit_msn",
+    "voxtral_encoder",
+    "voxtral_realtime_encoder",
+    "wav2vec2-conformer",
+    "xlm-roberta-xl",
+)
+POST = (
+    "bert-generation",
+    "blenderbot-small",
+    "data2vec-audio",
+    "data2vec-text",
+    "dpr",
+    "ernie",
+    "gte",
+    "hubert",
+    "jina_embeddings_v3",
+    "layoutlm",
+    "markuplm",
+    "modernbert-decoder",
+    "nomic_bert",
+    "plbart",
+    "roc_bert",
+    "sew",
+    "splinter",
+    "unispeech",
+    "unispeech-sat",
+    "wav2vec2",
+)
+# Those of which the block is not found: windows, branches that scale each other.
+ALONE = (
+    "doge",
+    "falcon_h1",
+    "mobilebert",
+    "sam3_vit_model",
+)
+TOLERANCE = 1e-9
+
+
+def vectors(call: AttentionCall, projection: Tensor) -> Tensor:
+    """a_ij^h W_O^h v_j^h, summed over the heads, [B, T, S, D]."""
+    value = call.value.repeat_interleave(call.query.size(1) // call.value.size(1), 1)
+    heads = projection.unflatten(1, (call.query.size(1), -1))
+    return torch.einsum("bhts,bhsd,ehd->btse", call.weights, value, heads)
+
+
+def explicit(call: AttentionCall, projection: Tensor, around: Surroundings) -> Tensor:
+    """N_Res, from vectors of every pair."""
+    y = vectors(call, projection)
+    if around.scale is not None:
+        y = y * around.scale
+    if around.output_norm is not None:
+        stats = around.output_norm
+        y = y - y.mean(-1, keepdim=True) if stats.centered else y
+        y = y * stats.weight / stats.scale[:, :, None, None]
+    assert around.residual is not None
+    T, S = y.shape[1:3]
+    rows = torch.arange(T)
+    keys = rows + call.diagonal
+    y[:, rows[keys < S], keys[keys < S]] += around.residual[:, keys < S]
+    return y.norm(dim=-1)
+
+
+@pytest.mark.parametrize("kind", [*PRE, *POST, *ALONE])
+def test_maps_of_a_family_that_is_found_by_running(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny(kind)
+    seen: list[tuple[AttentionCall, Tensor, Surroundings, Contributions]] = []
+    make_maps = recorder.make_maps
+
+    def noting(call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Any) -> Any:
+        maps = make_maps(call, projection, around, wanted)
+        seen.append((call, projection, around, maps))
+        return maps
+
+    monkeypatch.setattr(recorder, "make_maps", noting)
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with record(model, maps="all", check="all") as recording:
+            found = model(**inputs)[0]
+    torch.testing.assert_close(found, expected)
+    blocks = {layer.block for layer in recording.layers.values()}
+    assert blocks >= ({"post"} if kind in POST else {"none"} if kind in ALONE else {"pre"})
+    for call, projection, around, maps in seen:
+        there = torch.ones(call.sizes[0], call.sizes[2], dtype=torch.bool)
+        if call.query_padding is not None:
+            there = ~call.query_padding
+        hidden = torch.zeros(call.sizes[0], call.sizes[3], dtype=torch.bool)
+        hidden = hidden if call.key_padding is None else call.key_padding
+        pairs = there[:, :, None] & ~hidden[:, None]
+        norms = vectors(call, projection).norm(dim=-1)
+        assert maps.summed is not None
+        assert_close(maps.summed[pairs], norms[pairs], TOLERANCE, "summed")
+        if maps.with_residual is not None:
+            norms = explicit(call, projection, around)
+            assert_close(maps.with_residual[pairs], norms[pairs], TOLERANCE, "with_residual")
