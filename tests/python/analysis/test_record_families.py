@@ -109,7 +109,6 @@ PRE = (
     "ultrabert",
     "umt5",
     "vaultgemma",
-    "vit_mae",
     "vit_msn",
     "voxtral_encoder",
     "voxtral_realtime_encoder",

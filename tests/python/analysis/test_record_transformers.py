@@ -651,27 +651,24 @@ def test_maps_that_a_family_has_not_are_refused_before_anything_runs() -> None:
     assert recording.names == ["encoder.layers.0.self_attn"]
 
 
-def test_deberta_and_gemma_2_are_refused_by_name() -> None:
+def test_deberta_is_refused_by_name() -> None:
     config = transformers.DebertaV2Config(**BERT)
     assert "never calls" in refused(transformers.DebertaV2Model(config))
-    config = transformers.Gemma2Config(**GROUPED, head_dim=4)
-    assert "softcap" in refused(transformers.Gemma2Model(config))
 
 
-def test_a_norm_between_out_projection_and_sum_leaves_the_block_unknown() -> None:
+def test_soft_caps_leave_similarity_and_magnitude_out() -> None:
     torch.manual_seed(0)
-    model = transformers.Olmo2Model(transformers.Olmo2Config(**GROUPED)).eval()
-    with torch.no_grad(), record(model, maps="all") as recording:
-        model(torch.tensor([[3, 4, 5]]))
-    assert {layer.block for layer in recording.layers.values()} == {"none"}
-    assert recording[recording.names[0]].summed is not None
-    message = f"{recording.names[0]} has no map 'with_residual'.*RMSNorm.*stands between"
+    config = transformers.Gemma2Config(**GROUPED, head_dim=4, attn_logit_softcapping=1.0)
+    model, tokens = transformers.Gemma2Model(config).double().eval(), torch.tensor([[3, 4, 5]])
+    with torch.no_grad(), record(model, maps="all", check="all") as recording:
+        model(tokens)
+    assert recording[recording.names[0]].similarity is None
     with (
         torch.no_grad(),
-        record(model, maps="with_residual"),
-        pytest.raises(ValueError, match=message),
+        record(model, maps="similarity"),
+        pytest.raises(ValueError, match="has no map 'similarity': its logits have a soft cap"),
     ):
-        model(torch.tensor([[3, 4, 5]]))
+        model(tokens)
 
 
 def test_other_implementations_are_refused() -> None:

@@ -34,8 +34,10 @@ def record(
 ) -> Iterator[Recording]:
     """Records what every token contributes, in every layer of attention, while the model runs.
 
-    Records ``nn.MultiheadAttention``, stock and ours, and the models of Hugging Face transformers
-    that a resolver knows (``ikattn.analysis.register_resolver`` adds more). Inside the block the
+    Records ``nn.MultiheadAttention``, stock and ours, and every module that computes its weights
+    through Hugging Face's attention interface or ``F.scaled_dot_product_attention``. The block
+    around it is found by what its tensors add up to. Each layer is held to what it computed: its
+    heads, its out-projection, the sum with the residual, the norm after it. Inside the block the
     model is called as ever: arguments, return values and gradients stay what they are, but torch's
     fused kernel of a whole ``nn.TransformerEncoderLayer``, which hides the attention, is replaced
     by the same layer's ordinary code, and what torch.compile made runs as written. After the block
@@ -69,18 +71,20 @@ def record(
         on_layer: Called with the number of the forward call, the layer and its maps as soon as they
             are made, in the thread that runs the model; the recording then keeps no maps. A call
             that raises later may have handed over some layers.
+        check: "rows" holds two rows of every tensor to what the model computed, "all" every row.
 
     Yields:
         The recording, filled as calls end. Shapes are those of ``Contributions``; unbatched input
         is a batch of one.
 
     Raises:
-        TypeError: model is no module, or an out-projection is no plain linear map.
+        TypeError: model is no module, or an out-projection is no linear map.
         ValueError: A map does not exist, or a layer does not have it (the message says why); layers
             selects none; the model holds no attention; its attention implementation is neither
             "eager" nor "sdpa".
-        NotImplementedError: The model's attention cannot be recorded, or no resolver knows it.
-        RuntimeError: In a forward call: a norm that should follow the attention did not run.
+        NotImplementedError: The model's attention cannot be recorded.
+        RuntimeError: In a forward call: a layer does not add up to what it computed; a layer ran,
+            and its attention was not seen; a norm that should follow it did not run.
 
     Sources: those of ``ikattn.contributions``.
 
@@ -97,6 +101,8 @@ def record(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
+    if check not in ("rows", "all"):
+        raise ValueError(f'record: check must be "rows" or "all", got {check!r}')
     plans = plan_layers(model, asked_maps(maps), layers)
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))

@@ -448,9 +448,10 @@ class Recorder:
                         f"with {list(x.shape)}, which is not what the attention computed, "
                         f"{list(run.contexts[0].shape)}: something stands in between"
                     )
-            elif run.out_proj is None and len(run.calls) == 1 and run.is_fed_to(x):
+            elif run.out_proj is None and run.is_fed_to(x):
                 if any(module is each.module for each in call.running) or not _is_unary(module):
                     return
+                run.join()
                 run.out_proj = module
             else:
                 return

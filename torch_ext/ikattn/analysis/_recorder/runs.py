@@ -113,11 +113,14 @@ class Run:
             self.contexts = [torch.cat(contexts, 1)]
 
     def is_fed_to(self, x: Tensor) -> bool:
-        """Whether a tensor is the heads that the model computed, merged."""
-        context = self.contexts[0]
-        if context is None or x.numel() != context.numel() or x.size(-1) != context.size(-1):
+        """Whether a tensor is the heads that the model computed, merged, of all calls in turn."""
+        contexts = [context for context in self.contexts if context is not None]
+        if not contexts or x.numel() != sum(context.numel() for context in contexts):
             return False
-        return same_rows(x, rows_of(context))
+        if x.size(-1) != contexts[0].size(-1) or x.numel() == 0:
+            return False
+        ends = rows_of(contexts[0])[0], rows_of(contexts[-1])[1]
+        return same_rows(x, torch.stack(ends))
 
     def check_heads(self, every_row: bool) -> None:
         """Raises RuntimeError where weights times values are not the heads."""

@@ -1,0 +1,396 @@
+"""Recording holds every layer to what it computed, and finds blocks that nobody described."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ikattn
+from agreement import assert_close
+from ikattn.analysis import AttentionParts, record
+from ikattn.analysis._recorder import resolvers
+
+B, T, D, H = 2, 5, 16, 4
+
+pytestmark = pytest.mark.usefixtures("float64_by_default")
+
+
+class Attention(nn.Module):
+    """As people write it: one projection for q, k and v, and F.scaled_dot_product_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def heads(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.heads(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A block of a GPT, with something between the attention and the sum."""
+
+    def __init__(self, between: nn.Module | None = None, post: bool = False) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attn = Attention()
+        self.between = between or nn.Identity()
+        self.mlp = nn.Sequential(nn.Linear(D, 32), nn.GELU(), nn.Linear(32, D))
+        self.post = post
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.post:
+            x = self.ln_1(x + self.between(self.attn(x)))
+            return self.ln_2(x + self.mlp(x))  # type: ignore[no-any-return]
+        x = x + self.between(self.attn(self.ln_1(x)))
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class Parallel(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        return x + self.attn(y) + self.mlp(y)  # type: ignore[no-any-return]
+
+
+class LayerScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Functional(Block):
+    """A multiplier that is no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.2 * self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+def vectors(attention: Attention, x: Tensor) -> Tensor:
+    """What every pair adds to the output, [B, T, S, D]."""
+    q, k, v = attention.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    weights = (q @ k.mT / (D / H) ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    projection = attention.proj.weight.unflatten(1, (H, -1))
+    return torch.einsum("bhts,bhsd,ehd->btse", weights, v, projection)
+
+
+BLOCKS: dict[str, tuple[Any, Any]] = {
+    "pre": (lambda: Block(), None),
+    "dropout": (lambda: Block(nn.Dropout(0.5)), None),
+    "layer scale": (lambda: Block(LayerScale()), lambda block, y, out: y * block.between.gamma),
+    "functional": (lambda: Functional(), lambda block, y, out: 0.2 * y),
+    "parallel": (lambda: Parallel(), None),
+    "norm": (
+        lambda: Block(nn.RMSNorm(D, eps=1e-6)),
+        lambda block, y, out: y / (out.square().mean(-1) + 1e-6).sqrt()[..., None, None],
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_hand_written_block_is_found(name: str) -> None:
+    make, between = BLOCKS[name]
+    block = make().eval()
+    x = torch.randn(B, T, D)
+    model = nn.Sequential(block)
+    with record(model, maps="all", check="all") as recording:
+        model(x)
+    assert recording.names == ["0.attn"]
+    maps, y = recording["0.attn"], vectors(block.attn, block.ln_1(x))
+    assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
+    if between is not None:
+        y = between(block, y, block.attn(block.ln_1(x)))
+    y[:, range(T), range(T)] += x
+    assert_close(maps.with_residual, y.norm(dim=-1), 1e-9, "with_residual")
+    assert recording.layers["0.attn"].block == "pre"
+
+
+@torch.no_grad()
+def test_a_block_that_normalises_its_sum_is_found() -> None:
+    model, x = nn.Sequential(Block(post=True)).eval(), torch.randn(B, T, D)
+    block: Any = model[0]
+    with record(model, maps="all") as recording:
+        model(x)
+    assert recording.layers["0.attn"].block == "post"
+    y = vectors(block.attn, x)
+    y[:, range(T), range(T)] += x
+    total = x + block.attn(x)
+    y = y - y.mean(-1, keepdim=True)
+    y = y * block.ln_1.weight / (total.var(-1, correction=0) + 1e-5).sqrt()[..., None, None]
+    assert_close(recording["0.attn"].with_norm, y.norm(dim=-1), 1e-9)
+
+
+@torch.no_grad()
+def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
+    model, x = nn.Sequential(Block(nn.Tanh())).eval(), torch.randn(B, T, D)
+    with record(model, maps="all") as recording:
+        model(x)
+    assert recording.layers["0.attn"].block == "none"
+    assert recording["0.attn"].with_residual is None
+    with (
+        record(model, maps=["with_residual"]),
+        pytest.raises(ValueError, match=r"0.attn has no map 'with_residual': Tanh stands between"),
+    ):
+        model(x)
+
+
+@torch.no_grad()
+def test_heads_that_are_changed_before_the_out_projection_are_refused() -> None:
+    class Gated(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(self.heads(x) * x.sigmoid())  # type: ignore[no-any-return]
+
+    class Squashed(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(self.norm(self.heads(x)))  # type: ignore[no-any-return]
+
+    for attention, message in (
+        (Gated(), "no module was called with the heads"),
+        (Squashed(), r"0 does not add up: its out-projection, a torch.*RMSNorm"),
+    ):
+        model = nn.Sequential(attention)
+        with record(model), pytest.raises(RuntimeError, match=message):
+            model(torch.randn(B, T, D))
+
+
+def registered(monkeypatch: pytest.MonkeyPatch, block: str, norm: str | None) -> None:
+    """A resolver that takes any block of this file for one of that form."""
+
+    def resolve(module: nn.Module, ancestors: Any) -> AttentionParts | None:
+        if not isinstance(module, Attention):
+            return None
+        own = getattr(ancestors[0], norm) if norm else None
+        if block == "pre":
+            return AttentionParts("mine", module.proj, "pre", "self", pre_norm=own)
+        return AttentionParts("mine", module.proj, "post", "self", norm=own)
+
+    monkeypatch.setattr(resolvers, "_registered", {"mine": resolve})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "block", "norm"),
+    [
+        (lambda: Block(nn.Tanh()), "pre", "ln_1"),
+        (lambda: Block(), "post", "ln_2"),
+        (lambda: Block(nn.Tanh(), post=True), "post", "ln_1"),
+    ],
+)
+def test_parts_that_do_not_add_up_are_an_error(
+    make: Any, block: str, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered(monkeypatch, block, norm)
+    model = nn.Sequential(make()).eval()
+    if norm == "ln_2":  # the sum that it was given is that of another residual
+        model[0].ln_1.register_forward_hook(lambda module, args, output: output.add_(1.0))
+    with record(model, maps=("summed",)) as recording:
+        if norm == "ln_2":
+            model(torch.randn(B, T, D))
+            assert recording.layers  # the sum is right, whatever it is called
+            return
+        with pytest.raises(RuntimeError, match=r"0.attn does not add up"):
+            model(torch.randn(B, T, D))
+
+
+@torch.no_grad()
+def test_a_residual_that_is_written_into_is_recovered() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attn = nn.LayerNorm(D), Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x.add_(self.attn(x))
+            return self.norm(x)  # type: ignore[no-any-return]
+
+    model, x = InPlace().eval(), torch.randn(B, T, D)
+    with record(model, maps="all") as recording:
+        model(x)
+    y = vectors(model.attn, x)
+    y[:, range(T), range(T)] += x
+    assert_close(recording["attn"].with_residual, y.norm(dim=-1), 1e-9)
+
+
+@torch.no_grad()
+def test_windows_are_items_of_a_batch() -> None:
+    class Windowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attn = nn.LayerNorm(D), Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            windows = self.norm(x).roll(1, 1).unflatten(1, (-1, T)).flatten(0, 1)
+            y = self.attn(windows).unflatten(0, (x.size(0), -1)).flatten(1, 2).roll(-1, 1)
+            return x + y
+
+    model, x = Windowed().eval(), torch.randn(B, 3 * T, D)
+    with record(model, maps="all", check="all") as recording:
+        model(x)
+    maps = recording["attn"]
+    assert maps.summed is not None
+    assert maps.summed.shape == (3 * B, T, T)
+    windows = model.norm(x).roll(1, 1).unflatten(1, (-1, T)).flatten(0, 1)
+    assert_close(maps.summed, vectors(model.attn, windows).norm(dim=-1), 1e-12)
+
+
+@torch.no_grad()
+def test_what_replaces_sdpa_while_a_model_is_recorded_is_told_and_put_back() -> None:
+    before, model = F.scaled_dot_product_attention, nn.Sequential(Block()).eval()
+    with record(model), record(model) as inner:
+        assert F.scaled_dot_product_attention is not before
+        model(torch.randn(B, T, D))
+    assert F.scaled_dot_product_attention is before
+    assert inner.names == ["0.attn"]
+
+
+@torch.no_grad()
+def test_attention_that_stays_silent_is_named() -> None:
+    class Sometimes(Attention):
+        fused = False
+
+        def heads(self, x: Tensor) -> Tensor:
+            if self.fused:
+                return super().heads(x)
+            return x
+
+    model = nn.Sequential(Sometimes(), Attention())
+    with pytest.warns(UserWarning, match="record: 0 ran without calling"), record(model):
+        model(torch.randn(B, T, D))
+
+    class OwnAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(D, D)
+
+    model = nn.Sequential(Attention(), OwnAttention())
+    with pytest.warns(UserWarning, match="1 look like attention, and are not"), record(model):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with record(model, layers="0"):
+            pass
+
+
+def test_a_call_that_ctrl_c_ends_is_forgotten() -> None:
+    model, stop = nn.Sequential(Block(), Block()).eval(), [True]
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        if stop.pop() if stop else False:
+            raise KeyboardInterrupt
+
+    model[1].mlp.register_forward_pre_hook(interrupt)
+    x = torch.randn(B, T, D)
+    with torch.no_grad(), record(model) as recording:
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model(x)
+        model[1](x)  # a part, called directly
+    assert [list(batch) for batch in recording.batches] == [["0.attn", "1.attn"], ["1.attn"]]
+
+
+def test_copies_within_the_block_are_copies_without_hooks() -> None:
+    model, x = nn.Sequential(Block()).eval(), torch.randn(B, T, D)
+    with torch.no_grad(), record(model) as recording:
+        copied = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(copied(x), loaded(x))
+        assert recording.batches == []
+        model(x)
+    assert len(recording.batches) == 1
+
+
+@torch.no_grad()
+def test_an_out_projection_is_what_it_computes_not_its_weight() -> None:
+    class Triple(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)
+
+    x, found = torch.randn(B, T, D), []
+    torch.manual_seed(0)
+    model = nn.Sequential(Block()).eval()
+    proj = model[0].attn.proj
+    for change in (
+        lambda: None,
+        lambda: setattr(proj, "__class__", Triple),
+        lambda: proj.register_forward_hook(lambda module, args, output: 2 * output),
+    ):
+        change()
+        with record(model, maps=("summed", "with_residual"), check="all") as recording:
+            model(x)
+        found.append(recording["0.attn"])
+    assert_close(found[1].summed, 3 * found[0].summed, 1e-12)
+    assert_close(found[2].summed, 6 * found[0].summed, 1e-12)
+
+
+@torch.no_grad()
+def test_several_calls_of_one_module_are_one_map() -> None:
+    class Images(Attention):
+        """Each image's tokens by themselves, as vision towers of language models do."""
+
+        def heads(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+            parts = zip(*(y.split([2, 3], 2) for y in (q, k, v)), strict=True)
+            return torch.cat(
+                [F.scaled_dot_product_attention(*part).transpose(1, 2) for part in parts], 1
+            ).flatten(2)
+
+    model, x = nn.Sequential(Images()).eval(), torch.randn(1, T, D)
+    with record(model, maps=("weights", "summed"), check="all") as recording:
+        model(x)
+    weights = recording["0"].weights
+    assert weights is not None
+    assert weights.shape == (1, H, T, T)
+    assert (weights[..., :2, 2:] == 0).all()
+    assert (weights[..., 2:, :2] == 0).all()
+
+
+def test_training_records_what_went_into_the_norm() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, H, 32, dropout=0.5, batch_first=True).train()
+    with record(layer, maps="all") as recording:
+        layer(torch.randn(B, T, D))
+    assert recording["self_attn"].with_norm is not None
+
+
+@torch.no_grad()
+def test_a_changed_attention_is_no_map() -> None:
+    layer = nn.TransformerEncoderLayer(D, H, 32, batch_first=True).eval()
+
+    class Scaled(nn.TransformerEncoderLayer):
+        def _sa_block(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super()._sa_block(*args, **kwargs).tanh()
+
+    layer.__class__ = Scaled
+    with record(layer), pytest.raises(RuntimeError, match="self_attn does not add up"):
+        layer(torch.randn(B, T, D))
+    with pytest.raises(ValueError, match="check must be"), record(layer, check="none"):  # type: ignore[arg-type]
+        pass
+
+
+def test_ours_are_recorded_with_every_kernel() -> None:
+    for kernel in ("dot", "rbf", "implicit"):
+        layer = nn.TransformerEncoderLayer(D, H, 32, batch_first=True).eval()
+        ikattn.convert(layer, kernel, seed=0)
+        with torch.no_grad(), record(layer, maps="all", check="all") as recording:
+            layer(torch.randn(B, T, D))
+        assert recording["self_attn"].with_norm is not None
