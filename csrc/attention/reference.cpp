@@ -21,12 +21,15 @@ at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t H) {
 
 // |x|_p^2 over the last axis, with gradient 0 at x = 0.
 at::Tensor squared_norm(const at::Tensor& x, double p) {
-  if (p == 2) return (x * x).sum(-1);
+  if (p == 2 || static_size(x, -1) == 0) return (x * x).sum(-1);
   if (p == 1) return x.abs().sum(-1).square();
-  // Every derivative of a zero vector is 0; the norm's own second one would be NaN.
-  const at::Tensor zero = (x == 0).all(-1);
-  const at::Tensor norm = at::linalg_vector_norm(x.masked_fill(zero.unsqueeze(-1), 1), p, {-1});
-  return norm.square().masked_fill(zero, 0);
+  // Every derivative of a zero vector is 0; the norm's own second one would be NaN. Over the
+  // largest element, a constant, powers stay in range.
+  const at::Tensor zero = (x == 0).all(-1, true), largest = at::amax(x.detach().abs(), {-1}, true);
+  const at::Tensor unit =
+      largest.masked_fill(zero.logical_or(at::isfinite(largest).logical_not()), 1);
+  const at::Tensor norm = at::linalg_vector_norm(x.masked_fill(zero, 1) / unit, p, {-1}, true);
+  return (norm * unit).square().masked_fill(zero, 0).squeeze(-1);
 }
 
 struct Logits {

@@ -21,7 +21,7 @@ from ikattn.nn import MultiheadAttention, multi_head_attention_forward
 from ikattn.ops import (
     KeyFeatures,
     attention_from_features,
-    export_decompositions,
+    decompositions,
     implicit_kernel_attention,
     implicit_kernel_weights,
     similarity_and_magnitude,
@@ -43,7 +43,7 @@ __all__ = [
     "conversion",
     "conversion_report",
     "convert",
-    "export_decompositions",
+    "decompositions",
     "feature_cache",
     "implicit_kernel_attention",
     "implicit_kernel_weights",

@@ -92,7 +92,7 @@ def test_part_by_part_dropout_is_that_of_all_at_once(
     assert factors.mean() == pytest.approx(1, abs=0.3)
 
     monkeypatch.setattr(ikattn.nn._mean_weights, "_LARGE", 1 << 22)
-    monkeypatch.setattr(ikattn.nn._softmax, "dropout", lambda weights, p: weights * factors)
+    monkeypatch.setattr(ikattn.nn._softmax.F, "dropout", lambda weights, p: weights * factors)
     assert_same(actual, run(module, arguments))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
 from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn.ops._decompositions import operator
 
 __all__ = ["Contributions", "NormStats", "contributions", "streamed_contributions"]
 
@@ -220,7 +221,7 @@ def contributions(
     """
     block = _Block(residual, norm, second_norm, query_padding, key_padding, diagonal)
     wanted = _wanted("contributions", maps, per_head, block)
-    results = torch.ops.ikattn.contribution_maps(
+    results = operator("contribution_maps")(
         attn_weights, value, out_proj_weight, **block.arguments(wanted)
     )
     found = _collect(results, wanted, block)
@@ -301,7 +302,7 @@ def streamed_contributions(
             "streamed_contributions: maps must not hold 'per_head', which has the size of the "
             "weights this function never holds; take contributions"
         )
-    results = torch.ops.ikattn.streamed_contribution_maps(
+    results = operator("streamed_contribution_maps")(
         query,
         key,
         value,

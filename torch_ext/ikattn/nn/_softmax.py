@@ -5,11 +5,12 @@ Sizes: N batch, H heads, L queries, S keys, d head size.
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn import functional as F
 
 from ikattn.nn._masks import Masks, as_bias, hidden
 from ikattn.nn._mean_weights import attend_by_parts, goes_by_parts
@@ -57,14 +58,30 @@ def softmax_attention(
     if need_weights:
         weights = softmax_weights(query, key, bias)
         if dropout_p > 0.0:
-            weights = dropout(weights, dropout_p)
+            weights = F.dropout(weights, dropout_p)
         return weights @ value, weights.mean(dim=1) if average else weights
     empty = None
     if bias is not None:
         empty = empty_rows(bias)
         bias = bias.masked_fill(empty, 0.0)
-    output = scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
+    # as an attribute of its module: what replaces it, such as context parallelism, is called
+    output = F.scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
     return output if empty is None else output.masked_fill(empty, 0.0), None
+
+
+def refuse_context_parallel(kernel: str) -> None:
+    """Raises RuntimeError where torch shares sequences out over ranks, for a kernel it cannot.
+
+    ``torch.distributed.tensor.experimental.context_parallel`` replaces
+    ``F.scaled_dot_product_attention``; any other kernel would attend to its rank's own tokens.
+    """
+    attend = inspect.unwrap(F.scaled_dot_product_attention)
+    module = getattr(attend, "__globals__", {}).get("__name__", "")
+    if str(module).startswith("torch.distributed"):
+        raise RuntimeError(
+            f"MultiheadAttention: kernel={kernel!r} does not work under torch's context_parallel, "
+            "which knows softmax attention alone"
+        )
 
 
 def select_away(key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:

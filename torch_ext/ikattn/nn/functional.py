@@ -30,7 +30,12 @@ from ikattn.nn._masks import (
     padding_of_queries,
 )
 from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
-from ikattn.nn._softmax import rbf_key_bias, select_away, softmax_attention
+from ikattn.nn._softmax import (
+    rbf_key_bias,
+    refuse_context_parallel,
+    select_away,
+    softmax_attention,
+)
 from ikattn.ops.attention import (
     draw_dropout_seed,
     implicit_kernel_attention,
@@ -283,6 +288,8 @@ def attend(
     masks = Masks(masks.padding, None if hint else masks.attention, hint).for_logits_of(q)
     k, v, masks = with_extra_keys(k, v, masks, extra)
     _check_values_fit(k, v, wanted.weights)
+    if kernel.name != "dot" and not torch.compiler.is_compiling():
+        refuse_context_parallel(kernel.name)
     compute = _implicit if kernel.name == "implicit" else _softmax
     output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
     output = out_proj(merge_heads(output, batch_first))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
+from ikattn.nn._fused_layer import StepByStep, has_values
 from ikattn.nn._masks import Masks, check_hint, check_types
 from ikattn.nn._nested import attend_padded
 from ikattn.nn._projection import InProjection, Projection, check_axes, project
@@ -270,6 +271,8 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
                 f"kernel={self.kernel!r}; the forward pre-hook that keeps torch off that path is "
                 "missing. Call torch.backends.mha.set_fastpath_enabled(False)."
             )
+        if has_values(attn_mask) or has_values(key_padding_mask):
+            return StepByStep(self, attn_mask, key_padding_mask), 0
         return super().merge_masks(attn_mask, key_padding_mask, query)
 
     def extra_repr(self) -> str:

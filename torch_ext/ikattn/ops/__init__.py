@@ -4,7 +4,8 @@ Importing this package registers the operators' fake kernels, which torch.compil
 take shapes from.
 """
 
-from ikattn.ops._decompositions import export_decompositions
+from ikattn.ops import _flops  # noqa: F401  (flops of the operators)
+from ikattn.ops._decompositions import decompositions
 from ikattn.ops.attention import (
     attention_from_features,
     draw_dropout_seed,
@@ -24,9 +25,9 @@ __all__ = [
     "KeyFeatures",
     "LearnedOrder",
     "attention_from_features",
+    "decompositions",
     "draw_dropout_seed",
     "dropout_keep_mask",
-    "export_decompositions",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "similarity_and_magnitude",

@@ -22,7 +22,7 @@ _WITH_REFERENCE = (
 )
 
 
-def export_decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
+def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
     """Returns what replaces ikattn's operators in an exported program, for ``run_decompositions``.
 
     The replacements are the differentiable references: the same numbers to rounding, at the cost of
@@ -36,7 +36,7 @@ def export_decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]
         >>> attention = ikattn.MultiheadAttention(16, 4, batch_first=True).eval()
         >>> x = torch.randn(2, 5, 16)
         >>> program = torch.export.export(attention, (x, x, x))
-        >>> program = program.run_decompositions(ikattn.export_decompositions())
+        >>> program = program.run_decompositions(ikattn.decompositions())
         >>> "ikattn" in str(program.graph)
         False
     """
@@ -48,6 +48,13 @@ def export_decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]
         for operator in (getattr(operators, name).default, reference):
             table[operator] = partial(_compose, reference)
     return table
+
+
+def operator(name: str) -> Any:
+    """The operator of that name; its composition while a model is exported to ONNX."""
+    if torch.onnx.is_in_onnx_export():
+        name = f"{name}_reference"
+    return getattr(torch.ops.ikattn, name)
 
 
 def _compose(reference: torch._ops.OpOverload[..., Any], *args: Any, **kwargs: Any) -> Any:

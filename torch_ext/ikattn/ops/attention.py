@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ikattn._memory import takes_memory_for
 from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn.ops._decompositions import operator
 from ikattn.ops.magnitude import check_order, log_magnitude
 
 __all__ = [
@@ -136,7 +137,7 @@ def implicit_kernel_attention(
     """
     if dropout_p > 0 and dropout_seed is None:
         dropout_seed = draw_dropout_seed(query.device)
-    output, _ = torch.ops.ikattn.implicit_kernel_attention(
+    output, _ = operator("implicit_kernel_attention")(
         query,
         key,
         value,
@@ -203,7 +204,7 @@ def implicit_kernel_weights(
     """
     if dropout_p > 0 and dropout_seed is None:
         dropout_seed = draw_dropout_seed(query.device)
-    return torch.ops.ikattn.implicit_kernel_weights(  # type: ignore[no-any-return]
+    return operator("implicit_kernel_weights")(  # type: ignore[no-any-return]
         query,
         key,
         w1,
@@ -249,7 +250,7 @@ def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor
         >>> (phi * phi).sum(-1).allclose(torch.tensor(4.0 * 32))  # s(x, x) = 1
         True
     """
-    return torch.ops.ikattn.spectral_features(x, w1, w2)  # type: ignore[no-any-return]
+    return operator("spectral_features")(x, w1, w2)  # type: ignore[no-any-return]
 
 
 def attention_from_features(
@@ -299,7 +300,7 @@ def attention_from_features(
         >>> torch.allclose(output, whole, atol=1e-5)
         True
     """
-    return torch.ops.ikattn.attention_from_features(  # type: ignore[no-any-return]
+    return operator("attention_from_features")(  # type: ignore[no-any-return]
         query_features, key_features, logits, value, eps
     )
 

@@ -30,7 +30,13 @@ def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> T
     """
     if p is None:
         return key.new_zeros(key.shape[:-1])
-    norm: Tensor = torch.linalg.vector_norm(key, p, dim=-1)
+    norm: Tensor
+    if p in (1.0, 2.0) or key.size(-1) == 0:
+        norm = torch.linalg.vector_norm(key, p, dim=-1)
+    else:  # over the largest element, a constant, powers stay in range
+        largest = key.detach().abs().amax(-1, keepdim=True)
+        unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
+        norm = torch.linalg.vector_norm(key / unit, p, dim=-1) * unit.squeeze(-1)
     return norm.square() * (1 / (2 * math.sqrt(key.size(-1))) if scale is None else scale)
 
 

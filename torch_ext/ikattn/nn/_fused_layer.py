@@ -1,0 +1,106 @@
+"""Float masks on torch's fused inference path of ``nn.TransformerEncoderLayer``.
+
+That path takes every mask for a bool one (pytorch#118628): -0.5 hides a pair as -inf does. It asks
+the attention module for its mask last, and is handed one here whose layer is computed step by step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["StepByStep", "has_values"]
+
+
+def has_values(mask: Tensor | None) -> bool:
+    """Whether a mask adds anything but 0 and -inf."""
+    if mask is None or not mask.is_floating_point():
+        return False
+    return bool(((mask != 0) & (mask != -math.inf)).any())
+
+
+class StepByStep(Tensor):
+    """A mask that makes the fused layer the ordinary one, with these masks.
+
+    Args:
+        attention: The layer's attention.
+        attn_mask: [L, S] or [N H, L, S], or None.
+        key_padding_mask: [N, S], or None.
+    """
+
+    attention: nn.MultiheadAttention
+    masks: tuple[Tensor | None, Tensor | None]
+
+    @staticmethod
+    def __new__(
+        cls, attention: nn.MultiheadAttention, attn_mask: Tensor | None, padding: Tensor | None
+    ) -> StepByStep:
+        some = attn_mask if attn_mask is not None else padding
+        assert some is not None
+        mask: StepByStep = some.as_subclass(cls)
+        mask.attention, mask.masks = attention, (attn_mask, padding)
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is torch._transformer_encoder_layer_fwd:
+            mask = next(x for x in args if isinstance(x, cls))
+            return _layer(mask.attention, mask.masks, *args)
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _layer(
+    attention: nn.MultiheadAttention,
+    masks: tuple[Tensor | None, Tensor | None],
+    x: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm1_weight: Tensor,
+    norm1_bias: Tensor,
+    norm2_weight: Tensor,
+    norm2_bias: Tensor,
+    linear1_weight: Tensor,
+    linear1_bias: Tensor,
+    linear2_weight: Tensor,
+    linear2_bias: Tensor,
+    *mask: Any,
+) -> Tensor:
+    """What ``nn.TransformerEncoderLayer.forward`` computes; arguments are the fused function's."""
+    attn_mask, padding = masks
+
+    def attend(x: Tensor) -> Tensor:
+        return attention(x, x, x, padding, attn_mask=attn_mask, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    def feed(x: Tensor) -> Tensor:
+        hidden = F.linear(x, linear1_weight, linear1_bias)
+        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu(), linear2_weight, linear2_bias)
+
+    def norm1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.size(-1),), norm1_weight, norm1_bias, eps)
+
+    def norm2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.size(-1),), norm2_weight, norm2_bias, eps)
+
+    if norm_first:
+        x = x + attend(norm1(x))
+        return x + feed(norm2(x))
+    x = norm1(x + attend(x))
+    return norm2(x + feed(x))

@@ -1,0 +1,190 @@
+"""How many flops the operators take, for ``torch.utils.flop_counter.FlopCounterMode``.
+
+Multiply-adds of products count as two, as torch counts them; sines, exponentials and sums do not.
+Symbols as in ``ikattn.ops``; F = 2 M features, E = F (F / 2 + 1) products of two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_OPTIONS = (
+    *("p", "key_bias", "attn_mask", "dropout_p", "is_causal", "enable_gqa", "eps"),
+    *("magnitude_scale", "dropout_seed"),
+)
+
+
+def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> int:
+    """Of the angles of tokens ``[.., d]``."""
+    return 2 * x.numel() * w1.size(-1) * (1 if w2 is None else 2)
+
+
+def _is_linear(tensors: tuple[Tensor | None, ...], options: dict[str, Any], backward: bool) -> bool:
+    """Whether a pass of the call takes linear time."""
+    try:
+        told = torch.ops.ikattn.which_kernels(*tensors, **options)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return bool(told[3 if backward else 0] == "linear")
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *args: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """The forward of attention."""
+    F, d_v = 2 * w1.size(-1), value.size(-1)
+    around = _features(query, w1, w2) + _features(key, w1, w2)
+    options = {name: options[name] for name in _OPTIONS if name in options}
+    heads = query.size(0) * query.size(1)
+    L, S = query.size(2), key.size(2)
+    if _is_linear((query, key, value, w1, w2), options, backward=False):
+        entries = F * (F // 2 + 1)
+        keys = key.size(0) * key.size(1) * S
+        return around + 2 * (heads * L + keys) * entries * (d_v + 1)
+    return around + 2 * _pairs(L, S, heads, options) * (F + d_v)
+
+
+def _attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    *args: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """The backward of attention: five products a pair, and three of the features."""
+    F, d_v = 2 * w1.size(-1), value.size(-1)
+    around = 3 * (_features(query, w1, w2) + _features(key, w1, w2))
+    options = {name: options[name] for name in _OPTIONS if name in options}
+    heads = query.size(0) * query.size(1)
+    L, S = query.size(2), key.size(2)
+    if _is_linear((query, key, value, w1, w2), options, backward=True):
+        entries = F * (F // 2 + 1)
+        keys = key.size(0) * key.size(1) * S
+        return around + 5 * (heads * L + keys) * entries * (d_v + 1)
+    return around + 2 * _pairs(L, S, heads, options) * (3 * F + 2 * d_v)
+
+
+def _pairs(L: int, S: int, heads: int, options: dict[str, Any]) -> int:
+    """How many pairs of all heads are computed; of causal calls those on and below the diagonal."""
+    if not options.get("is_causal"):
+        return heads * L * S
+    seen = min(L, S)
+    return heads * (seen * (seen + 1) // 2 + (L - seen) * S)
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *args: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    pairs = _pairs(query.size(2), key.size(2), query.size(0) * query.size(1), options)
+    return _features(query, w1, w2) + _features(key, w1, w2) + 4 * pairs * w1.size(-1)
+
+
+def _weights_backward(grad_weights: Tensor, *args: Any, out_val: Any = None, **options: Any) -> int:
+    return 3 * _weights(*args[:4], **options)
+
+
+def _spectral(
+    x: Tensor, w1: Tensor, w2: Tensor | None = None, *args: Any, out_val: Any = None, **options: Any
+) -> int:
+    return _features(x, w1, w2)
+
+
+def _spectral_backward(
+    grad: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    *args: Any,
+    out_val: Any = None,
+    **_: Any,
+) -> int:
+    return 3 * _features(x, w1, w2)
+
+
+def _from_features(
+    query_features: Tensor,
+    key_features: Tensor,
+    logits: Tensor,
+    value: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    B, H, L, F = query_features.shape
+    return 2 * B * H * L * key_features.size(2) * (F + value.size(-1))
+
+
+def _maps(
+    attn_weights: Tensor,
+    value: Tensor,
+    projection: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **_: Any,
+) -> int:
+    """Factors of the keys, and norms of the pairs: H (H + 1) / 2 multiply-adds each."""
+    B, H, T, S = attn_weights.shape
+    vectors = 2 * B * S * projection.numel()
+    factors = B * S * H * (H + 1) * projection.size(0)
+    return vectors + factors + B * T * S * H * (H + 1)
+
+
+def _streamed_maps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projection: Tensor,
+    w1: Tensor | None = None,
+    w2: Tensor | None = None,
+    *args: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    B, H, T, d = query.shape
+    S = key.size(2)
+    width = d if w1 is None else 2 * w1.size(-1)
+    features = 0 if w1 is None else _features(query, w1, w2) + _features(key, w1, w2)
+    norms = _maps(torch.empty(B, H, T, S, device="meta"), value, projection)
+    return features + 2 * B * H * T * S * width + norms
+
+
+def _register() -> None:
+    operators = torch.ops.ikattn
+    formulas: dict[str, Callable[..., int]] = {
+        "implicit_kernel_attention": _attention,
+        "implicit_kernel_attention_backward": _attention_backward,
+        "implicit_kernel_weights": _weights,
+        "implicit_kernel_weights_backward": _weights_backward,
+        "spectral_features": _spectral,
+        "spectral_features_backward": _spectral_backward,
+        "attention_from_features": _from_features,
+        "contribution_maps": _maps,
+        "streamed_contribution_maps": _streamed_maps,
+    }
+    for name, formula in formulas.items():
+        register_flop_formula(getattr(operators, name), get_raw=True)(formula)
+
+
+_register()
