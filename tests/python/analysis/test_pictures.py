@@ -52,22 +52,24 @@ def test_one_layer_stands_beside_its_weights(tmp_path: Path, layer: str | int) -
     texts = texts_of(tmp_path / "one.svg")
     assert texts.count("encoder.layer.1.attention.self") == 2
     assert "encoder.layer.0.attention.self" not in texts
-    assert "attention weight, mean over heads" in texts
-    assert "N through the whole block" in texts
-    assert texts.count("b0t3") == 4  # a row and a column of each
+    assert any(text.startswith("attention weight, mean over heads, 0 to ") for text in texts)
+    assert any(text.startswith("N through the whole block, 0 to ") for text in texts)
+    assert texts.count("b0t3") == 3  # a row of both, a column of each
 
 
 def test_all_layers_stand_in_a_grid_without_padding(tmp_path: Path) -> None:
     encoder_recording(layers=3, batches=2).plot(tmp_path / "all.svg", batch=1, sequence=1)
     texts = texts_of(tmp_path / "all.svg")
     assert [f"encoder.layer.{i}.attention.self" in texts for i in range(4)] == [True] * 3 + [False]
-    assert texts.count("b1t2") == 12
+    assert texts.count("b1t2") == 2 + 4  # of each row of panels, and of each column
     assert "b1t3" not in texts
 
 
 def test_map_of_each_head_is_averaged_and_weights_may_stand_alone(tmp_path: Path) -> None:
     encoder_recording().plot(tmp_path / "heads.svg", layer=0, map="per_head")
-    assert "N of each head, mean over heads" in texts_of(tmp_path / "heads.svg")
+    assert any(
+        "N of each head, mean over heads" in text for text in texts_of(tmp_path / "heads.svg")
+    )
     encoder_recording().plot(tmp_path / "weights.svg", layer=0, map="weights")
     texts = texts_of(tmp_path / "weights.svg")
     assert texts.count("encoder.layer.0.attention.self") == 1
@@ -76,7 +78,7 @@ def test_map_of_each_head_is_averaged_and_weights_may_stand_alone(tmp_path: Path
 def test_cross_attention_has_both_texts(tmp_path: Path) -> None:
     translation_recording().plot(tmp_path / "cross.svg", layer="cross")
     texts = texts_of(tmp_path / "cross.svg")
-    assert (texts.count("kleines"), texts.count("s4")) == (2, 2)
+    assert (texts.count("kleines"), texts.count("s4")) == (1, 2)
 
 
 def test_unusual_tokens_and_values_are_drawn(tmp_path: Path) -> None:

@@ -103,14 +103,15 @@ def _maps_of(
     job: Job, model: AnalyzedModel, chunk: Sequence[Line]
 ) -> Iterator[tuple[Line, Recording, int]]:
     """Each line's own recording, and its length in tokens where it had to be cut, else 0."""
-    full = [line for line in chunk if not line.empty]
+    full = [line for line in chunk if not line.empty and model.has_tokens(line)]
     try:
         found = iter(model.record(full) if full else ())
     except (ValueError, NotImplementedError, RuntimeError, TypeError, IndexError) as error:
         numbers = f"lines {full[0].number} to {full[-1].number}"
         raise AnalyzeError(f"{numbers}: {error}") from error
+    numbers_of_full = {line.number for line in full}
     for line in chunk:
-        if line.empty:
+        if line.number not in numbers_of_full:
             nothing = Batch(tokens=[[]], target_tokens=None if line.target is None else [[]])
             yield line, Recording(job.model, job.maps, {}, [nothing]), 0
         else:
@@ -122,7 +123,7 @@ def _write_line(job: Job, line: Line, recording: Recording, truncated: bool) -> 
     """Writes a line's files and returns its entry."""
     names = []
     for kind in job.formats:
-        if line.empty and kind in _PAGES:
+        if not recording.layers and kind in _PAGES:
             continue
         path = job.out / f"line-{line.number:06d}.{kind}"
         if kind == "html":
@@ -137,7 +138,7 @@ def _write_line(job: Job, line: Line, recording: Recording, truncated: bool) -> 
         "line": line.number,
         "text": line.text,
         "target": line.target,
-        "empty": line.empty,
+        "empty": not recording.layers,
         "truncated": truncated,
         "tokens": None if batch.tokens is None else list(batch.tokens[0]),
         "target_tokens": None if batch.target_tokens is None else list(batch.target_tokens[0]),

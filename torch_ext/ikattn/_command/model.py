@@ -19,6 +19,7 @@ from ikattn.analysis._sequences import batch_of_one, cut
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.recording import Recording
+from ikattn.analysis.tokens import readable_tokens
 from ikattn.integrations.transformers import from_pretrained
 from ikattn.integrations.transformers._implicit import settings_of
 
@@ -70,6 +71,16 @@ class AnalyzedModel:
         order = [site.name for site in find_attention(module)]
         device = torch.device(job.device)
         return AnalyzedModel(module, tokenizer, length, device, start, layers_of, order)
+
+    def has_tokens(self, line: Line) -> bool:
+        """Whether the tokenizer leaves anything of a line, and of what a decoder reads with it."""
+        texts = {"text": line.text}
+        if self.start is not None and line.target is not None:
+            texts["text_target"] = line.target
+        return all(
+            len(self.tokenizer(**{name: [text]}, verbose=False)["input_ids"][0]) > 0
+            for name, text in texts.items()
+        )
 
     def record(self, lines: Sequence[Line]) -> list[tuple[Recording, int]]:
         """A recording of each line, without padding, and its length where it had to be cut."""
@@ -152,10 +163,7 @@ class AnalyzedModel:
 
     def _tokens(self, ids: Tensor, mask: Tensor) -> list[list[str]]:
         return [
-            [
-                str(token)
-                for token in self.tokenizer.convert_ids_to_tokens(row[kept.bool()].tolist())
-            ]
+            readable_tokens(self.tokenizer, row[kept.bool()].tolist())
             for row, kept in zip(ids, mask, strict=True)
         ]
 

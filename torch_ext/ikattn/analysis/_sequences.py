@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.tokens import Tokens, tokens_of_batch
 
 __all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
 
@@ -58,9 +59,13 @@ class SequenceMaps:
             own = None
         maps = self.layers[layer.name]
         sizes = {axis: _size(maps, axis) for axis in "TS"}
-        queries = self._named("queries", own, sizes["T"] or 0, layer)
-        keys = self._named("keys", of_keys, sizes["S"] or 0, layer)
-        return queries, keys
+        T, S = sizes["T"] or 0, sizes["S"] or 0
+        if layer.kind == "self" and own is not None and T < S:  # earlier tokens are in a cache
+            if len(own) == S:
+                return list(own[-T:]) if T else [], list(own)
+            if len(own) == T:
+                return list(own), [f"prefix {n}" for n in range(1, S - T + 1)] + list(own)
+        return self._named("queries", own, T, layer), self._named("keys", of_keys, S, layer)
 
     def _named(self, what: str, tokens: Sequence[str] | None, size: int, layer: Layer) -> list[str]:
         if tokens is None:
@@ -75,7 +80,7 @@ class SequenceMaps:
 
 def sequences(
     recording: RecordedMaps,
-    tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    tokens: Tokens | None = None,
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
 ) -> Iterator[SequenceMaps]:
     """Every sequence of every batch, in order.
@@ -83,15 +88,29 @@ def sequences(
     Args:
         recording: Of any number of forward calls.
         tokens: In place of the recorded ones: for each sequence, over all batches, its tokens
-            without padding; of a single sequence the tokens themselves.
+            without padding; of a single sequence the tokens themselves, of several calls that make
+            one sequence (``generate``) the tokens of all. A tokenizer: it decodes the ids that the
+            calls were made with.
         target_tokens: Likewise, for a decoder.
 
     Raises:
-        ValueError: Not as many lists of tokens as sequences.
+        ValueError: Not as many lists of tokens as sequences, or others than the calls were made
+            with.
     """
     total = sum(sequence_count(list(batch.values())) for batch in recording.batches)
-    given = _per_sequence("tokens", tokens, total)
-    given_target = _per_sequence("target_tokens", target_tokens, total)
+    if hasattr(tokens, "convert_ids_to_tokens"):
+        decoded = [tokens_of_batch(tokens, batch) for batch in recording.batches]
+        if any(ids is None for ids, _ in decoded):
+            raise ValueError(
+                "tokens: a tokenizer can name the tokens of calls that were made with input_ids; "
+                "pass lists of tokens"
+            )
+        decoded_target = [of_target for _, of_target in decoded]
+        tokens = _in_turn(recording, [ids or [] for ids, _ in decoded])
+        if target_tokens is None and all(one is not None for one in decoded_target):
+            target_tokens = _in_turn(recording, [one or [] for one in decoded_target])
+    given = _per_sequence("tokens", tokens, recording, total)
+    given_target = _per_sequence("target_tokens", target_tokens, recording, total)
     number = 0
     for b, batch in enumerate(recording.batches):
         for i in range(sequence_count(list(batch.values()))):
@@ -158,6 +177,15 @@ def _tensors(maps: Contributions) -> dict[str, Tensor]:
     return found
 
 
+def size_of(maps: Contributions, axis: str) -> int | None:
+    """T or S of a batch's maps, with padding; None where none of them has that axis."""
+    for name, axes in AXES.items():
+        tensor = getattr(maps, name)
+        if tensor is not None and axis in axes:
+            return int(tensor.shape[1 + axes.index(axis)])
+    return None
+
+
 def _size(maps: Contributions, axis: str) -> int | None:
     """T or S of one sequence's maps, None where none of them has that axis."""
     for name, axes in AXES.items():
@@ -169,13 +197,44 @@ def _size(maps: Contributions, axis: str) -> int | None:
     return None
 
 
+def _in_turn(recording: RecordedMaps, lists: list[list[list[str]]]) -> list[list[str]]:
+    """Tokens of calls, each with those of the calls before it that it goes on from.
+
+    A call of T tokens whose maps have S > T keys goes on from S - T tokens in a cache.
+    """
+    found: list[list[str]] = []
+    before: list[list[str]] = []
+    for batch, own in zip(recording.batches, lists, strict=True):
+        cached = 0
+        for name, maps in batch.items():
+            T, S = size_of(maps, "T"), size_of(maps, "S")
+            if recording.layers[name].kind == "self" and T is not None and S is not None:
+                cached = max(cached, S - T)
+        goes_on = cached and len(before) == len(own)
+        whole = [(before[i][-cached:] if goes_on else []) + tokens for i, tokens in enumerate(own)]
+        found += whole
+        before = whole
+    return found
+
+
 def _per_sequence(
-    name: str, tokens: Sequence[Sequence[str]] | Sequence[str] | None, total: int
+    name: str,
+    tokens: Sequence[Sequence[str]] | Sequence[str] | None,
+    recording: RecordedMaps,
+    total: int,
 ) -> list[list[str]] | None:
     if tokens is None:
         return None
     flat = [token for token in tokens if isinstance(token, str)]
-    lists = [flat] if flat and len(flat) == len(tokens) else [list(item) for item in tokens]
+    is_flat = bool(flat) and len(flat) == len(tokens)
+    lists = [flat] if is_flat else [list(item) for item in tokens if not isinstance(item, str)]
+    if is_flat and total > 1 and total == len(recording.batches):
+        sizes = [
+            max((size_of(maps, "S") or 0 for maps in batch.values()), default=0)
+            for batch in recording.batches
+        ]
+        is_one_sequence = sizes == sorted(sizes) and len(flat) >= sizes[-1]
+        lists = [flat[:size] for size in sizes] if is_one_sequence else lists
     if len(lists) != total:
         raise ValueError(
             f"{name} must hold one list of tokens for each of the {total} sequences of the "

@@ -214,37 +214,69 @@ def alignment_error_rate(
     return alignment_scores(hypotheses, sure, possible).error_rate
 
 
-def words_of_subwords(
-    tokens: Sequence[str], *, begin: str = "▁", special: Iterable[str] = ("</s>", "<s>", "<pad>")
-) -> list[int | None]:
-    """The number of each token's word, from the mark that begins words.
+# Special tokens by their shape: </s>, <|endoftext|>, [CLS], and languages, en_XX, eng_Latn.
+_SPECIAL_SHAPE = re.compile(r"<[^<>]+>|\[[A-Z]+\d*\]|[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")
+_BEGINNINGS = ("▁", "Ġ")  # sentencepiece; byte-level BPE
 
-    For tokenizers without ``word_ids()``.
+
+def words_of_subwords(
+    tokens: Sequence[str], *, begin: str | None = None, special: Iterable[str] = ()
+) -> list[int | None]:
+    """The number of each token's word, from the marks that subwords bear.
+
+    For tokenizers without ``word_ids()``. Words begin with sentencepiece's "▁" or byte-level BPE's
+    "Ġ", or are continued by WordPiece's "##im" and subword-nmt's "im@@". The first token begins a
+    word with or without a mark.
 
     Args:
         tokens: Of one sentence.
-        begin: What the first token of a word starts with: sentencepiece's "▁", GPT-2's "Ġ". The
-            first token begins a word with or without it.
-        special: Tokens that belong to no word.
+        begin: The mark that words begin with. None: whichever of those above the tokens bear.
+        special: Tokens that belong to no word, such as a tokenizer's ``all_special_tokens``. Those
+            of the usual shapes (``</s>``, ``[CLS]``, ``<|endoftext|>``, ``en_XX``) never do.
 
     Returns:
         A number for each token, None for a special one.
 
+    Raises:
+        ValueError: No token bears the mark, or any mark, and there are several.
+
     Example:
-        >>> from ikattn.analysis.alignment import words_of_subwords
+        >>> from ikattn.analysis import words_of_subwords
         >>> words_of_subwords(["▁im", "plicit", "▁kernel", "</s>"])
         [0, 0, 1, None]
+        >>> words_of_subwords(["[CLS]", "im", "##plicit", "kernel", "[SEP]"])
+        [None, 0, 0, 1, None]
     """
     special = set(special)
+    is_special = [x in special or _SPECIAL_SHAPE.fullmatch(x) is not None for x in tokens]
+    own = [token for token, leaves in zip(tokens, is_special, strict=True) if not leaves]
+    marks = _BEGINNINGS if begin is None else (begin,)
+    used = [mark for mark in marks if any(token.startswith(mark) for token in own)]
+    continues = any(token.startswith("##") for token in own)
+    ends = any(token.endswith("@@") for token in own)
+    is_marked = used or (begin is None and (continues or ends))
+    if len(own) > 1 and not is_marked:
+        expected = "▁, Ġ, ## or @@" if begin is None else repr(begin)
+        raise ValueError(
+            f"words_of_subwords: no token bears {expected}, got {', '.join(map(repr, own[:6]))}: "
+            "pass begin, or use the tokenizer's word_ids()"
+        )
     words: list[int | None] = []
-    last = -1
-    for token in tokens:
-        if token in special:
+    last, before = -1, ""
+    for token, leaves in zip(tokens, is_special, strict=True):
+        if leaves:
             words.append(None)
             continue
-        if token.startswith(begin) or last < 0:
+        if used:
+            begins = token.startswith(tuple(used))
+        elif continues:
+            begins = not token.startswith("##")
+        else:
+            begins = not before.endswith("@@")
+        if begins or last < 0:
             last += 1
         words.append(last)
+        before = token
     return words
 
 
@@ -332,7 +364,7 @@ def _word_numbers(
         raise ValueError(
             f"word_alignment: {name} must hold a list for each of {B} sentences, got {len(words)}"
         )
-    numbers = torch.full((B, length), _PADDING, dtype=torch.int64)
+    numbers = torch.full((B, length), _PADDING, dtype=torch.int64, device="cpu")
     for b, of_tokens in enumerate(words):
         of_tokens = list(of_tokens)
         while len(of_tokens) > length and of_tokens[-1] is None:
@@ -343,7 +375,7 @@ def _word_numbers(
                 f"numbers from 0, or None, got {len(of_tokens)}: {of_tokens}"
             )
         row = [_SPECIAL if x is None else x for x in of_tokens]
-        numbers[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        numbers[b, : len(row)] = torch.tensor(row, dtype=torch.int64, device="cpu")
     return numbers.to(device)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from ikattn.analysis.contributions import Contributions
 
 __all__ = ["Batch", "Layer", "RecordedMaps"]
@@ -42,11 +44,18 @@ class Batch(Mapping[str, Contributions]):
         tokens: For each sequence of the batch its tokens, without padding; None: unknown. Those
             that a decoder reads are in target_tokens.
         target_tokens: Likewise for the decoder of a sequence-to-sequence model.
+        input_ids, input_mask: What the call was made with, ``[B, S]``, and where it is no padding;
+            None where it was made without. Files do not keep them.
+        target_ids, target_mask: Likewise, of the decoder.
     """
 
     layers: dict[str, Contributions] = field(default_factory=dict)
     tokens: Sequence[Sequence[str]] | None = None
     target_tokens: Sequence[Sequence[str]] | None = None
+    input_ids: Tensor | None = field(default=None, compare=False, repr=False)
+    input_mask: Tensor | None = field(default=None, compare=False, repr=False)
+    target_ids: Tensor | None = field(default=None, compare=False, repr=False)
+    target_mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Contributions:
         return self.layers[name]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from ikattn._whole_files import whole_file
 from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.tokens import Tokens
 
 __all__ = ["draw"]
 
@@ -42,7 +45,7 @@ def draw(
     map: str = "summed",
     batch: int = 0,
     sequence: int = 0,
-    tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    tokens: Tokens | None = None,
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
     *,
     dpi: int = 160,
@@ -85,12 +88,16 @@ def _chosen_sequence(
     recording: RecordedMaps,
     batch: int,
     sequence: int,
-    tokens: Sequence[Sequence[str]] | Sequence[str] | None,
+    tokens: Tokens | None,
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None,
 ) -> SequenceMaps:
     recording.check_recorded()
     if not 0 <= batch < len(recording.batches):
         raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
+    if hasattr(tokens, "convert_ids_to_tokens"):
+        for found in sequences(recording, tokens):
+            if (found.batch, found.index) == (batch, sequence):
+                return found
     one = RecordedMaps(
         recording.model, recording.maps, recording.layers, [recording.batches[batch]]
     )
@@ -106,10 +113,10 @@ def _chosen_sequence(
     raise ValueError(f"plot: sequence must be one of batch {batch}, got {sequence}")
 
 
-def _of_one(tokens: Sequence[Sequence[str]] | Sequence[str]) -> Sequence[str]:
+def _of_one(tokens: Any) -> Sequence[str]:
     """The tokens of a sequence, given by themselves or in a list of one."""
     if len(tokens) == 1 and not isinstance(tokens[0], str):
-        return tokens[0]
+        return cast(Sequence[str], tokens[0])
     return cast(Sequence[str], tokens)
 
 
@@ -151,6 +158,22 @@ def _matplotlib(module: str) -> Any:
     return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
 
 
+@dataclass
+class _Panel:
+    """A map in the picture; lengths in inches."""
+
+    layer: Layer
+    name: str
+    values: Tensor  # [T, S]
+    queries: list[str]
+    keys: list[str]
+    row: int
+    column: int
+
+    def height(self, width: float) -> float:
+        return width * max(self.values.shape[0], 1) / max(self.values.shape[1], 1)
+
+
 def _figure(
     shown: SequenceMaps,
     layers: list[Layer],
@@ -158,26 +181,78 @@ def _figure(
     *,
     single: bool,
 ) -> Any:
+    """All panels in one pair of axes, measured in inches: axes of their own take most of the time.
+
+    Tokens are written once for panels that stand beside, or above, each other with the same.
+    """
     drawn = [(one, found) for one, found in zip(layers, panels, strict=True) if found]
     pairs = len(drawn[0][1])
     columns = pairs if single else pairs * min(4 // pairs, len(drawn))
-    rows = math.ceil(len(drawn) * pairs / columns)
-    longest = max(max(tensor.shape) for _, found in drawn for _, tensor in found)
-    side = (
-        max(3.2, min(9.0, 0.2 * longest + 1.6)) if single else max(2.6, min(5, 0.1 * longest + 1.6))
-    )
-    figure = _matplotlib("figure").Figure(
-        figsize=(side * columns + 0.4, side * rows + 0.5), layout="constrained"
-    )
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_visible(False)
-    flat = iter(grid.flat)
+    placed: list[_Panel] = []
     for one, found in drawn:
-        labels = shown.labels(one)
+        queries, keys = (list(map(_plain, tokens)) for tokens in shown.labels(one))
         for name, values in found:
-            _heat_map(figure, next(flat), one, name, values, labels, side)
+            place = divmod(len(placed), columns)
+            placed.append(_Panel(one, name, values, queries, keys, *place))
+    longest = max(max(panel.values.shape) for panel in placed)
+    side = (
+        max(3.2, min(9.0, 0.2 * longest + 0.6)) if single else max(2.2, min(4, 0.08 * longest + 1))
+    )
+    return _drawn(placed, side, columns)
+
+
+def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
+    at = {(panel.row, panel.column): panel for panel in panels}
+    rows = 1 + max(panel.row for panel in panels)
+    size = {id(panel): _font_size(panel, side) for panel in panels}
+
+    def starts_row(panel: _Panel) -> bool:
+        before = at.get((panel.row, panel.column - 1))
+        return before is None or before.queries != panel.queries
+
+    def ends_column(panel: _Panel) -> bool:
+        below = at.get((panel.row + 1, panel.column))
+        return below is None or below.keys != panel.keys
+
+    gap, heading = 0.16, 0.42
+    lefts, x = [], 0.0
+    for column in range(columns):
+        labelled = [p for p in panels if p.column == column and starts_row(p)]
+        x += gap + max((_longest(p.queries, size[id(p)]) for p in labelled), default=0.0)
+        lefts.append(x)
+        x += side
+    tops, y = [], 0.0
+    for row in range(rows):
+        y += heading
+        tops.append(y)
+        own = [p for p in panels if p.row == row]
+        below = [_longest(p.keys, size[id(p)]) for p in own if ends_column(p)]
+        y += max(p.height(side) for p in own) + max(below, default=0.0) + gap
+    width, height = x + 0.2, y + gap
+    figure = _matplotlib("figure").Figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    for panel in panels:
+        place = lefts[panel.column], tops[panel.row]
+        _heat_map(axes, panel, place, side, size[id(panel)], starts_row(panel), ends_column(panel))
     return figure
+
+
+def _font_size(panel: _Panel, side: float) -> float:
+    """In points: rows as high as the type, where they can be."""
+    stride = math.ceil(max(panel.values.shape) / _LABELLED)
+    return max(3.5, min(8.5, 60 * side * stride / max(panel.values.shape[1], 1)))
+
+
+def _longest(tokens: Sequence[str], size: float) -> float:
+    """The room that tokens take, in inches."""
+    return 0.08 + 0.0085 * size * max((_width(token) for token in tokens), default=0)
+
+
+def _width(token: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in token)
 
 
 def _heading(name: str, values: Tensor) -> str:
@@ -186,38 +261,49 @@ def _heading(name: str, values: Tensor) -> str:
 
 
 def _heat_map(
-    figure: Any,
     axes: Any,
-    layer: Layer,
-    name: str,
-    values: Tensor,
-    labels: tuple[list[str], list[str]],
+    panel: _Panel,
+    place: tuple[float, float],
     side: float,
+    size: float,
+    names_queries: bool,
+    names_keys: bool,
 ) -> None:
+    name, values = panel.name, panel.values
     colours = _WEIGHT_COLOURS if name in ("weights", "similarity") else _NORM_COLOURS
     # NaN must not look like a small number.
     scale = _matplotlib("colors").LinearSegmentedColormap.from_list(name, colours)
     scale = scale.with_extremes(bad="#be2878")
-    axes.set_visible(True)
     finite = values[values.isfinite()]
     top = float(finite.max()) if finite.numel() else 1.0
-    image = axes.imshow(values.tolist(), cmap=scale, vmin=0, vmax=top or 1.0, aspect="auto")
-    axes.set_title(f"{layer.name}\n{_heading(name, values)}", fontsize=7.5, color=_INK, loc="left")
-    axes.set_box_aspect(values.shape[0] / values.shape[1])
-    queries, keys = labels
-    for axis, tokens in ((axes.yaxis, queries), (axes.xaxis, keys)):
-        stride = math.ceil(len(tokens) / _LABELLED)
-        size = max(3.5, min(8.5, 52 * side / (len(tokens) / stride + 8)))
-        axis.set_ticks(range(0, len(tokens), stride))
-        names = [_plain(token) for token in tokens[::stride]]
-        axis.set_ticklabels(names, fontsize=size, color=_INK)
-    axes.tick_params(length=0, pad=2)
-    axes.tick_params(axis="x", rotation=90)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=24, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=6.5, length=2, color=_QUIET, labelcolor=_QUIET)
+    (left, above), (T, S) = place, values.shape
+    height = panel.height(side)
+    axes.imshow(
+        values.tolist(),
+        cmap=scale,
+        vmin=0,
+        vmax=top or 1.0,
+        extent=(left, left + side, above + height, above),
+        interpolation="nearest",
+        aspect="auto",
+    )
+    text = {"color": _INK, "parse_math": False}
+    axes.text(left, above - 0.2, panel.layer.name, fontsize=7.5, va="bottom", **text)
+    title = f"{_heading(name, values)}, 0 to {top:.3g}"
+    axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": _QUIET})
+    if names_queries:
+        for t in range(0, T, math.ceil(T / _LABELLED)):
+            y = above + height * (t + 0.5) / T
+            axes.text(
+                left - 0.05, y, panel.queries[t], fontsize=size, ha="right", va="center", **text
+            )
+    if names_keys:
+        for s in range(0, S, math.ceil(S / _LABELLED)):
+            x = left + side * (s + 0.5) / S
+            axes.text(
+                x, above + height + 0.05, panel.keys[s], fontsize=size, rotation=90, ha="center",
+                va="top", **text,
+            )  # fmt: skip
 
 
 def _plain(token: str) -> str:
@@ -225,4 +311,4 @@ def _plain(token: str) -> str:
     text = token.replace("\u0120", "").replace("\u2581", "").replace("\u010a", "\u21b5")
     text = "".join(character if character.isprintable() else "\ufffd" for character in text)
     text = text if len(text) <= 16 else text[:15] + "\u2026"
-    return text.replace("$", r"\$") or "\u2423"
+    return text or "\u2423"

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikattn.analysis import files, page, pictures
+from ikattn.analysis._joined import groups_of_calls, joined_calls
 from ikattn.analysis.maps import RecordedMaps
+from ikattn.analysis.tokens import Tokens
 
 __all__ = ["Recording", "load_maps"]
 
@@ -22,6 +24,27 @@ class Recording(RecordedMaps):
         layers: What is known of each layer, in the order they first ran.
         batches: One entry for each forward call.
     """
+
+    def joined(self) -> Recording:
+        """The calls of one sequence, such as those of ``generate``, as one call.
+
+        Each call after the first goes on from a cache: its maps have more keys than queries. Its
+        rows come below those of the call before it, whose missing columns are 0; what every key has
+        alone, such as value norms, is that of the last call. Calls that begin anew stay apart.
+
+        Example:
+            >>> import torch, ikattn
+            >>> from ikattn.analysis import Batch, Layer, Recording
+            >>> layer = Layer("layer", "self", "decoder", 1, "none", "torch")
+            >>> steps = [Batch({"layer": ikattn.Contributions(summed=torch.ones(1, T, S))})
+            ...          for T, S in ((3, 3), (1, 4), (1, 5))]
+            >>> Recording("Model", ("summed",), {"layer": layer}, steps).joined().batches[0][
+            ...     "layer"].summed.shape
+            torch.Size([1, 5, 5])
+        """
+        groups = groups_of_calls(self)
+        batches = [joined_calls(self.layers, group) for group in groups]
+        return Recording(self.model, self.maps, self.layers, batches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the maps to a file, which appears whole or not at all.
@@ -42,7 +65,7 @@ class Recording(RecordedMaps):
     def to_html(
         self,
         path: str | os.PathLike[str],
-        tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        tokens: Tokens | None = None,
         target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
         *,
         title: str | None = None,
@@ -75,7 +98,7 @@ class Recording(RecordedMaps):
         map: str = "summed",
         batch: int = 0,
         sequence: int = 0,
-        tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        tokens: Tokens | None = None,
         target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
         *,
         dpi: int = 160,

@@ -110,7 +110,7 @@ def rollout(
 
 def token_importance(
     maps: Maps,
-    position: int | Tensor,
+    position: int | slice | Tensor,
     *,
     layer: int | str | None = None,
     map: str = "encoder",
@@ -127,7 +127,8 @@ def token_importance(
     Args:
         maps: As for :func:`rollout`.
         position: Which output token, counted without padding, as in ``Batch.tokens``; -1 is the
-            last. An int64 tensor ``[B]``: one for each sequence.
+            last. An int64 tensor ``[B]``: one for each sequence. A slice: a span, of which the
+            mean is taken.
         layer: None: through all layers. A layer's name, or its number among the layers, 0 the
             first: through this one alone; T and S may differ then.
         map, normalize, layers, residual: As for :func:`rollout`; residual tensors with a layer: of
@@ -164,8 +165,13 @@ def token_importance(
         )
         steps = [step]
     B, T = steps[-1].shape[:2]
-    index = _token_index(position, of_queries, B, T, steps[-1].device)
-    row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)  # [B, 1, S]
+    device = steps[-1].device
+    if isinstance(position, slice):
+        share = _share_of_span(position, of_queries, B, T, device).to(steps[-1].dtype)
+        row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
+    else:
+        index = _token_index(position, of_queries, B, T, device)
+        row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)
     for step in reversed(steps[:-1]):
         row = row @ step
     return row.squeeze(1)
@@ -381,10 +387,37 @@ def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | No
     return ratio * _row_normalized(x * (1 - own)) + (1 - ratio) * own
 
 
+def _share_of_span(
+    span: slice, padding: Tensor | None, B: int, T: int, device: torch.device
+) -> Tensor:
+    """1 / n at the n tokens of a span, counted without padding, else 0: [B, T].
+
+    Raises:
+        ValueError: A sequence has none of them.
+    """
+    padding = torch.zeros(B, T, dtype=torch.bool, device=device) if padding is None else padding
+    share = torch.zeros(B, T, device=device)
+    for b, hidden in enumerate(padding):
+        places = (~hidden).nonzero()[:, 0]
+        chosen = places[list(range(*span.indices(len(places))))]
+        if not len(chosen):
+            raise ValueError(
+                f"token_importance: position must be a span with a token, got {span} of sequence "
+                f"{b}, which has {len(places)} tokens"
+            )
+        share[b, chosen] = 1 / len(chosen)
+    return share
+
+
 def _token_index(
     position: int | Tensor, padding: Tensor | None, B: int, T: int, device: torch.device
 ) -> Tensor:
     """Where in the padded rows the tokens stand that are counted without padding: int64 [B]."""
+    if not isinstance(position, (int, Tensor)):
+        raise TypeError(
+            "token_importance: position must be an int, a slice or an int64 tensor [B], got "
+            f"{position!r}"
+        )
     if isinstance(position, Tensor) and (position.dtype != torch.int64 or position.shape != (B,)):
         raise ValueError(
             f"token_importance: position must be an int or an int64 tensor [{B}], "

@@ -222,6 +222,8 @@ class Recorder:
             call.padded_length = x.size(1) if is_padded else call.padded_length
         given = None if x is None or x.numel() == 0 else call.see(x)
         mask = mask_argument(module, args, kwargs)
+        if not call.running or call.batch.input_ids is None:
+            _note_ids(call.batch, args, kwargs, mask)
         call.running.append(_Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
 
     def _exit(
@@ -684,6 +686,24 @@ class Recorder:
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach)
+
+
+def _note_ids(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Any) -> None:
+    """Keeps the ids that a model was called with, by the names that transformers gives them."""
+
+    def is_ids(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
+
+    def kept(x: Any) -> Tensor | None:
+        return x.detach().cpu() if isinstance(x, Tensor) and x.dim() == 2 else None
+
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if is_ids(ids) and batch.input_ids is None:
+        batch.input_ids, batch.input_mask = kept(ids), kept(mask)
+    targets = kwargs.get("decoder_input_ids")
+    if is_ids(targets) and batch.target_ids is None:
+        batch.target_ids = kept(targets)
+        batch.target_mask = kept(kwargs.get("decoder_attention_mask"))
 
 
 def _is_unary(module: nn.Module) -> bool:

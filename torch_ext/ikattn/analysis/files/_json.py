@@ -75,9 +75,9 @@ def read_json(path: Path) -> tuple[str | None, dict[str, Tensor]]:
         return None, {}
     try:
         arrays = {
-            name: torch.tensor(_numbers(entry["values"]), dtype=DTYPES[entry["dtype"]]).reshape(
-                entry["shape"]
-            )
+            name: torch.tensor(
+                _numbers(entry["values"]), dtype=DTYPES[entry["dtype"]], device="cpu"
+            ).reshape(entry["shape"])
             for name, entry in document["arrays"].items()
         }
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:

@@ -28,6 +28,7 @@ from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.files._common import raw_bytes
 from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.tokens import Tokens
 
 __all__ = ["write_page"]
 
@@ -38,7 +39,7 @@ _NOT_FINITE = 65535
 def write_page(
     recording: RecordedMaps,
     path: str | os.PathLike[str],
-    tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    tokens: Tokens | None = None,
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
     *,
     title: str | None = None,
@@ -176,8 +177,15 @@ def _sequence_contents(
                 "maps": {name: arrays.add(tensor) for name, tensor in shown.items()},
             }
         )
-    text = " ".join(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
+    text = _text_of(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
     return {"title": text[:120], "labels": labels, "layers": entries}
+
+
+def _text_of(tokens: Sequence[str]) -> str:
+    """The tokens as a text, for a title."""
+    if any(token.startswith(("\u0120", "\u2581")) for token in tokens):
+        return "".join(tokens).replace("\u0120", " ").replace("\u2581", " ").strip()
+    return " ".join(tokens)
 
 
 def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
@@ -220,11 +228,11 @@ def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float]:
     x = tensor.detach().cpu().double()
     finite = x.isfinite()
     positive = finite & (x > 0)
-    logs = x.where(positive, torch.ones((), dtype=x.dtype)).log()
+    logs = x.where(positive, x.new_ones(())).log()
     lowest = float(logs[positive].min()) if positive.any() else 0.0
     highest = float(logs[positive].max()) if positive.any() else 0.0
     step = (highest - lowest) / (_LAST_CODE - 1)
     codes = ((logs - lowest) / step if step else torch.zeros_like(logs)).round() + 1
-    codes = codes.where(positive, torch.zeros((), dtype=codes.dtype))
-    codes = codes.where(finite, torch.full((), _NOT_FINITE, dtype=codes.dtype))
+    codes = codes.where(positive, codes.new_zeros(()))
+    codes = codes.where(finite, codes.new_full((), _NOT_FINITE))
     return codes.to(torch.int32).to(torch.uint16).contiguous(), lowest, step

@@ -163,19 +163,19 @@ function maximum(values, from, to, S, layer) {
 }
 
 // Levels 0..255 of a plate's cells; -1: left out, -2: no finite number.
-function levelsOf(values, layer) {
+function levelsOf(values, layer, scale = state.scale) {
   const { T, S } = layerOf(layer);
   const whole = maximum(values, 0, T, S, layer);
   const levels = new Int16Array(T * S);
   for (let t = 0; t < T; t++) {
-    const top = state.scale === "row" ? maximum(values, t, t + 1, S, layer) : whole;
+    const top = scale === "row" ? maximum(values, t, t + 1, S, layer) : whole;
     for (let s = 0; s < S; s++) {
       const value = values[t * S + s];
       if (Number.isNaN(value)) levels[t * S + s] = -2;
       else if (state.diagonal && isSelf(layer) && t === s) levels[t * S + s] = -1;
       else {
         const share = top > 0 ? Math.min(value / top, 1) : 0;
-        levels[t * S + s] = Math.round(255 * (state.scale === "root" ? Math.sqrt(share) : share));
+        levels[t * S + s] = Math.round(255 * (scale === "root" ? Math.sqrt(share) : share));
       }
     }
   }
@@ -198,6 +198,7 @@ function number(value) {
 
 // --- Tokens ------------------------------------------------------------------------------------------
 
+const FOLDED = 60;  // more tokens than that are two lines that scroll
 const WORD_START = /^[\u0120\u2581]/;  // byte-level BPE, SentencePiece
 
 function readable(token) {
@@ -241,7 +242,7 @@ function radios(container, items, chosen, choose) {
     button.tabIndex = item.value === chosen ? 0 : -1;
     if (item.label) button.setAttribute("aria-label", item.label);
     if (item.className) button.className = item.className;
-    button.append(...(item.children || [item.text]));
+    button.append(...(item.children || [element("bdi", {}, item.text)]));
     button.dataset.value = String(item.value);
     button.addEventListener("click", () => choose(item.value, true));
     if (item.hover) button.addEventListener("pointerenter", () => item.hover(true));
@@ -267,15 +268,15 @@ function thumbnail(plate, layer) {
   const { T, S } = layerOf(layer);
   canvas.width = S;
   canvas.height = T;
-  paintCells(canvas.getContext("2d"), plate, layer);
+  paintCells(canvas.getContext("2d"), plate, layer, "root");  // small, and each by its own maximum
   return canvas;
 }
 
 // One pixel for each cell.
-function paintCells(context, plate, layer) {
+function paintCells(context, plate, layer, scale = state.scale) {
   const { T, S } = layerOf(layer);
   const image = context.createImageData(S, T);
-  levelsOf(plate.values, layer).forEach((level, i) => {
+  levelsOf(plate.values, layer, scale).forEach((level, i) => {
     image.data.set(levelColour(level, plate.norms), 4 * i);
     image.data[4 * i + 3] = 255;
   });
@@ -330,13 +331,15 @@ function showReading() {
     right && ["contribution", "", right.values, q * keys.length, right],
   ].filter(Boolean);
   const keyJoins = joined(keys);
+  // Long texts keep to two lines, which scroll: the maps stay in sight.
+  byId("queries").classList.toggle("long", queries.length > FOLDED);
   byId("draws").replaceChildren(...rows.flatMap(([title, symbol, values, from, plate]) => {
     const levels = plate.norms === null ? null : levelsOf(plate.values, state.layer).subarray(from, from + keys.length);
     const top = values.reduce((largest, value) => Math.max(largest, value), 0);
     const chips = keys.map((token, s) => {
       const level = levels ? levels[s] : Math.round(255 * (top ? Math.min(values[s] / top, 1) : 0) * 0.32);
       const background = levels ? levelColour(level, plate.norms) : grey(level);
-      const chip = element("span", { title: `${token}  ${number(values[from + s])}`, className: [keyJoins[s] ? "joined" : "", s === k ? "at" : ""].join(" ") }, flowing(token, keyJoins[s]));
+      const chip = element("span", { title: `${token}  ${number(values[from + s])}`, className: [keyJoins[s] ? "joined" : "", s === k ? "at" : ""].join(" ") }, element("bdi", {}, flowing(token, keyJoins[s])));
       chip.style.background = css(background);
       chip.style.color = legible(background);
       chip.addEventListener("pointerenter", () => hover([q, s]));
@@ -344,7 +347,7 @@ function showReading() {
       chip.addEventListener("click", () => pin([q, s]));
       return chip;
     });
-    return [element("h2", {}, title, element("em", {}, symbol)), element("div", { className: "tokens" }, ...chips)];
+    return [element("h2", {}, title, element("em", {}, symbol)), element("div", { className: keys.length > FOLDED ? "tokens long" : "tokens" }, ...chips)];
   }));
 }
 
@@ -397,9 +400,23 @@ function layoutOf(width, T, S, queries, keys, context) {
   return { left, top, cell, labelled, width, height: top + cell * T + 2 };
 }
 
+// Whole letters, an emoji being one; isolated, so that a right-to-left token turns no other.
 function shorten(token) {
-  const text = readable(token);
-  return text.length > 14 ? text.slice(0, 13) + "\u2026" : text;
+  const letters = Array.from(readable(token));
+  return isolated(letters.length > 14 ? letters.slice(0, 13).join("") + "\u2026" : letters.join(""));
+}
+
+function isolated(text) {
+  return `\u2068${text}\u2069`;
+}
+
+// As much of a token as the room takes, cut at its end.
+function fitted(context, token, room) {
+  const text = shorten(token);
+  if (context.measureText(text).width <= room) return text;
+  let letters = Array.from(readable(token)).slice(0, 13);
+  while (letters.length > 1 && context.measureText(letters.join("") + "\u2026").width > room) letters = letters.slice(0, -1);
+  return isolated(letters.join("") + "\u2026");
 }
 
 function draw(figure, plate) {
@@ -434,7 +451,7 @@ function draw(figure, plate) {
     if (!labelled && t !== q) return;
     context.fillStyle = t === q ? mark : labelled ? ink : quiet;
     context.textAlign = "right";
-    context.fillText(shorten(token), left - 6, top + cell * (t + 0.5));
+    context.fillText(fitted(context, token, left - 8), left - 6, top + cell * (t + 0.5));
   });
   keys.forEach((token, s) => {
     if (!labelled && s !== k) return;
@@ -443,7 +460,7 @@ function draw(figure, plate) {
     context.rotate(-Math.PI / 3.4);
     context.textAlign = "left";
     context.fillStyle = s === k ? mark : ink;
-    context.fillText(shorten(token), 0, 0);
+    context.fillText(fitted(context, token, (top - 10) / 0.81), 0, 0);
     context.restore();
   });
   context.strokeStyle = mark;
@@ -696,9 +713,11 @@ function start() {
   byId("about").textContent = contents.about;
   byId("precision").textContent = contents.precision;
   byId("sequence").replaceChildren(...contents.sequences.map((sequence, i) =>
-    element("option", { value: String(i) }, `${i + 1}  ${sequence.title}`)));
+    element("option", { value: String(i) }, `${i + 1}  ${isolated(sequence.title)}`)));
   setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   listen();
+  // With many tokens most numbers are small against the largest.
+  if (contents.sequences[0].layers.some((layer) => layer && layer.S > 100)) byId("scale").value = state.scale = "root";
   set({ sequence: 0 });
 }
 
