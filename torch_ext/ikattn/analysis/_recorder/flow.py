@@ -116,6 +116,8 @@ def find_sum(
         None where nothing adds up, on both rows as far as they are finite.
     """
     residuals = [seen for seen in residuals if seen.rows.size(-1) == y.size(-1)]
+    if x.data_ptr() == y.data_ptr():
+        return None
     if x.size(-1) != y.size(-1) or x.numel() != y.numel() or not residuals or y.numel() == 0:
         return None
     total = rows_of(x)

@@ -58,6 +58,11 @@ class Plan:
         """Whether it may compute its attention without what tells of its runs."""
         return self.seen_by == "sdpa"
 
+    def needs_block(self, kind: str | None) -> bool:
+        """Whether any map to make of a run of this kind needs what is around the attention."""
+        plain = {"value_norms", "per_head", "summed", *LEDGER}
+        return not set(self.maps(kind)) <= plain
+
     def maps(self, kind: str | None, why_no_block: str = "") -> tuple[str, ...]:
         """The names of the maps to make of a run of this kind, None where it is not known yet.
 

@@ -32,7 +32,7 @@ from ikattn.analysis._recorder.attention_call import (
     convert_tensors,
     make_maps,
 )
-from ikattn.analysis._recorder.flow import Seen, first_tensor, see
+from ikattn.analysis._recorder.flow import Seen, first_tensor, rows_of, see
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.padding import fill_padding, mask_argument
 from ikattn.analysis._recorder.plan import Plan
@@ -77,7 +77,7 @@ class _Call:
     index: int
     frame: FrameType | None  # of the outermost module's call
     running: list[_Entered] = field(default_factory=list)  # outermost first
-    norms: deque[tuple[nn.Module, Seen]] = field(default_factory=lambda: deque(maxlen=6))
+    norms: deque[tuple[nn.Module, Seen]] = field(default_factory=lambda: deque(maxlen=3))
     frequencies: dict[nn.Module, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     times_run: dict[nn.Module, int] = field(default_factory=dict)
     reports: dict[nn.Module, int] = field(default_factory=dict)
@@ -132,6 +132,7 @@ class Recorder:
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
+        self._norms: set[nn.Module] = set()
         self._projections: dict[nn.Module, Projection] = {}
         self._limits: dict[nn.Module, nn.Module | None] = {}
         self._silent: set[str] = set()  # layers that ran without a word, where that is no error
@@ -147,6 +148,7 @@ class Recorder:
         around = {module: None for plan in plans for module in (plan.module, *plan.ancestors)}
         watched = list({model: None} | around)
         self._watched = set(watched)
+        self._norms = {module for module in model.modules() if "Norm" in type(module).__name__}
         near = {
             module: None
             for plan in plans
@@ -194,11 +196,13 @@ class Recorder:
         return getattr(self._thread, "call", None)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, is_watched = self._call, module in self._watched
+        is_norm = module in self._norms
+        if not is_watched and (call is None or not (call.pending or is_norm)):
+            return
         if _is_in_backward() or is_probing():
             return  # a checkpointed layer that runs again; a module asked what it computes
         x = first_tensor(args, kwargs)
-        is_watched = module in self._watched
-        call = self._call
         if is_watched:
             if call is not None and not call.is_alive:
                 call = self._thread.call = None
@@ -212,7 +216,6 @@ class Recorder:
             with torch.no_grad():
                 for run in tuple(call.pending):
                     self._flows_in(call, run, module, x)
-        is_norm = "Norm" in type(module).__name__
         if x is not None and is_norm and not is_watched:
             call.norms.append((module, call.see(x)))
         if not is_watched:
@@ -229,10 +232,12 @@ class Recorder:
     def _exit(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        call = self._call
-        if call is None or is_probing() or _is_in_backward():
+        call, plan = self._call, self._plans.get(module)
+        is_outermost = call is not None and bool(call.running) and call.running[0].module is module
+        if call is None or not (plan or call.pending or is_outermost):
             return
-        plan = self._plans.get(module)
+        if is_probing() or _is_in_backward():
+            return
         if plan is not None and isinstance(module, StockMultiheadAttention):
             self._torch_ran(call, plan, args, kwargs, output)
         elif plan is not None:
@@ -243,7 +248,7 @@ class Recorder:
         if x is not None and out is not None:
             for run in tuple(call.pending):
                 self._flows_out(call, run, module, x, out)
-        if call.running and call.running[0].module is module and len(call.running) == 1:
+        if is_outermost and len(call.running) == 1:
             self._complete(call)
 
     def _complete(self, call: _Call) -> None:
@@ -523,6 +528,10 @@ class Recorder:
         if y.is_nested:
             self._follow_table(run)
             return
+        run.contexts, run.heads = [], None
+        if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
+            # made here, where what they are made of is let go
+            run.maps = self._make_maps(run, run.plan.maps(run.attention.kind))
         run.begin_sum(y)
 
     def _follow_table(self, run: Run) -> None:
@@ -605,7 +614,10 @@ class Recorder:
         """A norm that was awaited has run."""
         stage = run.stage
         with self._grad_mode():
-            stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
+            if run.maps is None:
+                stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
+            else:  # two rows will do for the check
+                stats = NormStats.of(norm, rows_of(x).to(x.dtype).unsqueeze(0))
         run.norm_input = None
         if not x.is_nested and x.numel():
             with torch.no_grad(), without_autocast(x.device):
@@ -652,24 +664,13 @@ class Recorder:
         call.pending.remove(run)
         plan = run.plan = replace(run.plan, parts=parts)
         attention = run.attention
-        wanted = plan.maps(attention.kind, run.why_no_block)
-        if attention.softcap is not None or attention.sinks is not None:
-            for name in ("similarity", "magnitude"):
-                if name in plan.asked.required:
-                    raise ValueError(
-                        f"record: {plan.name} has no map {name!r}: its logits have a soft cap or "
-                        "sinks, so that weights are no product of similarity and magnitude"
-                    )
-            wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
-        assert run.projection is not None
-        if run.around.residual is not None and parts.block != "none":
-            run.around.residual = _as_batch(run.around.residual, run, call.padded_length)
-        else:
-            run.around.residual = None
-        with memory_for("record", f"the maps of layer {run.name}"):
-            with self._grad_mode(), without_autocast(attention.query.device):
-                maps = make_maps(attention, run.projection.weight, run.around, wanted)
-            maps = convert_tensors(maps, detach=self._detach, to_cpu=self._to_cpu)
+        if run.maps is None:
+            if run.around.residual is not None and parts.block != "none":
+                residual = _as_batch(run.around.residual, run, call.padded_length)
+                run.around.residual = residual
+            else:
+                run.around.residual = None
+            run.maps = self._make_maps(run, plan.maps(attention.kind, run.why_no_block))
         layer = Layer(
             run.name,
             attention.kind,
@@ -680,9 +681,25 @@ class Recorder:
         )
         call.layers[run.name] = layer
         if self._on_layer is None:
-            call.batch.layers[run.name] = maps
+            call.batch.layers[run.name] = run.maps
         else:
-            self._on_layer(call.index, layer, maps)
+            self._on_layer(call.index, layer, run.maps)
+
+    def _make_maps(self, run: Run, wanted: tuple[str, ...]) -> Contributions:
+        plan, attention = run.plan, run.attention
+        if attention.softcap is not None or attention.sinks is not None:
+            for name in ("similarity", "magnitude"):
+                if name in plan.asked.required:
+                    raise ValueError(
+                        f"record: {plan.name} has no map {name!r}: its logits have a soft cap or "
+                        "sinks, so that weights are no product of similarity and magnitude"
+                    )
+            wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
+        assert run.projection is not None
+        with memory_for("record", f"the maps of layer {run.name}"):
+            with self._grad_mode(), without_autocast(attention.query.device):
+                maps = make_maps(attention, run.projection.weight, run.around, wanted)
+            return convert_tensors(maps, detach=self._detach, to_cpu=self._to_cpu)
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach)

@@ -32,7 +32,7 @@ from ikattn.analysis._recorder.flow import (
 )
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
-from ikattn.analysis.contributions import NormStats
+from ikattn.analysis.contributions import Contributions, NormStats
 
 __all__ = ["Run", "Variant", "joined"]
 
@@ -82,6 +82,7 @@ class Run:
     norm: nn.Module | None = None
     norm_input: Tensor | None = None
     around: Surroundings = field(default_factory=Surroundings)
+    maps: Contributions | None = None  # made, and to be handed over when all has been checked
     output_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # with its input and output
     why_no_block: str = ""
 
@@ -235,7 +236,8 @@ class Run:
         rows = rows_of(x)
         if stats.centered:
             rows = rows - rows.mean(-1, keepdim=True)
-        scale = torch.stack([stats.scale.detach()[0, 0], stats.scale.detach()[-1, -1]])
+        ends = stats.scale.detach()
+        scale = torch.stack([ends[0, 0], ends[-1, -1]])
         expected = rows * widened(stats.weight.detach()) / scale.unsqueeze(-1)
         bias = getattr(norm, "bias", None)
         if isinstance(bias, Tensor):

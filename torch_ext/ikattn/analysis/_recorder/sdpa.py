@@ -9,6 +9,7 @@ Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -36,10 +37,16 @@ def calls_sdpa(module: nn.Module) -> bool:
     Its own code is its class's methods, the functions that these name, and, of diffusers'
     attention, its processor.
     """
-    kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
     processor = getattr(module, "processor", None)
+    kinds: list[Any] = [type(module)]
     if processor is not None and not isinstance(processor, nn.Module):
         kinds.append(type(processor))
+    return any(_names_sdpa(kind) for kind in kinds)
+
+
+@functools.cache
+def _names_sdpa(own: Any) -> bool:
+    kinds = [kind for kind in own.__mro__ if kind not in (nn.Module, object)]
     functions = [
         inspect.unwrap(method)
         for kind in kinds
