@@ -296,3 +296,26 @@ def test_dot_ignores_p() -> None:
 
 def test_samples_have_distinct_names() -> None:
     assert len(BY_NAME) == len(SAMPLES) + len(TINY)
+
+
+@pytest.mark.parametrize("p", [1.5, 20.0, 200.0, 1000.0])
+def test_large_orders_stay_in_range_in_every_composition(p: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (2 * torch.randn(1, 2, 9, 8) for _ in range(3))
+    w1, w2 = (0.3 * torch.randn(2, 8, 5) for _ in range(2))
+
+    def attend(key: Tensor) -> Tensor:
+        return ikattn.implicit_kernel_attention(q, key, v, w1, w2, p=p)
+
+    expected = attend(k)
+    assert expected.isfinite().all()
+    output, tangent = torch.func.jvp(attend, (k,), (torch.ones_like(k),))
+    torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+    assert tangent.isfinite().all()
+    leaf = k.clone().requires_grad_()
+    composed = torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)[0]
+    fused = torch.autograd.grad(attend(leaf).sum(), leaf)[0]
+    torch.testing.assert_close(composed.detach(), fused, rtol=1e-2, atol=1e-3)
+    features = ikattn.KeyFeatures(w1, w2, p=p)
+    features.append(k)
+    torch.testing.assert_close(features.attend(q, v), expected, rtol=1e-3, atol=1e-4)
