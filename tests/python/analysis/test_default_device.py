@@ -23,8 +23,7 @@ ACTS: dict[str, Callable[[Recording, Path], object]] = {
     "importance": lambda r, folder: ikattn.analysis.token_importance(
         r, slice(1, 3), map="weights", residual=0.5
     ),
-    "layer mean": lambda r, folder: ikattn.analysis.layer_mean(r, "summed"),
-    "token mean": lambda r, folder: ikattn.analysis.token_mean(r, "mixing_ratio.summed"),
+    "head mean": lambda r, folder: ikattn.analysis.head_mean(r["self_attn"].weights),
     "word alignment": lambda r, folder: ikattn.analysis.word_alignment(
         r["self_attn"].summed, [[0, 1, 2, 3, 4]] * 2, [[0, 1, 2, 3, 4]] * 2
     ),
