@@ -133,6 +133,10 @@ def test_a_block_that_normalises_its_sum_is_found() -> None:
     y = y - y.mean(-1, keepdim=True)
     y = y * block.ln_1.weight / (total.var(-1, correction=0) + 1e-5).sqrt()[..., None, None]
     assert_close(recording["0.attn"].with_norm, y.norm(dim=-1), 1e-9)
+    second = block.ln_1(total) + block.mlp(block.ln_1(total))
+    y = y - y.mean(-1, keepdim=True)
+    y = y * block.ln_2.weight / (second.var(-1, correction=0) + 1e-5).sqrt()[..., None, None]
+    assert_close(recording["0.attn"].encoder, y.norm(dim=-1), 1e-9)
 
 
 @torch.no_grad()

@@ -144,6 +144,8 @@ ALONE = (
     "mobilebert",
     "sam3_vit_model",
 )
+# Post-norm encoders, whose second norm is found, too.
+SECOND = ("ernie", "layoutlm", "markuplm", "roc_bert", "splinter", "bert-generation")
 TOLERANCE = 1e-9
 
 
@@ -193,6 +195,8 @@ def test_maps_of_a_family_that_is_found_by_running(
     torch.testing.assert_close(found, expected)
     blocks = {layer.block for layer in recording.layers.values()}
     assert blocks >= ({"post"} if kind in POST else {"none"} if kind in ALONE else {"pre"})
+    if kind in SECOND:
+        assert all(maps.encoder is not None for maps in recording.batches[0].values())
     for call, projection, around, maps in seen:
         there = torch.ones(call.sizes[0], call.sizes[2], dtype=torch.bool)
         if call.query_padding is not None:

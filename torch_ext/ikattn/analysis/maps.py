@@ -76,12 +76,14 @@ class RecordedMaps:
         maps: The names of the maps that were asked for.
         layers: What is known of each layer, in the order they first ran.
         batches: One entry for each forward call.
+        left_out: Names of attention that the model has and that is not recorded.
     """
 
     model: str
     maps: tuple[str, ...]
     layers: dict[str, Layer] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:

@@ -23,6 +23,7 @@ class Recording(RecordedMaps):
         maps: The names of the maps that were asked for.
         layers: What is known of each layer, in the order they first ran.
         batches: One entry for each forward call.
+        left_out: Names of attention that the model has and that is not recorded.
     """
 
     def joined(self) -> Recording:
@@ -44,7 +45,7 @@ class Recording(RecordedMaps):
         """
         groups = groups_of_calls(self)
         batches = [joined_calls(self.layers, group) for group in groups]
-        return Recording(self.model, self.maps, self.layers, batches)
+        return Recording(self.model, self.maps, self.layers, batches, self.left_out)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the maps to a file, which appears whole or not at all.
@@ -154,4 +155,4 @@ def load_maps(path: str | os.PathLike[str]) -> Recording:
         'Model'
     """
     read = files.load(path)
-    return Recording(read.model, read.maps, read.layers, read.batches)
+    return Recording(read.model, read.maps, read.layers, read.batches, read.left_out)

@@ -25,6 +25,7 @@ from ikattn.analysis.summary import (
     layer_contributions,
     layer_maps,
 )
+from ikattn.nn.selection import describe_unseen
 
 __all__ = ["RankedToken", "Residual", "rank_tokens", "rollout", "token_importance"]
 
@@ -319,6 +320,12 @@ def _checked_number(layer: int, N: int) -> int:
 def _warn_of_with_norm(maps: Maps, map: str) -> None:
     if map == "with_norm" and isinstance(maps, (RecordedMaps, Batch)):
         warnings.warn(WITH_NORM_WARNING, UserWarning, stacklevel=4)
+    if isinstance(maps, RecordedMaps) and maps.left_out:
+        warnings.warn(
+            f"attention that was not recorded moves tokens, too: {describe_unseen(maps.left_out)}",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _padding_of(

@@ -23,7 +23,7 @@ from ikattn.analysis._recorder.torch_attention import out_projection_of
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
 
-__all__ = ["Asked", "Plan", "asked_maps", "describe", "plan_layers"]
+__all__ = ["Asked", "Plan", "asked_maps", "describe", "left_out", "plan_layers"]
 
 _GROUPS = {"ledger": (*LEDGER, "value_norms", "per_head")}
 
@@ -99,7 +99,7 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
             "calls transformers' AttentionInterface or F.scaled_dot_product_attention; there is "
             f"none in {', '.join(kinds)}"
         )
-    unseen = unseen_attention(model, (site.module for site in sites))
+    unseen = left_out(model)
     if unseen and layers is None:
         warnings.warn(
             f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
@@ -122,6 +122,11 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
         names = ", ".join(site.name for site in sites)
         raise ValueError(f"record: layers={layers!r} selects none of {names}")
     return plans
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Names of attention in the model that no recording sees."""
+    return unseen_attention(model, (site.module for site in find_attention(model)))
 
 
 def asked_maps(maps: Iterable[str] | None) -> Asked:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ikattn.analysis._recorder.attention_call import ALL_MAPS
-from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
+from ikattn.analysis._recorder.plan import asked_maps, describe, left_out, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, Recorder
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
@@ -106,6 +106,7 @@ def record(
     plans = plan_layers(model, asked_maps(maps), layers)
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
+    recording.left_out = tuple(left_out(model)) if layers is None else ()
     recorder = Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check)
     with contextlib.ExitStack() as stack:
         if any(_is_compiled(module) for module in model.modules()):

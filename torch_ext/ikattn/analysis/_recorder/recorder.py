@@ -404,6 +404,8 @@ class Recorder:
                 )
             if run.plan.parts.block == "found" and run.stage == "sum":
                 self._finish(call, run, replace(run.plan.parts, block="none"))
+            elif run.stage == "end of block":  # another attention stands before it
+                self._finish(call, run, run.plan.parts)
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"
         if attention.kind == "self":
@@ -498,6 +500,29 @@ class Recorder:
                 self._no_sum(call, run, None, out)
         elif module is run.awaited_norm and run.norm_input is not None:
             self._normed(call, run, module, run.norm_input, out)
+        elif run.stage == "second norm":
+            run.note_other(out)
+        elif run.stage == "end of block":
+            self._toward_end(call, run, module, x, out)
+
+    def _toward_end(self, call: _Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        """Finds the norm whose output is the block's: the second of a block that was found."""
+        if module in run.plan.ancestors:
+            last = run.last_norm
+            is_last = last is not None and last[2].shape == out.shape
+            if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
+                norm, norm_input, norm_output = last
+                if run.plan.module.training or run.second_half_off(norm_input) == 0:
+                    parts = replace(run.plan.parts, second_norm=norm)
+                    run.plan, run.stage = replace(run.plan, parts=parts), "second norm"
+                    self._normed(call, run, norm, norm_input, norm_output)
+                    return
+            if module is run.plan.ancestors[:3][-1]:
+                self._finish(call, run, run.plan.parts)
+        elif module in self._norms:
+            run.last_norm = (module, x, out)
+        else:
+            run.note_other(out)
 
     def _projection_of(self, run: Run, module: nn.Module, x: Tensor, y: Tensor) -> Projection:
         """What an out-projection computes, cached for the recording unless it has a gradient."""
@@ -578,7 +603,7 @@ class Recorder:
             parts = replace(
                 parts, block="post" if is_post else "pre", norm=module if is_post else None
             )
-            run.plan = replace(run.plan, parts=parts)
+            run.plan, run.is_found = replace(run.plan, parts=parts), True
         if parts.block == "pre" or parts.norm is None:
             self._finish(call, run, parts)
             return
@@ -622,14 +647,28 @@ class Recorder:
         if not x.is_nested and x.numel():
             with torch.no_grad(), without_autocast(x.device):
                 run.check_norm(norm, stats, x, out)
+        parts = run.plan.parts
         if stage == "norm":
             run.around.norm = stats
         else:
             run.around.second_norm = stats
-        parts = run.plan.parts
-        wanted = run.plan.maps(run.attention.kind)
+            if not run.plan.module.training and not x.is_nested and x.numel():
+                with torch.no_grad():
+                    off = run.second_half_off(x)
+                if off:
+                    raise run.fails(
+                        "what its block's second norm was given is not the output of the first "
+                        "plus that of a module",
+                        off,
+                    )
+        wanted = () if run.is_found else run.plan.maps(run.attention.kind)
         if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
-            run.stage = "second norm"
+            run.stage, run.others = "second norm", []
+            run.norm_output = None if x.is_nested or not x.numel() else rows_of(out)
+            return
+        asked = {*run.plan.asked.required, *run.plan.asked.where_defined}
+        if stage == "norm" and run.is_found and {"encoder", "mixing_ratio"} & asked:
+            run.stage, run.others, run.norm_output = "end of block", [], rows_of(out)
             return
         self._finish(call, run, parts)
 
@@ -647,6 +686,9 @@ class Recorder:
             )
         if run.plan.parts.block == "found" and run.stage == "sum":
             self._finish(call, run, replace(run.plan.parts, block="none"))
+            return
+        if run.stage == "end of block":
+            self._finish(call, run, run.plan.parts)
             return
         if run.stage == "sum" and run.plan.parts.block == "pre":
             self._finish(call, run, run.plan.parts)  # its block was not run whole

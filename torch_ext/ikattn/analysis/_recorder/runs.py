@@ -36,7 +36,9 @@ from ikattn.analysis.contributions import Contributions, NormStats
 
 __all__ = ["Run", "Variant", "joined"]
 
-Stage: TypeAlias = Literal["heads", "projection", "sum", "norm", "second norm", "done"]
+Stage: TypeAlias = Literal[
+    "heads", "projection", "sum", "norm", "second norm", "end of block", "done"
+]
 
 
 @dataclass
@@ -81,10 +83,13 @@ class Run:
     residual: Seen | None = None
     norm: nn.Module | None = None
     norm_input: Tensor | None = None
+    norm_output: Tensor | None = None  # rows of the first norm's output
+    last_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # that ran, its input and output
     around: Surroundings = field(default_factory=Surroundings)
     maps: Contributions | None = None  # made, and to be handed over when all has been checked
     output_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # with its input and output
     why_no_block: str = ""
+    is_found: bool = False  # its block was found by what flows
 
     @property
     def attention(self) -> AttentionCall:
@@ -190,6 +195,26 @@ class Run:
                 self.variants.append(Variant(out, rows_of(out), module))
         elif len(self.others) < 32:
             self.others.append(rows_of(out))
+
+    def note_other(self, out: Tensor) -> None:
+        """Notes the output of a module that may be the feed-forward part's."""
+        if not self.variants:
+            return
+        y = self.variants[0].tensor
+        if out.size(-1) == y.size(-1) and out.numel() == y.numel() and len(self.others) < 32:
+            self.others.append(rows_of(out))
+
+    def second_half_off(self, x: Tensor) -> float:
+        """How far ``x`` is from the first norm's output plus a module's; 0 within rounding."""
+        if self.norm_output is None or not self.variants:
+            return 0.0
+        rest = rows_of(x) - self.norm_output
+        size = self.norm_output.abs().amax() + rest.abs().amax()
+        if not bool(rest.isfinite().all()):
+            return 0.0
+        offs = [float((rest - other).abs().amax()) for other in self.others]
+        off = min(offs, default=float(size))
+        return 0.0 if off <= 8 * torch.finfo(x.dtype).eps * float(size) else off / float(size)
 
     def is_sum(self, x: Tensor, with_others: bool) -> bool:
         """Whether a tensor is the sum of residual and output; keeps what it is a sum of."""

@@ -161,6 +161,7 @@ class MapWriter:
         """Notes a recording's model, maps asked for, layers, and the tokens of its batches."""
         known = self._recording
         known.model, known.maps = recording.model, tuple(recording.maps)
+        known.left_out = tuple(recording.left_out)
         for name, layer in recording.layers.items():
             known.layers.setdefault(name, layer)
         for index, batch in enumerate(recording.batches):
@@ -217,6 +218,7 @@ def _metadata(recording: RecordedMaps) -> dict[str, Any]:
         "ikattn_version": version(),
         "model": recording.model,
         "maps": list(recording.maps),
+        "left_out": list(recording.left_out),
         "definitions": DEFINITIONS,
         "layers": [asdict(layer) for layer in recording.layers.values()],
         "batches": [
@@ -266,7 +268,9 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
         )
         for entry in metadata["batches"]
     ]
-    recording = RecordedMaps(str(metadata["model"]), tuple(metadata["maps"]), layers, batches)
+    left_out = tuple(metadata.get("left_out", ()))
+    model, names = str(metadata["model"]), tuple(metadata["maps"])
+    recording = RecordedMaps(model, names, layers, batches, left_out)
     for name, tensor in arrays.items():
         batch, _, rest = name.partition("/")
         layer, _, map_name = rest.rpartition("/")
