@@ -81,7 +81,8 @@ class SafetensorsSink:
 def read_safetensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     safetensors = optional("safetensors", "reading .safetensors", "safetensors")
     try:
-        with safetensors.safe_open(str(path), framework="pt") as file:
+        # before 0.6 tensors would come on the default device, whatever it is
+        with torch.device("cpu"), safetensors.safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {}).get("ikattn")
             if text is None:  # it may be a model of any size
                 return None, {}
