@@ -398,3 +398,62 @@ def test_ours_are_recorded_with_every_kernel() -> None:
         with torch.no_grad(), record(layer, maps="all", check="all") as recording:
             layer(torch.randn(B, T, D))
         assert recording["self_attn"].with_norm is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(0, T), (B, 0), (1, 1)])
+def test_empty_and_single_tokens(shape: tuple[int, int]) -> None:
+    model = nn.Sequential(Block(), Block()).eval()
+    with record(model, maps="all", check="all") as recording:
+        model(torch.randn(*shape, D))
+    summed = recording["0.attn"].summed
+    assert summed is not None
+    assert summed.shape == (*shape, shape[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [float("nan"), 0.0, 1e-30])
+def test_tokens_that_tell_nothing_of_the_block_claim_nothing(size: float) -> None:
+    model = nn.Sequential(Block()).eval()
+    with record(model, maps="all") as recording:
+        model(size * torch.ones(B, T, D))
+    assert recording.layers["0.attn"].block in ("pre", "none")
+    assert recording["0.attn"].with_norm is None
+
+
+def test_maps_of_found_blocks_have_gradients() -> None:
+    for post in (False, True):
+        model, x = nn.Sequential(Block(LayerScale(), post=post)).eval(), torch.randn(B, T, D)
+        with record(model, maps="with_residual", detach=False) as recording:
+            model(x)
+        map_ = recording["0.attn"].with_residual
+        assert map_ is not None
+        map_.sum().backward()
+        assert model[0].attn.proj.weight.grad is not None
+    with record(model, maps="with_residual") as recording:
+        model(x)
+    assert not recording["0.attn"].with_residual.requires_grad  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def test_weights_of_eight_bits_and_other_parametrisations() -> None:
+    import torch.nn.utils.prune
+
+    x = torch.randn(B, T, D)
+    model = nn.Sequential(Block()).eval()
+    nn.utils.parametrizations.weight_norm(model[0].attn.proj)
+    pruned = nn.Sequential(Block()).eval()
+    torch.nn.utils.prune.l1_unstructured(pruned[0].attn.proj, "weight", 0.5)
+    for changed in (model, pruned):
+        with record(changed, maps="summed", check="all") as recording:
+            changed(x)
+        expected = vectors(changed[0].attn, changed[0].ln_1(x)).norm(dim=-1)
+        assert_close(recording["0.attn"].summed, expected, 1e-12)
+    plain = nn.Sequential(Block()).float().eval()
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(plain), {nn.Linear})
+    maps = []
+    for one in (plain, quantised):
+        with record(one, maps="summed") as recording:
+            one(x.float())
+        maps.append(recording["0.attn"].summed)
+    assert_close(maps[1], maps[0], 0.05)

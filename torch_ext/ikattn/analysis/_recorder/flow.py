@@ -59,6 +59,7 @@ class Sum(NamedTuple):
     residual: Seen
     variant: int  # which of the variants
     scale: float | Tensor | None = None  # of y: a number, [D], or None for 1
+    is_alone: bool = True  # no other residual fits
 
 
 def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -69,6 +70,7 @@ def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
     return None
 
 
+@torch.no_grad()
 def rows_of(x: Tensor) -> Tensor:
     """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy."""
     x = x.detach()
@@ -91,6 +93,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     return float((found - expected).abs().amax() / size) / TOLERANCES.get(dtype, 1e-1)
 
 
+@torch.no_grad()
 def same_rows(x: Tensor, rows: Tensor) -> bool:
     """Whether the first and last row of ``x`` are these, bit for bit or rounded to its type."""
     if x.size(-1) != rows.size(-1) or x.numel() == 0:
@@ -100,6 +103,7 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
     return torch.equal(own.nan_to_num(0.0), rounded.nan_to_num(0.0))
 
 
+@torch.no_grad()
 def find_sum(
     x: Tensor, y: Tensor, variants: Sequence[Tensor], residuals: Sequence[Seen], others: Any = ()
 ) -> Sum | None:
@@ -126,14 +130,17 @@ def find_sum(
     rest = total - before[:, None] - added  # [C, V, 2, D]
     size = (before.abs()[:, None] + added.abs()).amax(-1) + total.abs().amax(-1)
     fits = _fits(rest, size, y.dtype)
-    for candidate, row in enumerate(fits.any(1).tolist()):
-        if row:
-            return Sum(residuals[candidate], int(fits[candidate].to(torch.uint8).argmax()))
+    found = [candidate for candidate, row in enumerate(fits.any(1).tolist()) if row]
+    if found:
+        variant = int(fits[found[0]].to(torch.uint8).argmax())
+        own = before[found[0]].nan_to_num(0.0)
+        is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
+        return Sum(residuals[found[0]], variant, is_alone=is_alone)
     if others:
         branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]
         fits = _fits(rest[:, :, None] - branches, size[:, :, None], y.dtype).any(2)  # [C, V]
-        for candidate, found in enumerate(fits.any(1).tolist()):
-            if found:
+        for candidate, row in enumerate(fits.any(1).tolist()):
+            if row:
                 return Sum(residuals[candidate], int(fits[candidate].to(torch.uint8).argmax()))
     return _find_scaled(x, y, total, before, variants[0].to(total.dtype), residuals)
 
@@ -167,6 +174,7 @@ def _find_scaled(
     return None
 
 
+@torch.no_grad()
 def multiple_of(
     rest: Tensor, rows: Tensor, dtype: torch.dtype, size: float = 0.0
 ) -> float | Tensor | None:

@@ -213,10 +213,9 @@ class Recorder:
         if call is None:
             return
         if x is not None:
-            with torch.no_grad():
-                for run in tuple(call.pending):
-                    self._flows_in(call, run, module, x)
-        if x is not None and is_norm and not is_watched:
+            for run in tuple(call.pending):
+                self._flows_in(call, run, module, x)
+        if x is not None and is_norm and not is_watched and x.numel():
             call.norms.append((module, call.see(x)))
         if not is_watched:
             return
@@ -421,7 +420,8 @@ class Recorder:
         run = Run(plan, name, [attention], [context], residuals, given, drops)
         run.out_proj = parts.out_proj
         if parts.block != "found":
-            run.around.residual = self._residual_of(call, run)
+            run.around.residual = known = self._residual_of(call, run)
+            run.residuals.sort(key=lambda seen: seen.tensor is not known)
         call.pending.append(run)
         return run
 
@@ -489,13 +489,12 @@ class Recorder:
             is_around = module in run.plan.ancestors
             if module is run.plan.module or module is run.out_proj:
                 return
-            with torch.no_grad():
-                if not is_around:
-                    run.follow(module, x, out)
-                    return
-                if run.is_sum(out, with_others=True):
-                    self._summed(call, run, None, out)
-                    return
+            if not is_around:
+                run.follow(module, x, out)
+                return
+            if run.is_sum(out, with_others=True):
+                self._summed(call, run, None, out)
+                return
             if module is self._limit_of(run):
                 self._no_sum(call, run, None, out)
         elif module is run.awaited_norm and run.norm_input is not None:
@@ -534,7 +533,9 @@ class Recorder:
                     known = effective_projection(module, x.size(-1), x)
                 if self._detach:
                     self._projections[module] = known
-            run.projection = known
+            run.projection, run.is_probed = known, plain is None
+            if not x.numel():
+                return known
             with torch.no_grad(), without_autocast(x.device):
                 off = run.projected(x, y, self._checks_all)
             if off <= 1:
@@ -547,7 +548,11 @@ class Recorder:
 
     def _projected(self, call: _Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
-        if parts.block == "none" or run.attention.query.numel() == 0 or y.numel() == 0:
+        if run.attention.query.numel() == 0 or y.numel() == 0:
+            is_found = parts.block == "found"
+            self._finish(call, run, replace(parts, block="none") if is_found else parts)
+            return
+        if parts.block == "none":
             self._finish(call, run, parts)
             return
         if y.is_nested:
