@@ -113,6 +113,28 @@ def test_lower_precision_stays_near_float64(kernel, dtype):
         torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=tolerance)
 
 
+@each_order
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_projections_bias_may_be_of_another_type(dtype, batch_first):
+    x = batch(N, L, E).to(dtype)
+    stock = nn.MultiheadAttention(E, H, batch_first=True, dtype=dtype)
+    stock.in_proj_bias = nn.Parameter(torch.randn(3 * E, dtype=torch.float64))
+    expected = stock(x, x, x)[0]  # upstream takes it where the batch is the first axis
+    expected.sum().backward()
+    module = make("dot", batch_first=batch_first).to(dtype)
+    module.load_state_dict(stock.state_dict())
+    module.in_proj_bias = nn.Parameter(stock.in_proj_bias.detach().clone())
+    x = x if batch_first else x.transpose(0, 1)
+    actual = module(x, x, x)[0]
+    actual.sum().backward()
+    actual = actual if batch_first else actual.transpose(0, 1)
+    tolerance = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    gradient = module.in_proj_bias.grad
+    assert gradient.dtype == torch.float64
+    torch.testing.assert_close(gradient, stock.in_proj_bias.grad, rtol=tolerance, atol=tolerance)
+
+
 @each_kernel
 def test_autocast_computes_in_bfloat16(kernel):
     x = 0.3 * batch(L, N, E, dtype=torch.float32)  # small angles, which bfloat16 resolves
