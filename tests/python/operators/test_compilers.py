@@ -131,6 +131,20 @@ def test_compiled_without_grad_it_computes_what_eager_does_for_every_length(
     assert counter.frame_count == 1
 
 
+def test_compiled_torchs_fused_path_refuses_the_values_of_a_float_mask() -> None:
+    model = make(Encoder, "dot")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    x, padding = inputs(2, 5)
+    mask = torch.zeros(padding.shape).masked_fill(padding, -torch.inf)
+    with torch.no_grad():
+        found, expected = compiled(x, mask), model(x, mask)
+        torch.testing.assert_close(of_tokens(found, padding), of_tokens(expected, padding))
+        mask[:, 0] = 0.5
+        with pytest.raises(RuntimeError, match="set_fastpath_enabled"):
+            compiled(x, mask)
+    compiled(x, mask)  # recorded for backward, it goes step by step
+
+
 @pytest.mark.parametrize("spectral", [None, "direct", "stationary", "ikan", "mikan"])
 def test_compiled_checkpoints_compute_what_eager_does(spectral: str | None) -> None:
     """What keeps a regulariser needs torch's word for it that it may, as the documentation says."""

@@ -16,12 +16,26 @@ from torch.nn import functional as F
 
 __all__ = ["StepByStep", "has_values"]
 
+_COMPILED = (
+    "a compiled encoder layer of torch takes the fused inference path, which hides keys and adds no "
+    "other values of a float mask: before compiling call "
+    "torch.backends.mha.set_fastpath_enabled(False)"
+)
+
 
 def has_values(mask: Tensor | None) -> bool:
-    """Whether a mask adds anything but 0 and -inf."""
+    """Whether a mask adds anything but 0 and -inf.
+
+    In a program of torch.compile, which cannot look while it is made, the answer is no, and the
+    program raises RuntimeError where it is yes.
+    """
     if mask is None or not mask.is_floating_point():
         return False
-    return bool(((mask != 0) & (mask != -math.inf)).any())
+    values = ((mask != 0) & (mask != -math.inf)).any()
+    if not torch.compiler.is_compiling():
+        return bool(values)
+    torch._assert_async(~values, _COMPILED)  # type: ignore[no-untyped-call]
+    return False
 
 
 class StepByStep(Tensor):

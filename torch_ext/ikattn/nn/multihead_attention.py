@@ -263,7 +263,8 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
         """Serves torch's fused inference paths, which compute the dot kernel and no other.
 
         Raises:
-            RuntimeError: The kernel is another one, which the fused path would ignore.
+            RuntimeError: The kernel is another one, which the fused path would ignore; or, in a
+                compiled program, a mask adds values, which it would ignore, too.
         """
         if self.kernel != "dot":
             raise RuntimeError(
