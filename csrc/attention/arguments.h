@@ -170,6 +170,18 @@ FromFeaturesSizes check_from_features(const at::Tensor& query_features,
 void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value);
 
+// Side inputs may be in the type `wanted`, that of the tensor named `of`, or in float32.
+void check_side_type(const char* function, const char* name, const at::Tensor& tensor,
+                     const char* of, at::ScalarType wanted);
+
+// `of` is the name of the tensor whose tokens the frequencies meet: query, or x.
+void check_frequencies(const char* function, const char* of, const at::Tensor& w1,
+                       const std::optional<at::Tensor>& w2, at::ScalarType type, int64_t B,
+                       int64_t H, int64_t G, int64_t d);
+
+void check_numbers(const char* function, const std::optional<double>& p, double eps,
+                   const std::optional<double>& magnitude_scale);
+
 void check_dropout(const char* function, double dropout_p,
                    const std::optional<at::Tensor>& dropout_seed);
 

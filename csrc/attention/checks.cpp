@@ -20,44 +20,6 @@ void check_main(const char* function, const char* name, const at::Tensor& tensor
                    tensor.scalar_type());
 }
 
-// Side inputs may be in the query's type or in float32.
-void check_side_type(const char* function, const char* name, const at::Tensor& tensor,
-                     const char* of, at::ScalarType wanted) {
-  const at::ScalarType type = tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == wanted || type == at::kFloat, function, ": ", name,
-                   " must have the dtype of ", of, ", ", wanted,
-                   wanted == at::kFloat ? "" : ", or Float", ", got ", type);
-}
-
-// `of` is the name of the tensor whose tokens the frequencies meet: query, or x.
-void check_frequencies(const char* function, const char* of, const at::Tensor& w1,
-                       const std::optional<at::Tensor>& w2, at::ScalarType type, int64_t B,
-                       int64_t H, int64_t G, int64_t d) {
-  check_side_type(function, "w1", w1, of, type);
-  TORCH_CHECK(w1.dim() == 3 || w1.dim() == 4, function,
-              ": w1 must have shape [H, d, M] or [B, H, d, M], got ", w1.sizes());
-  TORCH_CHECK(w1.size(-2) == d, function, ": w1 must have shape [H, d, M] with d = ", d,
-              " (the head size of ", of, "), got ", w1.sizes());
-  const int64_t heads = w1.size(-3);
-  if (H == G) {
-    TORCH_CHECK(heads == H, function, ": w1 must have shape [H, d, M] with H = ", H,
-                " (the heads of ", of, "), got ", w1.sizes());
-  } else {
-    TORCH_CHECK(heads == H || heads == G, function, ": w1 must have ", H,
-                " heads (those of query) or ", G, " (those of key), got ", w1.sizes());
-  }
-  TORCH_CHECK(w1.dim() == 3 || w1.size(0) == B || w1.size(0) == 1, function,
-              ": the leading axis of w1 must be the batch size ", B, ", got ", w1.sizes());
-  TORCH_CHECK(w1.size(-1) >= 1, function, ": w1 must hold at least one frequency, got ",
-              w1.sizes());
-  if (!is_present(w2)) return;
-  TORCH_CHECK_TYPE(w2->scalar_type() == w1.scalar_type(), function,
-                   ": w2 must have the dtype of w1, ", w1.scalar_type(), ", got ",
-                   w2->scalar_type());
-  TORCH_CHECK(w2->sizes() == w1.sizes(), function, ": w2 must have the shape of w1, ", w1.sizes(),
-              ", got ", w2->sizes());
-}
-
 void check_key_bias(const char* function, const at::Tensor& bias, const at::Tensor& query,
                     int64_t B, int64_t H, int64_t G, int64_t S) {
   TORCH_CHECK_TYPE(bias.is_floating_point(), function, ": key_bias must be floating point, got ",
@@ -87,14 +49,6 @@ void check_eps(const char* function, double eps) {
                     ": eps must be finite and positive, got ", eps);
 }
 
-void check_numbers(const char* function, const AttentionOptions& options) {
-  TORCH_CHECK_VALUE(!options.p || (*options.p >= 1 && std::isfinite(*options.p)), function,
-                    ": p must be a finite number >= 1 or None, got ", *options.p);
-  check_eps(function, options.eps);
-  TORCH_CHECK_VALUE(!options.magnitude_scale || std::isfinite(*options.magnitude_scale), function,
-                    ": magnitude_scale must be finite, got ", *options.magnitude_scale);
-}
-
 // Gradients are asked for only of inputs that are there.
 template <size_t kCount>
 void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
@@ -110,6 +64,51 @@ bool is_mask_added(const AttentionOptions& options) {
 }
 
 }  // namespace
+
+void check_side_type(const char* function, const char* name, const at::Tensor& tensor,
+                     const char* of, at::ScalarType wanted) {
+  const at::ScalarType type = tensor.scalar_type();
+  TORCH_CHECK_TYPE(type == wanted || type == at::kFloat, function, ": ", name,
+                   " must have the dtype of ", of, ", ", wanted,
+                   wanted == at::kFloat ? "" : ", or Float", ", got ", type);
+}
+
+void check_frequencies(const char* function, const char* of, const at::Tensor& w1,
+                       const std::optional<at::Tensor>& w2, at::ScalarType type, int64_t B,
+                       int64_t H, int64_t G, int64_t d) {
+  check_side_type(function, "w1", w1, of, type);
+  TORCH_CHECK(w1.dim() == 3 || w1.dim() == 4, function,
+              ": w1 must have shape [H, d, M] or [B, H, d, M], got ", w1.sizes());
+  TORCH_CHECK(w1.size(-2) == d, function, ": w1 must have shape [H, d, M] with d = ", d,
+              " (the head size of ", of, "), got ", w1.sizes());
+  const int64_t heads = w1.size(-3);
+  if (H == G) {
+    TORCH_CHECK(heads == H, function, ": w1 must have shape [H, d, M] with H = ", H,
+                " (the heads of ", of, "), got ", w1.sizes());
+  } else {
+    TORCH_CHECK(heads == H || heads == G, function, ": w1 must have ", H,
+                " heads (those of query) or ", G, " (those of key), got ", w1.sizes());
+  }
+  TORCH_CHECK(w1.dim() == 3 || w1.size(0) == B || w1.size(0) == 1, function,
+              ": the leading axis of w1 must be the batch size ", B, ", got ", w1.sizes());
+  TORCH_CHECK(w1.size(-1) >= 1, function, ": w1 must hold at least one frequency, got ",
+              w1.sizes());
+  if (!is_present(w2)) return;
+  TORCH_CHECK_TYPE(w2->scalar_type() == w1.scalar_type(), function,
+                   ": w2 must have the dtype of w1, ", w1.scalar_type(), ", got ",
+                   w2->scalar_type());
+  TORCH_CHECK(w2->sizes() == w1.sizes(), function, ": w2 must have the shape of w1, ", w1.sizes(),
+              ", got ", w2->sizes());
+}
+
+void check_numbers(const char* function, const std::optional<double>& p, double eps,
+                   const std::optional<double>& magnitude_scale) {
+  TORCH_CHECK_VALUE(!p || (*p >= 1 && std::isfinite(*p)), function,
+                    ": p must be a finite number >= 1 or None, got ", *p);
+  check_eps(function, eps);
+  TORCH_CHECK_VALUE(!magnitude_scale || std::isfinite(*magnitude_scale), function,
+                    ": magnitude_scale must be finite, got ", *magnitude_scale);
+}
 
 void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const at::Tensor& w1,
@@ -175,7 +174,7 @@ AttentionSizes check_attention(const char* function, const at::Tensor& query, co
   check_frequencies(function, "query", w1, w2, query.scalar_type(), B, H, G, d);
   if (is_present(options.key_bias)) check_key_bias(function, *options.key_bias, query, B, H, G, S);
   if (is_present(options.attn_mask)) check_mask(function, *options.attn_mask, query, B, H, L, S);
-  check_numbers(function, options);
+  check_numbers(function, options.p, options.eps, options.magnitude_scale);
   check_dropout(function, options.dropout_p, options.dropout_seed);
   return {B,
           H,

@@ -19,19 +19,6 @@ at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t H) {
   return heads == H || heads == 1 ? tensor : tensor.repeat_interleave(H / heads, axis);
 }
 
-// |x|_p^2 over the last axis, with gradient 0 at x = 0.
-at::Tensor squared_norm(const at::Tensor& x, double p) {
-  if (p == 2 || static_size(x, -1) == 0) return (x * x).sum(-1);
-  if (p == 1) return x.abs().sum(-1).square();
-  // Every derivative of a zero vector is 0; the norm's own second one would be NaN. Over the
-  // largest element, a constant, powers stay in range.
-  const at::Tensor zero = (x == 0).all(-1, true), largest = at::amax(x.detach().abs(), {-1}, true);
-  const at::Tensor unit =
-      largest.masked_fill(zero.logical_or(at::isfinite(largest).logical_not()), 1);
-  const at::Tensor norm = at::linalg_vector_norm(x.masked_fill(zero, 1) / unit, p, {-1}, true);
-  return (norm * unit).square().masked_fill(zero, 0).squeeze(-1);
-}
-
 struct Logits {
   at::Tensor weights;         // [B, H, L, S], normalised, before dropout
   at::Tensor log_normalizer;  // [B, H, L]
@@ -78,9 +65,9 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
   at::Tensor logits = at::log(s * s + options.eps);
   if (options.p) {
     const double scale = magnitude_scale_or_default(options.magnitude_scale, static_size(key, -1));
-    at::Tensor magnitude = (scale * squared_norm(key, *options.p)).unsqueeze(-2);
+    at::Tensor magnitude = (scale * reference_squared_norm(key, *options.p)).unsqueeze(-2);
     if (norm_dropout_p > 0) {
-      magnitude = magnitude + (scale * squared_norm(query, *options.p)).unsqueeze(-1);
+      magnitude = magnitude + (scale * reference_squared_norm(query, *options.p)).unsqueeze(-1);
       magnitude = at::dropout(magnitude, norm_dropout_p, true);
     }
     logits = logits + magnitude;
@@ -146,6 +133,18 @@ at::Tensor apply_dropout(const at::Tensor& weights, const AttentionOptions& opti
 }
 
 }  // namespace
+
+at::Tensor reference_squared_norm(const at::Tensor& x, double p) {
+  if (p == 2 || static_size(x, -1) == 0) return (x * x).sum(-1);
+  if (p == 1) return x.abs().sum(-1).square();
+  // Every derivative of a zero vector is 0; the norm's own second one would be NaN. Over the
+  // largest element, a constant, powers stay in range.
+  const at::Tensor zero = (x == 0).all(-1, true), largest = at::amax(x.detach().abs(), {-1}, true);
+  const at::Tensor unit =
+      largest.masked_fill(zero.logical_or(at::isfinite(largest).logical_not()), 1);
+  const at::Tensor norm = at::linalg_vector_norm(x.masked_fill(zero, 1) / unit, p, {-1}, true);
+  return (norm * unit).square().masked_fill(zero, 0).squeeze(-1);
+}
 
 at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2) {

@@ -10,6 +10,9 @@ namespace ikattn {
 at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2);
 
+// |x|_p^2 over the last axis, with gradient 0 at x = 0.
+at::Tensor reference_squared_norm(const at::Tensor& x, double p);
+
 // (output [B, H, L, d_v], log_normalizer [B, H, L]). norm_dropout_p: the authors' variant, which
 // drops entries of the matrix (|q_i|_p^2 + |k_j|_p^2) magnitude_scale, query norm included, before
 // the softmax.

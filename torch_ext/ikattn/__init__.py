@@ -19,10 +19,12 @@ from ikattn.conversion import calibrate, conversion_report, convert, revert
 from ikattn.integrations.transformers import feature_cache, use_implicit_attention
 from ikattn.nn import MultiheadAttention, multi_head_attention_forward
 from ikattn.ops import (
+    Edges,
     KeyFeatures,
     attention_from_features,
     decompositions,
     implicit_kernel_attention,
+    implicit_kernel_edge_attention,
     implicit_kernel_weights,
     similarity_and_magnitude,
     spectral_features,
@@ -33,6 +35,7 @@ from ikattn.spectral import regularization_loss
 
 __all__ = [
     "Contributions",
+    "Edges",
     "KeyFeatures",
     "MultiheadAttention",
     "__version__",
@@ -46,6 +49,7 @@ __all__ = [
     "decompositions",
     "feature_cache",
     "implicit_kernel_attention",
+    "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
     "info",
     "integrations",

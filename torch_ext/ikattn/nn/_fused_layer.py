@@ -17,8 +17,8 @@ from torch.nn import functional as F
 __all__ = ["StepByStep", "has_values"]
 
 _COMPILED = (
-    "a compiled encoder layer of torch takes the fused inference path, which hides keys and adds no "
-    "other values of a float mask: before compiling call "
+    "a compiled encoder layer of torch takes the fused inference path, which hides keys and adds "
+    "no other values of a float mask: before compiling call "
     "torch.backends.mha.set_fastpath_enabled(False)"
 )
 
@@ -34,7 +34,7 @@ def has_values(mask: Tensor | None) -> bool:
     values = ((mask != 0) & (mask != -math.inf)).any()
     if not torch.compiler.is_compiling():
         return bool(values)
-    torch._assert_async(~values, _COMPILED)  # type: ignore[no-untyped-call]
+    torch._assert_async(~values, _COMPILED)
     return False
 
 

@@ -15,11 +15,13 @@ from ikattn.ops.attention import (
     similarity_and_magnitude,
     spectral_features,
 )
+from ikattn.ops.edges import Edges, implicit_kernel_edge_attention
 from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
 
 __all__ = [
+    "Edges",
     "KernelChoice",
     "Kernels",
     "KeyFeatures",
@@ -29,6 +31,7 @@ __all__ = [
     "draw_dropout_seed",
     "dropout_keep_mask",
     "implicit_kernel_attention",
+    "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
     "similarity_and_magnitude",
     "spectral_features",

@@ -1,0 +1,68 @@
+// Attention over edges from LibTorch alone.
+#include <gtest/gtest.h>
+#include <ikattn/attention.h>
+#include <ikattn/edge_attention.h>
+#include <torch/torch.h>
+
+#include "device.h"
+
+namespace {
+
+using torch::Tensor;
+
+struct Graph {
+  Tensor query, key, value, w1, w2;
+
+  Graph() {
+    torch::manual_seed(1);
+    const auto make = [](at::IntArrayRef sizes, double scale) {
+      return (scale * torch::randn(sizes, at::kDouble)).to(on_device(at::kDouble));
+    };
+    query = make({3, 2, 4}, 1).requires_grad_();
+    key = make({4, 2, 4}, 1).requires_grad_();
+    value = make({4, 2, 5}, 1).requires_grad_();
+    w1 = make({2, 4, 6}, 0.2);
+    w2 = make({2, 4, 6}, 0.2);
+  }
+};
+
+Tensor nodes(at::ArrayRef<int64_t> numbers) { return torch::tensor(numbers, on_device(at::kLong)); }
+
+TEST(EdgeAttention, OfEveryPairIsAttention) {
+  const Graph graph;
+  const auto [output, weights] = ikattn::implicit_kernel_edge_attention(
+      graph.query, graph.key, graph.value, nodes({0, 4, 8, 12}),
+      nodes({0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}), graph.w1, graph.w2);
+  const auto heads = [](const Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
+  const Tensor expected = ikattn::implicit_kernel_attention(heads(graph.query), heads(graph.key),
+                                                            heads(graph.value), graph.w1, graph.w2);
+  EXPECT_TRUE(torch::allclose(heads(output), expected, 1e-10, 1e-12));
+  const std::vector<Tensor> inputs = {graph.query, graph.key, graph.value};
+  const auto found = torch::autograd::grad({output.square().sum()}, inputs);
+  const auto gradients = torch::autograd::grad({expected.square().sum()}, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(found[i], gradients[i], 1e-9, 1e-12)) << i;
+  }
+}
+
+TEST(EdgeAttention, WithoutEdgesIsZero) {
+  const Graph graph;
+  const auto [output, weights] = ikattn::implicit_kernel_edge_attention(
+      graph.query, graph.key, graph.value, nodes({0, 0, 1, 1}), nodes({3}), graph.w1, graph.w2);
+  EXPECT_TRUE(torch::equal(output[1], graph.value[3]));
+  EXPECT_EQ(output[0].abs().sum().item<double>(), 0);
+  EXPECT_EQ(output[2].abs().sum().item<double>(), 0);
+  EXPECT_TRUE(torch::equal(weights, torch::ones_like(weights)));
+}
+
+TEST(EdgeAttention, DrawsASeedForDropout) {
+  const Graph graph;
+  ikattn::EdgeAttentionOptions options;
+  options.dropout_p = 0.5;
+  const auto [output, weights] = ikattn::implicit_kernel_edge_attention(
+      graph.query, graph.key, graph.value, nodes({0, 0, 1, 1}), nodes({3}), graph.w1, graph.w2,
+      options);
+  EXPECT_TRUE(((weights == 0) | (weights == 2)).all().item<bool>());
+}
+
+}  // namespace

@@ -1,0 +1,377 @@
+"""Attention over the edges of a graph, by its definition edge by edge, and under transforms."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import ikattn
+from formula import covariance
+from ikattn import Edges
+
+attention = functools.partial(ikattn.implicit_kernel_edge_attention, return_weights=True)
+
+N_Q, N_K, H, SIZE, VALUE_SIZE, M = 7, 9, 2, 4, 3, 5
+INFINITY = float("inf")
+# Source and target: unsorted, twice the same edge, a self loop, targets 2 and 6 without any.
+EDGE_INDEX = torch.tensor([[3, 0, 8, 3, 1, 4, 2, 5, 0, 0], [1, 0, 5, 1, 4, 4, 3, 3, 5, 0]])
+E = EDGE_INDEX.shape[1]
+EDGES = Edges.from_coo(*EDGE_INDEX, num_targets=N_Q)
+
+
+def nodes(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "query": normal(N_Q, H, SIZE),
+        "key": normal(N_K, H, SIZE),
+        "value": normal(N_K, H, VALUE_SIZE),
+        "w1": 0.2 * normal(H, SIZE, M),
+        "w2": 0.2 * normal(H, SIZE, M),
+    }
+
+
+def biases(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def hidden(*shape: int) -> Tensor:
+    """Biases of which every third hides."""
+    bias = torch.zeros(shape, dtype=torch.float64)
+    bias.view(-1)[::3] = -INFINITY
+    return bias
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stationary": {"w2": None},
+    "no magnitude": {"p": None},
+    "p = 1": {"p": 1.0},
+    "p = 2.7, scale, eps": {"p": 2.7, "magnitude_scale": 0.4, "eps": 1e-3},
+    "key bias [N]": biases(key_bias=(N_K,)),
+    "key bias [N, H]": biases(key_bias=(N_K, H)),
+    "edge bias [E]": biases(edge_bias=(E,)),
+    "edge bias [E, 1]": biases(edge_bias=(E, 1)),
+    "both biases": biases(key_bias=(N_K, H), edge_bias=(E, H)),
+    "hidden keys": {"key_bias": hidden(N_K)},
+    "hidden edges": {"edge_bias": hidden(E, H)},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def expected(arguments: dict[str, Any], edge_index: Tensor = EDGE_INDEX) -> tuple[Tensor, Tensor]:
+    """Output and weights by the definition, one target and head at a time."""
+    arguments = {
+        name: value.double() if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    s = covariance(query.transpose(0, 1), key.transpose(0, 1), arguments["w1"], arguments.get("w2"))
+    p, eps = arguments.get("p", 2.0), arguments.get("eps", 1e-5)
+    scale = arguments.get("magnitude_scale", 0.5 / query.shape[-1] ** 0.5)
+    output = torch.zeros(query.shape[0], query.shape[1], value.shape[2], dtype=torch.float64)
+    weights = torch.zeros(edge_index.shape[1], query.shape[1], dtype=torch.float64)
+    for i in range(query.shape[0]):
+        edges = [e for e in range(edge_index.shape[1]) if edge_index[1, e] == i]
+        for h in range(query.shape[1]):
+            logits = []
+            for e in edges:
+                j = int(edge_index[0, e])
+                logit = torch.log(s[h, i, j] ** 2 + eps)
+                if p is not None:
+                    logit = logit + scale * torch.linalg.vector_norm(key[j, h], p) ** 2
+                for name, row in (("key_bias", j), ("edge_bias", e)):
+                    bias = arguments.get(name)
+                    if bias is not None:
+                        logit = logit + bias.reshape(bias.shape[0], -1)[row].expand(H)[h]
+                logits.append(logit)
+            if all(logit == -INFINITY for logit in logits):
+                continue
+            for e, weight in zip(edges, torch.stack(logits).softmax(0), strict=True):
+                weights[e, h] = weight
+                output[i, h] += weight * value[int(edge_index[0, e]), h]
+    return output, weights
+
+
+@each_option
+def test_output_and_weights_are_those_of_the_definition(options):
+    arguments = nodes() | options
+    for actual, wanted in zip(
+        attention(edges=EDGES, **arguments), expected(arguments), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_rounds_the_result_only(dtype):
+    arguments = nodes(dtype=dtype)
+    for actual, wanted in zip(
+        attention(edges=EDGES, **arguments), expected(arguments), strict=True
+    ):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(
+            actual.double(), wanted, rtol=0, atol=20 * torch.finfo(dtype).eps
+        )
+
+
+def test_the_complete_graph_is_attention():
+    arguments = nodes()
+    pairs = torch.cartesian_prod(torch.arange(N_Q), torch.arange(N_K))
+    edges = Edges.from_coo(pairs[:, 1], pairs[:, 0], N_Q, is_sorted=True)
+    output, weights = attention(edges=edges, **arguments)
+    heads = {
+        name: tensor if name in ("w1", "w2") else tensor.transpose(0, 1).unsqueeze(0)
+        for name, tensor in arguments.items()
+    }
+    dense = ikattn.implicit_kernel_attention(**heads)[0].transpose(0, 1)
+    torch.testing.assert_close(output, dense)
+    del heads["value"]
+    dense = ikattn.implicit_kernel_weights(**heads)[0].permute(1, 2, 0)
+    torch.testing.assert_close(weights.view(N_Q, N_K, H), dense)
+
+
+def test_the_guides_example_runs():
+    root = next(path for path in Path(__file__).parents if (path / "setup.py").exists())
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (root / "docs/guide/graphs.md").read_text(), re.S
+    )
+    names: dict[str, Any] = {}
+    exec(compile(example, "docs/guide/graphs.md", "exec"), names)
+    assert names["output"].shape == (4, 2, 8)
+    assert names["weights"].shape == (4, 2)
+
+
+def test_distant_magnitudes_neither_overflow_nor_vanish():
+    arguments = nodes(dtype=torch.float32)
+    arguments["key"][0] *= 100  # the others weigh less than the least float32 beside it
+    output, weights = attention(edges=EDGES, **arguments)
+    assert bool(output.isfinite().all())
+    torch.testing.assert_close(
+        torch.zeros(N_Q, H).index_add(0, EDGE_INDEX[1], weights),
+        torch.ones(N_Q, H).index_fill(0, torch.tensor([2, 6]), 0.0),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_may_be_given_and_of_either_integer(dtype):
+    arguments = nodes()
+    sorted_edges = Edges(EDGES.rowptr.to(dtype), EDGES.col.to(dtype))
+    output, weights = attention(edges=sorted_edges, **arguments)
+    wanted, wanted_weights = attention(edges=EDGES, **arguments)
+    assert torch.equal(output, wanted)
+    assert torch.equal(weights, wanted_weights[EDGES.order])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(N_Q, N_K), (0, N_K), (N_Q, 0), (0, 0)])
+def test_a_graph_without_edges_gives_zeros(queries, keys):
+    arguments = nodes()
+    arguments["query"] = arguments["query"][:queries]
+    arguments["key"], arguments["value"] = arguments["key"][:keys], arguments["value"][:keys]
+    leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
+    none = torch.empty(0, dtype=torch.int64)
+    output, weights = attention(edges=Edges.from_coo(none, none, queries), **leaves)
+    assert output.shape == (queries, H, VALUE_SIZE)
+    assert not output.any()
+    assert weights.shape == (0, H)
+    output.sum().backward()
+    assert not leaves["query"].grad.any()
+
+
+# Gradients and transforms
+
+
+def differentiable(options: dict[str, Any]) -> tuple[list[str], tuple[Tensor, ...], dict[str, Any]]:
+    arguments = nodes() | options
+    names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    inputs = tuple(arguments.pop(name).clone().requires_grad_() for name in names)
+    return names, inputs, arguments
+
+
+@pytest.mark.parametrize("name", ["plain", "stationary", "p = 2.7, scale, eps", "both biases"])
+def test_derivatives_of_every_order_are_those_of_differences(name):
+    names, inputs, others = differentiable(OPTIONS[name])
+
+    def call(*values: Tensor) -> tuple[Tensor, ...]:
+        return attention(edges=EDGES, **dict(zip(names, values, strict=True)), **others)
+
+    assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(call, inputs, atol=1e-4)
+
+
+def test_nan_in_a_node_that_no_edge_reads_never_leaks():
+    arguments = nodes()
+    wanted = attention(edges=EDGES, **arguments)[0]
+    for name, unread in (("query", [2, 6]), ("key", [6, 7]), ("value", [6, 7])):
+        arguments[name][unread] = torch.nan
+    arguments = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
+    output, _ = attention(edges=EDGES, **arguments)
+    assert torch.equal(output, wanted)
+    output.square().sum().backward()
+    assert all(bool(tensor.grad.isfinite().all()) for tensor in arguments.values())
+
+
+def test_nan_behind_a_hidden_edge_never_leaks_and_elsewhere_shows():
+    arguments = nodes()
+    bias = torch.zeros(E, dtype=torch.float64)
+    bias[EDGE_INDEX[0] == 8] = -INFINITY
+    arguments["key"][8] = arguments["value"][8] = torch.nan
+    assert bool(attention(edges=EDGES, edge_bias=bias, **arguments)[0].isfinite().all())
+    nan = attention(edges=EDGES, **arguments)[0].isnan().flatten(1).any(1)
+    assert nan.tolist() == [i == 5 for i in range(N_Q)]
+
+
+@pytest.mark.parametrize("name", ["plain", "both biases"])
+def test_torch_compile_and_opcheck_take_it(name):
+    arguments = nodes(dtype=torch.float32) | {
+        key: value.float() for key, value in OPTIONS[name].items()
+    }
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
+    for actual, wanted in zip(
+        compiled(edges=EDGES, **arguments), attention(edges=EDGES, **arguments), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+    main = [arguments.pop(name) for name in ("query", "key", "value")]
+    main = [tensor.requires_grad_() for tensor in main]
+    rest = [EDGES.rowptr, EDGES.col, arguments.pop("w1"), arguments.pop("w2")]
+    operator = torch.ops.ikattn.implicit_kernel_edge_attention.default
+    torch.library.opcheck(operator, (*main, *rest), arguments)
+
+
+def test_vmap_maps_over_graphs_with_the_same_edges():
+    batches = [nodes(seed) for seed in range(3)]
+    stacked = {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
+    output, weights = torch.func.vmap(lambda batch: attention(edges=EDGES, **batch))(stacked)
+    for i, batch in enumerate(batches):
+        wanted, wanted_weights = attention(edges=EDGES, **batch)
+        torch.testing.assert_close(output[i], wanted)
+        torch.testing.assert_close(weights[i], wanted_weights)
+
+
+def test_autocast_lowers_the_nodes_alone():
+    arguments = nodes(dtype=torch.float32)
+    wanted, _ = attention(
+        edges=EDGES,
+        **{name: t if "w" in name else t.bfloat16() for name, t in arguments.items()},
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(edges=EDGES, **arguments)[0], wanted)
+
+
+# Dropout
+
+
+def test_dropout_drops_edges_and_repeats_with_a_seed():
+    count = 20_000
+    target = torch.arange(10).repeat_interleave(count // 10)
+    source = torch.arange(count) % N_K
+    edges = Edges.from_coo(source, target, 10, is_sorted=True)
+    arguments = nodes(dtype=torch.float32)
+    arguments["query"] = torch.randn(10, H, SIZE)
+    seed = torch.tensor([5, 3])
+    call = functools.partial(attention, edges=edges, dropout_p=0.25, **arguments)
+    output, weights = call(dropout_seed=seed)
+    again, _ = call(dropout_seed=seed)
+    assert torch.equal(output, again)
+    assert not torch.equal(output, call()[0])
+    _, whole = attention(edges=edges, **arguments)
+    kept = weights != 0
+    torch.testing.assert_close(
+        kept.double().mean(0), torch.full((H,), 0.75).double(), rtol=0, atol=0.02
+    )
+    torch.testing.assert_close(weights[kept], whole[kept] / 0.75)
+    assert not torch.equal(kept[:, 0], kept[:, 1])
+    values = arguments["value"][source]
+    wanted = torch.zeros_like(output).index_add(0, target, weights.unsqueeze(-1) * values)
+    torch.testing.assert_close(output, wanted)
+
+
+# Errors
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "axes": ({"query": torch.zeros(7, 4)}, RuntimeError, r"query must have shape \[N_q, H, d\]"),
+    "heads": ({"key": torch.zeros(9, 3, 4)}, RuntimeError, r"key must have .* H = 2"),
+    "size": ({"key": torch.zeros(9, 2, 5)}, RuntimeError, "key must have the head size of query"),
+    "nodes": ({"value": torch.zeros(8, 2, 3)}, RuntimeError, "value must have the nodes of key"),
+    "dtype": ({"value": torch.zeros(9, 2, 3).half()}, TypeError, "value must have the dtype of"),
+    "w1": ({"w1": torch.zeros(1, 2, 4, 5)}, RuntimeError, r"w1 must have shape \[H, d, M\]"),
+    "key bias": ({"key_bias": torch.zeros(7)}, RuntimeError, r"key_bias .* \[9, 2\], got \[7\]"),
+    "edge bias": ({"edge_bias": torch.zeros(9)}, ValueError, r"edge_bias .* E = 10, got \[9\]"),
+    "bool bias": ({"edge_bias": torch.ones(10).bool()}, TypeError, "edge_bias must have the dtype"),
+    "eps": ({"eps": 0.0}, ValueError, "eps must be finite and positive"),
+    "p": ({"p": 0.5}, ValueError, "p must be a finite number >= 1 or None"),
+    "dropout": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\)"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument(changed, error, message):
+    with pytest.raises(error, match=f"implicit_kernel_edge_attention: {message}"):
+        attention(edges=EDGES, **(nodes(dtype=torch.float32) | changed))
+
+
+BROKEN: dict[str, tuple[list[int], list[int], type[Exception], str]] = {
+    "begin": ([1, 2, 3], [0, 1, 2], ValueError, "rowptr must begin with 0, got 1"),
+    "ascend": ([0, 3, 2], [0, 1], ValueError, "rowptr must ascend, got 3 before 2 at 1"),
+    "end": ([0, 1, 2], [0, 1, 2], ValueError, "rowptr must end with E = 3"),
+    "length": ([0, 3], [0, 1, 2], RuntimeError, r"rowptr must have shape \[N_q \+ 1\] = \[3\]"),
+    "source": ([0, 1, 2], [0, 9], IndexError, r"col must hold sources in \[0, 9\)"),
+    "negative": ([0, 1, 2], [0, -1], IndexError, r"col must hold .* got -1"),
+}
+
+
+@pytest.mark.parametrize(("rowptr", "col", "error", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_edges_are_refused(rowptr, col, error, message):
+    arguments = nodes()
+    arguments["query"] = arguments["query"][:2]
+    with pytest.raises(error, match=message):
+        attention(edges=Edges(torch.tensor(rowptr), torch.tensor(col)), **arguments)
+
+
+def test_random_edges_are_computed_or_refused():
+    arguments = nodes(dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    refused = 0
+    for _ in range(300):
+        count = int(torch.randint(0, 6, (1,), generator=generator))
+        rowptr = torch.randint(0, count + 1, (N_Q + 1,), generator=generator).sort().values
+        rowptr[0], rowptr[-1] = 0, count
+        col = torch.randint(0, N_K, (count,), generator=generator)
+        for index in (rowptr, col):  # in half of the cases one number is another
+            if index.numel() and torch.rand((), generator=generator) < 0.3:
+                place = torch.randint(index.numel(), (1,), generator=generator)
+                index[place] = torch.randint(-(2**40), 2**40, (1,), generator=generator)
+        try:
+            attention(edges=Edges(rowptr, col), **arguments)
+        except (ValueError, IndexError):
+            refused += 1
+    assert 0 < refused < 300
+
+
+def test_edges_say_what_is_wrong_with_an_edge_index():
+    source, target = EDGE_INDEX
+    with pytest.raises(TypeError, match=r"target must be int64 or int32, got torch\.float32"):
+        Edges.from_coo(source, target.float(), N_Q)
+    with pytest.raises(ValueError, match="must have one shape"):
+        Edges.from_coo(source[:3], target, N_Q)
+    with pytest.raises(ValueError, match="target must ascend where is_sorted=True"):
+        Edges.from_coo(source, target, N_Q, is_sorted=True)
+    with pytest.raises(ValueError, match=r"target must be in \[0, num_targets\) = \[0, 5\), got 5"):
+        Edges.from_coo(source, target, 5)
+    with pytest.raises(ValueError, match="got -1"):
+        Edges.from_coo(source, target - 1, N_Q)

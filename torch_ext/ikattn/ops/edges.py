@@ -1,0 +1,229 @@
+"""Attention over the edges of a graph.
+
+Symbols, in every docstring: N_q targets, N_k sources, E edges, H heads, d head size of query and
+key, d_v head size of value, M frequencies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ikattn.ops.attention import draw_dropout_seed
+
+__all__ = ["Edges", "implicit_kernel_edge_attention"]
+
+
+class Edges(NamedTuple):
+    """The edges of a graph, sorted by target (compressed sparse rows).
+
+    Attributes:
+        rowptr: int64 or int32 ``[N_q + 1]``: the edges into target i are those from ``rowptr[i]``
+            up to ``rowptr[i + 1]``.
+        col: ``[E]``, the source of each edge.
+        order: int64 ``[E]``: which of the edges that were given each of these is; None: that of the
+            same number.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    order: Tensor | None = None
+
+    @classmethod
+    def from_coo(
+        cls, source: Tensor, target: Tensor, num_targets: int, *, is_sorted: bool = False
+    ) -> Edges:
+        """Returns the edges ``source[e] -> target[e]``, such as those of an ``edge_index``.
+
+        Sort a graph once and use it in all layers: this costs more than an attention call.
+
+        Args:
+            source: int64 or int32 ``[E]``, numbers of sources.
+            target: As source, numbers of targets.
+            num_targets: N_q.
+            is_sorted: The targets ascend already. Edges into one target keep their order, if not.
+
+        Raises:
+            TypeError: source or target are not integers.
+            ValueError: They differ in shape, or a target is not in ``[0, num_targets)``, or they do
+                not ascend though is_sorted says so.
+
+        Example:
+            >>> import torch, ikattn
+            >>> edge_index = torch.tensor([[0, 2, 1], [1, 0, 1]])  # source, target
+            >>> edges = ikattn.Edges.from_coo(*edge_index, num_targets=3)
+            >>> edges.rowptr.tolist(), edges.col.tolist(), edges.order.tolist()
+            ([0, 1, 3, 3], [2, 0, 1], [1, 0, 2])
+        """
+        for name, index in (("source", source), ("target", target)):
+            if index.dtype not in (torch.int64, torch.int32):
+                raise TypeError(f"Edges.from_coo: {name} must be int64 or int32, got {index.dtype}")
+        if source.dim() != 1 or source.shape != target.shape:
+            raise ValueError(
+                "Edges.from_coo: source and target must have one shape, [E], got "
+                f"{list(source.shape)} and {list(target.shape)}"
+            )
+        source, target, order = source.long(), target.long(), None
+        if not is_sorted:
+            target, order = torch.sort(target, stable=True)
+            source = source[order]
+        elif bool((target.diff() < 0).any()):
+            raise ValueError("Edges.from_coo: target must ascend where is_sorted=True")
+        if target.numel() and not 0 <= int(target[0]) <= int(target[-1]) < num_targets:
+            worst = int(target[0]) if int(target[0]) < 0 else int(target[-1])
+            raise ValueError(
+                f"Edges.from_coo: target must be in [0, num_targets) = [0, {num_targets}), "
+                f"got {worst}"
+            )
+        nodes = torch.arange(num_targets + 1, device=target.device)
+        return cls(torch.searchsorted(target.contiguous(), nodes), source, order)
+
+
+@overload
+def implicit_kernel_edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges,
+    w1: Tensor,
+    w2: Tensor | None = ...,
+    *,
+    p: float | None = ...,
+    key_bias: Tensor | None = ...,
+    edge_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    eps: float = ...,
+    magnitude_scale: float | None = ...,
+    dropout_seed: Tensor | None = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def implicit_kernel_edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges,
+    w1: Tensor,
+    w2: Tensor | None = ...,
+    *,
+    p: float | None = ...,
+    key_bias: Tensor | None = ...,
+    edge_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    eps: float = ...,
+    magnitude_scale: float | None = ...,
+    dropout_seed: Tensor | None = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def implicit_kernel_edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention of every node to those that have an edge into it.
+
+    .. math::
+        o_i = \sum_{e: j \to i} \frac{(s_{ij}^2 + \epsilon)\,
+              \exp(g_j + \mathrm{key\_bias}_j + \mathrm{edge\_bias}_e)}{Z_i} v_j
+
+    with s and g as in :func:`ikattn.implicit_kernel_attention`, and Z_i the sum over the edges into
+    i: the paper's attention, where the pairs that count are edges. An edge that occurs twice counts
+    twice.
+
+    A composition of torch's own functions so far: ``[E, H, M]`` and ``[E, H, d_v]`` are held, and
+    on CUDA sums over edges are those of ``index_add``, in no fixed order. Sums are formed in
+    float32 (float64 for float64 inputs).
+
+    Args:
+        query: ``[N_q, H, d]``; float64, float32, bfloat16 or float16.
+        key: ``[N_k, H, d]``.
+        value: ``[N_k, H, d_v]``.
+        edges: Of the graph, such as ``Edges.from_coo(*edge_index, num_targets)``. That sources are
+            in ``[0, N_k)`` is checked on the CPU; on a GPU torch stops the program's kernels.
+        w1: Frequencies ``[H, d, M]``, in cycles per unit of query; in the dtype of query or
+            float32.
+        w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
+        p: Order of the norm in a key's magnitude, any real >= 1. None: no magnitude.
+        key_bias: Added to the logits of all edges of a source, ``[N_k]`` or ``[N_k, H]``. ``-inf``
+            hides the source.
+        edge_bias: Added to the logit of an edge, ``[E]`` or ``[E, H]``, in the order in which the
+            edges were given. ``-inf`` hides the edge.
+        dropout_p: Probability in [0, 1) with which a normalised weight is dropped, in steps of
+            1/256; what is kept is divided by the exact kept fraction.
+        eps: Added to the squared covariance; positive.
+        magnitude_scale: Factor of ``|k|_p^2``. None: ``1 / (2 sqrt(d))``, the paper's.
+        dropout_seed: int64 ``[2]``, seed and offset of the dropout mask of the sorted edges. None:
+            drawn from torch's default generator.
+        return_weights: Return the weights, too.
+
+    Returns:
+        ``[N_q, H, d_v]`` in the dtype of query, zero for a node without edges. With
+        return_weights also the weights after dropout, ``[E, H]``, in the order in which the edges
+        were given. Differentiable in all floating-point arguments, any number of times.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, IndexError: An argument has a wrong shape, dtype or
+            value; the message names it, what was expected and what came.
+
+    Example:
+        >>> import torch, ikattn
+        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> q, k, v = (torch.randn(3, 4, 8) for _ in range(3))
+        >>> w1, w2 = (0.1 * torch.randn(4, 8, 16) for _ in range(2))
+        >>> output, weights = ikattn.implicit_kernel_edge_attention(
+        ...     q, k, v, edges, w1, w2, return_weights=True
+        ... )
+        >>> output.shape, weights.shape, bool((output[2] == 0).all())
+        (torch.Size([3, 4, 8]), torch.Size([3, 4]), True)
+    """
+    if dropout_p > 0 and dropout_seed is None:
+        dropout_seed = draw_dropout_seed(query.device)
+    order = edges.order
+    if edge_bias is not None and order is not None:
+        if edge_bias.dim() == 0 or edge_bias.shape[0] != order.shape[0]:
+            raise ValueError(
+                "implicit_kernel_edge_attention: edge_bias must have shape [E] or [E, H] with "
+                f"E = {order.shape[0]}, got {list(edge_bias.shape)}"
+            )
+        edge_bias = edge_bias.index_select(0, order)
+    operator: Any = torch.ops.ikattn.implicit_kernel_edge_attention
+    result: tuple[Tensor, Tensor] = operator(
+        query,
+        key,
+        value,
+        edges.rowptr,
+        edges.col,
+        w1,
+        w2,
+        p=p,
+        key_bias=key_bias,
+        edge_bias=edge_bias,
+        dropout_p=dropout_p,
+        eps=eps,
+        magnitude_scale=magnitude_scale,
+        dropout_seed=dropout_seed,
+    )
+    output, weights = result
+    if not return_weights:
+        return output
+    if order is not None:
+        weights = weights.new_zeros(weights.shape).index_copy(0, order, weights)
+    return output, weights
