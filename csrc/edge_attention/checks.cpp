@@ -47,25 +47,26 @@ bool is_readable(const at::Tensor& tensor) {
   return tensor.is_cpu() && !tensor.key_set().has_any(wrappers);
 }
 
-void check_edges(const at::Tensor& rowptr, const at::Tensor& col, int64_t N_k) {
+}  // namespace
+
+void check_edges(const char* function, const at::Tensor& rowptr, const at::Tensor& col,
+                 int64_t N_k) {
   const at::Tensor ends = rowptr.to(at::kLong).contiguous(), sources = col.to(at::kLong);
   const int64_t* end = ends.const_data_ptr<int64_t>();
   const int64_t rows = ends.size(0) - 1;
-  TORCH_CHECK_VALUE(end[0] == 0, kName, ": rowptr must begin with 0, got ", end[0]);
+  TORCH_CHECK_VALUE(end[0] == 0, function, ": rowptr must begin with 0, got ", end[0]);
   for (int64_t i = 0; i < rows; ++i) {
-    TORCH_CHECK_VALUE(end[i] <= end[i + 1], kName, ": rowptr must ascend, got ", end[i], " before ",
-                      end[i + 1], " at ", i);
+    TORCH_CHECK_VALUE(end[i] <= end[i + 1], function, ": rowptr must ascend, got ", end[i],
+                      " before ", end[i + 1], " at ", i);
   }
-  TORCH_CHECK_VALUE(end[rows] == col.size(0), kName, ": rowptr must end with E = ", col.size(0),
+  TORCH_CHECK_VALUE(end[rows] == col.size(0), function, ": rowptr must end with E = ", col.size(0),
                     " (the edges of col), got ", end[rows]);
   if (col.size(0) == 0) return;
   const auto [least, most] = at::aminmax(sources);
   const int64_t low = least.item<int64_t>(), high = most.item<int64_t>();
-  TORCH_CHECK_INDEX(low >= 0 && high < N_k, kName, ": col must hold sources in [0, ", N_k,
+  TORCH_CHECK_INDEX(low >= 0 && high < N_k, function, ": col must hold sources in [0, ", N_k,
                     ") (the nodes of key), got ", low < 0 ? low : high);
 }
-
-}  // namespace
 
 void check_edge_attention(const EdgeAttentionCall& call) {
   const at::Tensor &query = call.query, &key = call.key, &value = call.value;
@@ -106,7 +107,46 @@ void check_edge_attention(const EdgeAttentionCall& call) {
   check_bias("edge_bias", options.edge_bias, query, {call.col.size(0), H}, "[E] or [E, H]");
   check_numbers(kName, options.p, options.eps, options.magnitude_scale);
   check_dropout(kName, options.dropout_p, options.dropout_seed);
-  if (is_readable(call.rowptr) && is_readable(call.col)) check_edges(call.rowptr, call.col, N_k);
+  if (is_readable(call.rowptr) && is_readable(call.col)) {
+    check_edges(kName, call.rowptr, call.col, N_k);
+  }
+}
+
+void check_edge_features(const char* function, const EdgeFeatures& call) {
+  const at::Tensor& query = call.query_features;
+  check_placement(function, "query_features", query,
+                  {{"key_features", &call.key_features},
+                   {"value", &call.value},
+                   {"key_logits", &call.key_logits},
+                   {"edge_logits", &call.edge_logits},
+                   {"keep", &call.keep},
+                   {"rowptr", &call.rowptr},
+                   {"col", &call.col}});
+  const at::ScalarType type = query.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
+                   ": query_features must be float32 or float64, got ", type);
+  TORCH_CHECK(query.dim() == 3 && query.size(2) > 0, function,
+              ": query_features must have shape [N_q, H, F], got ", query.sizes());
+  TORCH_CHECK(call.key_features.dim() == 3, function,
+              ": key_features must have shape [N_k, H, F], got ", call.key_features.sizes());
+  const int64_t N_q = query.size(0), H = query.size(1), F = query.size(2);
+  const int64_t N_k = call.key_features.size(0), E = call.col.numel();
+  TORCH_CHECK(call.value.dim() == 3, function, ": value must have shape [N_k, H, d_v], got ",
+              call.value.sizes());
+  const auto check = [&](const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
+                         at::ScalarType wanted) {
+    check_like(function, name, tensor, sizes, wanted, query.device());
+  };
+  check("key_features", call.key_features, {N_k, H, F}, type);
+  check("value", call.value, {N_k, H, call.value.size(2)}, type);
+  check("key_logits", call.key_logits, {N_k, H}, type);
+  if (call.edge_logits.defined()) {
+    const bool shared = call.edge_logits.dim() == 2 && call.edge_logits.size(1) == 1;
+    check("edge_logits", call.edge_logits, {E, shared ? 1 : H}, type);
+  }
+  if (call.keep.defined()) check("keep", call.keep, {E, H}, at::kBool);
+  check("rowptr", call.rowptr, {N_q + 1}, at::kLong);
+  check("col", call.col, {E}, at::kLong);
 }
 
 }  // namespace ikattn

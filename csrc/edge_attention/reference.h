@@ -1,14 +1,17 @@
-// The mathematics in differentiable ATen: time and memory O(E H (M + d_v)).
+// The mathematics in differentiable ATen: every device, double backward, torch.func, duals. Time
+// and memory O(E H (F + d_v)).
 #pragma once
-
-#include <tuple>
 
 #include "edge_attention/arguments.h"
 
 namespace ikattn {
 
-// (output [N_q, H, d_v], weights [E, H] after dropout), in the dtype of query. The arguments have
-// been checked.
-std::tuple<at::Tensor, at::Tensor> reference_edge_attention(const EdgeAttentionCall& call);
+EdgeResults reference_from_edge_features(const EdgeFeatures& call);
+
+// The node each edge goes to, [E].
+at::Tensor targets_of(const at::Tensor& rowptr, const at::Tensor& col);
+
+// Sums over the edges of each node: [E, ..] -> [count, ..].
+at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10::SymInt& count);
 
 }  // namespace ikattn

@@ -223,3 +223,46 @@ def _contribution_maps_backward(
         tensor.new_empty(tensor.shape) if want and tensor is not None else value.new_empty((0,))
         for tensor, want in zip(inputs, wanted, strict=False)
     ]
+
+
+@torch.library.register_fake("ikattn::edge_attention_from_features")
+def _edge_attention(
+    query_features: Tensor,
+    key_features: Tensor,
+    value: Tensor,
+    key_logits: Tensor,
+    edge_logits: Tensor | None,
+    keep: Tensor | None,
+    rowptr: Tensor,
+    col: Tensor,
+    eps: float = 1e-5,
+    rescale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    nodes, heads, _features = query_features.shape
+    return (
+        query_features.new_empty((nodes, heads, value.shape[2])),
+        query_features.new_empty((col.shape[0], heads)),
+        query_features.new_empty((nodes, heads), dtype=torch.float64),
+    )
+
+
+@torch.library.register_fake("ikattn::edge_attention_from_features_backward")
+def _edge_attention_backward(
+    grad_output: Tensor,
+    grad_weights: Tensor | None,
+    query_features: Tensor,
+    key_features: Tensor,
+    value: Tensor,
+    key_logits: Tensor,
+    edge_logits: Tensor | None,
+    keep: Tensor | None,
+    rowptr: Tensor,
+    col: Tensor,
+    eps: float = 1e-5,
+    rescale: float = 1.0,
+    *,
+    log_normalizer: Tensor,
+) -> tuple[Tensor, ...]:
+    inputs = (query_features, key_features, value, key_logits)
+    of_inputs = (tensor.new_empty(tensor.shape) for tensor in inputs)
+    return (*of_inputs, value.new_empty((col.shape[0], value.shape[1])))

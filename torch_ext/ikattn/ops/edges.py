@@ -148,9 +148,11 @@ def implicit_kernel_edge_attention(
     i: the paper's attention, where the pairs that count are edges. An edge that occurs twice counts
     twice.
 
-    A composition of torch's own functions so far: ``[E, H, M]`` and ``[E, H, d_v]`` are held, and
-    on CUDA sums over edges are those of ``index_add``, in no fixed order. Sums are formed in
-    float32 (float64 for float64 inputs).
+    On the CPU memory is O((N_q + N_k) H (M + d_v) + E H), and results have the same bits for any
+    number of threads. On CUDA it is a composition of torch's own functions: ``[E, H, 2M]`` and
+    ``[E, H, d_v]`` are held, and ``index_add`` sums in no fixed order. So it is for second
+    derivatives and ``torch.func``. Angles and sums are formed in float32 (float64 for float64
+    inputs).
 
     Args:
         query: ``[N_q, H, d]``; float64, float32, bfloat16 or float16.

@@ -1,0 +1,104 @@
+// The Autograd key of edge_attention_from_features: kernels forward and backward, and the
+// reference's graph where torch.func, forward-mode duals or create_graph need it.
+#include "support/autograd.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "edge_attention/operators.h"
+#include "edge_attention/reference.h"
+#include "support/memory.h"
+
+namespace ikattn {
+namespace {
+
+constexpr size_t kInputs = 5;  // query_features, key_features, value, key_logits, edge_logits
+
+class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& query_features,
+                               const at::Tensor& key_features, const at::Tensor& value,
+                               const at::Tensor& key_logits,
+                               const std::optional<at::Tensor>& edge_logits,
+                               const EdgeFeatures& call) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [output, weights, log_normalizer] = call_from_edge_features(call);
+    ctx->save_for_backward({query_features, key_features, value, key_logits,
+                            or_undefined(edge_logits), call.keep, call.rowptr, call.col,
+                            log_normalizer});
+    ctx->saved_data["eps"] = call.eps;
+    ctx->saved_data["rescale"] = call.rescale;
+    ctx->mark_non_differentiable({log_normalizer});
+    ctx->set_materialize_grads(false);
+    return {output, weights, log_normalizer};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list result(kInputs + 1);  // the inputs, then the call
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const variable_list saved = ctx->get_saved_variables();
+    const EdgeFeatures call{saved[0],
+                            saved[1],
+                            saved[2],
+                            saved[3],
+                            saved[4],
+                            saved[5],
+                            saved[6],
+                            saved[7],
+                            ctx->saved_data["eps"].toDouble(),
+                            ctx->saved_data["rescale"].toDouble()};
+    const std::array<at::Tensor, kInputs> inputs = {saved[0], saved[1], saved[2], saved[3],
+                                                    saved[4]};
+    const auto wanted = wanted_gradients<kInputs>(ctx, inputs);
+    std::array<at::Tensor, kInputs> gradients;
+    const bool creates_graph = at::GradMode::is_enabled();
+    if (creates_graph || is_batched(grads[0]) || is_batched(grads[1])) {
+      const at::AutoGradMode records(true);
+      const EdgeResults found = reference_from_edge_features(call);
+      variable_list outputs, grad_outputs;
+      const std::array<at::Tensor, 2> results = {std::get<0>(found), std::get<1>(found)};
+      for (size_t i = 0; i < 2; ++i) {
+        if (!grads[i].defined() || !results[i].requires_grad()) continue;
+        outputs.push_back(results[i]);
+        grad_outputs.push_back(grads[i]);
+      }
+      gradients =
+          differentiable_gradients<kInputs>(outputs, grad_outputs, inputs, wanted, creates_graph);
+    } else {
+      const at::Tensor grad_output =
+          grads[0].defined()
+              ? grads[0]
+              : at::zeros({call.query_features.size(0), call.value.size(1), call.value.size(2)},
+                          call.value.options());
+      const auto found = call_from_edge_features_backward(grad_output, grads[1], call, saved[8]);
+      gradients = only_wanted<kInputs>(found, wanted);
+      at::Tensor& of_edges = gradients[kInputs - 1];
+      if (of_edges.defined() && call.edge_logits.sym_size(1) == 1) of_edges = of_edges.sum(1, true);
+    }
+    std::move(gradients.begin(), gradients.end(), result.begin());
+    return result;
+  }
+};
+
+EdgeResults from_edge_features_autograd(const EdgeFeatures& call) {
+  const std::optional<at::Tensor> edge_logits = or_none(call.edge_logits);
+  if (any_transformed({&call.query_features, &call.key_features, &call.value, &call.key_logits},
+                      {&edge_logits})) {
+    return reference_from_edge_features(call);
+  }
+  if (!is_recorded({&call.query_features, &call.key_features, &call.value, &call.key_logits},
+                   {&edge_logits})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_from_edge_features(call);
+  }
+  const variable_list results = FromEdgeFeatures::apply(
+      call.query_features, call.key_features, call.value, call.key_logits, edge_logits, call);
+  return {results[0], results[1], results[2]};
+}
+
+TORCH_LIBRARY_IMPL(ikattn, Autograd, m) {
+  implement<"edge_attention_from_features", from_edge_features<from_edge_features_autograd>>(m);
+}
+
+}  // namespace
+}  // namespace ikattn
