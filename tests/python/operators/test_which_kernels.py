@@ -68,8 +68,9 @@ def test_calls_on_a_gpu_without_kernels_are_refused() -> None:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {s.name.removeprefix("ikattn::") for s in schemas if has_kernel(s.name, "CPU")}
     assert arguments.keys() <= names
-    # the one that is composed of torch's own operators anywhere but on the CPU
-    names.remove("attention_from_features")
+    # those that are composed of torch's own operators anywhere but on the CPU
+    composed = "attention_from_features", "edge_attention_from_features"
+    names -= {*composed, "edge_attention_from_features_backward"}
     for name in names:
         assert has_kernel(f"ikattn::{name}", "CUDA"), name
     for name, call in arguments.items():
