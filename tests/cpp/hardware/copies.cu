@@ -6,7 +6,7 @@
 //     tests/cpp/hardware/copies.cu tests/cpp/interpreter/sample_copies.cu -o copies
 #include <cstdio>
 
-#include "cuda/managed.h"
+#include "hardware/managed.h"
 #include "interpreter/sample_copies.h"
 #include "support/cuda/launch.h"
 

@@ -18,7 +18,7 @@
 #define IKATTN_HAS_LIBRARY 0
 #endif
 
-#include "cuda/managed.h"
+#include "hardware/managed.h"
 #include "support/cuda/bulk_copies.h"
 #include "support/cuda/intrinsics.h"
 #include "support/cuda/warpgroups.h"

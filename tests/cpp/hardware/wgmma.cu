@@ -7,7 +7,7 @@
 #include <cstdio>
 
 #include "attention/cuda/hopper/pipeline.h"
-#include "cuda/managed.h"
+#include "hardware/managed.h"
 
 namespace ikattn::cuda {
 namespace {
