@@ -42,8 +42,12 @@ struct EdgeFeatures {
 // (output [N_q, H, d_v], weights [E, H] after dropout, log_normalizer float64 [N_q, H])
 using EdgeResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Types, sizes and devices; of the numbers in rowptr and col, see check_edges.
+// Devices and, where they are no symbols, types and sizes; of the numbers in rowptr and col, see
+// check_edges.
 void check_edge_features(const char* function, const EdgeFeatures& call);
+void check_edge_features_backward(const char* function, const at::Tensor& grad_output,
+                                  const at::Tensor& grad_weights, const EdgeFeatures& call,
+                                  const at::Tensor& log_normalizer);
 // That rowptr ascends from 0 to E and that col is in [0, N_k). Both are on the CPU.
 void check_edges(const char* function, const at::Tensor& rowptr, const at::Tensor& col,
                  int64_t N_k);

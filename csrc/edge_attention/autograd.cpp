@@ -81,6 +81,7 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
 };
 
 EdgeResults from_edge_features_autograd(const EdgeFeatures& call) {
+  check_edge_features(kFromEdgeFeatures, call);
   const std::optional<at::Tensor> edge_logits = or_none(call.edge_logits);
   if (any_transformed({&call.query_features, &call.key_features, &call.value, &call.key_logits},
                       {&edge_logits})) {

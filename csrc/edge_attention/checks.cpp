@@ -27,7 +27,7 @@ void check_bias(const char* name, const std::optional<at::Tensor>& bias, const a
   if (!is_present(bias)) return;
   check_side_type(kName, name, *bias, "query", query.scalar_type());
   const bool fits = bias->dim() == 1 ? bias->size(0) == sizes[0] || bias->size(0) == 1
-                                     : broadcasts_to(bias->sizes(), sizes);
+                                     : bias->dim() == 2 && broadcasts_to(bias->sizes(), sizes);
   TORCH_CHECK(fits, kName, ": ", name, " must have shape ", shape, " = ", sizes, ", got ",
               bias->sizes());
 }
@@ -122,6 +122,10 @@ void check_edge_features(const char* function, const EdgeFeatures& call) {
                    {"keep", &call.keep},
                    {"rowptr", &call.rowptr},
                    {"col", &call.col}});
+  if (has_symbols({&query, &call.key_features, &call.value, &call.key_logits, &call.edge_logits,
+                   &call.keep, &call.rowptr, &call.col})) {
+    return;
+  }
   const at::ScalarType type = query.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
                    ": query_features must be float32 or float64, got ", type);
@@ -147,6 +151,28 @@ void check_edge_features(const char* function, const EdgeFeatures& call) {
   if (call.keep.defined()) check("keep", call.keep, {E, H}, at::kBool);
   check("rowptr", call.rowptr, {N_q + 1}, at::kLong);
   check("col", call.col, {E}, at::kLong);
+}
+
+void check_edge_features_backward(const char* function, const at::Tensor& grad_output,
+                                  const at::Tensor& grad_weights, const EdgeFeatures& call,
+                                  const at::Tensor& log_normalizer) {
+  const at::Tensor& query = call.query_features;
+  check_placement(function, "query_features", query,
+                  {{"grad_output", &grad_output},
+                   {"grad_weights", &grad_weights},
+                   {"log_normalizer", &log_normalizer}});
+  check_edge_features(function, call);
+  if (has_symbols({&query, &call.value, &call.col, &grad_output, &grad_weights, &log_normalizer})) {
+    return;
+  }
+  const int64_t N_q = query.size(0), H = query.size(1);
+  const at::ScalarType type = query.scalar_type();
+  const at::Device device = query.device();
+  check_like(function, "grad_output", grad_output, {N_q, H, call.value.size(2)}, type, device);
+  if (grad_weights.defined()) {
+    check_like(function, "grad_weights", grad_weights, {call.col.size(0), H}, type, device);
+  }
+  check_like(function, "log_normalizer", log_normalizer, {N_q, H}, at::kDouble, device);
 }
 
 }  // namespace ikattn

@@ -44,12 +44,33 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("edge_attention_from_features(" IKATTN_EDGE_FEATURES_SCHEMA
         ") -> (Tensor output, Tensor weights, Tensor log_normalizer)",
         tags);
-  m.def(
-      "edge_attention_from_features_backward(Tensor grad_output, Tensor? "
-      "grad_weights, " IKATTN_EDGE_FEATURES_SCHEMA
-      ", *, Tensor log_normalizer) -> (Tensor grad_query_features, Tensor grad_key_features, "
-      "Tensor grad_value, Tensor grad_key_logits, Tensor grad_logits)",
-      tags);
+  m.def("edge_attention_from_features_backward(" IKATTN_EDGE_FEATURES_BACKWARD_SCHEMA
+        ") -> (Tensor grad_query_features, Tensor grad_key_features, Tensor grad_value, "
+        "Tensor grad_key_logits, Tensor grad_logits)",
+        tags);
+  m.def("check_edge_attention_from_features(" IKATTN_EDGE_FEATURES_SCHEMA ") -> ()", tags);
+  m.def("check_edge_attention_from_features_backward(" IKATTN_EDGE_FEATURES_BACKWARD_SCHEMA
+        ") -> ()",
+        tags);
+}
+
+// --- Operators that only check, as in attention/check_operators.cpp: fake kernels begin with them
+
+void check_from_features(IKATTN_EDGE_FEATURES_PARAMETERS) {
+  check_edge_features(kFromEdgeFeatures, {IKATTN_EDGE_FEATURES_VALUES});
+}
+
+void check_from_features_backward(const at::Tensor& grad_output,
+                                  const std::optional<at::Tensor>& grad_weights,
+                                  IKATTN_EDGE_FEATURES_PARAMETERS,
+                                  const at::Tensor& log_normalizer) {
+  check_edge_features_backward(kFromEdgeFeaturesBackward, grad_output, or_undefined(grad_weights),
+                               {IKATTN_EDGE_FEATURES_VALUES}, log_normalizer);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  m.impl("check_edge_attention_from_features", check_from_features);
+  m.impl("check_edge_attention_from_features_backward", check_from_features_backward);
 }
 
 // --- Devices without kernels, and vmap
@@ -57,13 +78,14 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
 EdgeGradients backward_by_reference(const at::Tensor& grad_output,
                                     const std::optional<at::Tensor>& grad_weights,
                                     IKATTN_EDGE_FEATURES_PARAMETERS,
-                                    const at::Tensor& /*log_normalizer*/) {
+                                    const at::Tensor& log_normalizer) {
   const at::AutoGradMode records(true);
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   const c10::impl::ForceDispatchKeyGuard differentiates(  // although called below autograd
       keys.included_, keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   EdgeFeatures call{IKATTN_EDGE_FEATURES_VALUES};
-  check_edge_features("edge_attention_from_features_backward", call);
+  check_edge_features_backward(kFromEdgeFeaturesBackward, grad_output, or_undefined(grad_weights),
+                               call, log_normalizer);
   if (!call.edge_logits.defined()) {
     call.edge_logits = at::zeros({col.size(0), key_logits.size(1)}, key_logits.options());
   }
@@ -74,10 +96,10 @@ EdgeGradients backward_by_reference(const at::Tensor& grad_output,
     *tensor = tensor->detach().requires_grad_();
     inputs.push_back(*tensor);
   }
-  const auto [output, weights, log_normalizer] = reference_from_edge_features(call);
-  torch::autograd::variable_list outputs = {output}, grads = {grad_output};
+  const EdgeResults results = reference_from_edge_features(call);
+  torch::autograd::variable_list outputs = {std::get<0>(results)}, grads = {grad_output};
   if (is_present(grad_weights)) {
-    outputs.push_back(weights);
+    outputs.push_back(std::get<1>(results));
     grads.push_back(*grad_weights);
   }
   auto found = torch::autograd::grad(outputs, inputs, grads);
@@ -85,7 +107,7 @@ EdgeGradients backward_by_reference(const at::Tensor& grad_output,
 }
 
 EdgeResults checked_reference(const EdgeFeatures& call) {
-  check_edge_features("edge_attention_from_features", call);
+  check_edge_features(kFromEdgeFeatures, call);
   return reference_from_edge_features(call);
 }
 

@@ -9,6 +9,10 @@
   "Tensor query_features, Tensor key_features, Tensor value, Tensor key_logits, "   \
   "Tensor? edge_logits, Tensor? keep, Tensor rowptr, Tensor col, float eps=1e-05, " \
   "float rescale=1.0"
+#define IKATTN_EDGE_FEATURES_BACKWARD_SCHEMA                               \
+  "Tensor grad_output, Tensor? grad_weights, " IKATTN_EDGE_FEATURES_SCHEMA \
+  ", *, Tensor "                                                           \
+  "log_normalizer"
 #define IKATTN_EDGE_FEATURES_PARAMETERS                                                      \
   const at::Tensor &query_features, const at::Tensor &key_features, const at::Tensor &value, \
       const at::Tensor &key_logits, const std::optional<at::Tensor>&edge_logits,             \
@@ -19,6 +23,9 @@
       rowptr, col, eps, rescale
 
 namespace ikattn {
+
+constexpr const char* kFromEdgeFeatures = "edge_attention_from_features";
+constexpr const char* kFromEdgeFeaturesBackward = "edge_attention_from_features_backward";
 
 using FromEdgeFeaturesSignature = EdgeResults(IKATTN_EDGE_FEATURES_PARAMETERS);
 using FromEdgeFeaturesBackwardSignature =

@@ -59,21 +59,16 @@ double work_of(const EdgeFeatures& call) {
          static_cast<double>(call.query_features.size(2) + call.value.size(2));
 }
 
-EdgeFeatures checked(const char* function, const EdgeFeatures& given) {
-  check_edge_features(function, given);
-  check_edges(function, given.rowptr, given.col, given.key_features.size(0));
-  return contiguous(given);
-}
-
 EdgeResults forward(const EdgeFeatures& given) {
-  constexpr const char* kName = "edge_attention_from_features";
-  const EdgeFeatures call = checked(kName, given);
+  check_edge_features(kFromEdgeFeatures, given);
+  check_edges(kFromEdgeFeatures, given.rowptr, given.col, given.key_features.size(0));
+  const EdgeFeatures call = contiguous(given);
   const int64_t N_q = call.query_features.size(0), H = call.query_features.size(1);
   const auto options = call.query_features.options();
   const at::Tensor output = at::empty({N_q, H, call.value.size(2)}, options);
   const at::Tensor weights = at::empty({call.col.size(0), H}, options);
   const at::Tensor log_normalizer = at::empty({N_q, H}, options.dtype(at::kDouble));
-  const TorchExecutor executor(kName, work_of(call));
+  const TorchExecutor executor(kFromEdgeFeatures, work_of(call));
   const auto run = [&]<typename T>(auto kernel) {
     EdgeForwardParams<T> params;
     describe(call, params);
@@ -111,16 +106,13 @@ BySource by_source(const at::Tensor& col, int64_t N_k) {
 
 EdgeGradients backward(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,
                        IKATTN_EDGE_FEATURES_PARAMETERS, const at::Tensor& log_normalizer) {
-  constexpr const char* kName = "edge_attention_from_features_backward";
-  const EdgeFeatures call = checked(kName, {IKATTN_EDGE_FEATURES_VALUES});
-  const int64_t N_q = call.query_features.size(0), H = call.query_features.size(1);
-  const int64_t N_k = call.key_features.size(0), E = call.col.size(0);
-  const at::ScalarType type = call.query_features.scalar_type();
-  check_like(kName, "grad_output", grad_output, {N_q, H, call.value.size(2)}, type, at::kCPU);
-  if (is_present(grad_weights)) {
-    check_like(kName, "grad_weights", *grad_weights, {E, H}, type, at::kCPU);
-  }
-  check_like(kName, "log_normalizer", log_normalizer, {N_q, H}, at::kDouble, at::kCPU);
+  const EdgeFeatures given{IKATTN_EDGE_FEATURES_VALUES};
+  check_edge_features_backward(kFromEdgeFeaturesBackward, grad_output, or_undefined(grad_weights),
+                               given, log_normalizer);
+  check_edges(kFromEdgeFeaturesBackward, rowptr, col, key_features.size(0));
+  const EdgeFeatures call = contiguous(given);
+  const int64_t H = call.query_features.size(1), N_k = call.key_features.size(0);
+  const int64_t E = call.col.size(0);
   const BySource sources = by_source(call.col, N_k);
   const at::Tensor target = targets_of(call.rowptr, call.col);
   const at::Tensor of_output = grad_output.contiguous(), normalizer = log_normalizer.contiguous();
@@ -133,7 +125,7 @@ EdgeGradients backward(const at::Tensor& grad_output, const std::optional<at::Te
   const at::Tensor grad_key_logits = at::empty_like(call.key_logits);
   const at::Tensor grad_logits = at::empty({E, H}, options);
   const at::Tensor weights = at::empty({E, H}, options), similarity = at::empty({E, H}, options);
-  const TorchExecutor executor(kName, 3 * work_of(call));
+  const TorchExecutor executor(kFromEdgeFeaturesBackward, 3 * work_of(call));
   const auto run = [&]<typename T>(auto kernel) {
     EdgeBackwardParams<T> params;
     describe(call, params);

@@ -298,6 +298,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 each_features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 
 
+@pytest.mark.operators
 @each_features
 def test_kernels_compute_what_the_composition_does(options):
     arguments, numbers = features(options, torch.float64)
@@ -369,6 +370,32 @@ def test_the_operator_with_kernels_refuses_broken_edges():
             operator(*broken, **numbers)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("place", [1, 2, 3, 6, 7])
+def test_a_meta_tensor_among_others_is_refused(place, mode):
+    """Torch would choose the fake kernel, which returns memory that nobody wrote."""
+    arguments, numbers = features({}, torch.float32)
+    arguments[place] = arguments[place].to("meta")
+    operator = torch.ops.ikattn.edge_attention_from_features
+    with mode(), pytest.raises(RuntimeError, match=r"edge_attention_from_features: .* device"):
+        operator(*arguments, **numbers)
+    normalizer = torch.zeros(N_Q, H, dtype=torch.float64)
+    backward = torch.ops.ikattn.edge_attention_from_features_backward
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+    grad = torch.zeros(N_Q, H, VALUE_SIZE)
+    with mode(), pytest.raises(RuntimeError, match=r"_backward: .* device"):
+        backward(grad, None, *arguments, **numbers, log_normalizer=normalizer)
+
+
+def test_the_meta_device_gives_shapes():
+    arguments = {name: tensor.to("meta") for name, tensor in nodes().items()}
+    edges = Edges(EDGES.rowptr.to("meta"), EDGES.col.to("meta"))
+    output, weights = attention(edges=edges, **arguments)
+    assert output.shape == (N_Q, H, VALUE_SIZE)
+    assert weights.shape == (E, H)
+    assert output.is_meta
+
+
 # Dropout
 
 
@@ -408,6 +435,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"value": torch.zeros(9, 2, 3).half()}, TypeError, "value must have the dtype of"),
     "w1": ({"w1": torch.zeros(1, 2, 4, 5)}, RuntimeError, r"w1 must have shape \[H, d, M\]"),
     "key bias": ({"key_bias": torch.zeros(7)}, RuntimeError, r"key_bias .* \[9, 2\], got \[7\]"),
+    "bias of no axis": ({"key_bias": torch.tensor(1.0)}, RuntimeError, r"key_bias .* got \[\]"),
     "edge bias": ({"edge_bias": torch.zeros(9)}, ValueError, r"edge_bias .* E = 10, got \[9\]"),
     "bool bias": ({"edge_bias": torch.ones(10).bool()}, TypeError, "edge_bias must have the dtype"),
     "eps": ({"eps": 0.0}, ValueError, "eps must be finite and positive"),

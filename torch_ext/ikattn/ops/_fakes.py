@@ -225,7 +225,7 @@ def _contribution_maps_backward(
     ]
 
 
-@torch.library.register_fake("ikattn::edge_attention_from_features")
+@_fake("edge_attention_from_features")
 def _edge_attention(
     query_features: Tensor,
     key_features: Tensor,
@@ -235,8 +235,8 @@ def _edge_attention(
     keep: Tensor | None,
     rowptr: Tensor,
     col: Tensor,
-    eps: float = 1e-5,
-    rescale: float = 1.0,
+    *_: float,
+    **__: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nodes, heads, _features = query_features.shape
     return (
@@ -246,7 +246,7 @@ def _edge_attention(
     )
 
 
-@torch.library.register_fake("ikattn::edge_attention_from_features_backward")
+@_fake("edge_attention_from_features_backward")
 def _edge_attention_backward(
     grad_output: Tensor,
     grad_weights: Tensor | None,
@@ -254,15 +254,10 @@ def _edge_attention_backward(
     key_features: Tensor,
     value: Tensor,
     key_logits: Tensor,
-    edge_logits: Tensor | None,
-    keep: Tensor | None,
-    rowptr: Tensor,
-    col: Tensor,
-    eps: float = 1e-5,
-    rescale: float = 1.0,
-    *,
-    log_normalizer: Tensor,
+    *others: Any,  # edge_logits, keep, rowptr, col, numbers
+    **_: Any,
 ) -> tuple[Tensor, ...]:
     inputs = (query_features, key_features, value, key_logits)
     of_inputs = (tensor.new_empty(tensor.shape) for tensor in inputs)
-    return (*of_inputs, value.new_empty((col.shape[0], value.shape[1])))
+    edges = others[3].shape[0]
+    return (*of_inputs, value.new_empty((edges, value.shape[1])))
