@@ -316,12 +316,12 @@ class Recorder:
 
     def _check_torch(self, run: Run, module: Any, y: Tensor) -> None:
         """Of a module that does not call its out-projection: heads and projection at once."""
-        i = run._a_row()
+        i = run.a_row()
         if i is None:
             return
         own = y.unsqueeze(0) if y.dim() == 2 else y if module.batch_first else y.transpose(0, 1)
         if self._checks_all:
-            heads, own = run.attention.context(), own
+            heads = run.attention.context()
             if run.attention.query_padding is not None:
                 there = ~run.attention.query_padding
                 heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
@@ -556,17 +556,13 @@ class Recorder:
             self._finish(call, run, parts)
             return
         if y.is_nested:
-            self._follow_table(run)
+            run.stage, run.norm = "norm", parts.norm  # no sum to find: the parts name the norm
             return
         run.contexts, run.heads = [], None
         if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
             # made here, where what they are made of is let go
             run.maps = self._make_maps(run, run.plan.maps(run.attention.kind))
         run.begin_sum(y)
-
-    def _follow_table(self, run: Run) -> None:
-        """Without a sum to find: the parts say which norm to wait for."""
-        run.stage, run.norm = "norm", run.plan.parts.norm
 
     def _limit_of(self, run: Run) -> nn.Module | None:
         """The module around the layer at whose end its sum must have been formed."""

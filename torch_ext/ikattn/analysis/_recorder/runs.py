@@ -139,7 +139,7 @@ class Run:
         if every_row:
             found, expected = widened(context), attention.context()
         else:
-            i = self._a_row()
+            i = self.a_row()
             if i is None:
                 return
             found, expected = widened(context[:1, i : i + 1]), attention.row(0, i).context()
@@ -156,7 +156,7 @@ class Run:
             off *= TOLERANCES.get(context.dtype, 0.1)
             raise self.fails("weights times values are not the heads it computed", off, hint)
 
-    def _a_row(self) -> int | None:
+    def a_row(self) -> int | None:
         """A query of the first item that is no padding."""
         T, padding = self.attention.sizes[2], self.attention.query_padding
         if padding is None:
