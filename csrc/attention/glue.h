@@ -351,8 +351,12 @@ struct AttentionOperators {
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2) {
     const FeatureSizes sizes = check_features(x, w1, w2);
+    // In memory heads and tokens come in the order in which x has them.
+    const bool tokens_first = x.stride(1) < x.stride(2);
     const at::Tensor features = with_memory_for("spectral_features", "the features", [&] {
-      return at::empty({sizes.B, sizes.H, sizes.N, 2 * sizes.M}, x.options());
+      const int64_t F = 2 * sizes.M;
+      if (!tokens_first) return in_large_pages(at::empty({sizes.B, sizes.H, sizes.N, F}, x.options()));
+      return in_large_pages(at::empty({sizes.B, sizes.N, sizes.H, F}, x.options())).transpose(1, 2);
     });
     Device::features(features_params(sizes, x, w1, w2, features), false, x, feature_work(sizes));
     return features;

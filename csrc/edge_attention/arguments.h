@@ -16,17 +16,32 @@ struct EdgeAttentionCall {
   at::Tensor key;          // [N_k, H, d]
   at::Tensor value;        // [N_k, H, d_v]
   at::Tensor rowptr, col;  // [N_q + 1], [E]
-  at::Tensor w1;           // [H, d, M]
-  std::optional<at::Tensor> w2;
+  std::optional<at::Tensor> w1, w2;  // [H, d, M]; without w1: softmax attention
   EdgeAttentionOptions options;
 };
 
-// Throws, naming the argument, what was expected and what came. Sizes and numbers of nodes are
+struct GatAttentionCall {
+  at::Tensor vector;       // [H, 2d]
+  at::Tensor target;       // [N_q, H, d]
+  at::Tensor source;       // [N_k, H, d]
+  at::Tensor value;        // [N_k, H, d_v]
+  at::Tensor rowptr, col;  // [N_q + 1], [E]
+  std::optional<at::Tensor> w1, w2;  // [H, 2d, M]; without w1: the RBF kernel
+  EdgeAttentionOptions options;
+};
+
+// Throw, naming the argument, what was expected and what came. Sizes and numbers of nodes are
 // looked at where they are known: not while torch.compile traces, and of nodes not on a GPU.
-void check_edge_attention(const EdgeAttentionCall& call);
+void check_edge_attention(const char* function, const EdgeAttentionCall& call);
+void check_gat_attention(const char* function, const GatAttentionCall& call);
+
+// Whether the numbers in a tensor may be looked at, at no cost but a pass over them.
+bool is_readable(const at::Tensor& tensor);
 
 // A call of edge_attention_from_features, the part that has kernels: all floating-point tensors in
-// the arithmetic type, what is hidden by logits of -inf.
+// the arithmetic type, what is hidden by logits of -inf. The weight of an edge is its score times
+// exp(logits) over the sum of those into the same target. The score of features x of a query and y
+// of a key is (x.y / 2F)^2 + eps, or exp(x.y) where there is no eps; F may be 0 then.
 struct EdgeFeatures {
   at::Tensor query_features;  // [N_q, H, F]
   at::Tensor key_features;    // [N_k, H, F]
@@ -35,7 +50,7 @@ struct EdgeFeatures {
   at::Tensor edge_logits;     // [E, H] or [E, 1]; undefined: zeros
   at::Tensor keep;            // bool [E, H], what dropout keeps; undefined: all
   at::Tensor rowptr, col;     // int64 [N_q + 1], [E]
-  double eps = 1e-5;
+  std::optional<double> eps = 1e-5;
   double rescale = 1.0;  // of the weights that are kept
 };
 
@@ -45,20 +60,32 @@ using EdgeResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // Devices and, where they are no symbols, types and sizes; of the numbers in rowptr and col, see
 // check_edges.
 void check_edge_features(const char* function, const EdgeFeatures& call);
-void check_edge_features_backward(const char* function, const at::Tensor& grad_output,
-                                  const at::Tensor& grad_weights, const EdgeFeatures& call,
-                                  const at::Tensor& log_normalizer);
+void check_edge_query_gradients(const EdgeFeatures& call, const EdgeResults& results,
+                                const at::Tensor& grad_output, const at::Tensor& grad_weights);
 // That rowptr ascends from 0 to E and that col is in [0, N_k). Both are on the CPU.
 void check_edges(const char* function, const at::Tensor& rowptr, const at::Tensor& col,
                  int64_t N_k);
 
 EdgeResults call_from_edge_features(const EdgeFeatures& call);
 
-// Of query_features, key_features, value, key_logits; and of the logit of every edge, [E, H].
-using EdgeGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-EdgeGradients call_from_edge_features_backward(const at::Tensor& grad_output,
-                                               const at::Tensor& grad_weights,
-                                               const EdgeFeatures& call,
-                                               const at::Tensor& log_normalizer);
+// The backward pass has two steps. By target: the gradient of query_features, and of every edge,
+// [E, 3, H], the gradient of its logit, that of the product x.y, and its weight after dropout.
+using EdgeQueryGradients = std::tuple<at::Tensor, at::Tensor>;
+EdgeQueryGradients call_edge_query_gradients(const EdgeFeatures& call, const at::Tensor& output,
+                                             const at::Tensor& log_normalizer,
+                                             const at::Tensor& grad_output,
+                                             const at::Tensor& grad_weights);
+
+// By source: from what edges give, the gradients of key_features, value and key_logits.
+struct EdgeKeyGradientCall {
+  at::Tensor of_edges;        // [E, 3, H]
+  at::Tensor query_features;  // [N_q, H, F]
+  at::Tensor grad_output;     // [N_q, H, d_v]
+  at::Tensor rowptr, col;
+  c10::SymInt N_k;
+};
+using EdgeKeyGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+EdgeKeyGradients call_edge_key_gradients(const EdgeKeyGradientCall& call);
+void check_edge_key_gradients(const EdgeKeyGradientCall& call);
 
 }  // namespace ikattn

@@ -24,7 +24,7 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto [output, weights, log_normalizer] = call_from_edge_features(call);
     ctx->save_for_backward({query_features, key_features, value, key_logits,
-                            or_undefined(edge_logits), call.keep, call.rowptr, call.col,
+                            or_undefined(edge_logits), call.keep, call.rowptr, call.col, output,
                             log_normalizer});
     ctx->saved_data["eps"] = call.eps;
     ctx->saved_data["rescale"] = call.rescale;
@@ -45,7 +45,7 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
                             saved[5],
                             saved[6],
                             saved[7],
-                            ctx->saved_data["eps"].toDouble(),
+                            ctx->saved_data["eps"].toOptional<double>(),
                             ctx->saved_data["rescale"].toDouble()};
     const std::array<at::Tensor, kInputs> inputs = {saved[0], saved[1], saved[2], saved[3],
                                                     saved[4]};
@@ -65,15 +65,21 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
       gradients =
           differentiable_gradients<kInputs>(outputs, grad_outputs, inputs, wanted, creates_graph);
     } else {
-      const at::Tensor grad_output =
-          grads[0].defined()
-              ? grads[0]
-              : at::zeros({call.query_features.size(0), call.value.size(1), call.value.size(2)},
-                          call.value.options());
-      const auto found = call_from_edge_features_backward(grad_output, grads[1], call, saved[8]);
-      gradients = only_wanted<kInputs>(found, wanted);
-      at::Tensor& of_edges = gradients[kInputs - 1];
-      if (of_edges.defined() && call.edge_logits.sym_size(1) == 1) of_edges = of_edges.sum(1, true);
+      const at::Tensor grad_output = grads[0].defined() ? grads[0] : at::zeros_like(saved[8]);
+      const auto [grad_query, of_edges] =
+          call_edge_query_gradients(call, saved[8], saved[9], grad_output, grads[1]);
+      gradients[0] = grad_query;
+      if (wanted[1] || wanted[2] || wanted[3]) {
+        std::tie(gradients[1], gradients[2], gradients[3]) = call_edge_key_gradients(
+            {of_edges, saved[0], grad_output, call.rowptr, call.col, saved[1].sym_size(0)});
+      }
+      if (wanted[4]) {
+        gradients[4] = of_edges.select(1, 0);
+        if (call.edge_logits.sym_size(1) == 1) gradients[4] = gradients[4].sum(1, true);
+      }
+      for (size_t k = 0; k < kInputs; ++k) {
+        if (!wanted[k]) gradients[k] = at::Tensor();
+      }
     }
     std::move(gradients.begin(), gradients.end(), result.begin());
     return result;

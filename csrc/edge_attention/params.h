@@ -5,7 +5,7 @@
 
 namespace ikattn {
 
-// T is the arithmetic type, float or double. E edges sorted by target, F = 2M features.
+// T is the arithmetic type, float or double. E edges sorted by target, F features of a node.
 template <typename T>
 struct EdgeParams {
   int64_t N_q, N_k, E, H, F, d_v;
@@ -19,6 +19,8 @@ struct EdgeParams {
   int64_t edge_heads;
   const bool* keep;  // [E, H]; null: all
   T rescale;         // of what is kept
+  // The score of a product s: exp(s) where exponential, else (s / 2F)^2 + eps.
+  bool exponential;
   T eps;
 };
 
@@ -29,21 +31,30 @@ struct EdgeForwardParams : EdgeParams<T> {
   double* log_normalizer;  // [N_q, H]; -inf where no edge is seen
 };
 
+// Gradients by target, and of every edge what gradients by source are sums of.
 template <typename T>
-struct EdgeBackwardParams : EdgeParams<T> {
-  const int64_t* colptr;         // [N_k + 1]: edges by source, those of source j are
-  const int64_t* by_source;      // [E]: by_source[colptr[j]] ..
-  const int64_t* target;         // [E]
+struct EdgeQueryGradientParams : EdgeParams<T> {
+  const T* output;               // [N_q, H, d_v]
   const double* log_normalizer;  // [N_q, H]
   const T* grad_output;          // [N_q, H, d_v]
   const T* grad_weights;         // [E, H]; null: zeros
-  T* grad_query_features;
-  T* grad_key_features;
-  T* grad_value;
-  T* grad_key_logits;
-  T* grad_logits;      // [E, H], of the logit of every edge
-  T* weights;          // [E, H]: working memory, after dropout
-  T* grad_similarity;  // [E, H]: working memory
+  T* grad_query_features;        // [N_q, H, F]
+  // [E, 3, H]: the gradient of the logit, of the product s, and the weight after dropout
+  T* of_edges;
+};
+
+template <typename T>
+struct EdgeKeyGradientParams {
+  int64_t N_q, N_k, E, H, F, d_v;
+  const int64_t* colptr;     // [N_k + 1]: the edges out of source j are
+  const int64_t* by_source;  // [E]: by_source[colptr[j]] .. by_source[colptr[j + 1] - 1]
+  const int64_t* target;     // [E]: the target of edge by_source[k] is target[k]
+  const T* query_features;   // [N_q, H, F]
+  const T* grad_output;      // [N_q, H, d_v]
+  const T* of_edges;         // [E, 3, H], as above
+  T* grad_key_features;      // [N_k, H, F]
+  T* grad_value;             // [N_k, H, d_v]
+  T* grad_key_logits;        // [N_k, H]
 };
 
 }  // namespace ikattn

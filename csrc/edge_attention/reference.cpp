@@ -32,29 +32,96 @@ at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10
   return at::index_add(at::zeros_symint(sizes, of_edges.options()), 0, nodes, of_edges);
 }
 
-EdgeResults reference_from_edge_features(const EdgeFeatures& call) {
-  const c10::SymInt N_q = call.query_features.sym_size(0), F = call.query_features.sym_size(-1);
-  const at::Tensor& source = call.col;
-  const at::Tensor target = targets_of(call.rowptr, source);
-  const at::Tensor products =
-      call.query_features.index_select(0, target) * call.key_features.index_select(0, source);
-  const at::Tensor s = products.sum(-1) / (2 * F);
-  at::Tensor bias = call.key_logits.index_select(0, source);
-  if (call.edge_logits.defined()) bias = bias + call.edge_logits;
-  const at::Tensor least = at::full({}, -INFINITY, s.options());
-  const at::Tensor logits = at::where(bias == -INFINITY, least, at::log(s * s + call.eps) + bias);
+namespace {
 
-  const at::Tensor nothing = at::zeros({}, s.options());
+// Of every edge: the products [E, H], the score's logarithm plus the logits, -inf where hidden.
+struct EdgeLogits {
+  at::Tensor target, product, logits;
+};
+
+EdgeLogits logits_of(const EdgeFeatures& call) {
+  const at::Tensor target = targets_of(call.rowptr, call.col);
+  const at::Tensor products =
+      call.query_features.index_select(0, target) * call.key_features.index_select(0, call.col);
+  at::Tensor product = products.sum(-1);
+  at::Tensor bias = call.key_logits.index_select(0, call.col);
+  if (call.edge_logits.defined()) bias = bias + call.edge_logits;
+  at::Tensor score = product;
+  if (call.eps) {
+    product = product / (2 * call.query_features.sym_size(-1));
+    score = at::log(product * product + *call.eps);
+  }
+  const at::Tensor least = at::full({}, -INFINITY, score.options());
+  return {target, product, at::where(bias == -INFINITY, least, score + bias)};
+}
+
+at::Tensor dropped(const EdgeFeatures& call, const at::Tensor& weights) {
+  if (!call.keep.defined()) return weights;
+  return at::where(call.keep, weights * call.rescale, at::zeros({}, weights.options()));
+}
+
+}  // namespace
+
+EdgeResults reference_from_edge_features(const EdgeFeatures& call) {
+  const c10::SymInt N_q = call.query_features.sym_size(0);
+  const auto [target, product, logits] = logits_of(call);
   const at::Tensor largest = largest_of(target, logits, N_q);
+  const at::Tensor nothing = at::zeros({}, logits.options());
   const at::Tensor shift = at::where(largest == -INFINITY, nothing, largest);
   const at::Tensor w = at::exp(logits - shift.index_select(0, target));
   const at::Tensor sum = sum_to(target, w, N_q);
   const at::Tensor divisor = at::where(sum == 0, at::ones({}, sum.options()), sum);
-  at::Tensor weights = w / divisor.index_select(0, target);
-  if (call.keep.defined()) weights = at::where(call.keep, weights * call.rescale, nothing);
-  const at::Tensor weighted = weights.unsqueeze(-1) * call.value.index_select(0, source);
+  const at::Tensor weights = dropped(call, w / divisor.index_select(0, target));
+  const at::Tensor weighted = weights.unsqueeze(-1) * call.value.index_select(0, call.col);
   const at::Tensor log_normalizer = (at::log(sum) + shift).detach().to(at::kDouble);
   return {sum_to(target, weighted, N_q), weights, log_normalizer};
+}
+
+EdgeQueryGradients reference_edge_query_gradients(const EdgeFeatures& call,
+                                                  const at::Tensor& output,
+                                                  const at::Tensor& log_normalizer,
+                                                  const at::Tensor& grad_output,
+                                                  const at::Tensor& grad_weights) {
+  const c10::SymInt N_q = call.query_features.sym_size(0);
+  const auto [target, product, logits] = logits_of(call);
+  const at::Tensor shift = at::where(log_normalizer == -INFINITY, 0.0, log_normalizer);
+  const at::Tensor weights =
+      at::exp(logits.to(at::kDouble) - shift.index_select(0, target)).to(logits.scalar_type());
+  const at::Tensor kept = dropped(call, weights);
+  at::Tensor gradient =
+      (grad_output.index_select(0, target) * call.value.index_select(0, call.col)).sum(-1);
+  at::Tensor mean = (grad_output * output).sum(-1);
+  if (grad_weights.defined()) {
+    gradient = gradient + grad_weights;
+    mean = mean + sum_to(target, kept * grad_weights, N_q);
+  }
+  const auto unless_hidden = [&, logits = logits](const at::Tensor& of_edges) {
+    return at::where(logits == -INFINITY, at::zeros({}, of_edges.options()), of_edges);
+  };
+  const at::Tensor grad_logits =
+      unless_hidden(weights * (dropped(call, gradient) - mean.index_select(0, target)));
+  at::Tensor grad_product = grad_logits;
+  if (call.eps) {
+    const at::Tensor slope = product / (product * product + *call.eps);
+    grad_product = unless_hidden(grad_logits * slope / call.query_features.sym_size(-1));
+  }
+  const at::Tensor keys = call.key_features.index_select(0, call.col);
+  const at::Tensor moved = at::where((logits == -INFINITY).unsqueeze(-1),
+                                     at::zeros({}, keys.options()), keys);
+  return {sum_to(target, grad_product.unsqueeze(-1) * moved, N_q),
+          at::stack({grad_logits, grad_product, unless_hidden(kept)}, 1)};
+}
+
+EdgeKeyGradients reference_edge_key_gradients(const EdgeKeyGradientCall& call) {
+  const at::Tensor target = targets_of(call.rowptr, call.col);
+  const auto spread = [&](int64_t which, const at::Tensor& of_targets) {
+    const at::Tensor factor = call.of_edges.select(1, which).unsqueeze(-1);
+    const at::Tensor there = of_targets.index_select(0, target);
+    const at::Tensor nothing = at::zeros({}, there.options());
+    return sum_to(call.col, factor * at::where(factor == 0, nothing, there), call.N_k);
+  };
+  return {spread(1, call.query_features), spread(2, call.grad_output),
+          sum_to(call.col, call.of_edges.select(1, 0), call.N_k)};
 }
 
 }  // namespace ikattn

@@ -7,6 +7,12 @@
 namespace ikattn {
 
 EdgeResults reference_from_edge_features(const EdgeFeatures& call);
+EdgeQueryGradients reference_edge_query_gradients(const EdgeFeatures& call,
+                                                  const at::Tensor& output,
+                                                  const at::Tensor& log_normalizer,
+                                                  const at::Tensor& grad_output,
+                                                  const at::Tensor& grad_weights);
+EdgeKeyGradients reference_edge_key_gradients(const EdgeKeyGradientCall& call);
 
 // The node each edge goes to, [E].
 at::Tensor targets_of(const at::Tensor& rowptr, const at::Tensor& col);

@@ -1,6 +1,24 @@
 #include "support/memory.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace ikattn {
+
+at::Tensor in_large_pages(at::Tensor tensor) {
+#if defined(__linux__)
+  constexpr size_t kPage = size_t{2} << 20;
+  const size_t bytes = tensor.is_cpu() ? tensor.storage().nbytes() : 0;
+  if (bytes < 2 * kPage) return tensor;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (begin + bytes) / kPage * kPage;
+  // Advice only: a system without large pages refuses it, and nothing else changes.
+  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+  return tensor;
+}
 
 bool is_of_memory(const c10::Error& error) {
   if (dynamic_cast<const MissingMemory*>(&error) != nullptr) return false;

@@ -4,7 +4,6 @@
 
 #include "edge_attention/cpu/kernel.h"
 #include "edge_attention/operators.h"
-#include "edge_attention/reference.h"
 #include "support/cpu_glue.h"
 #include "support/memory.h"
 
@@ -23,12 +22,16 @@ T* write(const at::Tensor& tensor) {
   return tensor.mutable_data_ptr<T>();
 }
 
+at::Tensor contiguous(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.contiguous() : tensor;
+}
+
 EdgeFeatures contiguous(const EdgeFeatures& given) {
   EdgeFeatures call = given;
   for (at::Tensor* tensor :
        {&call.query_features, &call.key_features, &call.value, &call.key_logits, &call.edge_logits,
         &call.keep, &call.rowptr, &call.col}) {
-    if (tensor->defined()) *tensor = tensor->contiguous();
+    *tensor = contiguous(*tensor);
   }
   return call;
 }
@@ -51,12 +54,24 @@ void describe(const EdgeFeatures& call, EdgeParams<T>& params) {
   params.edge_heads = call.edge_logits.defined() ? call.edge_logits.size(1) : 0;
   params.keep = read<bool>(call.keep);
   params.rescale = static_cast<T>(call.rescale);
-  params.eps = static_cast<T>(call.eps);
+  params.exponential = !call.eps.has_value();
+  params.eps = static_cast<T>(call.eps.value_or(0));
 }
 
-double work_of(const EdgeFeatures& call) {
-  return static_cast<double>(call.col.size(0)) * static_cast<double>(call.query_features.size(1)) *
-         static_cast<double>(call.query_features.size(2) + call.value.size(2));
+// function(params, kernels) with the kernels of the tensor's type and the instruction set in use.
+template <template <typename> class Params, typename Function>
+void with_kernels(const at::Tensor& like, const Function& function) {
+  if (compute_index(like) == 1) {
+    function(Params<double>(), kernels().of_double);
+  } else {
+    function(Params<float>(), kernels().of_float);
+  }
+}
+
+// Multiply-adds of one pass over the edges.
+double work_of(const at::Tensor& col, const at::Tensor& features, const at::Tensor& values) {
+  return static_cast<double>(col.size(0)) * static_cast<double>(features.size(1)) *
+         static_cast<double>(features.size(2) + values.size(2));
 }
 
 EdgeResults forward(const EdgeFeatures& given) {
@@ -65,96 +80,109 @@ EdgeResults forward(const EdgeFeatures& given) {
   const EdgeFeatures call = contiguous(given);
   const int64_t N_q = call.query_features.size(0), H = call.query_features.size(1);
   const auto options = call.query_features.options();
-  const at::Tensor output = at::empty({N_q, H, call.value.size(2)}, options);
-  const at::Tensor weights = at::empty({call.col.size(0), H}, options);
+  const at::Tensor output = in_large_pages(at::empty({N_q, H, call.value.size(2)}, options));
+  const at::Tensor weights = in_large_pages(at::empty({call.col.size(0), H}, options));
   const at::Tensor log_normalizer = at::empty({N_q, H}, options.dtype(at::kDouble));
-  const TorchExecutor executor(kFromEdgeFeatures, work_of(call));
-  const auto run = [&]<typename T>(auto kernel) {
-    EdgeForwardParams<T> params;
+  const TorchExecutor executor(kFromEdgeFeatures,
+                               work_of(call.col, call.query_features, call.value));
+  with_kernels<EdgeForwardParams>(output, [&]<typename T>(EdgeForwardParams<T> params,
+                                                          const auto& kernels) {
     describe(call, params);
     params.output = write<T>(output);
     params.weights = write<T>(weights);
     params.log_normalizer = write<double>(log_normalizer);
-    kernel(params, executor);
-  };
-  if (compute_index(output) == 1) {
-    run.template operator()<double>(kernels().forward_double);
-  } else {
-    run.template operator()<float>(kernels().forward_float);
-  }
+    kernels.forward(params, executor);
+  });
   return {output, weights, log_normalizer};
 }
 
-// Edges by source: those of source j are the numbers from colptr[j] up to colptr[j + 1], ascending.
+EdgeQueryGradients query_gradients(IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS) {
+  const EdgeFeatures given{IKATTN_EDGE_FEATURES_VALUES};
+  check_edge_query_gradients(given, {output, {}, log_normalizer}, grad_output,
+                             or_undefined(grad_weights));
+  check_edges(kEdgeQueryGradients, rowptr, col, key_features.size(0));
+  const EdgeFeatures call = contiguous(given);
+  const at::Tensor of_output = grad_output.contiguous(), normalizer = log_normalizer.contiguous();
+  const at::Tensor of_weights = contiguous(or_undefined(grad_weights));
+  const at::Tensor outputs = output.contiguous();
+  const at::Tensor grad_query = in_large_pages(at::empty_like(call.query_features));
+  const at::Tensor of_edges =
+      in_large_pages(at::empty({call.col.size(0), 3, call.query_features.size(1)},
+                               grad_query.options()));
+  const TorchExecutor executor(kEdgeQueryGradients,
+                               2 * work_of(call.col, call.query_features, call.value));
+  with_kernels<EdgeQueryGradientParams>(
+      of_edges, [&]<typename T>(EdgeQueryGradientParams<T> params, const auto& kernels) {
+        describe(call, params);
+        params.output = read<T>(outputs);
+        params.log_normalizer = read<double>(normalizer);
+        params.grad_output = read<T>(of_output);
+        params.grad_weights = read<T>(of_weights);
+        params.grad_query_features = write<T>(grad_query);
+        params.of_edges = write<T>(of_edges);
+        kernels.query_gradients(params, executor);
+      });
+  return {grad_query, of_edges};
+}
+
+// Edges by source: those of source j are the numbers edges[k], and lead to targets[k], for k from
+// colptr[j] up to colptr[j + 1], ascending.
 struct BySource {
-  at::Tensor colptr, edges;
+  at::Tensor colptr, edges, targets;
 };
 
-BySource by_source(const at::Tensor& col, int64_t N_k) {
-  const int64_t E = col.size(0);
-  BySource result{at::zeros({N_k + 1}, col.options()), at::empty({E}, col.options())};
-  const int64_t* source = read<int64_t>(col);
+BySource by_source(const at::Tensor& rowptr, const at::Tensor& col, int64_t N_k) {
+  const int64_t E = col.size(0), N_q = rowptr.size(0) - 1;
+  const auto options = col.options();
+  BySource result{at::zeros({N_k + 1}, options), at::empty({E}, options), at::empty({E}, options)};
+  const int64_t *end = read<int64_t>(rowptr), *source = read<int64_t>(col);
   int64_t* ends = write<int64_t>(result.colptr);
-  int64_t* edges = write<int64_t>(result.edges);
+  int64_t *edges = write<int64_t>(result.edges), *targets = write<int64_t>(result.targets);
   // ends[j + 1] goes from the number of edges of j to where they begin, and so to where they end.
   for (int64_t e = 0; e < E; ++e) ++ends[source[e] + 1];
   int64_t begin = 0;
   for (int64_t j = 0; j < N_k; ++j) begin += std::exchange(ends[j + 1], begin);
-  for (int64_t e = 0; e < E; ++e) edges[ends[source[e] + 1]++] = e;
+  for (int64_t i = 0; i < N_q; ++i) {
+    for (int64_t e = end[i]; e < end[i + 1]; ++e) {
+      const int64_t place = ends[source[e] + 1]++;
+      edges[place] = e;
+      targets[place] = i;
+    }
+  }
   return result;
 }
 
-EdgeGradients backward(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,
-                       IKATTN_EDGE_FEATURES_PARAMETERS, const at::Tensor& log_normalizer) {
-  const EdgeFeatures given{IKATTN_EDGE_FEATURES_VALUES};
-  check_edge_features_backward(kFromEdgeFeaturesBackward, grad_output, or_undefined(grad_weights),
-                               given, log_normalizer);
-  check_edges(kFromEdgeFeaturesBackward, rowptr, col, key_features.size(0));
-  const EdgeFeatures call = contiguous(given);
-  const int64_t H = call.query_features.size(1), N_k = call.key_features.size(0);
-  const int64_t E = call.col.size(0);
-  const BySource sources = by_source(call.col, N_k);
-  const at::Tensor target = targets_of(call.rowptr, call.col);
-  const at::Tensor of_output = grad_output.contiguous(), normalizer = log_normalizer.contiguous();
-  const at::Tensor of_weights =
-      is_present(grad_weights) ? grad_weights->contiguous() : at::Tensor();
-  const auto options = call.query_features.options();
-  const at::Tensor grad_query = at::empty_like(call.query_features);
-  const at::Tensor grad_key = at::empty_like(call.key_features);
-  const at::Tensor grad_value = at::empty_like(call.value);
-  const at::Tensor grad_key_logits = at::empty_like(call.key_logits);
-  const at::Tensor grad_logits = at::empty({E, H}, options);
-  const at::Tensor weights = at::empty({E, H}, options), similarity = at::empty({E, H}, options);
-  const TorchExecutor executor(kFromEdgeFeaturesBackward, 3 * work_of(call));
-  const auto run = [&]<typename T>(auto kernel) {
-    EdgeBackwardParams<T> params;
-    describe(call, params);
-    params.colptr = read<int64_t>(sources.colptr);
-    params.by_source = read<int64_t>(sources.edges);
-    params.target = read<int64_t>(target);
-    params.log_normalizer = read<double>(normalizer);
-    params.grad_output = read<T>(of_output);
-    params.grad_weights = read<T>(of_weights);
-    params.grad_query_features = write<T>(grad_query);
-    params.grad_key_features = write<T>(grad_key);
-    params.grad_value = write<T>(grad_value);
-    params.grad_key_logits = write<T>(grad_key_logits);
-    params.grad_logits = write<T>(grad_logits);
-    params.weights = write<T>(weights);
-    params.grad_similarity = write<T>(similarity);
-    kernel(params, executor);
-  };
-  if (compute_index(weights) == 1) {
-    run.template operator()<double>(kernels().backward_double);
-  } else {
-    run.template operator()<float>(kernels().backward_float);
-  }
-  return {grad_query, grad_key, grad_value, grad_key_logits, grad_logits};
+EdgeKeyGradients key_gradients(IKATTN_EDGE_KEY_GRADIENTS_PARAMETERS) {
+  check_edge_key_gradients({IKATTN_EDGE_KEY_GRADIENTS_VALUES});
+  const int64_t N_k = sources.expect_int(), H = query_features.size(1);
+  check_edges(kEdgeKeyGradients, rowptr, col, N_k);
+  const at::Tensor features = query_features.contiguous(), given = of_edges.contiguous();
+  const at::Tensor of_output = grad_output.contiguous(), source = col.contiguous();
+  const BySource edges = by_source(rowptr.contiguous(), source, N_k);
+  const auto options = features.options();
+  const at::Tensor grad_key = in_large_pages(at::empty({N_k, H, features.size(2)}, options));
+  const at::Tensor grad_value = in_large_pages(at::empty({N_k, H, of_output.size(2)}, options));
+  const at::Tensor grad_key_logits = at::empty({N_k, H}, options);
+  const TorchExecutor executor(kEdgeKeyGradients, work_of(col, features, of_output));
+  with_kernels<EdgeKeyGradientParams>(
+      features, [&]<typename T>(EdgeKeyGradientParams<T> params, const auto& kernels) {
+        params = {features.size(0),        N_k,
+                  col.size(0),             H,
+                  features.size(2),        of_output.size(2),
+                  read<int64_t>(edges.colptr), read<int64_t>(edges.edges),
+                  read<int64_t>(edges.targets), read<T>(features),
+                  read<T>(of_output),      read<T>(given),
+                  write<T>(grad_key),      write<T>(grad_value),
+                  write<T>(grad_key_logits)};
+        kernels.key_gradients(params, executor);
+      });
+  return {grad_key, grad_value, grad_key_logits};
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
   implement<"edge_attention_from_features", from_edge_features<forward>>(m);
-  implement<"edge_attention_from_features_backward", backward>(m);
+  implement<"edge_query_gradients", query_gradients>(m);
+  implement<"edge_key_gradients", key_gradients>(m);
 }
 
 }  // namespace

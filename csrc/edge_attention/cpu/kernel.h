@@ -6,11 +6,16 @@
 
 namespace ikattn {
 
+template <typename T>
+struct EdgeAttentionKernelsOf {
+  void (*forward)(const EdgeForwardParams<T>&, const Executor&);
+  void (*query_gradients)(const EdgeQueryGradientParams<T>&, const Executor&);
+  void (*key_gradients)(const EdgeKeyGradientParams<T>&, const Executor&);
+};
+
 struct EdgeAttentionKernels {
-  void (*forward_float)(const EdgeForwardParams<float>&, const Executor&);
-  void (*forward_double)(const EdgeForwardParams<double>&, const Executor&);
-  void (*backward_float)(const EdgeBackwardParams<float>&, const Executor&);
-  void (*backward_double)(const EdgeBackwardParams<double>&, const Executor&);
+  EdgeAttentionKernelsOf<float> of_float;
+  EdgeAttentionKernelsOf<double> of_double;
 };
 
 // Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.

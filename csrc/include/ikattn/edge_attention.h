@@ -1,11 +1,14 @@
-// Implicit-kernel attention over the edges of a graph: the public C++ functions.
+// Attention over the edges of a graph by implicit and other kernels: the public C++ functions.
 //
 //   N_q targets, N_k sources, E edges, H heads, d head size of query and key, d_v head size of
 //   value, M frequencies
 //
 //   weight_e = (s_ij^2 + eps) exp(g_j + key_bias_j + edge_bias_e) / Z_i,  edge e from j to i
 //
-// with s and g as in ikattn/attention.h, and Z_i the sum over the edges that come into i.
+// with s and g as in ikattn/attention.h, and Z_i the sum over the edges that come into i. All
+// functions return the output [N_q, H, d_v], zero for a target without edges, and the weights after
+// dropout, [E, H]. They throw c10::Error on wrong arguments; numbers of nodes are looked at on the
+// CPU only.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,11 +43,25 @@ struct EdgeAttentionOptions {
 //   query [N_q, H, d]   key [N_k, H, d]   value [N_k, H, d_v]   w1, w2 [H, d, M]
 //   rowptr int64 or int32 [N_q + 1], col [E]: edges sorted by target; those into target i come from
 //   the sources col[rowptr[i]] .. col[rowptr[i + 1] - 1]. An edge that occurs twice counts twice.
-// Returns the output [N_q, H, d_v], zero for a target without edges, and the weights after dropout,
-// [E, H]. Throws c10::Error on wrong arguments; numbers of nodes are looked at on the CPU only.
 std::tuple<at::Tensor, at::Tensor> implicit_kernel_edge_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& rowptr, const at::Tensor& col, const at::Tensor& w1,
+    const std::optional<at::Tensor>& w2 = std::nullopt, const EdgeAttentionOptions& options = {});
+
+// The same with the RBF kernel for (s^2 + eps): exp(-|q_i - k_j|^2 / (2 sqrt d) + g_j), of which
+// p = 2 makes softmax attention, exp(q_i.k_j / sqrt d). options.eps is not used.
+std::tuple<at::Tensor, at::Tensor> softmax_edge_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& rowptr, const at::Tensor& col, const EdgeAttentionOptions& options = {});
+
+// The paper's form for GAT: similarity of a learned vector a and the concatenation of an edge's
+// ends, x = [target_i || source_j], times exp(|x|_p^2 / (2 sqrt(2d))). Nothing of size [E, 2d].
+//   vector [H, 2d]   target [N_q, H, d]   source [N_k, H, d]   value [N_k, H, d_v]
+//   w1, w2 [H, 2d, M]; without w1 the RBF kernel, of which p = 2 makes exp(a.x / sqrt(2d)).
+std::tuple<at::Tensor, at::Tensor> gat_edge_attention(
+    const at::Tensor& vector, const at::Tensor& target, const at::Tensor& source,
+    const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
+    const std::optional<at::Tensor>& w1 = std::nullopt,
     const std::optional<at::Tensor>& w2 = std::nullopt, const EdgeAttentionOptions& options = {});
 
 }  // namespace ikattn

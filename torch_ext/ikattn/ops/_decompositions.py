@@ -52,7 +52,8 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
 
 def operator(name: str) -> Any:
     """The operator of that name; its composition while a model is exported to ONNX."""
-    if torch.onnx.is_in_onnx_export():
+    is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
+    if is_traced and torch.onnx.is_in_onnx_export():  # which costs a call 1 us
         name = f"{name}_reference"
     return getattr(torch.ops.ikattn, name)
 

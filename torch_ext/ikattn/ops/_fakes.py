@@ -129,7 +129,10 @@ def _weights_backward(
 @_fake("spectral_features")
 def _features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
     torch._check(x.dim() == 4, lambda: f"spectral_features: x must have four axes, got {x.dim()}")
-    return x.new_empty((*x.shape[:3], 2 * w1.shape[-1]))
+    batch, heads, tokens, _size = x.shape
+    if x.stride(1) < x.stride(2):  # in memory heads and tokens come in the order of x
+        return x.new_empty((batch, tokens, heads, 2 * w1.shape[-1])).transpose(1, 2)
+    return x.new_empty((batch, heads, tokens, 2 * w1.shape[-1]))
 
 
 @_fake("spectral_features_backward")
@@ -235,8 +238,8 @@ def _edge_attention(
     keep: Tensor | None,
     rowptr: Tensor,
     col: Tensor,
-    *_: float,
-    **__: float,
+    *_: float | None,
+    **__: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nodes, heads, _features = query_features.shape
     return (
@@ -246,18 +249,37 @@ def _edge_attention(
     )
 
 
-@_fake("edge_attention_from_features_backward")
-def _edge_attention_backward(
-    grad_output: Tensor,
-    grad_weights: Tensor | None,
+@_fake("edge_query_gradients")
+def _edge_query_gradients(
     query_features: Tensor,
     key_features: Tensor,
     value: Tensor,
     key_logits: Tensor,
-    *others: Any,  # edge_logits, keep, rowptr, col, numbers
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    inputs = (query_features, key_features, value, key_logits)
-    of_inputs = (tensor.new_empty(tensor.shape) for tensor in inputs)
-    edges = others[3].shape[0]
-    return (*of_inputs, value.new_empty((edges, value.shape[1])))
+    edge_logits: Tensor | None,
+    keep: Tensor | None,
+    rowptr: Tensor,
+    col: Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor]:
+    return (
+        query_features.new_empty(query_features.shape),
+        query_features.new_empty((col.shape[0], 3, query_features.shape[1])),
+    )
+
+
+@_fake("edge_key_gradients")
+def _edge_key_gradients(
+    of_edges: Tensor,
+    query_features: Tensor,
+    grad_output: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    sources: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _nodes, heads, features = query_features.shape
+    return (
+        query_features.new_empty((sources, heads, features)),
+        query_features.new_empty((sources, heads, grad_output.shape[2])),
+        query_features.new_empty((sources, heads)),
+    )

@@ -1,0 +1,184 @@
+// The products, logits and weights of a row's edges, and the arithmetic on short rows of numbers.
+#pragma once
+
+#include <cmath>
+
+#include "edge_attention/params.h"
+#include "support/cpu/schedule.h"
+#include "support/cpu/vector_math.h"
+
+namespace ikattn::IKATTN_ISA {
+namespace {
+
+// So many edges ahead nodes are asked for: what memory takes to answer.
+constexpr int64_t kAhead = 4;
+
+// Rows are short, often 8 numbers: vectors of eight on every instruction set.
+constexpr int64_t kEight = 8;
+template <typename T>
+struct EightOf;
+template <>
+struct EightOf<float> {
+  typedef float type __attribute__((vector_size(kEight * sizeof(float))));
+};
+template <>
+struct EightOf<double> {
+  typedef double type __attribute__((vector_size(kEight * sizeof(double))));
+};
+template <typename T>
+using Eight = typename EightOf<T>::type;
+
+template <typename T>
+inline void load_eight(Eight<T>& to, const T* source) {
+  __builtin_memcpy(&to, source, sizeof(to));
+}
+
+// What is left of a row after its eights: apart, so that the loop over eights stays short.
+template <typename T>
+[[gnu::noinline]] T dot_of_rest(const T* a, const T* b, int64_t count) {
+  T sum = 0;
+  for (int64_t k = 0; k < count; ++k) sum += a[k] * b[k];
+  return sum;
+}
+template <typename T>
+[[gnu::noinline]] void add_rest(T* y, T factor, const T* x, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) y[k] += factor * x[k];
+}
+
+template <typename T>
+inline T dot(const T* a, const T* b, int64_t count) {
+  Eight<T> sums{}, x, y;
+  int64_t k = 0;
+  for (; k + kEight <= count; k += kEight) {
+    load_eight(x, a + k);
+    load_eight(y, b + k);
+    sums += x * y;
+  }
+  sums += __builtin_shufflevector(sums, sums, 4, 5, 6, 7, 0, 1, 2, 3);
+  sums += __builtin_shufflevector(sums, sums, 2, 3, 0, 1, 6, 7, 4, 5);
+  const T sum = sums[0] + sums[1];
+  return k == count ? sum : sum + dot_of_rest(a + k, b + k, count - k);
+}
+
+// y += factor x
+template <typename T>
+inline void add_multiple(T* y, T factor, const T* x, int64_t count) {
+  Eight<T> of_x, of_y;
+  int64_t k = 0;
+  for (; k + kEight <= count; k += kEight) {
+    load_eight(of_x, x + k);
+    load_eight(of_y, y + k);
+    of_y += factor * of_x;
+    __builtin_memcpy(y + k, &of_y, sizeof(of_y));
+  }
+  if (k < count) add_rest(y + k, factor, x + k, count - k);
+}
+
+// Asks for the cache lines of a node that is read soon. Inlined always: GCC takes a call of what only
+// prefetches for one without effect, and drops it.
+template <typename T>
+[[gnu::always_inline]] inline void prefetch(const T* values, int64_t count) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t k = 0; k < count; k += kLine) __builtin_prefetch(values + k);
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void prefetch_source(const EdgeParams<T>& p, int64_t e) {
+  if (e >= p.E) return;
+  const int64_t j = p.source[e], H = p.H;
+  prefetch(p.key_features + j * H * p.F, H * p.F);
+  prefetch(p.value + j * H * p.d_v, H * p.d_v);
+  prefetch(p.key_logits + j * H, H);
+}
+
+// Numbers of at most so many edges, head by head within an edge, for every thread.
+template <typename T>
+struct EdgeScratch {
+  T* products;  // [edges, H]: s, 0 where the edge is hidden
+  T* logits;    // [edges, H]: what is added to the logarithm of the score; then the weights
+};
+
+template <typename T>
+class EdgeScratches {
+ public:
+  EdgeScratches(Workspace& workspace, int threads, int64_t edges, int64_t H)
+      : size_(round_up(edges * H, kLanes<T>)),  // whole vectors are computed
+        numbers_(workspace.take<T>(2 * threads * size_)) {}
+  EdgeScratch<T> operator[](int thread) const {
+    T* products = numbers_ + 2 * thread * size_;
+    return {products, products + size_};
+  }
+
+ private:
+  int64_t size_;
+  T* numbers_;
+};
+
+inline bool is_hidden(double logit) { return logit == -INFINITY; }
+
+// Fills the scratch for edges [begin, end) of query i; tells whether any of them is hidden.
+template <typename T>
+inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_t end,
+                        const EdgeScratch<T>& scratch) {
+  const int64_t H = p.H;
+  const T* query = p.query_features + i * H * p.F;
+  for (int64_t e = begin; e < end; ++e) {
+    prefetch_source(p, e + kAhead);
+    const T* key = p.key_features + p.source[e] * H * p.F;
+    T* products = scratch.products + (e - begin) * H;
+    for (int64_t h = 0; h < H; ++h) products[h] = dot(query + h * p.F, key + h * p.F, p.F);
+  }
+  bool hides = false;
+  for (int64_t e = begin; e < end; ++e) {
+    const T* of_key = p.key_logits + p.source[e] * H;
+    T *products = scratch.products + (e - begin) * H, *logits = scratch.logits + (e - begin) * H;
+    for (int64_t h = 0; h < H; ++h) logits[h] = of_key[h];
+    if (p.edge_logits != nullptr) {
+      const T* of_edge = p.edge_logits + (p.edge_heads == 1 ? e : e * H);
+      for (int64_t h = 0; h < H; ++h) logits[h] += of_edge[p.edge_heads == 1 ? 0 : h];
+    }
+    for (int64_t h = 0; h < H; ++h) hides |= is_hidden(logits[h]);
+    if (!p.exponential) continue;
+    for (int64_t h = 0; h < H; ++h) logits[h] = is_hidden(logits[h]) ? logits[h] : logits[h] + products[h];
+  }
+  if (hides) {
+    for (int64_t k = 0; k < (end - begin) * H; ++k) {
+      if (is_hidden(scratch.logits[k])) scratch.products[k] = 0;
+    }
+  }
+  if (!p.exponential) {
+    const T factor = T(1) / static_cast<T>(2 * p.F);
+    for (int64_t k = 0; k < (end - begin) * H; ++k) scratch.products[k] *= factor;
+  }
+  return hides;
+}
+
+// Logits to weights: score * exp(logit - shift[h]). A shift of -inf: no edge of the head is seen.
+template <typename T>
+inline void take_weights(const EdgeParams<T>& p, int64_t edges, const double* shift,
+                         const EdgeScratch<T>& scratch) {
+  const int64_t H = p.H, count = edges * H;
+  T* weights = scratch.logits;
+  for (int64_t e = 0; e < edges; ++e) {
+    for (int64_t h = 0; h < H; ++h) {
+      const double finite = is_hidden(shift[h]) ? 0.0 : shift[h];
+      weights[e * H + h] = static_cast<T>(static_cast<double>(weights[e * H + h]) - finite);
+    }
+  }
+  for (int64_t k = count; k < round_up(count, kLanes<T>); ++k) weights[k] = scratch.products[k] = 0;
+  for (int64_t k = 0; k < count; k += kLanes<T>) {
+    Vec<T> weight = exp_bounded<T>(load(weights + k));
+    const Vec<T> s = load(scratch.products + k);
+    if (!p.exponential) weight *= s * s + p.eps;
+    store(weights + k, weight);
+  }
+}
+
+template <typename T>
+inline T dropped(const EdgeParams<T>& p, int64_t edge_head, T weight) {
+  if (p.keep == nullptr) return weight;
+  return p.keep[edge_head] ? weight * p.rescale : T(0);
+}
+
+}  // namespace
+}  // namespace ikattn::IKATTN_ISA

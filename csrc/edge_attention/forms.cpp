@@ -1,0 +1,395 @@
+// The forms of attention over edges, each a composition for every device and transformation: a
+// similarity of features of nodes and logits, then edge_attention_from_features, which has kernels.
+// Their public C++ functions, and autocast.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "attention/arguments.h"
+#include "attention/reference.h"
+#include "edge_attention/operators.h"
+#include "edge_attention/reference.h"
+#include "ikattn/attention.h"
+#include "support/autograd.h"
+#include "support/dispatch.h"
+#include "support/memory.h"
+#include "support/philox.h"
+
+namespace ikattn {
+namespace {
+
+using Result = std::tuple<at::Tensor, at::Tensor>;
+
+// --- What the forms share
+
+// [N] or [N, 1] or [N, H], in the arithmetic type, with two axes.
+at::Tensor two_axes(const at::Tensor& bias, at::ScalarType type) {
+  return (bias.dim() == 1 ? bias.unsqueeze(-1) : bias).to(type);
+}
+
+// What dropout keeps, [E, H]. Edge e is pair (e / 16, e % 16) of a matrix: whole groups of the
+// generator.
+at::Tensor kept_edges(const EdgeAttentionOptions& options, const c10::SymInt& E,
+                      const c10::SymInt& H) {
+  return call_dropout_keep_mask(*options.dropout_seed, 1, H, (E + 15) / 16, 16, options.dropout_p)
+      .flatten(2)
+      .narrow_symint(2, 0, E)
+      .squeeze(0)
+      .transpose(0, 1);
+}
+
+// A call, and which nodes an edge reads: what none reads must not reach the arithmetic, where
+// 0 * NaN in the gradient would be NaN.
+struct Nodes {
+  EdgeFeatures edges;         // with the biases as logits
+  at::ScalarType type;        // of the arithmetic
+  at::Tensor read, reading;  // [N_k, H|1] and [N_q, H|1], bool
+
+  at::Tensor only(const at::Tensor& of_nodes, const at::Tensor& tensor) const {
+    const at::Tensor wide = tensor.to(type);
+    // Where all numbers are finite there is nothing to keep out, and no copy is needed.
+    if (is_readable(wide) && std::isfinite(wide.detach().sum().item<double>())) return wide;
+    return at::where(of_nodes.unsqueeze(-1), wide, at::zeros({}, wide.options()));
+  }
+  at::Tensor targets(const at::Tensor& tensor) const { return only(reading, tensor); }
+  at::Tensor sources(const at::Tensor& tensor) const { return only(read, tensor); }
+
+  void add_to_key_logits(const at::Tensor& logits) {
+    edges.key_logits = edges.key_logits.defined() ? edges.key_logits + logits : logits;
+  }
+  void add_to_edge_logits(const at::Tensor& logits) {
+    edges.edge_logits = edges.edge_logits.defined() ? edges.edge_logits + logits : logits;
+  }
+};
+
+Nodes nodes_of(const at::Tensor& targets, const at::Tensor& value, const at::Tensor& rowptr,
+               const at::Tensor& col, const EdgeAttentionOptions& options) {
+  const c10::SymInt N_q = targets.sym_size(0), N_k = value.sym_size(0), H = value.sym_size(1);
+  const c10::SymInt E = col.sym_size(0);
+  Nodes nodes;
+  nodes.type = compute_type(value.scalar_type());
+  EdgeFeatures& edges = nodes.edges;
+  edges.eps = std::nullopt;
+  edges.rowptr = rowptr.to(at::kLong);
+  edges.col = col.to(at::kLong);
+  at::Tensor of_keys;
+  if (is_present(options.key_bias)) {
+    const at::Tensor bias = two_axes(*options.key_bias, nodes.type);
+    of_keys = bias.expand_symint({N_k, bias.sym_size(1)});
+  }
+  if (is_present(options.edge_bias)) {
+    const at::Tensor bias = two_axes(*options.edge_bias, nodes.type);
+    edges.edge_logits = bias.expand_symint({E, bias.sym_size(1)});
+  }
+  if (options.dropout_p > 0) {
+    edges.keep = kept_edges(options, E, H);
+    edges.rescale = dropout_rescale(dropout_threshold(options.dropout_p));
+  }
+  at::Tensor visible;  // [E, H|1], of every edge; undefined: all
+  if (of_keys.defined()) visible = of_keys.index_select(0, edges.col) != -INFINITY;
+  if (edges.edge_logits.defined()) {
+    const at::Tensor shown = edges.edge_logits != -INFINITY;
+    visible = visible.defined() ? visible.logical_and(shown) : shown;
+  }
+  if (visible.defined()) {
+    const at::Tensor ones = visible.to(nodes.type);
+    nodes.read = sum_to(edges.col, ones, N_k) > 0;
+    nodes.reading = sum_to(targets_of(edges.rowptr, edges.col), ones, N_q) > 0;
+  } else {
+    const at::Tensor none = at::zeros_symint({N_k}, value.options().dtype(at::kBool));
+    nodes.read = none.index_fill(0, edges.col, true).unsqueeze(-1);
+    nodes.reading = (edges.rowptr.diff() > 0).unsqueeze(-1);
+  }
+  if (of_keys.defined()) edges.key_logits = of_keys.expand_symint({N_k, H});
+  return nodes;
+}
+
+Result finish(Nodes& nodes, at::ScalarType stored) {
+  EdgeFeatures& edges = nodes.edges;
+  if (!edges.key_logits.defined()) {
+    edges.key_logits = at::zeros_symint({edges.value.sym_size(0), edges.value.sym_size(1)},
+                                        edges.value.options());
+  }
+  const EdgeResults results = call_from_edge_features(edges);
+  return {std::get<0>(results).to(stored), std::get<1>(results).to(stored)};
+}
+
+// [N, H, d] -> [N, H, 2M], in the arithmetic type, which is that of the nodes.
+at::Tensor node_features(const at::Tensor& nodes, const at::Tensor& w1,
+                         const std::optional<at::Tensor>& w2) {
+  const at::ScalarType type = nodes.scalar_type();
+  const std::optional<at::Tensor> second = is_present(w2) ? or_none(w2->to(type)) : std::nullopt;
+  const at::Tensor heads = nodes.transpose(0, 1).unsqueeze(0);
+  return call_features(heads, w1.to(type), second).squeeze(0).transpose(0, 1);
+}
+
+double root_of_size(const at::Tensor& nodes) {
+  return std::sqrt(static_cast<double>(nodes.sym_size(-1).guard_int(__FILE__, __LINE__)));
+}
+
+// --- Pairs: a query and a key of every node
+
+Result pairs_by_implicit_kernel(const EdgeAttentionCall& call) {
+  const EdgeAttentionOptions& options = call.options;
+  Nodes nodes = nodes_of(call.query, call.value, call.rowptr, call.col, options);
+  const at::Tensor key = nodes.sources(call.key);
+  EdgeFeatures& edges = nodes.edges;
+  edges.eps = options.eps;
+  edges.query_features = node_features(nodes.targets(call.query), *call.w1, call.w2);
+  edges.key_features = node_features(key, *call.w1, call.w2);
+  edges.value = nodes.sources(call.value);
+  if (options.p) {
+    const double scale = options.magnitude_scale.value_or(0.5 / root_of_size(call.key));
+    nodes.add_to_key_logits(scale * reference_squared_norm(key, *options.p));
+  }
+  return finish(nodes, call.query.scalar_type());
+}
+
+// The RBF kernel times the magnitude: softmax attention where the magnitude is of the 2-norm.
+Result pairs_by_softmax(const EdgeAttentionCall& call) {
+  const EdgeAttentionOptions& options = call.options;
+  Nodes nodes = nodes_of(call.query, call.value, call.rowptr, call.col, options);
+  const at::Tensor key = nodes.sources(call.key);
+  const double root = root_of_size(call.key), scale = options.magnitude_scale.value_or(0.5 / root);
+  nodes.edges.query_features = nodes.targets(call.query) / root;
+  nodes.edges.key_features = key;
+  nodes.edges.value = nodes.sources(call.value);
+  if (options.p != 2.0 || scale != 0.5 / root) {
+    at::Tensor logits = (-0.5 / root) * reference_squared_norm(key, 2);
+    if (options.p) logits = logits + scale * reference_squared_norm(key, *options.p);
+    nodes.add_to_key_logits(logits);
+  }
+  return finish(nodes, call.query.scalar_type());
+}
+
+// --- GAT: a learned vector a and the concatenation x = [z_i || z_j] of an edge's ends
+
+// |x|_p^2 from the squared norms of both parts.
+at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second, double p) {
+  const at::Tensor most = at::maximum(first, second), least = at::minimum(first, second);
+  if (p == 2) return most + least;
+  // A power's derivative at 0 may be infinite: there it is that of a constant.
+  const at::Tensor one = at::ones({}, most.options()), nothing = at::zeros({}, most.options());
+  const at::Tensor usable = (least > 0).logical_and(at::isfinite(most));
+  const at::Tensor ratio = at::where(usable, least, one) / at::where(usable, most, one);
+  const at::Tensor power = at::where(usable, at::pow(ratio, p / 2), nothing);
+  return most * at::pow(1 + power, 2 / p);
+}
+
+// The angle of a concatenation is the sum of its parts' angles, u_i + v_j, so that
+//   phi(a).phi(x) = sum over m of A cos(u + v) + B sin(u + v)
+//                 = sum of cos v (A cos u + B sin u) + sin v (B cos u - A sin u)
+// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of sources,
+// 2M for each set. Of a stationary kernel, whose sets are one, phi(x) is (2 cos, 2 sin).
+void take_joint_features(EdgeFeatures& edges, const at::Tensor& vector, const at::Tensor& target,
+                         const at::Tensor& source, const at::Tensor& w1,
+                         const std::optional<at::Tensor>& w2) {
+  const c10::SymInt d = target.sym_size(-1), M = w1.sym_size(-1);
+  const at::Tensor of_vector = node_features(vector.to(target.scalar_type()).unsqueeze(0), w1, w2);
+  const at::Tensor A = of_vector.narrow_symint(-1, 0, M), B = of_vector.narrow_symint(-1, M, M);
+  std::vector<at::Tensor> of_targets, of_sources;
+  const auto add = [&](const at::Tensor& w) {
+    const at::Tensor u = node_features(target, w.narrow_symint(-2, 0, d), std::nullopt) / 2;
+    const at::Tensor v = node_features(source, w.narrow_symint(-2, d, d), std::nullopt);
+    const at::Tensor cosine = u.narrow_symint(-1, 0, M), sine = u.narrow_symint(-1, M, M);
+    of_targets.push_back(A * cosine + B * sine);
+    of_targets.push_back(B * cosine - A * sine);
+    of_sources.push_back(v);
+  };
+  add(w1);
+  if (is_present(w2)) add(*w2);
+  edges.query_features = at::cat(of_targets, -1);
+  edges.key_features = at::cat(of_sources, -1);
+}
+
+Result gat(const GatAttentionCall& call) {
+  const EdgeAttentionOptions& options = call.options;
+  Nodes nodes = nodes_of(call.target, call.value, call.rowptr, call.col, options);
+  const at::Tensor target = nodes.targets(call.target), source = nodes.sources(call.source);
+  const double root = root_of_size(call.vector), scale = options.magnitude_scale.value_or(0.5 / root);
+  EdgeFeatures& edges = nodes.edges;
+  edges.value = nodes.sources(call.value);
+  const auto add_norm = [&](double factor, double p) {
+    const at::Tensor of_source = reference_squared_norm(source, p);
+    if (p == 2) {  // the target's part is the same for all its edges
+      nodes.add_to_key_logits(factor * of_source);
+      return;
+    }
+    const at::Tensor of_target = reference_squared_norm(target, p);
+    const at::Tensor to = targets_of(edges.rowptr, edges.col);
+    nodes.add_to_edge_logits(factor * joint_squared_norm(of_target.index_select(0, to),
+                                                         of_source.index_select(0, edges.col), p));
+  };
+  if (is_present(call.w1)) {
+    edges.eps = options.eps;
+    // Twice the product for two sets of frequencies, whose number the score divides by.
+    take_joint_features(edges, call.vector, target, source, *call.w1, call.w2);
+    if (options.p) add_norm(scale, *options.p);
+  } else {
+    const c10::SymInt d = target.sym_size(-1);
+    edges.query_features = target.narrow(-1, 0, 0);
+    edges.key_features = source.narrow(-1, 0, 0);
+    const at::Tensor of_source = call.vector.narrow_symint(-1, d, d).to(nodes.type);
+    nodes.add_to_key_logits((source * of_source).sum(-1) / root);
+    if (options.p != 2.0 || scale != 0.5 / root) {
+      add_norm(-0.5 / root, 2);
+      if (options.p) add_norm(scale, *options.p);
+    }
+  }
+  return finish(nodes, call.target.scalar_type());
+}
+
+// --- Operators
+
+#define IKATTN_EDGE_BIAS_PARAMETERS                                         \
+  std::optional<double> p, const std::optional<at::Tensor>&key_bias,        \
+      const std::optional<at::Tensor>&edge_bias, double dropout_p
+#define IKATTN_EDGE_LAST_PARAMETERS \
+  std::optional<double> magnitude_scale, const std::optional<at::Tensor>&dropout_seed
+#define IKATTN_EDGE_OPTIONS \
+  { p, key_bias, edge_bias, dropout_p, eps, magnitude_scale, dropout_seed }
+
+Result implicit_kernel_op(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const at::Tensor& rowptr, const at::Tensor& col, const at::Tensor& w1,
+                          const std::optional<at::Tensor>& w2, IKATTN_EDGE_BIAS_PARAMETERS,
+                          double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+  const EdgeAttentionCall call{query, key, value, rowptr, col, w1, w2, IKATTN_EDGE_OPTIONS};
+  check_edge_attention("implicit_kernel_edge_attention", call);
+  return pairs_by_implicit_kernel(call);
+}
+
+Result softmax_op(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const at::Tensor& rowptr, const at::Tensor& col, IKATTN_EDGE_BIAS_PARAMETERS,
+                  IKATTN_EDGE_LAST_PARAMETERS) {
+  const double eps = EdgeAttentionOptions().eps;  // is not asked for
+  const EdgeAttentionCall call{query, key, value, rowptr, col, {}, {}, IKATTN_EDGE_OPTIONS};
+  check_edge_attention("softmax_edge_attention", call);
+  return pairs_by_softmax(call);
+}
+
+Result gat_op(const at::Tensor& vector, const at::Tensor& target, const at::Tensor& source,
+              const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
+              const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
+              IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+  const GatAttentionCall call{vector, target, source, value, rowptr, col, w1, w2,
+                              IKATTN_EDGE_OPTIONS};
+  check_gat_attention("gat_edge_attention", call);
+  return gat(call);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  implement<"implicit_kernel_edge_attention", implicit_kernel_op>(m);
+  implement<"softmax_edge_attention", softmax_op>(m);
+  implement<"gat_edge_attention", gat_op>(m);
+}
+
+// --- Typed access
+
+Result call_implicit_kernel(const EdgeAttentionCall& call) {
+  static const auto op =
+      find_operator<decltype(implicit_kernel_op)>("ikattn::implicit_kernel_edge_attention");
+  const EdgeAttentionOptions& options = call.options;
+  return op.call(call.query, call.key, call.value, call.rowptr, call.col, *call.w1, call.w2,
+                 options.p, options.key_bias, options.edge_bias, options.dropout_p, options.eps,
+                 options.magnitude_scale, options.dropout_seed);
+}
+
+Result call_softmax(const EdgeAttentionCall& call) {
+  static const auto op = find_operator<decltype(softmax_op)>("ikattn::softmax_edge_attention");
+  const EdgeAttentionOptions& options = call.options;
+  return op.call(call.query, call.key, call.value, call.rowptr, call.col, options.p,
+                 options.key_bias, options.edge_bias, options.dropout_p, options.magnitude_scale,
+                 options.dropout_seed);
+}
+
+Result call_gat(const GatAttentionCall& call) {
+  static const auto op = find_operator<decltype(gat_op)>("ikattn::gat_edge_attention");
+  const EdgeAttentionOptions& options = call.options;
+  return op.call(call.vector, call.target, call.source, call.value, call.rowptr, call.col, call.w1,
+                 call.w2, options.p, options.key_bias, options.edge_bias, options.dropout_p,
+                 options.eps, options.magnitude_scale, options.dropout_seed);
+}
+
+// --- Autocast: nodes in the lower precision; frequencies and biases as they are
+
+template <c10::DeviceType kDevice>
+struct Autocast {
+  static at::Tensor lower(const at::Tensor& tensor) {
+    return at::autocast::cached_cast(at::autocast::get_lower_precision_fp_from_device_type(kDevice),
+                                     tensor, kDevice);
+  }
+  static Result implicit_kernel(const at::Tensor& query, const at::Tensor& key,
+                                const at::Tensor& value, const at::Tensor& rowptr,
+                                const at::Tensor& col, const at::Tensor& w1,
+                                const std::optional<at::Tensor>& w2, IKATTN_EDGE_BIAS_PARAMETERS,
+                                double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+    return call_implicit_kernel({lower(query), lower(key), lower(value), rowptr, col, w1, w2,
+                                 IKATTN_EDGE_OPTIONS});
+  }
+  static Result softmax(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        const at::Tensor& rowptr, const at::Tensor& col,
+                        IKATTN_EDGE_BIAS_PARAMETERS, IKATTN_EDGE_LAST_PARAMETERS) {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+    const double eps = EdgeAttentionOptions().eps;
+    return call_softmax({lower(query), lower(key), lower(value), rowptr, col, {}, {},
+                         IKATTN_EDGE_OPTIONS});
+  }
+  static Result gat(const at::Tensor& vector, const at::Tensor& target, const at::Tensor& source,
+                    const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
+                    const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
+                    IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+    return call_gat({vector, lower(target), lower(source), lower(value), rowptr, col, w1, w2,
+                     IKATTN_EDGE_OPTIONS});
+  }
+};
+
+template <c10::DeviceType kDevice>
+void register_autocast(torch::Library& m) {
+  m.impl("implicit_kernel_edge_attention", Autocast<kDevice>::implicit_kernel);
+  m.impl("softmax_edge_attention", Autocast<kDevice>::softmax);
+  m.impl("gat_edge_attention", Autocast<kDevice>::gat);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
+TORCH_LIBRARY_IMPL(ikattn, Autocast, m) { register_autocast<c10::DeviceType::CUDA>(m); }
+
+void draw_seed_if_needed(EdgeAttentionOptions& options, at::Device device) {
+  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
+    options.dropout_seed = draw_dropout_seed(device);
+  }
+}
+
+}  // namespace
+
+Result implicit_kernel_edge_attention(const at::Tensor& query, const at::Tensor& key,
+                                      const at::Tensor& value, const at::Tensor& rowptr,
+                                      const at::Tensor& col, const at::Tensor& w1,
+                                      const std::optional<at::Tensor>& w2,
+                                      const EdgeAttentionOptions& options) {
+  EdgeAttentionCall call{query, key, value, rowptr, col, w1, w2, options};
+  draw_seed_if_needed(call.options, query.device());
+  return call_implicit_kernel(call);
+}
+
+Result softmax_edge_attention(const at::Tensor& query, const at::Tensor& key,
+                              const at::Tensor& value, const at::Tensor& rowptr,
+                              const at::Tensor& col, const EdgeAttentionOptions& options) {
+  EdgeAttentionCall call{query, key, value, rowptr, col, {}, {}, options};
+  draw_seed_if_needed(call.options, query.device());
+  return call_softmax(call);
+}
+
+Result gat_edge_attention(const at::Tensor& vector, const at::Tensor& target,
+                          const at::Tensor& source, const at::Tensor& value,
+                          const at::Tensor& rowptr, const at::Tensor& col,
+                          const std::optional<at::Tensor>& w1,
+                          const std::optional<at::Tensor>& w2,
+                          const EdgeAttentionOptions& options) {
+  GatAttentionCall call{vector, target, source, value, rowptr, col, w1, w2, options};
+  draw_seed_if_needed(call.options, target.device());
+  return call_gat(call);
+}
+
+}  // namespace ikattn
