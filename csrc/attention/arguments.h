@@ -40,7 +40,7 @@
 #define IKATTN_WEIGHTS_BACKWARD_SCHEMA                                  \
   "(Tensor grad_weights, Tensor query, Tensor key, Tensor w1, Tensor? " \
   "w2=None, " IKATTN_OPTION_SCHEMA ", bool average_heads, bool[6] wanted)"
-#define IKATTN_FEATURES_SCHEMA "(Tensor x, Tensor w1, Tensor? w2=None)"
+#define IKATTN_FEATURES_SCHEMA "(Tensor x, Tensor w1, Tensor? w2=None, bool tokens_first=False)"
 #define IKATTN_FEATURES_BACKWARD_SCHEMA \
   "(Tensor grad_features, Tensor x, Tensor w1, Tensor? w2, bool[3] wanted)"
 #define IKATTN_FROM_FEATURES_SCHEMA                                            \
@@ -78,8 +78,9 @@ using WeightsBackwardSignature = WeightsGradients(const at::Tensor& grad_weights
                                                   const std::optional<at::Tensor>& w2,
                                                   IKATTN_OPTION_PARAMETERS, bool average_heads,
                                                   std::array<bool, kWeightsGradients> wanted);
+// tokens_first: in memory the result is [B, N, H, 2M] rather than [B, H, N, 2M].
 using FeaturesSignature = at::Tensor(const at::Tensor& x, const at::Tensor& w1,
-                                     const std::optional<at::Tensor>& w2);
+                                     const std::optional<at::Tensor>& w2, bool tokens_first);
 using FeaturesBackwardSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
@@ -109,7 +110,7 @@ WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at:
                                        const AttentionOptions& options, bool average_heads,
                                        std::array<bool, kWeightsGradients> wanted);
 at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
-                         const std::optional<at::Tensor>& w2);
+                         const std::optional<at::Tensor>& w2, bool tokens_first = false);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
     const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);

@@ -125,15 +125,15 @@ class Weights : public torch::autograd::Function<Weights> {
 class Features : public torch::autograd::Function<Features> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w1,
-                            const std::optional<at::Tensor>& w2) {
+                            const std::optional<at::Tensor>& w2, bool tokens_first) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, w1, or_undefined(w2)});
     ctx->set_materialize_grads(false);
-    return call_features(x, w1, w2);
+    return call_features(x, w1, w2, tokens_first);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list result(3);
+    variable_list result(4);  // the inputs, then tokens_first
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
     const std::array<at::Tensor, 3> inputs = {saved[0], saved[1], saved[2]};
@@ -189,7 +189,7 @@ at::Tensor weights_autograd(const at::Tensor& query, const at::Tensor& key, cons
 }
 
 at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
-                             const std::optional<at::Tensor>& w2) {
+                             const std::optional<at::Tensor>& w2, bool tokens_first) {
   check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
   if (any_transformed({&x, &w1}, {&w2})) {
     check_features_call(x, w1, w2);
@@ -197,9 +197,9 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
   }
   if (!is_recorded({&x, &w1}, {&w2})) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return call_features(x, w1, w2);
+    return call_features(x, w1, w2, tokens_first);
   }
-  return Features::apply(x, w1, w2);
+  return Features::apply(x, w1, w2, tokens_first);
 }
 
 // Recorded, it is the composition: decoding has no gradient to be fast for.

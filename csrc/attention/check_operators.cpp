@@ -55,6 +55,11 @@ void weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
   check_weights_backward(grad_weights, query, key, w1, w2, options, average_heads, wanted);
 }
 
+void features(const at::Tensor& x, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+              bool /*tokens_first*/) {
+  check_features_call(x, w1, w2);
+}
+
 void features_backward(const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
                        const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
   check_placement("spectral_features_backward", "x", x,
@@ -82,7 +87,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("check_implicit_kernel_weights" IKATTN_WEIGHTS_SCHEMA " -> ()", weights);
   m.def("check_implicit_kernel_weights_backward" IKATTN_WEIGHTS_BACKWARD_SCHEMA " -> ()",
         weights_backward);
-  m.def("check_spectral_features" IKATTN_FEATURES_SCHEMA " -> ()", check_features_call);
+  m.def("check_spectral_features" IKATTN_FEATURES_SCHEMA " -> ()", features);
   m.def("check_spectral_features_backward" IKATTN_FEATURES_BACKWARD_SCHEMA " -> ()",
         features_backward);
   m.def("check_attention_from_features" IKATTN_FROM_FEATURES_SCHEMA " -> ()", from_features);

@@ -349,14 +349,14 @@ struct AttentionOperators {
   }
 
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
-                             const std::optional<at::Tensor>& w2) {
+                             const std::optional<at::Tensor>& w2, bool tokens_first) {
     const FeatureSizes sizes = check_features(x, w1, w2);
-    // In memory heads and tokens come in the order in which x has them.
-    const bool tokens_first = x.stride(1) < x.stride(2);
     const at::Tensor features = with_memory_for("spectral_features", "the features", [&] {
-      const int64_t F = 2 * sizes.M;
-      if (!tokens_first) return in_large_pages(at::empty({sizes.B, sizes.H, sizes.N, F}, x.options()));
-      return in_large_pages(at::empty({sizes.B, sizes.N, sizes.H, F}, x.options())).transpose(1, 2);
+      const int64_t first = tokens_first ? sizes.N : sizes.H;
+      const int64_t second = tokens_first ? sizes.H : sizes.N;
+      const at::Tensor made =
+          in_large_pages(at::empty({sizes.B, first, second, 2 * sizes.M}, x.options()));
+      return tokens_first ? made.transpose(1, 2) : made;
     });
     Device::features(features_params(sizes, x, w1, w2, features), false, x, feature_work(sizes));
     return features;

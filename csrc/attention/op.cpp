@@ -67,7 +67,7 @@ at::Tensor weights_reference_op(const at::Tensor& query, const at::Tensor& key,
 }
 
 at::Tensor features_reference_op(const at::Tensor& x, const at::Tensor& w1,
-                                 const std::optional<at::Tensor>& w2) {
+                                 const std::optional<at::Tensor>& w2, bool /*tokens_first*/) {
   check_features_call(x, w1, w2);
   return reference_features(x, w1, w2).to(x.scalar_type());
 }
@@ -141,9 +141,9 @@ struct Autocast {
     return call_weights(lower(query), lower(key_), w1, w2, {IKATTN_OPTION_VALUES}, average_heads);
   }
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
-                             const std::optional<at::Tensor>& w2) {
+                             const std::optional<at::Tensor>& w2, bool tokens_first) {
     c10::impl::ExcludeDispatchKeyGuard guard(key());
-    return call_features(lower(x), w1, w2);
+    return call_features(lower(x), w1, w2, tokens_first);
   }
   static at::Tensor from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
@@ -215,9 +215,9 @@ WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at:
 }
 
 at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
-                         const std::optional<at::Tensor>& w2) {
+                         const std::optional<at::Tensor>& w2, bool tokens_first) {
   static const auto op = find_operator<FeaturesSignature>("ikattn::spectral_features");
-  return op.call(x, w1, w2);
+  return op.call(x, w1, w2, tokens_first);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(

@@ -12,20 +12,20 @@
 namespace ikattn {
 
 struct EdgeAttentionCall {
-  at::Tensor query;        // [N_q, H, d]
-  at::Tensor key;          // [N_k, H, d]
-  at::Tensor value;        // [N_k, H, d_v]
-  at::Tensor rowptr, col;  // [N_q + 1], [E]
+  at::Tensor query;                  // [N_q, H, d]
+  at::Tensor key;                    // [N_k, H, d]
+  at::Tensor value;                  // [N_k, H, d_v]
+  at::Tensor rowptr, col;            // [N_q + 1], [E]
   std::optional<at::Tensor> w1, w2;  // [H, d, M]; without w1: softmax attention
   EdgeAttentionOptions options;
 };
 
 struct GatAttentionCall {
-  at::Tensor vector;       // [H, 2d]
-  at::Tensor target;       // [N_q, H, d]
-  at::Tensor source;       // [N_k, H, d]
-  at::Tensor value;        // [N_k, H, d_v]
-  at::Tensor rowptr, col;  // [N_q + 1], [E]
+  at::Tensor vector;                 // [H, 2d]
+  at::Tensor target;                 // [N_q, H, d]
+  at::Tensor source;                 // [N_k, H, d]
+  at::Tensor value;                  // [N_k, H, d_v]
+  at::Tensor rowptr, col;            // [N_q + 1], [E]
   std::optional<at::Tensor> w1, w2;  // [H, 2d, M]; without w1: the RBF kernel
   EdgeAttentionOptions options;
 };

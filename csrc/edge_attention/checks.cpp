@@ -78,8 +78,8 @@ void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies
   check_nodes(function, ends.source_name, source, name, target, "[N_k, H, d]");
   check_nodes(function, "value", value, name, target, "[N_k, H, d_v]");
   const int64_t H = target.size(1), d = target.size(2), N_k = source.size(0);
-  TORCH_CHECK(source.size(2) == d, function, ": ", ends.source_name,
-              " must have the head size of ", name, ", ", d, ", got ", source.sizes());
+  TORCH_CHECK(source.size(2) == d, function, ": ", ends.source_name, " must have the head size of ",
+              name, ", ", d, ", got ", source.sizes());
   TORCH_CHECK(value.size(0) == N_k, function, ": value must have the nodes of ", ends.source_name,
               ", ", N_k, ", got ", value.sizes());
   if (is_present(ends.w1)) {
@@ -94,8 +94,7 @@ void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies
   TORCH_CHECK(ends.rowptr.size(0) == target.size(0) + 1, function,
               ": rowptr must have shape [N_q + 1] = [", target.size(0) + 1, "], got ",
               ends.rowptr.sizes());
-  check_bias(function, "key_bias", options.key_bias, name, target, {N_k, H},
-             "[N_k] or [N_k, H]");
+  check_bias(function, "key_bias", options.key_bias, name, target, {N_k, H}, "[N_k] or [N_k, H]");
   check_bias(function, "edge_bias", options.edge_bias, name, target, {ends.col.size(0), H},
              "[E] or [E, H]");
   check_numbers(function, options.p, options.eps, options.magnitude_scale);
@@ -134,15 +133,15 @@ void check_edges(const char* function, const at::Tensor& rowptr, const at::Tenso
 }
 
 void check_edge_attention(const char* function, const EdgeAttentionCall& call) {
-  const Ends ends{function, "query",  "key",   call.query, call.key,    call.value,
+  const Ends ends{function,    "query",  "key",   call.query, call.key,    call.value,
                   call.rowptr, call.col, call.w1, call.w2,    call.options};
   if (!are_placed(ends, nullptr)) return;
   check_ends(ends, call.query.dim() == 3 ? call.query.size(2) : 0, "[H, d, M]");
 }
 
 void check_gat_attention(const char* function, const GatAttentionCall& call) {
-  const Ends ends{function, "target", "source", call.target, call.source, call.value,
-                  call.rowptr, call.col, call.w1, call.w2,     call.options};
+  const Ends ends{function,    "target", "source", call.target, call.source, call.value,
+                  call.rowptr, call.col, call.w1,  call.w2,     call.options};
   if (!are_placed(ends, &call.vector)) return;
   const at::Tensor& target = call.target;
   check_ends(ends, target.dim() == 3 ? 2 * target.size(2) : 0, "[H, 2d, M]");

@@ -41,8 +41,8 @@ at::Tensor kept_edges(const EdgeAttentionOptions& options, const c10::SymInt& E,
 // A call, and which nodes an edge reads: what none reads must not reach the arithmetic, where
 // 0 * NaN in the gradient would be NaN.
 struct Nodes {
-  EdgeFeatures edges;         // with the biases as logits
-  at::ScalarType type;        // of the arithmetic
+  EdgeFeatures edges;        // with the biases as logits
+  at::ScalarType type;       // of the arithmetic
   at::Tensor read, reading;  // [N_k, H|1] and [N_q, H|1], bool
 
   at::Tensor only(const at::Tensor& of_nodes, const at::Tensor& tensor) const {
@@ -107,8 +107,8 @@ Nodes nodes_of(const at::Tensor& targets, const at::Tensor& value, const at::Ten
 Result finish(Nodes& nodes, at::ScalarType stored) {
   EdgeFeatures& edges = nodes.edges;
   if (!edges.key_logits.defined()) {
-    edges.key_logits = at::zeros_symint({edges.value.sym_size(0), edges.value.sym_size(1)},
-                                        edges.value.options());
+    edges.key_logits =
+        at::zeros_symint({edges.value.sym_size(0), edges.value.sym_size(1)}, edges.value.options());
   }
   const EdgeResults results = call_from_edge_features(edges);
   return {std::get<0>(results).to(stored), std::get<1>(results).to(stored)};
@@ -120,7 +120,9 @@ at::Tensor node_features(const at::Tensor& nodes, const at::Tensor& w1,
   const at::ScalarType type = nodes.scalar_type();
   const std::optional<at::Tensor> second = is_present(w2) ? or_none(w2->to(type)) : std::nullopt;
   const at::Tensor heads = nodes.transpose(0, 1).unsqueeze(0);
-  return call_features(heads, w1.to(type), second).squeeze(0).transpose(0, 1);
+  return call_features(heads, w1.to(type), second, /*tokens_first=*/true)
+      .squeeze(0)
+      .transpose(0, 1);
 }
 
 double root_of_size(const at::Tensor& nodes) {
@@ -179,8 +181,8 @@ at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second,
 // The angle of a concatenation is the sum of its parts' angles, u_i + v_j, so that
 //   phi(a).phi(x) = sum over m of A cos(u + v) + B sin(u + v)
 //                 = sum of cos v (A cos u + B sin u) + sin v (B cos u - A sin u)
-// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of sources,
-// 2M for each set. Of a stationary kernel, whose sets are one, phi(x) is (2 cos, 2 sin).
+// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of
+// sources, 2M for each set. Of a stationary kernel, whose sets are one, phi(x) is (2 cos, 2 sin).
 void take_joint_features(EdgeFeatures& edges, const at::Tensor& vector, const at::Tensor& target,
                          const at::Tensor& source, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2) {
@@ -206,7 +208,8 @@ Result gat(const GatAttentionCall& call) {
   const EdgeAttentionOptions& options = call.options;
   Nodes nodes = nodes_of(call.target, call.value, call.rowptr, call.col, options);
   const at::Tensor target = nodes.targets(call.target), source = nodes.sources(call.source);
-  const double root = root_of_size(call.vector), scale = options.magnitude_scale.value_or(0.5 / root);
+  const double root = root_of_size(call.vector),
+               scale = options.magnitude_scale.value_or(0.5 / root);
   EdgeFeatures& edges = nodes.edges;
   edges.value = nodes.sources(call.value);
   const auto add_norm = [&](double factor, double p) {
@@ -241,13 +244,12 @@ Result gat(const GatAttentionCall& call) {
 
 // --- Operators
 
-#define IKATTN_EDGE_BIAS_PARAMETERS                                         \
-  std::optional<double> p, const std::optional<at::Tensor>&key_bias,        \
+#define IKATTN_EDGE_BIAS_PARAMETERS                                  \
+  std::optional<double> p, const std::optional<at::Tensor>&key_bias, \
       const std::optional<at::Tensor>&edge_bias, double dropout_p
 #define IKATTN_EDGE_LAST_PARAMETERS \
   std::optional<double> magnitude_scale, const std::optional<at::Tensor>&dropout_seed
-#define IKATTN_EDGE_OPTIONS \
-  { p, key_bias, edge_bias, dropout_p, eps, magnitude_scale, dropout_seed }
+#define IKATTN_EDGE_OPTIONS {p, key_bias, edge_bias, dropout_p, eps, magnitude_scale, dropout_seed}
 
 Result implicit_kernel_op(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const at::Tensor& rowptr, const at::Tensor& col, const at::Tensor& w1,
@@ -271,8 +273,8 @@ Result gat_op(const at::Tensor& vector, const at::Tensor& target, const at::Tens
               const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
               const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
               IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS) {
-  const GatAttentionCall call{vector, target, source, value, rowptr, col, w1, w2,
-                              IKATTN_EDGE_OPTIONS};
+  const GatAttentionCall call{
+      vector, target, source, value, rowptr, col, w1, w2, IKATTN_EDGE_OPTIONS};
   check_gat_attention("gat_edge_attention", call);
   return gat(call);
 }
@@ -324,16 +326,16 @@ struct Autocast {
                                 const std::optional<at::Tensor>& w2, IKATTN_EDGE_BIAS_PARAMETERS,
                                 double eps, IKATTN_EDGE_LAST_PARAMETERS) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-    return call_implicit_kernel({lower(query), lower(key), lower(value), rowptr, col, w1, w2,
-                                 IKATTN_EDGE_OPTIONS});
+    return call_implicit_kernel(
+        {lower(query), lower(key), lower(value), rowptr, col, w1, w2, IKATTN_EDGE_OPTIONS});
   }
   static Result softmax(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                         const at::Tensor& rowptr, const at::Tensor& col,
                         IKATTN_EDGE_BIAS_PARAMETERS, IKATTN_EDGE_LAST_PARAMETERS) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     const double eps = EdgeAttentionOptions().eps;
-    return call_softmax({lower(query), lower(key), lower(value), rowptr, col, {}, {},
-                         IKATTN_EDGE_OPTIONS});
+    return call_softmax(
+        {lower(query), lower(key), lower(value), rowptr, col, {}, {}, IKATTN_EDGE_OPTIONS});
   }
   static Result gat(const at::Tensor& vector, const at::Tensor& target, const at::Tensor& source,
                     const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
@@ -384,8 +386,7 @@ Result softmax_edge_attention(const at::Tensor& query, const at::Tensor& key,
 Result gat_edge_attention(const at::Tensor& vector, const at::Tensor& target,
                           const at::Tensor& source, const at::Tensor& value,
                           const at::Tensor& rowptr, const at::Tensor& col,
-                          const std::optional<at::Tensor>& w1,
-                          const std::optional<at::Tensor>& w2,
+                          const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
                           const EdgeAttentionOptions& options) {
   GatAttentionCall call{vector, target, source, value, rowptr, col, w1, w2, options};
   draw_seed_if_needed(call.options, target.device());

@@ -29,8 +29,8 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
       tags);
   m.def(
       "gat_edge_attention(Tensor vector, Tensor target, Tensor source, Tensor value, Tensor "
-      "rowptr, Tensor col, Tensor? w1=None, Tensor? w2=None, *, float? p=2.0, "
-      IKATTN_EDGE_OPTIONS_SCHEMA
+      "rowptr, Tensor col, Tensor? w1=None, Tensor? w2=None, *, float? "
+      "p=2.0, " IKATTN_EDGE_OPTIONS_SCHEMA
       "float eps=1e-05, float? magnitude_scale=None, Tensor? dropout_seed=None) -> (Tensor output, "
       "Tensor weights)",
       tags);

@@ -21,20 +21,17 @@
 #define IKATTN_EDGE_QUERY_GRADIENTS_SCHEMA \
   IKATTN_EDGE_FEATURES_SCHEMA              \
   ", *, Tensor output, Tensor log_normalizer, Tensor grad_output, Tensor? grad_weights=None"
-#define IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS                            \
-  IKATTN_EDGE_FEATURES_PARAMETERS, const at::Tensor &output,              \
-      const at::Tensor &log_normalizer, const at::Tensor &grad_output,    \
-      const std::optional<at::Tensor>&grad_weights
+#define IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS                                                 \
+  IKATTN_EDGE_FEATURES_PARAMETERS, const at::Tensor &output, const at::Tensor &log_normalizer, \
+      const at::Tensor &grad_output, const std::optional<at::Tensor>&grad_weights
 
-#define IKATTN_EDGE_KEY_GRADIENTS_SCHEMA                                                \
+#define IKATTN_EDGE_KEY_GRADIENTS_SCHEMA                                                    \
   "Tensor of_edges, Tensor query_features, Tensor grad_output, Tensor rowptr, Tensor col, " \
   "SymInt sources"
-#define IKATTN_EDGE_KEY_GRADIENTS_PARAMETERS                                                 \
-  const at::Tensor &of_edges, const at::Tensor &query_features,                              \
-      const at::Tensor &grad_output, const at::Tensor &rowptr, const at::Tensor &col,        \
-      c10::SymInt sources
-#define IKATTN_EDGE_KEY_GRADIENTS_VALUES \
-  of_edges, query_features, grad_output, rowptr, col, sources
+#define IKATTN_EDGE_KEY_GRADIENTS_PARAMETERS                                                   \
+  const at::Tensor &of_edges, const at::Tensor &query_features, const at::Tensor &grad_output, \
+      const at::Tensor &rowptr, const at::Tensor &col, c10::SymInt sources
+#define IKATTN_EDGE_KEY_GRADIENTS_VALUES of_edges, query_features, grad_output, rowptr, col, sources
 
 namespace ikattn {
 

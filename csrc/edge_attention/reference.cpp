@@ -106,8 +106,8 @@ EdgeQueryGradients reference_edge_query_gradients(const EdgeFeatures& call,
     grad_product = unless_hidden(grad_logits * slope / call.query_features.sym_size(-1));
   }
   const at::Tensor keys = call.key_features.index_select(0, call.col);
-  const at::Tensor moved = at::where((logits == -INFINITY).unsqueeze(-1),
-                                     at::zeros({}, keys.options()), keys);
+  const at::Tensor moved =
+      at::where((logits == -INFINITY).unsqueeze(-1), at::zeros({}, keys.options()), keys);
   return {sum_to(target, grad_product.unsqueeze(-1) * moved, N_q),
           at::stack({grad_logits, grad_product, unless_hidden(kept)}, 1)};
 }

@@ -35,8 +35,9 @@ auto with_memory_for(const char* function, const char* what, const Make& make) {
   return with_memory(make, [&] { return c10::str(function, ": no memory for ", what, ": "); });
 }
 
-// The tensor, which nobody has written yet. Where it is large and on the CPU, the system is asked for
-// large pages, where it gives them: first writes of small ones, and random reads, take much longer.
+// The tensor, which nobody has written yet. Where it is large and on the CPU, the system is asked
+// for large pages, where it gives them: first writes of small ones, and random reads, take much
+// longer.
 at::Tensor in_large_pages(at::Tensor tensor);
 
 // What the text about a kernel's own memory ends with.

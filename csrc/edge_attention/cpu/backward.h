@@ -23,8 +23,8 @@ inline void take_means(const EdgeQueryGradientParams<T>& p, int64_t i, double* m
 
 // What gradients of the weights add to the means, for edges [begin, end) of target i.
 template <typename T>
-inline void add_to_means(const EdgeQueryGradientParams<T>& p, int64_t i, int64_t begin,
-                         int64_t end, const EdgeScratch<T>& scratch, double* mean) {
+inline void add_to_means(const EdgeQueryGradientParams<T>& p, int64_t i, int64_t begin, int64_t end,
+                         const EdgeScratch<T>& scratch, double* mean) {
   const int64_t H = p.H;
   for (int64_t first = begin; first < end; first += kGradientEdges) {
     const int64_t last = min_of(first + kGradientEdges, end);

@@ -85,14 +85,14 @@ EdgeResults forward(const EdgeFeatures& given) {
   const at::Tensor log_normalizer = at::empty({N_q, H}, options.dtype(at::kDouble));
   const TorchExecutor executor(kFromEdgeFeatures,
                                work_of(call.col, call.query_features, call.value));
-  with_kernels<EdgeForwardParams>(output, [&]<typename T>(EdgeForwardParams<T> params,
-                                                          const auto& kernels) {
-    describe(call, params);
-    params.output = write<T>(output);
-    params.weights = write<T>(weights);
-    params.log_normalizer = write<double>(log_normalizer);
-    kernels.forward(params, executor);
-  });
+  with_kernels<EdgeForwardParams>(
+      output, [&]<typename T>(EdgeForwardParams<T> params, const auto& kernels) {
+        describe(call, params);
+        params.output = write<T>(output);
+        params.weights = write<T>(weights);
+        params.log_normalizer = write<double>(log_normalizer);
+        kernels.forward(params, executor);
+      });
   return {output, weights, log_normalizer};
 }
 
@@ -106,9 +106,8 @@ EdgeQueryGradients query_gradients(IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS) {
   const at::Tensor of_weights = contiguous(or_undefined(grad_weights));
   const at::Tensor outputs = output.contiguous();
   const at::Tensor grad_query = in_large_pages(at::empty_like(call.query_features));
-  const at::Tensor of_edges =
-      in_large_pages(at::empty({call.col.size(0), 3, call.query_features.size(1)},
-                               grad_query.options()));
+  const at::Tensor of_edges = in_large_pages(
+      at::empty({call.col.size(0), 3, call.query_features.size(1)}, grad_query.options()));
   const TorchExecutor executor(kEdgeQueryGradients,
                                2 * work_of(call.col, call.query_features, call.value));
   with_kernels<EdgeQueryGradientParams>(
@@ -166,13 +165,20 @@ EdgeKeyGradients key_gradients(IKATTN_EDGE_KEY_GRADIENTS_PARAMETERS) {
   const TorchExecutor executor(kEdgeKeyGradients, work_of(col, features, of_output));
   with_kernels<EdgeKeyGradientParams>(
       features, [&]<typename T>(EdgeKeyGradientParams<T> params, const auto& kernels) {
-        params = {features.size(0),        N_k,
-                  col.size(0),             H,
-                  features.size(2),        of_output.size(2),
-                  read<int64_t>(edges.colptr), read<int64_t>(edges.edges),
-                  read<int64_t>(edges.targets), read<T>(features),
-                  read<T>(of_output),      read<T>(given),
-                  write<T>(grad_key),      write<T>(grad_value),
+        params = {features.size(0),
+                  N_k,
+                  col.size(0),
+                  H,
+                  features.size(2),
+                  of_output.size(2),
+                  read<int64_t>(edges.colptr),
+                  read<int64_t>(edges.edges),
+                  read<int64_t>(edges.targets),
+                  read<T>(features),
+                  read<T>(of_output),
+                  read<T>(given),
+                  write<T>(grad_key),
+                  write<T>(grad_value),
                   write<T>(grad_key_logits)};
         kernels.key_gradients(params, executor);
       });

@@ -74,8 +74,8 @@ inline void add_multiple(T* y, T factor, const T* x, int64_t count) {
   if (k < count) add_rest(y + k, factor, x + k, count - k);
 }
 
-// Asks for the cache lines of a node that is read soon. Inlined always: GCC takes a call of what only
-// prefetches for one without effect, and drops it.
+// Asks for the cache lines of a node that is read soon. Inlined always: GCC takes a call of what
+// only prefetches for one without effect, and drops it.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch(const T* values, int64_t count) {
   constexpr int64_t kLine = 64 / sizeof(T);
@@ -139,7 +139,8 @@ inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_
     }
     for (int64_t h = 0; h < H; ++h) hides |= is_hidden(logits[h]);
     if (!p.exponential) continue;
-    for (int64_t h = 0; h < H; ++h) logits[h] = is_hidden(logits[h]) ? logits[h] : logits[h] + products[h];
+    for (int64_t h = 0; h < H; ++h)
+      logits[h] = is_hidden(logits[h]) ? logits[h] : logits[h] + products[h];
   }
   if (hides) {
     for (int64_t k = 0; k < (end - begin) * H; ++k) {

@@ -286,7 +286,7 @@ def features(options: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], di
         of_edges = normal(*of_edges).index_fill(0, torch.tensor([3]), -INFINITY).requires_grad_()
     if keep is not None:
         keep = torch.rand(E, H, generator=generator) < keep
-    numbers = {"eps": 1e-3, "rescale": options.get("rescale", 1.0)}
+    numbers = {"eps": options.get("eps", 1e-3), "rescale": options.get("rescale", 1.0)}
     return [*tensors, of_edges, keep, EDGES.rowptr, EDGES.col], numbers
 
 
@@ -294,6 +294,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "edges [E, H]": {"edges": (E, H)},
     "edges [E, 1], dropout": {"edges": (E, 1), "keep": 0.6, "rescale": 1 / 0.6},
+    "exponential": {"eps": None},
+    "exponential, edges [E, H], dropout": {"eps": None, "edges": (E, H), "keep": 0.6},
 }
 each_features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 
@@ -308,14 +310,16 @@ def test_kernels_compute_what_the_composition_does(options):
     found, wanted = kernel(*arguments, **numbers), composition(key, *arguments, **numbers)
     torch.testing.assert_close(found, wanted)
     grads = [torch.randn_like(tensor) for tensor in found[:2]]
-    backward = torch.ops.ikattn.edge_attention_from_features_backward
-    for given in (grads, [grads[0], None]):
-        call = (*given, *(x.detach() if isinstance(x, Tensor) else x for x in arguments))
-        results = [
-            function(*call, **numbers, log_normalizer=found[2])
-            for function in (backward, lambda *a, **k: backward.default._op_dk(key, *a, **k))
-        ]
-        torch.testing.assert_close(*results)
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+    saved = {"output": found[0], "log_normalizer": found[2]}
+    for grad_weights in (grads[1], None):
+        given = {**numbers, **saved, "grad_output": grads[0], "grad_weights": grad_weights}
+        by_target = torch.ops.ikattn.edge_query_gradients
+        results = by_target(*arguments, **given)
+        torch.testing.assert_close(results, by_target.default._op_dk(key, *arguments, **given))
+        by_source = torch.ops.ikattn.edge_key_gradients
+        call = (results[1], arguments[0], grads[0], EDGES.rowptr, EDGES.col, N_K)
+        torch.testing.assert_close(by_source(*call), by_source.default._op_dk(key, *call))
 
 
 @each_features
@@ -331,6 +335,7 @@ def test_the_operator_with_kernels_passes_opcheck_and_gradcheck(options):
     assert gradcheck(call, inputs)
 
 
+@pytest.mark.operators
 def test_numbers_of_threads_do_not_change_a_bit():
     generator = torch.Generator().manual_seed(0)
     count = 30_000  # one target has half of the edges, one source a third
@@ -379,12 +384,18 @@ def test_a_meta_tensor_among_others_is_refused(place, mode):
     operator = torch.ops.ikattn.edge_attention_from_features
     with mode(), pytest.raises(RuntimeError, match=r"edge_attention_from_features: .* device"):
         operator(*arguments, **numbers)
-    normalizer = torch.zeros(N_Q, H, dtype=torch.float64)
-    backward = torch.ops.ikattn.edge_attention_from_features_backward
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    grad = torch.zeros(N_Q, H, VALUE_SIZE)
-    with mode(), pytest.raises(RuntimeError, match=r"_backward: .* device"):
-        backward(grad, None, *arguments, **numbers, log_normalizer=normalizer)
+    given = {
+        "output": torch.zeros(N_Q, H, VALUE_SIZE),
+        "log_normalizer": torch.zeros(N_Q, H, dtype=torch.float64),
+        "grad_output": torch.zeros(N_Q, H, VALUE_SIZE),
+    }
+    with mode(), pytest.raises(RuntimeError, match=r"edge_query_gradients: .* device"):
+        torch.ops.ikattn.edge_query_gradients(*arguments, **numbers, **given)
+    call = [torch.zeros(E, 3, H), arguments[0], given["grad_output"], EDGES.rowptr, EDGES.col, N_K]
+    call[place % 5] = call[place % 5].to("meta")
+    with mode(), pytest.raises(RuntimeError, match=r"edge_key_gradients: .* device"):
+        torch.ops.ikattn.edge_key_gradients(*call)
 
 
 def test_the_meta_device_gives_shapes():
@@ -394,6 +405,188 @@ def test_the_meta_device_gives_shapes():
     assert output.shape == (N_Q, H, VALUE_SIZE)
     assert weights.shape == (E, H)
     assert output.is_meta
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("eps", [1e-3, None], ids=["implicit", "exponential"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pieces_of_a_long_row_add_up(eps, dtype):
+    """A target of 5000 edges, and a source of as many, are cut into pieces."""
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(N_K, (7000,), generator=generator)
+    target = torch.randint(N_Q, (7000,), generator=generator)
+    target[:5000], source[2000:] = 3, 5
+    edges = Edges.from_coo(source, target, N_Q)
+    arguments, _ = features({}, torch.float64)
+    inputs = [tensor.detach().float() for tensor in arguments[:4]]  # exact in both types
+    inputs[3] *= 10  # logits of which the largest decides
+    operator = torch.ops.ikattn.edge_attention_from_features.default
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    rest = (None, None, edges.rowptr, edges.col, eps)
+
+    def results(call: Any, kind: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(kind).requires_grad_() for tensor in inputs]
+        output, weights, _ = call(*leaves, *rest)
+        grad_output, grad_weights = output.detach().cos(), weights.detach().sin()
+        grads = torch.autograd.grad((output, weights), leaves, (grad_output, grad_weights))
+        return [output, weights, *grads]
+
+    composition = functools.partial(operator._op_dk, key)
+    wanted = results(composition, torch.float64)
+
+    def errors(call: Any) -> list[float]:
+        return [
+            float((found.double() - value).abs().max() / value.abs().max())
+            for found, value in zip(results(call, dtype), wanted, strict=True)
+        ]
+
+    least = 1e-10 if dtype == torch.float64 else 1e-6
+    for error, other in zip(errors(operator), errors(composition), strict=True):
+        assert error <= max(2 * other, least)
+
+
+# Other forms
+
+
+def softmax_logits(arguments: dict[str, Any], i: int, j: int, h: int, p: float | None) -> Tensor:
+    query, key = arguments["query"][i, h], arguments["key"][j, h]
+    root = SIZE**0.5
+    logit = -(query - key).square().sum() / (2 * root)
+    return logit if p is None else logit + torch.linalg.vector_norm(key, p) ** 2 / (2 * root)
+
+
+def by_logits(logit: Any, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of logit(i, j, h) over the edges into each target, and its sum of values."""
+    weights = torch.zeros(E, H, dtype=torch.float64)
+    for i in range(N_Q):
+        into = [e for e in range(E) if EDGE_INDEX[1, e] == i]
+        for h in range(H):
+            if into:
+                logits = [logit(i, int(EDGE_INDEX[0, e]), h) for e in into]
+                weights[into, h] = torch.stack(logits).softmax(0)
+    weighted = weights.unsqueeze(-1) * value[EDGE_INDEX[0]]
+    return torch.zeros(N_Q, H, VALUE_SIZE).double().index_add(0, EDGE_INDEX[1], weighted), weights
+
+
+each_order = pytest.mark.parametrize("p", [2.0, 1.0, 3.5, None])
+
+
+@each_order
+def test_softmax_attention_over_edges_is_that_of_the_definition(p):
+    arguments = nodes()
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    found = ikattn.softmax_edge_attention(query, key, value, EDGES, p=p, return_weights=True)
+    wanted = by_logits(lambda i, j, h: softmax_logits(arguments, i, j, h, p), value)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    if p == 2:
+        wanted = by_logits(lambda i, j, h: query[i, h] @ key[j, h] / SIZE**0.5, value)
+        torch.testing.assert_close(found, wanted)
+
+
+def gat_arguments(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "vector": normal(H, 2 * SIZE),
+        "target": normal(N_Q, H, SIZE),
+        "source": normal(N_K, H, SIZE),
+        "value": normal(N_K, H, VALUE_SIZE),
+        "w1": 0.2 * normal(H, 2 * SIZE, M),
+        "w2": 0.2 * normal(H, 2 * SIZE, M),
+    }
+
+
+@each_order
+@pytest.mark.parametrize("kernel", ["implicit", "stationary", "rbf"])
+def test_the_gat_form_is_that_of_the_definition(kernel, p):
+    arguments = gat_arguments()
+    if kernel != "implicit":
+        arguments["w2"] = None
+    if kernel == "rbf":
+        arguments["w1"] = None
+    root = (2 * SIZE) ** 0.5
+
+    def logit(i: int, j: int, h: int) -> Tensor:
+        x = torch.cat([arguments["target"][i, h], arguments["source"][j, h]])
+        a = arguments["vector"][h]
+        if kernel == "rbf":
+            score = -(a - x).square().sum() / (2 * root)
+        else:
+            w2 = None if arguments["w2"] is None else arguments["w2"][h]
+            s = covariance(a[None], x[None], arguments["w1"][h], w2)
+            score = torch.log(s[0, 0] ** 2 + 1e-5)
+        return score if p is None else score + torch.linalg.vector_norm(x, p) ** 2 / (2 * root)
+
+    found = ikattn.gat_edge_attention(edges=EDGES, p=p, return_weights=True, **arguments)
+    torch.testing.assert_close(found, by_logits(logit, arguments["value"]), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("p", [2.0, 1.5])
+@pytest.mark.parametrize("form", ["softmax", "gat", "gat rbf"])
+def test_derivatives_of_other_forms_are_those_of_differences(form, p):
+    arguments = nodes() if form == "softmax" else gat_arguments()
+    if form != "gat":
+        arguments = {name: x for name, x in arguments.items() if name not in ("w1", "w2")}
+    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
+    names, inputs = list(arguments), [x.requires_grad_() for x in arguments.values()]
+
+    def call(*values: Tensor) -> tuple[Tensor, Tensor]:
+        given: dict[str, Any] = dict(zip(names, values, strict=True))
+        return function(edges=EDGES, p=p, return_weights=True, **given)
+
+    assert gradcheck(call, inputs, check_forward_ad=True)
+    assert gradgradcheck(call, inputs, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["softmax", "gat"])
+def test_other_forms_go_through_compile_autocast_and_opcheck(form):
+    arguments = nodes(dtype=torch.float32) if form == "softmax" else gat_arguments(torch.float32)
+    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
+    if form == "softmax":
+        del arguments["w1"], arguments["w2"]
+    call = functools.partial(function, edges=EDGES, p=3.0, return_weights=True)
+    wanted = call(**arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(**arguments), wanted)
+    kept = {"vector", "w1", "w2"}
+    lowered = {name: x if name in kept else x.bfloat16() for name, x in arguments.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(call(**arguments)[0], call(**lowered)[0])
+    tensors = list(arguments.values())
+    place = 3 if form == "softmax" else 4
+    tensors[place:place] = [EDGES.rowptr, EDGES.col]
+    operator = getattr(torch.ops.ikattn, f"{form}_edge_attention").default
+    torch.library.opcheck(operator, tensors, {"p": 3.0})
+
+
+def test_norms_of_zero_have_a_gradient_in_the_gat_form():
+    arguments = gat_arguments()
+    arguments["target"][1], arguments["source"][3] = 0, 0  # the edge 3 -> 1 is zero at both ends
+    arguments["source"][4] = 0
+    inputs = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
+    for p in (1.0, 1.5, 4.0):
+        output = ikattn.gat_edge_attention(edges=EDGES, p=p, **inputs)
+        grads = torch.autograd.grad(output.square().sum(), list(inputs.values()))
+        assert all(bool(grad.isfinite().all()) for grad in grads)
+
+
+GAT_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "vector": ({"vector": torch.zeros(2, 7)}, RuntimeError, r"vector .* \[2, 8\], got \[2, 7\]"),
+    "target": ({"target": torch.zeros(7, 8)}, RuntimeError, r"target must have shape \[N_q, H, d"),
+    "source": ({"source": torch.zeros(9, 2, 5)}, RuntimeError, "source must have the head size of"),
+    "w1": ({"w1": torch.zeros(2, 4, 5)}, RuntimeError, "w1 must have shape"),
+    "w2 alone": ({"w1": None}, RuntimeError, "w2 must be None where w1 is"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), GAT_ERRORS.values(), ids=GAT_ERRORS)
+def test_errors_of_the_gat_form_name_the_argument(changed, error, message):
+    with pytest.raises(error, match=f"gat_edge_attention: {message}"):
+        ikattn.gat_edge_attention(edges=EDGES, **(gat_arguments(torch.float32) | changed))
 
 
 # Dropout

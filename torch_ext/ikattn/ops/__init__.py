@@ -15,7 +15,12 @@ from ikattn.ops.attention import (
     similarity_and_magnitude,
     spectral_features,
 )
-from ikattn.ops.edges import Edges, implicit_kernel_edge_attention
+from ikattn.ops.edges import (
+    Edges,
+    gat_edge_attention,
+    implicit_kernel_edge_attention,
+    softmax_edge_attention,
+)
 from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
@@ -30,10 +35,12 @@ __all__ = [
     "decompositions",
     "draw_dropout_seed",
     "dropout_keep_mask",
+    "gat_edge_attention",
     "implicit_kernel_attention",
     "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
     "similarity_and_magnitude",
+    "softmax_edge_attention",
     "spectral_features",
     "which_kernels",
     "why_not_fast",

@@ -127,10 +127,12 @@ def _weights_backward(
 
 
 @_fake("spectral_features")
-def _features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
+def _features(
+    x: Tensor, w1: Tensor, w2: Tensor | None = None, tokens_first: bool = False
+) -> Tensor:
     torch._check(x.dim() == 4, lambda: f"spectral_features: x must have four axes, got {x.dim()}")
     batch, heads, tokens, _size = x.shape
-    if x.stride(1) < x.stride(2):  # in memory heads and tokens come in the order of x
+    if tokens_first:
         return x.new_empty((batch, tokens, heads, 2 * w1.shape[-1])).transpose(1, 2)
     return x.new_empty((batch, heads, tokens, 2 * w1.shape[-1]))
 

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from ikattn.ops.attention import draw_dropout_seed
 
-__all__ = ["Edges", "implicit_kernel_edge_attention"]
+__all__ = [
+    "Edges",
+    "gat_edge_attention",
+    "implicit_kernel_edge_attention",
+    "softmax_edge_attention",
+]
 
 
 class Edges(NamedTuple):
@@ -196,33 +201,252 @@ def implicit_kernel_edge_attention(
         >>> output.shape, weights.shape, bool((output[2] == 0).all())
         (torch.Size([3, 4, 8]), torch.Size([3, 4]), True)
     """
-    if dropout_p > 0 and dropout_seed is None:
-        dropout_seed = draw_dropout_seed(query.device)
-    order = edges.order
+    return _attend(
+        "implicit_kernel_edge_attention",
+        (query, key, value, edges.rowptr, edges.col, w1, w2),
+        edges,
+        {
+            "p": p,
+            "key_bias": key_bias,
+            "edge_bias": edge_bias,
+            "dropout_p": dropout_p,
+            "eps": eps,
+            "magnitude_scale": magnitude_scale,
+            "dropout_seed": dropout_seed,
+        },
+        return_weights,
+    )
+
+
+@overload
+def softmax_edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges,
+    *,
+    p: float | None = ...,
+    key_bias: Tensor | None = ...,
+    edge_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    magnitude_scale: float | None = ...,
+    dropout_seed: Tensor | None = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def softmax_edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges,
+    *,
+    p: float | None = ...,
+    key_bias: Tensor | None = ...,
+    edge_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    magnitude_scale: float | None = ...,
+    dropout_seed: Tensor | None = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def softmax_edge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention over edges by the RBF kernel times the magnitude; by default softmax attention.
+
+    .. math::
+        o_i = \sum_{e: j \to i} \frac{\exp(-|q_i - k_j|_2^2 / (2 \sqrt{d}) + g_j
+              + \mathrm{key\_bias}_j + \mathrm{edge\_bias}_e)}{Z_i} v_j
+
+    with the magnitude g of :func:`ikattn.implicit_kernel_attention`. For p = 2 it is
+    ``exp(q_i . k_j / sqrt(d))``, ordinary softmax attention. The same kernels compute it as
+    :func:`implicit_kernel_edge_attention`, so that kernels can be compared on a graph.
+
+    Args:
+        query, key, value, edges, p, key_bias, edge_bias, dropout_p, magnitude_scale, dropout_seed,
+        return_weights: As in :func:`implicit_kernel_edge_attention`.
+
+    Returns:
+        As :func:`implicit_kernel_edge_attention`.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, IndexError: As there.
+
+    Example:
+        >>> import torch, ikattn
+        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> q, k, v = (torch.randn(3, 4, 8) for _ in range(3))
+        >>> ikattn.softmax_edge_attention(q, k, v, edges).shape
+        torch.Size([3, 4, 8])
+    """
+    return _attend(
+        "softmax_edge_attention",
+        (query, key, value, edges.rowptr, edges.col),
+        edges,
+        {
+            "p": p,
+            "key_bias": key_bias,
+            "edge_bias": edge_bias,
+            "dropout_p": dropout_p,
+            "magnitude_scale": magnitude_scale,
+            "dropout_seed": dropout_seed,
+        },
+        return_weights,
+    )
+
+
+@overload
+def gat_edge_attention(
+    vector: Tensor,
+    target: Tensor,
+    source: Tensor,
+    value: Tensor,
+    edges: Edges,
+    w1: Tensor | None = ...,
+    w2: Tensor | None = ...,
+    *,
+    p: float | None = ...,
+    key_bias: Tensor | None = ...,
+    edge_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    eps: float = ...,
+    magnitude_scale: float | None = ...,
+    dropout_seed: Tensor | None = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def gat_edge_attention(
+    vector: Tensor,
+    target: Tensor,
+    source: Tensor,
+    value: Tensor,
+    edges: Edges,
+    w1: Tensor | None = ...,
+    w2: Tensor | None = ...,
+    *,
+    p: float | None = ...,
+    key_bias: Tensor | None = ...,
+    edge_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    eps: float = ...,
+    magnitude_scale: float | None = ...,
+    dropout_seed: Tensor | None = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def gat_edge_attention(
+    vector: Tensor,
+    target: Tensor,
+    source: Tensor,
+    value: Tensor,
+    edges: Edges,
+    w1: Tensor | None = None,
+    w2: Tensor | None = None,
+    *,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""The paper's form for GAT: a learned vector attends to the two ends of every edge.
+
+    .. math::
+        o_i = \sum_{e: j \to i} \frac{(s(a, x_e)^2 + \epsilon)\,
+              \exp(|x_e|_p^2 / (2 \sqrt{2 d}) + \mathrm{key\_bias}_j + \mathrm{edge\_bias}_e)}
+              {Z_i} v_j, \qquad x_e = [z_i \,\|\, y_j]
+
+    with a the vector, z_i the target, y_j the source, and s the similarity of
+    :func:`ikattn.implicit_kernel_attention`. Nothing of size ``[E, 2 d]`` is made: the angle of a
+    concatenation is the sum of its parts' angles, so that features of nodes suffice, 4M a node. For
+    p = 2 the target's part of the norm cancels; for others ``[E, H]`` norms are held.
+
+    Args:
+        vector: a, ``[H, 2 d]``, first the part for targets; in the dtype of target or float32.
+        target: z, ``[N_q, H, d]``; float64, float32, bfloat16 or float16.
+        source: y, ``[N_k, H, d]``.
+        value: ``[N_k, H, d_v]``.
+        edges: As in :func:`implicit_kernel_edge_attention`.
+        w1: Frequencies ``[H, 2 d, M]``. None: the RBF kernel, of which p = 2 makes
+            ``exp(a . x / sqrt(2 d))``: GAT's attention without its LeakyReLU.
+        w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
+        p, key_bias, edge_bias, dropout_p, eps, dropout_seed, return_weights: As there.
+        magnitude_scale: Factor of ``|x|_p^2``. None: ``1 / (2 sqrt(2 d))``.
+
+    Returns:
+        As :func:`implicit_kernel_edge_attention`.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, IndexError: As there.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147), the section on GAT.
+
+    Example:
+        >>> import torch, ikattn
+        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> z = torch.randn(3, 4, 8)
+        >>> a, w1, w2 = torch.randn(4, 16), torch.randn(4, 16, 5), torch.randn(4, 16, 5)
+        >>> ikattn.gat_edge_attention(a, z, z, z, edges, w1, w2).shape
+        torch.Size([3, 4, 8])
+    """
+    return _attend(
+        "gat_edge_attention",
+        (vector, target, source, value, edges.rowptr, edges.col, w1, w2),
+        edges,
+        {
+            "p": p,
+            "key_bias": key_bias,
+            "edge_bias": edge_bias,
+            "dropout_p": dropout_p,
+            "eps": eps,
+            "magnitude_scale": magnitude_scale,
+            "dropout_seed": dropout_seed,
+        },
+        return_weights,
+    )
+
+
+def _attend(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    edges: Edges,
+    options: dict[str, Any],
+    return_weights: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Calls the operator of that name; what is of edges comes and goes in their given order."""
+    if options["dropout_p"] > 0 and options["dropout_seed"] is None:
+        options["dropout_seed"] = draw_dropout_seed(edges.col.device)
+    order, edge_bias = edges.order, options["edge_bias"]
     if edge_bias is not None and order is not None:
         if edge_bias.dim() == 0 or edge_bias.shape[0] != order.shape[0]:
             raise ValueError(
-                "implicit_kernel_edge_attention: edge_bias must have shape [E] or [E, H] with "
-                f"E = {order.shape[0]}, got {list(edge_bias.shape)}"
+                f"{name}: edge_bias must have shape [E] or [E, H] with E = {order.shape[0]}, got "
+                f"{list(edge_bias.shape)}"
             )
-        edge_bias = edge_bias.index_select(0, order)
-    operator: Any = torch.ops.ikattn.implicit_kernel_edge_attention
-    result: tuple[Tensor, Tensor] = operator(
-        query,
-        key,
-        value,
-        edges.rowptr,
-        edges.col,
-        w1,
-        w2,
-        p=p,
-        key_bias=key_bias,
-        edge_bias=edge_bias,
-        dropout_p=dropout_p,
-        eps=eps,
-        magnitude_scale=magnitude_scale,
-        dropout_seed=dropout_seed,
-    )
+        options["edge_bias"] = edge_bias.index_select(0, order)
+    operator: Any = getattr(torch.ops.ikattn, name)
+    result: tuple[Tensor, Tensor] = operator(*tensors, **options)
     output, weights = result
     if not return_weights:
         return output
