@@ -9,7 +9,6 @@ Nothing of upstream's is looked up at call time: by then ``nn.MultiheadAttention
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -21,20 +20,16 @@ from ikattn.nn._fused_layer import StepByStep, has_values
 from ikattn.nn._masks import Masks, check_hint, check_types
 from ikattn.nn._nested import attend_padded
 from ikattn.nn._projection import InProjection, Projection, check_axes, project
-from ikattn.nn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend, check_kernel
-from ikattn.ops.magnitude import LearnedOrder
-from ikattn.spectral import Spectral, make_spectral
-from ikattn.spectral.direct import checked_size
-from ikattn.spectral.factory import check_spectral
-from ikattn.spectral.regularized import Regularized
+from ikattn.nn._with_kernel import WithKernel
+from ikattn.nn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend
+from ikattn.spectral import Spectral
 
 __all__ = ["MultiheadAttention"]
 
-_logger = logging.getLogger("ikattn")
 _stock_forward = StockMultiheadAttention.forward
 
 
-class MultiheadAttention(Regularized, StockMultiheadAttention):
+class MultiheadAttention(WithKernel, StockMultiheadAttention):
     """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
 
     Constructor, ``forward``, parameter names, initial values and random stream are those of
@@ -86,10 +81,6 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
         >>> output.shape, weights.shape
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
     """
-
-    kernel: Kernel
-    p: float | None  # None where it is learned
-    magnitude: LearnedOrder | None
 
     def __init__(
         self,
@@ -154,35 +145,17 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
             ValueError: An option is wrong; nothing has changed then.
         """
         weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
-        magnitude = None
-        if p == "learned":
-            p = None
-            if kernel != "dot":
-                magnitude = LearnedOrder(
-                    self.num_heads, device=weight.device, dtype=weight.dtype
-                ).train(self.training)
-        check_kernel(kernel, p)
-        check_spectral(spectral, seed)
-        num_frequencies = checked_size("num_frequencies", num_frequencies)
-        source = None
-        if kernel == "implicit":
-            if callable(spectral) and not isinstance(spectral, nn.Module):
-                spectral = spectral(self)
-            source = make_spectral(
-                spectral,
-                num_heads=self.num_heads,
-                head_dim=self.head_dim,
-                num_frequencies=num_frequencies,
-                stationary=stationary,
-                seed=seed,
-                device=weight.device,
-                dtype=weight.dtype,
-            ).train(self.training)
-        self.kernel = kernel
-        self.p = p
-        self.register_module("magnitude", magnitude)
-        self.register_module("spectral", source)
-        self.regularization = None
+        self._choose_kernel(
+            kernel,
+            p,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            like=weight,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
         self._keep_off_fused_path()
 
     def remove_kernel(self) -> None:
@@ -192,9 +165,7 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
         """
         self.kernel = "dot"
         self._keep_off_fused_path()
-        for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
-            delattr(self, name)
-        vars(self).pop("_regularized_in", None)
+        self._drop_kernel()
         self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
 
     def reset_parameters(self) -> None:
@@ -368,10 +339,7 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
-        for name in ("spectral", "magnitude"):  # absent while upstream's constructor runs
-            reset = getattr(getattr(self, name, None), "reset_parameters", None)
-            if reset is not None:
-                reset()
+        self._reset_kernel()
 
     def _keep_off_fused_path(self) -> None:
         """Makes torch call ``forward`` in eval mode without grad, unless the kernel is dot.
@@ -383,39 +351,6 @@ class MultiheadAttention(Regularized, StockMultiheadAttention):
                 del self._forward_pre_hooks[number]
         if self.kernel != "dot":
             self.register_forward_pre_hook(_forward_must_run)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is.
-
-        Where they have no values yet, on the meta device, they are missing. Those of another kernel
-        are unexpected, which torch overlooks where the child is None.
-        """
-        for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
-            module, own = getattr(self, child), f"{prefix}{child}."
-            given = [name for name in state_dict if name.startswith(own)]
-            if module is None:
-                unexpected_keys += given if strict else []
-            elif not given and not any(x.is_meta for x in module.state_dict().values()):
-                _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
-                state_dict.update(module.state_dict(prefix=own))
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(

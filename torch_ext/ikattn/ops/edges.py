@@ -42,7 +42,7 @@ class Edges(NamedTuple):
     ) -> Edges:
         """Returns the edges ``source[e] -> target[e]``, such as those of an ``edge_index``.
 
-        Sort a graph once and use it in all layers: this costs more than an attention call.
+        Sort a graph once and use it in all layers: this may cost as much as an attention call.
 
         Args:
             source: int64 or int32 ``[E]``, numbers of sources.
@@ -71,13 +71,15 @@ class Edges(NamedTuple):
                 f"{list(source.shape)} and {list(target.shape)}"
             )
         source, target, order = source.long(), target.long(), None
+        is_traced = torch.compiler.is_compiling() or target.is_meta  # numbers are not at hand
         if not is_sorted:
             target, order = torch.sort(target, stable=True)
             source = source[order]
-        elif bool((target.diff() < 0).any()):
+        elif not is_traced and bool((target.diff() < 0).any()):
             raise ValueError("Edges.from_coo: target must ascend where is_sorted=True")
-        if target.numel() and not 0 <= int(target[0]) <= int(target[-1]) < num_targets:
-            worst = int(target[0]) if int(target[0]) < 0 else int(target[-1])
+        least, most = (0, -1) if is_traced or not target.numel() else map(int, target[[0, -1]])
+        if least < 0 or most >= num_targets:
+            worst = least if least < 0 else most
             raise ValueError(
                 f"Edges.from_coo: target must be in [0, num_targets) = [0, {num_targets}), "
                 f"got {worst}"

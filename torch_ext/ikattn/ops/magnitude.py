@@ -104,15 +104,45 @@ class LearnedOrder(nn.Module):
         wide = key if key.dtype == torch.float64 else key.float()
         if hidden is not None:
             wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
-        p = self.p.to(wide.dtype)[:, None, None]
-        # |k|_p = exp(logsumexp(p log|k|) / p) does not overflow; zeros are selected away, and of a
-        # vector of zeros all but the result is computed at ones.
-        zero = wide == 0
-        empty = zero.all(-1, keepdim=True)
-        logarithms = wide.abs().masked_fill(zero, 1.0).log()
-        powers = (p * logarithms).masked_fill(zero & ~empty, -math.inf)
-        squared = (2 / p.squeeze(-1) * powers.logsumexp(-1)).exp()
-        return squared.masked_fill(empty.squeeze(-1), 0.0) / (2 * math.sqrt(key.size(-1)))
+        p = self.p.to(wide.dtype)[:, None]
+        logarithm, empty = _log_of_powers(wide, p)
+        squared = (2 / p * logarithm).exp()
+        return squared.masked_fill(empty, 0.0) / (2 * math.sqrt(key.size(-1)))
+
+    def of_edges(self, target: Tensor, source: Tensor, to: Tensor, of: Tensor) -> Tensor:
+        """g of the concatenations [target || source] of edges, without making any.
+
+        Args:
+            target: [N_q, H, d].
+            source: [N_k, H, d].
+            to: [E], the target of each edge.
+            of: [E], the source of each edge.
+
+        Returns:
+            [E, H], in float32 at least.
+        """
+        p = self.p.to(target.dtype if target.dtype == torch.float64 else torch.float32)
+        logarithms, empties = [], []
+        for nodes, index in ((target, to), (source, of)):
+            logarithm, empty = _log_of_powers(nodes.to(p.dtype), p)
+            logarithms.append(logarithm.masked_fill(empty, -math.inf).index_select(0, index))
+            empties.append(empty.index_select(0, index))
+        both = empties[0] & empties[1]
+        logarithm = torch.logaddexp(*(x.masked_fill(both, 0.0) for x in logarithms))
+        squared = (2 / p * logarithm).exp().masked_fill(both, 0.0)
+        return squared / (2 * math.sqrt(2 * target.size(-1)))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.raw.numel()}"
+
+
+def _log_of_powers(x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum |x|^p over the last axis, and where x is zero, for which it is that of ones.
+
+    |x|_p = exp(log / p) does not overflow so. Zeros are selected away; p is broadcast to [..].
+    """
+    zero = x == 0
+    empty = zero.all(-1, keepdim=True)
+    logarithms = x.abs().masked_fill(zero, 1.0).log()
+    powers = (p.unsqueeze(-1) * logarithms).masked_fill(zero & ~empty, -math.inf)
+    return powers.logsumexp(-1), empty.squeeze(-1)

@@ -1,0 +1,20 @@
+"""PyTorch Geometric: its attention layers with a choice of kernel, and conversion of models."""
+
+from ikattn._optional import optional
+
+optional("torch_geometric", "ikattn.integrations.pyg", "torch_geometric")
+
+from ikattn.integrations.pyg.conversion import convert, revert  # noqa: E402
+from ikattn.integrations.pyg.layers import (  # noqa: E402
+    ImplicitKernelGATConv,
+    ImplicitKernelGATv2Conv,
+    ImplicitKernelTransformerConv,
+)
+
+__all__ = [
+    "ImplicitKernelGATConv",
+    "ImplicitKernelGATv2Conv",
+    "ImplicitKernelTransformerConv",
+    "convert",
+    "revert",
+]

@@ -1,0 +1,609 @@
+"""PyG's attention layers with a choice of kernel.
+
+Each is PyG's own, with its constructor, parameters and checkpoints; what differs is the attention.
+Sizes: N nodes, E edges, H heads, C ``out_channels``, M frequencies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
+from torch_geometric.typing import SparseTensor
+
+from ikattn._optional import optional
+from ikattn.integrations.pyg._edges import (
+    graph_of,
+    num_targets_of,
+    with_self_loops,
+    with_weights,
+)
+from ikattn.nn._with_kernel import WithKernel
+from ikattn.nn.functional import Kernel
+from ikattn.ops.edges import (
+    Edges,
+    gat_edge_attention,
+    implicit_kernel_edge_attention,
+    softmax_edge_attention,
+)
+from ikattn.spectral import Spectral
+
+Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
+
+_HOOKS = (
+    "_propagate_forward_pre_hooks",
+    "_propagate_forward_hooks",
+    "_message_forward_pre_hooks",
+    "_message_forward_hooks",
+    "_aggregate_forward_pre_hooks",
+    "_aggregate_forward_hooks",
+    "_message_and_aggregate_forward_pre_hooks",
+    "_message_and_aggregate_forward_hooks",
+)
+
+
+class GraphAttention(WithKernel):
+    """A base of PyG's layers with a choice of kernel."""
+
+    heads: int
+    out_channels: int
+    dropout: float
+    _size_of_frequencies: int  # in out_channels
+
+    # PyG takes what a class inherits for the general form, which is its parent's own here.
+    propagate = MessagePassing.propagate
+    edge_updater = MessagePassing.edge_updater
+
+    def set_kernel(
+        self,
+        kernel: Kernel,
+        *,
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 16,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
+
+        Args:
+            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+
+        Raises:
+            ValueError: An option is wrong; nothing has changed then.
+        """
+        with torch.inference_mode(False):  # frequencies are there to be trained
+            self._choose_kernel(
+                kernel,
+                p,
+                num_heads=self.heads,
+                head_dim=self._size_of_frequencies * self.out_channels,
+                like=next(x for x in self.parameters() if not nn.parameter.is_lazy(x)),
+                num_frequencies=num_frequencies,
+                spectral=spectral,
+                stationary=stationary,
+                seed=seed,
+            )
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew."""
+        super().reset_parameters()  # type: ignore[misc]
+        self._reset_kernel()
+
+    def _needs_messages(self) -> bool:
+        """Whether somebody looks at the messages of edges, or sums them up otherwise."""
+        module: Any = self
+        return (
+            bool(module.explain)
+            or module.decomposed_layers > 1
+            or module.aggr not in ("add", "sum")
+            or any(vars(self).get(name) for name in _HOOKS)
+        )
+
+    def _drop(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _drawn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Frequencies [H, .., M] for queries and keys [nodes, H, ..]."""
+        pools = getattr(self.spectral, "pools", False)
+        tokens = [x.transpose(0, 1).unsqueeze(0) for x in (query, key)]
+        if not pools:  # nothing but sizes is asked of them
+            tokens = [x[:, :, :1] for x in tokens]
+        w1, w2 = self._frequencies(*tokens, None, None)
+        return tuple(  # type: ignore[return-value]
+            w if w is None or w.dim() == 3 else w.squeeze(0) for w in (w1, w2)
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"TorchScript cannot compile {type(self).__name__}; use torch.compile or "
+            "torch.export.export instead"
+        )
+
+
+class _GATForm(GraphAttention):
+    """The paper's form for GAT: a learned vector and the concatenated ends of an edge."""
+
+    _size_of_frequencies = 2
+
+    def _attend(
+        self,
+        edge_index: Any,
+        target: Tensor | None,
+        source: Tensor,
+        vector: Tensor,
+        edge_bias: Tensor | None,
+        size: tuple[int, int] | None,
+        stock_pair: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        """The output [N, H, C] and the weights [E, H], after dropout."""
+        module: Any = self
+        num_targets = num_targets_of(module.flow, edge_index, target, source, size)
+        if target is None:
+            target = source.new_zeros((num_targets, *source.shape[1:]))
+        graph = graph_of(edge_index, module.flow, num_targets)
+        w1 = w2 = None
+        if self.kernel == "implicit":
+            ends = torch.cat([x.mean(0, keepdim=True) for x in (target, source)], -1)
+            w1, w2 = self._drawn(vector.unsqueeze(0), ends)
+        if self.magnitude is not None:
+            learned = self.magnitude.of_edges(target, source, graph.target, graph.source)
+            edge_bias = learned if edge_bias is None else edge_bias + learned
+        output, weights = gat_edge_attention(
+            vector,
+            target,
+            source,
+            source,
+            graph.edges,
+            w1,
+            w2,
+            p=2.0 if self.kernel == "dot" else self.p,
+            edge_bias=edge_bias,
+            dropout_p=self._drop(),
+            return_weights=True,
+        )
+        if self._needs_messages():
+            output = module.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
+        return output, weights
+
+    def _with_loops(
+        self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
+    ) -> tuple[Any, Tensor | None]:
+        """Self loops, as PyG adds them."""
+        module: Any = self
+        if not module.add_self_loops:
+            return edge_index, edge_attr
+        if isinstance(edge_index, SparseTensor):
+            if module.edge_dim is not None:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: edge_attr and add_self_loops together need "
+                    "edge_index as a tensor [2, E], got a SparseTensor"
+                )
+            torch_sparse = optional("torch_sparse", "a SparseTensor", "torch_sparse")
+            return torch_sparse.set_diag(edge_index), edge_attr
+        return with_self_loops(edge_index, edge_attr, module.fill_value, num_nodes)
+
+    def _bias_of_edges(self, edge_attr: Tensor | None, attention: Tensor | None) -> Tensor | None:
+        """What features of edges add to their logits, [E, H]."""
+        module: Any = self
+        if edge_attr is None or module.lin_edge is None or attention is None:
+            return None
+        if edge_attr.dim() == 1:
+            edge_attr = edge_attr.view(-1, 1)
+        mapped = module.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        return (mapped * attention).sum(-1)
+
+    def _finish(
+        self,
+        output: Tensor,
+        weights: Tensor,
+        edge_index: Any,
+        residual: Tensor | None,
+        return_attention_weights: Any,
+    ) -> Any:
+        module: Any = self
+        if module.concat:
+            output = output.reshape(-1, self.heads * self.out_channels)
+        else:
+            output = output.mean(1)
+        if residual is not None:
+            output = output + residual
+        if module.bias is not None:
+            output = output + module.bias
+        if not return_attention_weights:
+            return output
+        return with_weights(output, edge_index, weights)
+
+
+def _check_two_axes(name: str, x: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"{name}: x must have shape [N, channels], got {list(x.shape)}")
+
+
+class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
+    r"""GATConv by the implicit kernel, in the form that the paper gives for GAT.
+
+    The weight of an edge j -> i is the similarity of a learned vector a and the concatenation
+    ``x = [z_i || z_j]`` of the mapped nodes, times the magnitude ``exp(|x|_p^2 / (2 sqrt(2C)))``,
+    normalised over the edges into i (``ikattn.gat_edge_attention``). a is ``att_dst`` and
+    ``att_src``, as in GATConv. Constructor and ``forward``, parameters, initial values and
+    checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
+
+    Features of edges add ``(att_edge * lin_edge(e)).sum(-1)`` to the logit of their edge.
+
+    Args:
+        in_channels, out_channels, heads, concat, dropout, add_self_loops, edge_dim, fill_value,
+        bias, residual: As for GATConv.
+        negative_slope: As for GATConv. Kept, but without a meaning: no LeakyReLU is computed.
+        kernel: "implicit": learned through its spectral density. "rbf": the RBF kernel. "dot":
+            ``exp(a . x / sqrt(2C))``.
+        p: Order of the norm in the magnitude, a real number >= 1; None: no magnitude; "learned":
+            one for each head. "dot" has none.
+        num_frequencies: M, per head; this and the options below are for "implicit".
+        spectral, stationary, seed: As for ``ikattn.MultiheadAttention``. What MIKAN averages are
+            the vector and the concatenation of all targets' and all sources' means.
+        **kwargs: As for GATConv, whose ``MessagePassing`` takes them.
+
+    Raises:
+        ValueError: An option is wrong.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147), the section on GAT.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.integrations.pyg import ImplicitKernelGATConv
+        >>> conv = ImplicitKernelGATConv(16, 8, heads=4)
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        residual: bool = False,
+        *,
+        kernel: Kernel = "implicit",
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 16,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            heads,
+            concat,
+            negative_slope,
+            dropout,
+            add_self_loops,
+            edge_dim,
+            fill_value,
+            bias,
+            residual,
+            **kwargs,
+        )
+        self.set_kernel(
+            kernel,
+            p=p,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
+
+    def forward(
+        self,
+        x: Nodes,
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attends over the edges into every node, as GATConv.forward.
+
+        Args:
+            x: ``[N, channels]``, or of sources and targets; targets may be None.
+            edge_index: ``[2, E]``, an EdgeIndex, a SparseTensor or a sparse tensor of torch.
+            edge_attr: ``[E, edge_dim]``.
+            size: Numbers of sources and targets.
+            return_attention_weights: True: return ``(edge_index, weights)``, too, with the self
+                loops, weights ``[E, H]`` after dropout; of a SparseTensor one with these values.
+
+        Returns:
+            ``[N, H C]``, without concat ``[N, C]``; with return_attention_weights a tuple.
+        """
+        shape = (-1, self.heads, self.out_channels)
+        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
+        _check_two_axes(type(self).__name__, from_source)
+        residual = None
+        if self.res is not None and from_target is not None:
+            residual = self.res(from_target)
+        if self.lin is not None:
+            source = self.lin(from_source).view(shape)
+            target = source
+            if from_target is not from_source:
+                target = None if from_target is None else self.lin(from_target).view(shape)
+        else:
+            source = self.lin_src(from_source).view(shape)
+            target = None if from_target is None else self.lin_dst(from_target).view(shape)
+        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
+        num_nodes = min(size) if size is not None else num_nodes
+        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
+        output, weights = self._attend(
+            edge_index,
+            target,
+            source,
+            torch.cat([self.att_dst, self.att_src], -1).squeeze(0),
+            self._bias_of_edges(edge_attr, self.att_edge),
+            size,
+            (source, target),
+        )
+        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+
+
+class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
+    r"""GATv2Conv by the implicit kernel: as ``ImplicitKernelGATConv``, with GATv2's maps.
+
+    Targets have a map of their own (``lin_r``) unless ``share_weights``, and the vector a is
+    ``[att || att]``: its product with ``[z_i || z_j]`` is that of GATv2 without the LeakyReLU.
+
+    Args:
+        in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim,
+        fill_value, bias, share_weights, residual: As for GATv2Conv; negative_slope is kept, but
+            without a meaning.
+        kernel, p, num_frequencies, spectral, stationary, seed: As for ``ImplicitKernelGATConv``.
+        **kwargs: As for GATv2Conv.
+
+    Raises:
+        ValueError: An option is wrong.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.integrations.pyg import ImplicitKernelGATv2Conv
+        >>> conv = ImplicitKernelGATv2Conv(16, 8, heads=4, p="learned")
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+        *,
+        kernel: Kernel = "implicit",
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 16,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            heads,
+            concat,
+            negative_slope,
+            dropout,
+            add_self_loops,
+            edge_dim,
+            fill_value,
+            bias,
+            share_weights,
+            residual,
+            **kwargs,
+        )
+        self.set_kernel(
+            kernel,
+            p=p,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attends over the edges into every node; arguments and result as ImplicitKernelGATConv."""
+        shape = (-1, self.heads, self.out_channels)
+        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
+        _check_two_axes(type(self).__name__, from_source)
+        residual = None
+        if self.res is not None and from_target is not None:
+            residual = self.res(from_target)
+        source = self.lin_l(from_source).view(shape)
+        target: Tensor | None = source
+        if not (self.share_weights and from_target is from_source):
+            target = None if from_target is None else self.lin_r(from_target).view(shape)
+        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
+        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
+        output, weights = self._attend(
+            edge_index,
+            target,
+            source,
+            torch.cat([self.att, self.att], -1).squeeze(0),
+            self._bias_of_edges(edge_attr, self.att),
+            None,
+            (source, target),
+        )
+        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+
+
+class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: ignore[misc]
+    r"""TransformerConv by the implicit kernel, in the paper's form of queries and keys.
+
+    The weight of an edge j -> i is that of ``ikattn.implicit_kernel_edge_attention``. Constructor,
+    parameters and checkpoints are those of PyG's TransformerConv; options from ``kernel`` on are
+    new. With ``edge_dim`` every edge has a key and a value of its own, as in PyG: then memory is
+    O(E H (C + M)).
+
+    Args:
+        in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight: As for
+            TransformerConv.
+        kernel: "implicit", "rbf" or "dot", which is what TransformerConv computes.
+        p, num_frequencies, spectral, stationary, seed: As for ``ikattn.MultiheadAttention``; nodes
+            are the tokens, frequencies of MIKAN are for the whole graph.
+        **kwargs: As for TransformerConv.
+
+    Raises:
+        ValueError: An option is wrong.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.integrations.pyg import ImplicitKernelTransformerConv
+        >>> conv = ImplicitKernelTransformerConv(16, 8, heads=4)
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 32])
+    """
+
+    _size_of_frequencies = 1
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        *,
+        kernel: Kernel = "implicit",
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 16,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            heads,
+            concat,
+            beta,
+            dropout,
+            edge_dim,
+            bias,
+            root_weight,
+            **kwargs,
+        )
+        self.set_kernel(
+            kernel,
+            p=p,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attends over the edges into every node, as TransformerConv.forward.
+
+        Args:
+            x: ``[N, channels]``, or of sources and targets.
+            edge_index: ``[2, E]``, an EdgeIndex, a SparseTensor or a sparse tensor of torch.
+            edge_attr: ``[E, edge_dim]``.
+            return_attention_weights: True or False: return ``(edge_index, weights)``, too, weights
+                ``[E, H]`` after dropout.
+
+        Returns:
+            ``[N, H C]``, without concat ``[N, C]``; with return_attention_weights a tuple.
+        """
+        shape = (-1, self.heads, self.out_channels)
+        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
+        query = self.lin_query(from_target).view(shape)
+        key = self.lin_key(from_source).view(shape)
+        value = self.lin_value(from_source).view(shape)
+        graph = graph_of(edge_index, self.flow, query.size(0))
+        edges = graph.edges
+        if self.lin_edge is not None:
+            if edge_attr is None:
+                raise ValueError(
+                    f"{type(self).__name__}: edge_attr must have shape [E, {self.edge_dim}], as "
+                    "edge_dim is given, got None"
+                )
+            # Every edge is a source of its own.
+            of_edges = self.lin_edge(edge_attr).view(shape)
+            key = key.index_select(0, graph.source) + of_edges
+            value = value.index_select(0, graph.source) + of_edges
+            numbers = torch.arange(graph.source.numel(), device=query.device)
+            of_sorted = numbers if edges.order is None else edges.order
+            edges = Edges(edges.rowptr, of_sorted, edges.order)
+        output, weights = self._attend_pairs(query, key, value, edges)
+        if self._needs_messages():
+            self._alpha = weights
+            of_edge = value if self.lin_edge is not None else value.index_select(0, graph.source)
+            # PyG reads this line: propagate_type: (value: Tensor, alpha: Tensor)
+            size = (key.size(0) if self.lin_edge is None else from_source.size(0), query.size(0))
+            size = size if self.flow == "source_to_target" else size[::-1]
+            output = self.propagate(edge_index, value=of_edge, alpha=weights, size=size)
+            self._alpha = None
+        output = output.reshape(-1, shape[1] * shape[2]) if self.concat else output.mean(1)
+        if self.root_weight:
+            root = self.lin_skip(from_target)
+            if self.lin_beta is None:
+                output = output + root
+            else:
+                beta = self.lin_beta(torch.cat([output, root, output - root], -1)).sigmoid()
+                output = beta * root + (1 - beta) * output
+        if not isinstance(return_attention_weights, bool):
+            return output
+        return with_weights(output, edge_index, weights)
+
+    def _attend_pairs(
+        self, query: Tensor, key: Tensor, value: Tensor, edges: Edges
+    ) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"p": self.p, "dropout_p": self._drop(), "return_weights": True}
+        if self.magnitude is not None:
+            options["key_bias"] = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
+        if self.kernel == "implicit":
+            w1, w2 = self._drawn(query, key)
+            return implicit_kernel_edge_attention(query, key, value, edges, w1, w2, **options)
+        if self.kernel == "dot":
+            options["p"] = 2.0
+        return softmax_edge_attention(query, key, value, edges, **options)
+
+    def message(self, value: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]
+        """The weighted values of edges [E, H, C], for those who look at messages."""
+        return value * alpha.unsqueeze(-1)
