@@ -94,7 +94,7 @@ def convert(
             held = [dict(vars(module)), dict(module._modules)]
             changed.append((module, type(module), held))
             if type(module) in _CONVERTED:
-                _become(module, _CONVERTED[type(module)])  # type: ignore[index]
+                _become(module, _CONVERTED[type(module)])
             module.set_kernel(  # type: ignore[operator]
                 kernel,
                 p=p,

@@ -6,7 +6,7 @@ Sizes: N nodes, E edges, H heads, C ``out_channels``, M frequencies.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class GraphAttention(WithKernel):
     propagate = MessagePassing.propagate
     edge_updater = MessagePassing.edge_updater
 
+    if TYPE_CHECKING:  # what PyG's layers hold, which has no types
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def set_kernel(
         self,
         kernel: Kernel,
@@ -94,11 +98,10 @@ class GraphAttention(WithKernel):
 
     def _needs_messages(self) -> bool:
         """Whether somebody looks at the messages of edges, or sums them up otherwise."""
-        module: Any = self
         return (
-            bool(module.explain)
-            or module.decomposed_layers > 1
-            or module.aggr not in ("add", "sum")
+            bool(self.explain)
+            or self.decomposed_layers > 1
+            or self.aggr not in ("add", "sum")
             or any(vars(self).get(name) for name in _HOOKS)
         )
 
@@ -111,7 +114,7 @@ class GraphAttention(WithKernel):
         tokens = [x.transpose(0, 1).unsqueeze(0) for x in (query, key)]
         if not pools:  # nothing but sizes is asked of them
             tokens = [x[:, :, :1] for x in tokens]
-        w1, w2 = self._frequencies(*tokens, None, None)
+        w1, w2 = self._frequencies(tokens[0], tokens[1], None, None)
         return tuple(  # type: ignore[return-value]
             w if w is None or w.dim() == 3 else w.squeeze(0) for w in (w1, w2)
         )
@@ -139,11 +142,10 @@ class _GATForm(GraphAttention):
         stock_pair: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         """The output [N, H, C] and the weights [E, H], after dropout."""
-        module: Any = self
-        num_targets = num_targets_of(module.flow, edge_index, target, source, size)
+        num_targets = num_targets_of(self.flow, edge_index, target, source, size)
         if target is None:
             target = source.new_zeros((num_targets, *source.shape[1:]))
-        graph = graph_of(edge_index, module.flow, num_targets)
+        graph = graph_of(edge_index, self.flow, num_targets)
         w1 = w2 = None
         if self.kernel == "implicit":
             ends = torch.cat([x.mean(0, keepdim=True) for x in (target, source)], -1)
@@ -165,35 +167,34 @@ class _GATForm(GraphAttention):
             return_weights=True,
         )
         if self._needs_messages():
-            output = module.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
+            output = self.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
         return output, weights
 
     def _with_loops(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
     ) -> tuple[Any, Tensor | None]:
         """Self loops, as PyG adds them."""
-        module: Any = self
-        if not module.add_self_loops:
+        if not self.add_self_loops:
             return edge_index, edge_attr
         if isinstance(edge_index, SparseTensor):
-            if module.edge_dim is not None:
+            if self.edge_dim is not None:
                 raise NotImplementedError(
                     f"{type(self).__name__}: edge_attr and add_self_loops together need "
                     "edge_index as a tensor [2, E], got a SparseTensor"
                 )
             torch_sparse = optional("torch_sparse", "a SparseTensor", "torch_sparse")
             return torch_sparse.set_diag(edge_index), edge_attr
-        return with_self_loops(edge_index, edge_attr, module.fill_value, num_nodes)
+        return with_self_loops(edge_index, edge_attr, self.fill_value, num_nodes)
 
     def _bias_of_edges(self, edge_attr: Tensor | None, attention: Tensor | None) -> Tensor | None:
         """What features of edges add to their logits, [E, H]."""
-        module: Any = self
-        if edge_attr is None or module.lin_edge is None or attention is None:
+        if edge_attr is None or self.lin_edge is None or attention is None:
             return None
         if edge_attr.dim() == 1:
             edge_attr = edge_attr.view(-1, 1)
-        mapped = module.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        return (mapped * attention).sum(-1)
+        mapped = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        bias: Tensor = (mapped * attention).sum(-1)
+        return bias
 
     def _finish(
         self,
@@ -203,15 +204,14 @@ class _GATForm(GraphAttention):
         residual: Tensor | None,
         return_attention_weights: Any,
     ) -> Any:
-        module: Any = self
-        if module.concat:
+        if self.concat:
             output = output.reshape(-1, self.heads * self.out_channels)
         else:
             output = output.mean(1)
         if residual is not None:
             output = output + residual
-        if module.bias is not None:
-            output = output + module.bias
+        if self.bias is not None:
+            output = output + self.bias
         if not return_attention_weights:
             return output
         return with_weights(output, edge_index, weights)
@@ -489,6 +489,7 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
     """
 
     _size_of_frequencies = 1
+    _alpha: Tensor | None
 
     def __init__(
         self,
@@ -594,16 +595,34 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
     def _attend_pairs(
         self, query: Tensor, key: Tensor, value: Tensor, edges: Edges
     ) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"p": self.p, "dropout_p": self._drop(), "return_weights": True}
+        of_keys = None
         if self.magnitude is not None:
-            options["key_bias"] = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
+            of_keys = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
         if self.kernel == "implicit":
             w1, w2 = self._drawn(query, key)
-            return implicit_kernel_edge_attention(query, key, value, edges, w1, w2, **options)
-        if self.kernel == "dot":
-            options["p"] = 2.0
-        return softmax_edge_attention(query, key, value, edges, **options)
+            return implicit_kernel_edge_attention(
+                query,
+                key,
+                value,
+                edges,
+                w1,
+                w2,
+                p=self.p,
+                key_bias=of_keys,
+                dropout_p=self._drop(),
+                return_weights=True,
+            )
+        return softmax_edge_attention(
+            query,
+            key,
+            value,
+            edges,
+            p=2.0 if self.kernel == "dot" else self.p,
+            key_bias=of_keys,
+            dropout_p=self._drop(),
+            return_weights=True,
+        )
 
-    def message(self, value: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]
+    def message(self, value: Tensor, alpha: Tensor) -> Tensor:
         """The weighted values of edges [E, H, C], for those who look at messages."""
         return value * alpha.unsqueeze(-1)
