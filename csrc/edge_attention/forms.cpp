@@ -181,27 +181,27 @@ at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second,
 // The angle of a concatenation is the sum of its parts' angles, u_i + v_j, so that
 //   phi(a).phi(x) = sum over m of A cos(u + v) + B sin(u + v)
 //                 = sum of cos v (A cos u + B sin u) + sin v (B cos u - A sin u)
-// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of
-// sources, 2M for each set. Of a stationary kernel, whose sets are one, phi(x) is (2 cos, 2 sin).
+// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of sources,
+// 2M for each set. Those of one stationary kernel with both sets are (2 cos, 2 sin).
 void take_joint_features(EdgeFeatures& edges, const at::Tensor& vector, const at::Tensor& target,
                          const at::Tensor& source, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2) {
   const c10::SymInt d = target.sym_size(-1), M = w1.sym_size(-1);
+  const bool has_two_sets = is_present(w2);
+  const at::Tensor frequencies = has_two_sets ? at::cat({w1, *w2}, -1) : w1;  // [H, 2d, sets * M]
+  const c10::SymInt columns = frequencies.sym_size(-1);
   const at::Tensor of_vector = node_features(vector.to(target.scalar_type()).unsqueeze(0), w1, w2);
-  const at::Tensor A = of_vector.narrow_symint(-1, 0, M), B = of_vector.narrow_symint(-1, M, M);
-  std::vector<at::Tensor> of_targets, of_sources;
-  const auto add = [&](const at::Tensor& w) {
-    const at::Tensor u = node_features(target, w.narrow_symint(-2, 0, d), std::nullopt) / 2;
-    const at::Tensor v = node_features(source, w.narrow_symint(-2, d, d), std::nullopt);
-    const at::Tensor cosine = u.narrow_symint(-1, 0, M), sine = u.narrow_symint(-1, M, M);
-    of_targets.push_back(A * cosine + B * sine);
-    of_targets.push_back(B * cosine - A * sine);
-    of_sources.push_back(v);
+  const auto of_sets = [&](const c10::SymInt& begin) {  // [1, H, sets * M]
+    const at::Tensor part = of_vector.narrow_symint(-1, begin, M) / 2;
+    return has_two_sets ? at::cat({part, part}, -1) : part;
   };
-  add(w1);
-  if (is_present(w2)) add(*w2);
-  edges.query_features = at::cat(of_targets, -1);
-  edges.key_features = at::cat(of_sources, -1);
+  const at::Tensor A = of_sets(0), B = of_sets(M);
+  const at::Tensor of_target =
+      node_features(target, frequencies.narrow_symint(-2, 0, d), std::nullopt);
+  const at::Tensor cosine = of_target.narrow_symint(-1, 0, columns);
+  const at::Tensor sine = of_target.narrow_symint(-1, columns, columns);
+  edges.query_features = at::cat({A * cosine + B * sine, B * cosine - A * sine}, -1);
+  edges.key_features = node_features(source, frequencies.narrow_symint(-2, d, d), std::nullopt);
 }
 
 Result gat(const GatAttentionCall& call) {

@@ -46,25 +46,40 @@ template <typename T>
 }
 
 template <typename T>
+inline T sum_of_eight(Eight<T> sums) {
+  sums += __builtin_shufflevector(sums, sums, 4, 5, 6, 7, 0, 1, 2, 3);
+  sums += __builtin_shufflevector(sums, sums, 2, 3, 0, 1, 6, 7, 4, 5);
+  return sums[0] + sums[1];
+}
+
+template <typename T>
 inline T dot(const T* a, const T* b, int64_t count) {
-  Eight<T> sums{}, x, y;
   int64_t k = 0;
+  T sum = 0;
+  if (kLanes<T> > kEight && count >= kLanes<T>) {  // rows of features
+    Vec<T> sums{};
+    for (; k + kLanes<T> <= count; k += kLanes<T>) sums += load(a + k) * load(b + k);
+    sum = sum_of_lanes<T>(sums);
+    if (k == count) return sum;
+  }
+  Eight<T> sums{}, x, y;
   for (; k + kEight <= count; k += kEight) {
     load_eight(x, a + k);
     load_eight(y, b + k);
     sums += x * y;
   }
-  sums += __builtin_shufflevector(sums, sums, 4, 5, 6, 7, 0, 1, 2, 3);
-  sums += __builtin_shufflevector(sums, sums, 2, 3, 0, 1, 6, 7, 4, 5);
-  const T sum = sums[0] + sums[1];
+  sum += sum_of_eight<T>(sums);
   return k == count ? sum : sum + dot_of_rest(a + k, b + k, count - k);
 }
 
 // y += factor x
 template <typename T>
 inline void add_multiple(T* y, T factor, const T* x, int64_t count) {
-  Eight<T> of_x, of_y;
   int64_t k = 0;
+  if (kLanes<T> > kEight) {
+    for (; k + kLanes<T> <= count; k += kLanes<T>) store(y + k, load(y + k) + factor * load(x + k));
+  }
+  Eight<T> of_x, of_y;
   for (; k + kEight <= count; k += kEight) {
     load_eight(of_x, x + k);
     load_eight(of_y, y + k);

@@ -337,7 +337,7 @@ def test_a_model_of_pyg_learns_after_conversion():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     x, labels = nodes(), torch.arange(N) % 3
     losses = []
-    for _ in range(60):
+    for _ in range(200):
         loss = nn.functional.cross_entropy(model(x, EDGE_INDEX), labels)
         optimizer.zero_grad()
         loss.backward()

@@ -148,8 +148,10 @@ class _GATForm(GraphAttention):
         graph = graph_of(edge_index, self.flow, num_targets)
         w1 = w2 = None
         if self.kernel == "implicit":
-            ends = torch.cat([x.mean(0, keepdim=True) for x in (target, source)], -1)
-            w1, w2 = self._drawn(vector.unsqueeze(0), ends)
+            query = ends = vector.unsqueeze(0)
+            if getattr(self.spectral, "pools", False):  # of the means, which is what it takes
+                ends = torch.cat([x.mean(0, keepdim=True) for x in (target, source)], -1)
+            w1, w2 = self._drawn(query, ends)
         if self.magnitude is not None:
             learned = self.magnitude.of_edges(target, source, graph.target, graph.source)
             edge_bias = learned if edge_bias is None else edge_bias + learned
