@@ -90,7 +90,7 @@ def load(path: Path, name: str) -> Graph:
 
 
 def _sparse(x: Tensor) -> Tensor:
-    """Rows that sum to 1. Of Cora's numbers 1 % are not zero: dense, they would take all the time."""
+    """Rows that sum to 1. One in a hundred numbers is not zero: dense, they would take the time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
         return (x / x.sum(-1, keepdim=True).clamp_min(1)).to_sparse_csr()
@@ -113,9 +113,7 @@ class Classifier(nn.Module):
         else:
             options = {**options, "p": parse_order(p), "num_frequencies": frequencies}
         self.first = make(features, CHANNELS, HEADS, dropout=DROPOUT, **options)
-        self.second = make(
-            HEADS * CHANNELS, classes, 1, concat=False, dropout=DROPOUT, **options
-        )
+        self.second = make(HEADS * CHANNELS, classes, 1, concat=False, dropout=DROPOUT, **options)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = _dropped(x) if self.training else x
@@ -130,18 +128,14 @@ def fit(graph: Graph, data_set: str, attention: str, p: str, seed: int, options:
     torch.manual_seed(seed)
     classes = int(graph.y.max()) + 1
     model = Classifier(graph.x.size(1), classes, attention, p, options.frequencies)
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     best, found, epoch = (float("inf"),), (0.0, 0.0), 0
     begin = time.perf_counter()
     for epoch in range(1, options.epochs + 1):
         model.train()
         output = model(graph.x, graph.edge_index)
         loss = F.cross_entropy(output[graph.train], graph.y[graph.train])
-        train_step(
-            model, optimizer, loss, examples=len(graph.train), largest_gradient=float("inf")
-        )
+        train_step(model, optimizer, loss, examples=len(graph.train), largest_gradient=float("inf"))
         model.eval()
         with torch.no_grad():
             output = model(graph.x, graph.edge_index)

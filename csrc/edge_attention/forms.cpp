@@ -181,8 +181,8 @@ at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second,
 // The angle of a concatenation is the sum of its parts' angles, u_i + v_j, so that
 //   phi(a).phi(x) = sum over m of A cos(u + v) + B sin(u + v)
 //                 = sum of cos v (A cos u + B sin u) + sin v (B cos u - A sin u)
-// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of sources,
-// 2M for each set. Those of one stationary kernel with both sets are (2 cos, 2 sin).
+// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of
+// sources, 2M for each set. Those of one stationary kernel with both sets are (2 cos, 2 sin).
 void take_joint_features(EdgeFeatures& edges, const at::Tensor& vector, const at::Tensor& target,
                          const at::Tensor& source, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2) {

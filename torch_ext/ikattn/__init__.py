@@ -10,6 +10,7 @@ from ikattn._info import info
 from ikattn.analysis import (
     Contributions,
     contributions,
+    edge_contributions,
     load_maps,
     record,
     rollout,
@@ -49,6 +50,7 @@ __all__ = [
     "conversion_report",
     "convert",
     "decompositions",
+    "edge_contributions",
     "feature_cache",
     "gat_edge_attention",
     "implicit_kernel_attention",

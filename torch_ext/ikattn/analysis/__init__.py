@@ -21,6 +21,7 @@ from ikattn.analysis.contributions import (
     streamed_contributions,
 )
 from ikattn.analysis.files import MapFileError, MapWriter
+from ikattn.analysis.graphs import EdgeContributions, EdgeMaps, edge_contributions
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.recording import Recording, load_maps
 from ikattn.analysis.summary import (
@@ -39,6 +40,8 @@ __all__ = [
     "AttentionParts",
     "Batch",
     "Contributions",
+    "EdgeContributions",
+    "EdgeMaps",
     "Factors",
     "GoldAlignments",
     "Layer",
@@ -51,6 +54,7 @@ __all__ = [
     "alignment_error_rate",
     "alignment_scores",
     "contributions",
+    "edge_contributions",
     "head_mean",
     "layer_maps",
     "layer_mean",

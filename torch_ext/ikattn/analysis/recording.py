@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ikattn.analysis import files, page, pictures
 from ikattn.analysis._joined import groups_of_calls, joined_calls
+from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.maps import RecordedMaps
 from ikattn.analysis.tokens import Tokens
 
@@ -24,7 +25,25 @@ class Recording(RecordedMaps):
         layers: What is known of each layer, in the order they first ran.
         batches: One entry for each forward call.
         left_out: Names of attention that the model has and that is not recorded.
+        graphs: The maps of layers that attend over the edges of a graph, by their names: one entry
+            for each forward call. Files and pages do not hold them; ``EdgeMaps.save`` does.
     """
+
+    graphs: list[dict[str, EdgeMaps]] = field(default_factory=list)
+
+    @property
+    def edges(self) -> dict[str, EdgeMaps]:
+        """The maps of layers that attend over a graph, where one forward call was recorded.
+
+        Raises:
+            LookupError: None or several calls were recorded: take ``recording.graphs[i]``.
+        """
+        if len(self.graphs) != 1:
+            raise LookupError(
+                f"{len(self.graphs)} forward calls over a graph were recorded: "
+                "take recording.graphs[i] of one of them"
+            )
+        return self.graphs[0]
 
     def joined(self) -> Recording:
         """The calls of one sequence, such as those of ``generate``, as one call.

@@ -83,8 +83,10 @@ class Plan:
         return tuple(dict.fromkeys(found))
 
 
-def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> list[Plan]:
-    """What to record of each selected layer.
+def plan_layers(
+    model: nn.Module, asked: Asked, layers: Selection | None, *, may_be_none: bool = False
+) -> list[Plan]:
+    """What to record of each selected layer; with may_be_none there need not be any.
 
     Raises:
         ValueError: There is none, none is selected, or one has not the maps that were asked for.
@@ -92,12 +94,14 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
         TypeError: The out-projection of an nn.MultiheadAttention holds no plain tensors.
     """
     sites = find_attention(model)
+    if not sites and may_be_none:
+        return []
     if not sites:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            "record: model must hold attention that can be recorded, nn.MultiheadAttention or what "
-            "calls transformers' AttentionInterface or F.scaled_dot_product_attention; there is "
-            f"none in {', '.join(kinds)}"
+            "record: model must hold attention that can be recorded, nn.MultiheadAttention, what "
+            "calls transformers' AttentionInterface or F.scaled_dot_product_attention, or GATConv, "
+            f"GATv2Conv and TransformerConv; there is none in {', '.join(kinds)}"
         )
     unseen = left_out(model)
     if unseen and layers is None:
@@ -118,7 +122,7 @@ def plan_layers(model: nn.Module, asked: Asked, layers: Selection | None) -> lis
         if isinstance(site.module, StockMultiheadAttention):
             out_projection_of(site.module)
         plans.append(plan)
-    if not plans:
+    if not plans and not may_be_none:
         names = ", ".join(site.name for site in sites)
         raise ValueError(f"record: layers={layers!r} selects none of {names}")
     return plans

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ikattn.analysis._recorder.attention_call import ALL_MAPS
+from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
 from ikattn.analysis._recorder.plan import asked_maps, describe, left_out, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, Recorder
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
@@ -53,6 +54,10 @@ def record(
     are the weights before dropout, while what went into a norm is what it really got. A layer that
     is run several times in one call is ``name``, ``name#2`` and so on. Learned and zero keys
     (``add_bias_kv``, ``add_zero_attn``) are the last columns of a map.
+
+    Of PyTorch Geometric's GATConv, GATv2Conv and TransformerConv, stock and ours, the maps are of
+    edges: weights, norms of what each head moves, and of all heads together, in
+    ``recording.graphs``, whatever ``maps`` names. There weights are those that were applied.
 
     Args:
         model: Any module that holds attention.
@@ -103,7 +108,8 @@ def record(
         raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
     if check not in ("rows", "all"):
         raise ValueError(f'record: check must be "rows" or "all", got {check!r}')
-    plans = plan_layers(model, asked_maps(maps), layers)
+    graphs = graph_layers(model, layers)
+    plans = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
     recording.left_out = tuple(left_out(model)) if layers is None else ()
@@ -123,6 +129,10 @@ def record(
             stack.enter_context(hearing_sdpa(model, recorder.sdpa_called))
         stack.callback(recorder.remove_hooks)
         recorder.add_hooks(model, plans)
+        if graphs:
+            of_graphs = GraphRecorder(recording, to_cpu=to_cpu, detach=detach)
+            stack.callback(of_graphs.remove_hooks)
+            of_graphs.add_hooks(model, graphs)
         yield recording
 
 

@@ -32,19 +32,26 @@ class Graph(NamedTuple):
 _sorted_edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
+def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
+    """The source and the target of each edge, [E], and whether targets are known to ascend."""
     is_sorted = False
     if isinstance(edge_index, SparseTensor):
         target, source, _ = edge_index.coo()
-        is_sorted = True
-    elif is_torch_sparse_tensor(edge_index):
+        return source, target, True
+    if is_torch_sparse_tensor(edge_index):
         (target, source), _ = to_edge_index(edge_index)
-    else:
-        by_source = flow == "source_to_target"
-        if hasattr(edge_index, "as_tensor"):  # EdgeIndex
-            is_sorted = edge_index.is_sorted_by_col if by_source else edge_index.is_sorted_by_row
-            edge_index = edge_index.as_tensor()
-        source, target = (edge_index[0], edge_index[1])[:: 1 if by_source else -1]
+        return source, target, False
+    by_source = flow == "source_to_target"
+    if hasattr(edge_index, "as_tensor"):  # EdgeIndex
+        is_sorted = edge_index.is_sorted_by_col if by_source else edge_index.is_sorted_by_row
+        edge_index = edge_index.as_tensor()
+    source, target = (edge_index[0], edge_index[1])[:: 1 if by_source else -1]
+    return source, target, is_sorted
+
+
+def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
+    """The edges, sorted; those of a plain tensor are kept as long as it is."""
+    source, target, is_sorted = ends_of(edge_index, flow)
     may_be_kept = (
         type(edge_index) is Tensor
         and not is_sorted

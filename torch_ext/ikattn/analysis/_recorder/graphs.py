@@ -1,0 +1,156 @@
+"""Records the attention of PyTorch Geometric's layers, stock and ours, edge by edge."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ikattn.analysis.graphs import EdgeMaps
+from ikattn.analysis.recording import Recording
+from ikattn.nn.selection import Selection, is_selected
+
+_KINDS = ("GATConv", "GATv2Conv", "TransformerConv")
+
+
+def graph_layers(model: nn.Module, layers: Selection | None) -> dict[str, nn.Module]:
+    """PyG's attention layers in a model that are selected, by their first names."""
+    pyg = sys.modules.get("torch_geometric.nn")
+    if pyg is None:  # without it there is no such layer
+        return {}
+    kinds = tuple(getattr(pyg, name) for name in _KINDS)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            path = [model]
+            for part in name.split(".") if name else ():
+                path.append(getattr(path[-1], part))
+            if is_selected([name], module, path, layers):
+                found[name] = module
+    return found
+
+
+class GraphRecorder:
+    """Fills ``Recording.graphs``: one entry for each forward call of the model."""
+
+    def __init__(self, recording: Recording, *, to_cpu: bool, detach: bool) -> None:
+        self._recording = recording
+        self._to_cpu = to_cpu
+        self._detach = detach
+        self._handles: list[Any] = []
+        self._calls = threading.local()  # .stack: the maps of calls of the model that have begun
+
+    def add_hooks(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        """Hears the model and each layer's messages."""
+        self._handles.append(model.register_forward_pre_hook(self._begin))
+        self._handles.append(model.register_forward_hook(self._end, always_call=True))
+        for name, layer in layers.items():
+            call = _LayerCall(name, self)
+            module: Any = layer
+            self._handles.append(module.register_propagate_forward_pre_hook(call.begin))
+            self._handles.append(module.register_message_forward_hook(call.messages))
+            self._handles.append(module.register_propagate_forward_hook(call.end))
+
+    def remove_hooks(self) -> None:
+        """Ends the recording."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def add(self, name: str, maps: EdgeMaps) -> None:
+        """Takes the maps of one run of a layer; a further run in the same call is ``name#2``."""
+        stack = getattr(self._calls, "stack", None)
+        if stack:
+            call = stack[-1]
+        else:  # a layer was called by itself
+            call = {}
+            self._recording.graphs.append(call)
+        run, single = 1, name
+        while single in call:
+            run += 1
+            single = f"{name}#{run}"
+        call[single] = maps
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A map as the recording holds it."""
+        tensor = tensor.detach() if self._detach else tensor
+        return tensor.cpu() if self._to_cpu else tensor
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        if not hasattr(self._calls, "stack"):
+            self._calls.stack = []
+        self._calls.stack.append({})
+
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        call = self._calls.stack.pop()
+        if output is not None and call:  # None: the call has raised
+            self._recording.graphs.append(call)
+
+
+class _LayerCall:
+    """One layer's propagation of messages."""
+
+    def __init__(self, name: str, recorder: GraphRecorder) -> None:
+        self._name = name
+        self._recorder = recorder
+        self._edge_index: Any = None
+        self._maps: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, module: Any, arguments: Sequence[Any]) -> None:
+        self._edge_index, self._maps = arguments[0], None
+
+    def messages(self, module: Any, arguments: Sequence[Any], messages: Tensor) -> None:
+        """``messages`` [E, H, C]: what each head moves along each edge."""
+        weights = arguments[0].get("alpha")
+        if weights is None:
+            weights = module._alpha
+        self._maps = (weights, messages)
+
+    def end(self, module: Any, arguments: Sequence[Any], output: Tensor) -> None:
+        from ikattn.integrations.pyg._edges import ends_of
+
+        if self._maps is None:
+            raise RuntimeError(f"record: {self._name} ran, and its messages were not seen")
+        weights, messages = self._maps
+        self._maps = None
+        source, target, _ = ends_of(self._edge_index, module.flow)
+        _check_sum(self._name, messages, output, target)
+        if module.concat:
+            per_head = torch.linalg.vector_norm(messages, dim=-1)
+            summed = torch.linalg.vector_norm(per_head, dim=-1)
+        else:  # the mean over heads
+            per_head = torch.linalg.vector_norm(messages, dim=-1) / messages.shape[1]
+            summed = torch.linalg.vector_norm(messages.mean(1), dim=-1)
+        keep = self._recorder.kept
+        self._recorder.add(
+            self._name,
+            EdgeMaps(
+                keep(source),
+                keep(target),
+                output.shape[0],
+                keep(weights),
+                keep(per_head),
+                keep(summed),
+            ),
+        )
+
+
+@torch.no_grad()
+def _check_sum(name: str, messages: Tensor, output: Tensor, target: Tensor) -> None:
+    """Raises RuntimeError unless the messages into one node add up to what it got."""
+    if not len(target):
+        return
+    node = target[0]
+    expected = messages[target == node].double().sum(0)
+    error = (expected - output[node].double()).abs().max()
+    scale = messages[target == node].double().abs().sum(0).max()
+    rounding = torch.finfo(messages.dtype).eps * (8 + len(target) ** 0.5)
+    if not error <= rounding * scale and bool(expected.isfinite().all()):
+        raise RuntimeError(
+            f"record: {name} does not add up: the messages into node {int(node)} and what "
+            f"it got differ by {float(error / scale):.2%}; expected a layer that sums messages"
+        )
