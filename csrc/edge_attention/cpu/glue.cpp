@@ -4,6 +4,7 @@
 
 #include "edge_attention/cpu/kernel.h"
 #include "edge_attention/operators.h"
+#include "edge_attention/tensors.h"
 #include "support/cpu_glue.h"
 #include "support/memory.h"
 
@@ -11,52 +12,6 @@ namespace ikattn {
 namespace {
 
 const EdgeAttentionKernels& kernels() { return IKATTN_KERNELS(edge_attention_kernels); }
-
-template <typename T>
-const T* read(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
-}
-
-template <typename T>
-T* write(const at::Tensor& tensor) {
-  return tensor.mutable_data_ptr<T>();
-}
-
-at::Tensor contiguous(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.contiguous() : tensor;
-}
-
-EdgeFeatures contiguous(const EdgeFeatures& given) {
-  EdgeFeatures call = given;
-  for (at::Tensor* tensor :
-       {&call.query_features, &call.key_features, &call.value, &call.key_logits, &call.edge_logits,
-        &call.keep, &call.rowptr, &call.col}) {
-    *tensor = contiguous(*tensor);
-  }
-  return call;
-}
-
-template <typename T>
-void describe(const EdgeFeatures& call, EdgeParams<T>& params) {
-  params.N_q = call.query_features.size(0);
-  params.N_k = call.key_features.size(0);
-  params.E = call.col.size(0);
-  params.H = call.query_features.size(1);
-  params.F = call.query_features.size(2);
-  params.d_v = call.value.size(2);
-  params.rowptr = read<int64_t>(call.rowptr);
-  params.source = read<int64_t>(call.col);
-  params.query_features = read<T>(call.query_features);
-  params.key_features = read<T>(call.key_features);
-  params.value = read<T>(call.value);
-  params.key_logits = read<T>(call.key_logits);
-  params.edge_logits = read<T>(call.edge_logits);
-  params.edge_heads = call.edge_logits.defined() ? call.edge_logits.size(1) : 0;
-  params.keep = read<bool>(call.keep);
-  params.rescale = static_cast<T>(call.rescale);
-  params.exponential = !call.eps.has_value();
-  params.eps = static_cast<T>(call.eps.value_or(0));
-}
 
 // function(params, kernels) with the kernels of the tensor's type and the instruction set in use.
 template <template <typename> class Params, typename Function>
@@ -78,22 +33,20 @@ EdgeResults forward(const EdgeFeatures& given) {
   check_edge_features(kFromEdgeFeatures, given);
   check_edges(kFromEdgeFeatures, given.rowptr, given.col, given.key_features.size(0));
   const EdgeFeatures call = contiguous(given);
-  const int64_t N_q = call.query_features.size(0), H = call.query_features.size(1);
-  const auto options = call.query_features.options();
-  const at::Tensor output = in_large_pages(at::empty({N_q, H, call.value.size(2)}, options));
-  const at::Tensor weights = in_large_pages(at::empty({call.col.size(0), H}, options));
-  const at::Tensor log_normalizer = at::empty({N_q, H}, options.dtype(at::kDouble));
+  const EdgeResults results = empty_results(call);
+  const auto& [output, weights, log_normalizer] = results;
   const TorchExecutor executor(kFromEdgeFeatures,
                                work_of(call.col, call.query_features, call.value));
-  with_kernels<EdgeForwardParams>(
-      output, [&]<typename T>(EdgeForwardParams<T> params, const auto& kernels) {
-        describe(call, params);
-        params.output = write<T>(output);
-        params.weights = write<T>(weights);
-        params.log_normalizer = write<double>(log_normalizer);
-        kernels.forward(params, executor);
-      });
-  return {output, weights, log_normalizer};
+  with_kernels<EdgeForwardParams>(output, [&, &output = output, &weights = weights,
+                                           &log_normalizer = log_normalizer]<typename T>(
+                                              EdgeForwardParams<T> params, const auto& kernels) {
+    describe(call, params);
+    params.output = write<T>(output);
+    params.weights = write<T>(weights);
+    params.log_normalizer = write<double>(log_normalizer);
+    kernels.forward(params, executor);
+  });
+  return results;
 }
 
 EdgeQueryGradients query_gradients(IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS) {
