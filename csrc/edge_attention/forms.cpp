@@ -5,6 +5,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <cmath>
+#include <limits>
+
 #include "attention/arguments.h"
 #include "attention/reference.h"
 #include "edge_attention/operators.h"
@@ -170,9 +173,13 @@ Result pairs_by_softmax(const EdgeAttentionCall& call) {
 at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second, double p) {
   const at::Tensor most = at::maximum(first, second), least = at::minimum(first, second);
   if (p == 2) return most + least;
-  // A power's derivative at 0 may be infinite: there it is that of a constant.
+  // A power's derivative at 0 may be infinite: there it is that of a constant. So it is where the
+  // quotient's would overflow; such a norm is less than the rounding of one that matters.
+  const double least_normal = most.scalar_type() == at::kDouble
+                                  ? std::numeric_limits<double>::min()
+                                  : static_cast<double>(std::numeric_limits<float>::min());
   const at::Tensor one = at::ones({}, most.options()), nothing = at::zeros({}, most.options());
-  const at::Tensor usable = (least > 0).logical_and(at::isfinite(most));
+  const at::Tensor usable = (least > std::sqrt(least_normal)).logical_and(at::isfinite(most));
   const at::Tensor ratio = at::where(usable, least, one) / at::where(usable, most, one);
   const at::Tensor power = at::where(usable, at::pow(ratio, p / 2), nothing);
   return most * at::pow(1 + power, 2 / p);
