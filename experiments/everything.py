@@ -34,6 +34,7 @@ MARKERS = {
     "regression": "airline_passengers",
     "sentences": "TREC.train.all",
     "translation": "train.lc.norm.tok.de",
+    "nodes": "cora.npz",
 }
 
 
@@ -58,6 +59,7 @@ PLAN = (
     Run("housing", "regression", ("--datasets", "housing", "--epochs", "300", *ALL, *ORDERS)),
     Run("airline", "regression", ("--datasets", "airline", *ALL, *ORDERS)),
     Run("co2", "regression", ("--datasets", "co2", "--repeats", "2", *ALL, *ORDERS)),
+    Run("nodes", "nodes", ()),
     Run("cost", "regression", ("--datasets", "parkinsons", "--cost")),
 )
 QUICK = tuple(Run(f"{program}-quick", program, ("--quick",)) for program in MARKERS)

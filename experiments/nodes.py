@@ -5,13 +5,13 @@ ELU, then one head per class; dropout 0.6 on inputs and weights, Adam at 0.005, 
 trained on the standard Planetoid split. Only the attention of both layers differs. The model of the
 epoch with the least validation loss is tested; training ends 100 epochs after it.
 
---data FILE.npz holds x_indptr, x_indices, x_data (bags of words in compressed rows), y, edge_index
-[2, E], train_idx, val_idx and test_idx; --data DIR the files ind.NAME.x, .allx, .graph and so on of
-Planetoid, with --name NAME. Rows of x are scaled to sum to 1.
+--data DIR holds NAME.npz, or Planetoid's files ind.NAME.x, .allx, .graph and so on. NAME.npz holds
+num_features, x_indptr, x_indices, x_data (bags of words in compressed rows), y, edge_index [2, E],
+train_idx, val_idx and test_idx. Rows of x are scaled to sum to 1.
 
-    pip install 'ikattn[demo]' torch_geometric
-    python experiments/nodes.py --data cora.npz --quick
-    python experiments/nodes.py --data cora.npz --csv nodes.csv --plot nodes.png
+    pip install 'ikattn[demo]' 'ikattn[pyg]'
+    python experiments/nodes.py --data DIR --quick
+    python experiments/nodes.py --data DIR --csv nodes.csv --plot nodes.png
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,17 +70,20 @@ class Run(NamedTuple):
     seconds_per_epoch: float
 
 
-def load(path: Path, name: str) -> Graph:
+def load(folder: Path, name: str) -> Graph:
     """Reads a graph; raises OSError or ValueError, with the file, where it cannot."""
-    if path.is_dir():
+    path = folder / f"{name}.npz"
+    if not path.is_file():
+        if not (folder / f"ind.{name}.x").is_file():
+            raise FileNotFoundError(f"{folder} holds neither {name}.npz nor ind.{name}.x")
         from torch_geometric.io import read_planetoid_data
 
-        data = read_planetoid_data(str(path), name)
+        data = read_planetoid_data(str(folder), name)
         masks = (data.train_mask, data.val_mask, data.test_mask)
         split = [mask.nonzero().flatten() for mask in masks]
         return Graph(_sparse(data.x), data.y, data.edge_index, *split)
     with np.load(path) as file:
-        missing = {"x_indptr", "x_indices", "x_data", "y", "edge_index"} - set(file)
+        missing = _ARRAYS - set(file)
         if missing:
             raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
         rows = np.repeat(np.arange(len(file["y"])), np.diff(file["x_indptr"]))
@@ -87,6 +91,12 @@ def load(path: Path, name: str) -> Graph:
         x[rows, file["x_indices"]] = torch.from_numpy(file["x_data"])
         names = ("y", "edge_index", "train_idx", "val_idx", "test_idx")
         return Graph(_sparse(x), *(torch.from_numpy(file[name]).long() for name in names))
+
+
+_ARRAYS = {
+    *("num_features", "x_indptr", "x_indices", "x_data", "y", "edge_index"),
+    *("train_idx", "val_idx", "test_idx"),
+}
 
 
 def _sparse(x: Tensor) -> Tensor:
@@ -156,8 +166,8 @@ def fit(graph: Graph, data_set: str, attention: str, p: str, seed: int, options:
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="a .npz file, or a folder of Planetoid's files")
-    add("--name", default="cora", help="of the data set in a folder; default: cora")
+    add("--data", type=Path, required=True, help="folder of the data sets' files")
+    add("--name", default="cora", help="of the data set; default: cora")
     add("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     add("--p", nargs="+", default=ORDERS, help=f"orders; default: {' '.join(ORDERS)}")
     add("--seeds", type=int, default=10, help="models of each kind; default: 10")
@@ -181,7 +191,6 @@ def main() -> None:
         graph = load(options.data, options.name)
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"nodes.py: {error}")
-    data_set = options.data.stem if options.data.is_file() else options.name
     table = Table[Run](options.csv)
     divergences = Divergences()
     print(f"{'':22}{'test accuracy, %':<20}{'validation':<18}epochs")
@@ -190,9 +199,9 @@ def main() -> None:
             name = describe(attention, p)
             runs = []
             for seed in range(options.seeds):
+                setting = (options.name, attention, p, seed)
                 run = divergences.fit(
-                    f"{name}, seed {seed}",
-                    lambda seed=seed, of=(attention, p): fit(graph, data_set, *of, seed, options),
+                    f"{name}, seed {seed}", partial(fit, graph, *setting, options)
                 )
                 if run is not None:
                     runs.append(run)

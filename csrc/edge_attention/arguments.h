@@ -35,7 +35,8 @@ struct GatAttentionCall {
 void check_edge_attention(const char* function, const EdgeAttentionCall& call);
 void check_gat_attention(const char* function, const GatAttentionCall& call);
 
-// Whether the numbers in a tensor may be looked at, at no cost but a pass over them.
+// Whether the numbers in a tensor may be looked at, at no cost but a pass over them: not where
+// somebody traces.
 bool is_readable(const at::Tensor& tensor);
 
 // A call of edge_attention_from_features, the part that has kernels: all floating-point tensors in

@@ -2,6 +2,7 @@
 #include "support/checks.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "attention/arguments.h"
 #include "edge_attention/operators.h"
@@ -110,7 +111,8 @@ bool is_readable(const at::Tensor& tensor) {
   const c10::DispatchKeySet wrappers({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
                                       c10::DispatchKey::FuncTorchGradWrapper,
                                       c10::DispatchKey::Functionalize});
-  return tensor.is_cpu() && !tensor.key_set().has_any(wrappers);
+  return tensor.is_cpu() && !tensor.key_set().has_any(wrappers) &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 void check_edges(const char* function, const at::Tensor& rowptr, const at::Tensor& col,

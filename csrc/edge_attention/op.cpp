@@ -37,6 +37,9 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("edge_attention_from_features(" IKATTN_EDGE_FEATURES_SCHEMA
         ") -> (Tensor output, Tensor weights, Tensor log_normalizer)",
         tags);
+  m.def("edge_attention_from_features_reference(" IKATTN_EDGE_FEATURES_SCHEMA
+        ") -> (Tensor output, Tensor weights, Tensor log_normalizer)",
+        tags);
   m.def("edge_query_gradients(" IKATTN_EDGE_QUERY_GRADIENTS_SCHEMA
         ") -> (Tensor grad_query_features, Tensor of_edges)",
         tags);
@@ -94,6 +97,11 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
   implement<"edge_attention_from_features", from_edge_features<checked_reference>>(m);
   implement<"edge_query_gradients", query_gradients>(m);
   implement<"edge_key_gradients", key_gradients>(m);
+}
+
+// As an operator, which every transformation sees through: what an exported program decomposes to.
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  implement<"edge_attention_from_features_reference", from_edge_features<checked_reference>>(m);
 }
 
 TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {

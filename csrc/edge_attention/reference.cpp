@@ -13,7 +13,7 @@ at::Tensor largest_of(const at::Tensor& nodes, const at::Tensor& of_edges,
   c10::SymDimVector sizes(of_edges.sym_sizes().begin(), of_edges.sym_sizes().end());
   sizes[0] = count;
   const at::Tensor least =
-      at::zeros_symint(sizes, of_edges.options()).fill_(-std::numeric_limits<double>::infinity());
+      at::full_symint(sizes, -std::numeric_limits<double>::infinity(), of_edges.options());
   const at::Tensor index = nodes.unsqueeze(-1).expand_symint(of_edges.sym_sizes());
   return at::scatter_reduce(least, 0, index, of_edges.detach(), "amax");
 }

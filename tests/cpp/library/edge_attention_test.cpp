@@ -75,6 +75,38 @@ TEST(EdgeAttention, OtherFormsWeighAsTheirDefinitions) {
   EXPECT_TRUE(torch::allclose(gat, weights_of(logits.expand({2, 3, 4})), 1e-10, 1e-12));
 }
 
+// Under AddressSanitizer (make asan) whatever is read or written out of bounds ends the test.
+TEST(EdgeAttention, RandomIndicesAreComputedOrRefused) {
+  const Graph graph;
+  const at::TensorOptions options = on_device(at::kLong);
+  int refused = 0;
+  for (int round = 0; round < 400; ++round) {
+    const auto draw = [](int64_t low, int64_t high) {
+      return torch::randint(low, high, {1}, at::kLong).item<int64_t>();
+    };
+    const int64_t E = draw(0, 9);
+    Tensor rowptr = std::get<0>(torch::randint(0, E + 1, {4}, at::kLong).sort());
+    rowptr[0] = 0;
+    rowptr[3] = E;
+    Tensor col = torch::randint(0, 4, {E}, at::kLong);
+    for (Tensor* index : {&rowptr, &col}) {
+      if (index->numel() > 0 && draw(0, 3) == 0) {
+        (*index)[draw(0, index->numel())] = draw(-(int64_t{1} << 40), int64_t{1} << 40);
+      }
+    }
+    try {
+      const auto [output, weights] = ikattn::softmax_edge_attention(
+          graph.query, graph.key, graph.value, rowptr.to(options), col.to(options));
+      torch::autograd::grad({output.square().sum() + weights.sum()},
+                            {graph.query, graph.key, graph.value});
+    } catch (const c10::Error&) {
+      ++refused;
+    }
+  }
+  EXPECT_GT(refused, 20);
+  EXPECT_LT(refused, 380);
+}
+
 TEST(EdgeAttention, DrawsASeedForDropout) {
   const Graph graph;
   ikattn::EdgeAttentionOptions options;

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import ikattn
 from formula import covariance
@@ -144,15 +145,19 @@ def test_the_complete_graph_is_attention():
     torch.testing.assert_close(weights.view(N_Q, N_K, H), dense)
 
 
-def test_the_guides_example_runs():
+def test_the_guides_examples_run(capsys):
     root = next(path for path in Path(__file__).parents if (path / "setup.py").exists())
-    (example,) = re.findall(
-        r"```python\n(.*?)```", (root / "docs/guide/graphs.md").read_text(), re.S
-    )
+    guide = (root / "docs/guide/graphs.md").read_text()
+    first, *with_pyg = re.findall(r"```python\n(.*?)```", guide, re.S)
     names: dict[str, Any] = {}
-    exec(compile(example, "docs/guide/graphs.md", "exec"), names)
+    exec(compile(first, "docs/guide/graphs.md", "exec"), names)
     assert names["output"].shape == (4, 2, 8)
     assert names["weights"].shape == (4, 2)
+    pytest.importorskip("torch_geometric")
+    assert len(with_pyg) == 2
+    for example in with_pyg:
+        exec(compile(example, "docs/guide/graphs.md", "exec"), {})
+    assert "[4, 3]" in capsys.readouterr().out
 
 
 def test_distant_magnitudes_neither_overflow_nor_vanish():
@@ -588,6 +593,35 @@ GAT_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_errors_of_the_gat_form_name_the_argument(changed, error, message):
     with pytest.raises(error, match=f"gat_edge_attention: {message}"):
         ikattn.gat_edge_attention(edges=EDGES, **(gat_arguments(torch.float32) | changed))
+
+
+# Flops and exported programs
+
+
+def test_flops_are_those_of_products_and_sums():
+    arguments, numbers = features({}, torch.float32)
+    size = 2 * M
+    with FlopCounterMode(display=False) as counter:
+        output, _, _ = torch.ops.ikattn.edge_attention_from_features(*arguments, **numbers)
+    assert counter.get_total_flops() == 2 * E * H * (size + VALUE_SIZE)
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    assert counter.get_total_flops() == 2 * E * H * (3 * size + 2 * VALUE_SIZE)
+
+
+def test_an_exported_program_decomposes_to_functions_of_torch():
+    class Layer(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            edges = Edges(EDGES.rowptr, EDGES.col)
+            w1 = torch.linspace(-0.1, 0.1, H * SIZE * M).view(H, SIZE, M)
+            return ikattn.implicit_kernel_edge_attention(query, key, value, edges, w1)
+
+    arguments = nodes(dtype=torch.float32)
+    given = tuple(arguments[name] for name in ("query", "key", "value"))
+    wanted = Layer()(*given)
+    program = torch.export.export(Layer(), given).run_decompositions(ikattn.decompositions())
+    assert "ikattn" not in str(program.graph)
+    torch.testing.assert_close(program.module()(*given), wanted)
 
 
 # Dropout

@@ -17,9 +17,12 @@ _WITH_REFERENCE = (
     "implicit_kernel_weights",
     "spectral_features",
     "attention_from_features",
+    "edge_attention_from_features",
     "contribution_maps",
     "streamed_contribution_maps",
 )
+# Compositions themselves, of these operators and torch's.
+_COMPOSED = ("implicit_kernel_edge_attention", "softmax_edge_attention", "gat_edge_attention")
 
 
 def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
@@ -47,6 +50,9 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
         # the reference is in the table too, or it would be kept as an operator
         for operator in (getattr(operators, name).default, reference):
             table[operator] = partial(_compose, reference)
+    for name in _COMPOSED:
+        composed = getattr(operators, name).default
+        table[composed] = partial(_compose, composed)
     return table
 
 

@@ -1,0 +1,86 @@
+"""experiments/nodes.py, run as its readers run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiment_programs import rows_of, run
+from programs import import_program
+
+pytest.importorskip("torch_geometric")
+
+GRAPHS = Path(__file__).resolve().parents[4] / "shared/data/graphs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small graph of two classes, whose words tell them."""
+    random = np.random.RandomState(0)
+    y = np.arange(60) % 2
+    x = (random.rand(60, 10) < 0.2 + 0.5 * (np.arange(10) % 2 == y[:, None])).astype(np.float32)
+    edges = random.randint(60, size=(2, 400))
+    edges = edges[:, y[edges[0]] == y[edges[1]]]
+    rows, columns = x.nonzero()
+    path = tmp_path / "graphs"
+    path.mkdir()
+    np.savez(
+        path / "small.npz",
+        num_features=10,
+        x_indptr=np.concatenate([[0], np.bincount(rows, minlength=60).cumsum()]),
+        x_indices=columns,
+        x_data=x[rows, columns],
+        y=y,
+        edge_index=edges,
+        train_idx=np.arange(20),
+        val_idx=np.arange(20, 40),
+        test_idx=np.arange(40, 60),
+    )
+    return path
+
+
+@pytest.mark.full
+def test_every_attention_and_order_runs(source_tree: Path, tmp_path: Path, folder: Path) -> None:
+    options = ["--data", folder, "--name", "small", "--seeds", 1, "--epochs", 40]
+    options += ["--p", 1.5, "none", "learned", "--csv", "a.csv", "--plot", "a.png"]
+    result = run(source_tree, "nodes.py", *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    runs = rows_of(tmp_path / "a.csv")
+    assert len(runs) == 3 + 4 * 3
+    assert np.mean([float(row["accuracy"]) for row in runs]) > 75
+
+
+def test_a_model_learns_and_the_best_epoch_is_kept(source_tree: Path, folder: Path) -> None:
+    nodes = import_program(source_tree / "experiments/nodes.py")
+    graph = nodes.load(folder, "small")
+    assert graph.x.layout == torch.sparse_csr
+    sums = graph.x.to_dense().sum(-1)
+    assert torch.allclose(sums[sums > 0], torch.ones(1))
+    options = type("Options", (), {"epochs": 120, "frequencies": 8})
+    found = nodes.fit(graph, "small", "direct", "2", 0, options)
+    assert found.accuracy >= 90
+    assert found.validation_accuracy >= 90
+    assert found.epochs <= 120
+
+
+def test_what_is_missing_is_named(source_tree: Path, tmp_path: Path, folder: Path) -> None:
+    result = run(source_tree, "nodes.py", "--data", folder, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "holds neither cora.npz nor ind.cora.x" in result.stderr
+    np.savez(folder / "cora.npz", y=np.zeros(3))
+    result = run(source_tree, "nodes.py", "--data", folder, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "cora.npz lacks edge_index, num_features" in result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not GRAPHS.is_dir(), reason=f"{GRAPHS} is absent")
+def test_nodes_runs_quickly_on_the_real_data(source_tree: Path, tmp_path: Path) -> None:
+    options = ["--data", GRAPHS, "--quick", "--csv", "a.csv"]
+    result = run(source_tree, "nodes.py", *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(rows_of(tmp_path / "a.csv")) == 7
