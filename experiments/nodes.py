@@ -20,6 +20,7 @@ import argparse
 import sys
 import time
 import warnings
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,8 +190,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     try:
         graph = load(options.data, options.name)
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"nodes.py: {error}")
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
+        sys.exit(f"nodes.py: {options.name} cannot be read: {error}")
+    for name in ("train", "validation", "test"):
+        if not len(getattr(graph, name)):
+            sys.exit(f"nodes.py: {options.name} has no {name} nodes")
     table = Table[Run](options.csv)
     divergences = Divergences()
     print(f"{'':22}{'test accuracy, %':<20}{'validation':<18}epochs")

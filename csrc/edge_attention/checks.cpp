@@ -40,6 +40,13 @@ void check_index_type(const char* function, const char* name, const at::Tensor& 
   TORCH_CHECK(index.dim() == 1, function, ": ", name, " must have one axis, got ", index.sizes());
 }
 
+// A score may be eps, and exp(logit - largest) as little: their product must not underflow.
+void check_eps(const char* function, double eps, at::ScalarType type) {
+  const double least = type == at::kDouble ? 1e-290 : 1e-30;
+  TORCH_CHECK_VALUE(eps >= least, function, ": eps must be at least ", least,
+                    type == at::kDouble ? " in float64" : " in float32 arithmetic", ", got ", eps);
+}
+
 // The targets and sources of a call by what the operator calls them, and what all forms share.
 struct Ends {
   const char *function, *target_name, *source_name;
@@ -99,6 +106,7 @@ void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies
   check_bias(function, "edge_bias", options.edge_bias, name, target, {ends.col.size(0), H},
              "[E] or [E, H]");
   check_numbers(function, options.p, options.eps, options.magnitude_scale);
+  if (is_present(ends.w1)) check_eps(function, options.eps, type);
   check_dropout(function, options.dropout_p, options.dropout_seed);
   if (is_readable(ends.rowptr) && is_readable(ends.col)) {
     check_edges(function, ends.rowptr, ends.col, N_k);
@@ -171,6 +179,7 @@ void check_edge_features(const char* function, const EdgeFeatures& call) {
   const at::ScalarType type = query.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
                    ": query_features must be float32 or float64, got ", type);
+  if (call.eps) check_eps(function, *call.eps, type);
   TORCH_CHECK(query.dim() == 3 && (query.size(2) > 0 || !call.eps), function,
               ": query_features must have shape [N_q, H, F], got ", query.sizes());
   TORCH_CHECK(call.key_features.dim() == 3, function,

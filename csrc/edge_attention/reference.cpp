@@ -71,7 +71,9 @@ EdgeResults reference_from_edge_features(const EdgeFeatures& call) {
   const at::Tensor w = at::exp(logits - shift.index_select(0, target));
   const at::Tensor sum = sum_to(target, w, N_q);
   const at::Tensor divisor = at::where(sum == 0, at::ones({}, sum.options()), sum);
-  const at::Tensor weights = dropped(call, w / divisor.index_select(0, target));
+  const at::Tensor shares =
+      at::where(logits == -INFINITY, nothing, w / divisor.index_select(0, target));
+  const at::Tensor weights = dropped(call, shares);
   const at::Tensor weighted = weights.unsqueeze(-1) * call.value.index_select(0, call.col);
   const at::Tensor log_normalizer = (at::log(sum) + shift).detach().to(at::kDouble);
   return {sum_to(target, weighted, N_q), weights, log_normalizer};

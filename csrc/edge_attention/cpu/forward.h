@@ -79,7 +79,9 @@ inline void finish_target(const EdgeForwardParams<T>& p, int64_t i, const Partia
   for (int64_t e = p.rowptr[i]; e < p.rowptr[i + 1]; ++e) {
     const double* factor = piece((e - p.rowptr[i]) / kPieceEdges).largest;
     T* weights = p.weights + e * H;
-    for (int64_t h = 0; h < H; ++h) weights[h] *= static_cast<T>(factor[h]);
+    for (int64_t h = 0; h < H; ++h) {  // what is hidden stays 0 where the factor is NaN
+      weights[h] = weights[h] == 0 ? T(0) : weights[h] * static_cast<T>(factor[h]);
+    }
   }
 }
 

@@ -177,8 +177,9 @@ inline void take_weights(const EdgeParams<T>& p, int64_t edges, const double* sh
   T* weights = scratch.logits;
   for (int64_t e = 0; e < edges; ++e) {
     for (int64_t h = 0; h < H; ++h) {
+      const double logit = static_cast<double>(weights[e * H + h]);
       const double finite = is_hidden(shift[h]) ? 0.0 : shift[h];
-      weights[e * H + h] = static_cast<T>(static_cast<double>(weights[e * H + h]) - finite);
+      weights[e * H + h] = static_cast<T>(is_hidden(logit) ? logit : logit - finite);
     }
   }
   for (int64_t k = count; k < round_up(count, kLanes<T>); ++k) weights[k] = scratch.products[k] = 0;

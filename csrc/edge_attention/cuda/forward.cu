@@ -62,7 +62,8 @@ struct Forward {
 #pragma unroll 1
     for (int64_t e = begin + lane; e < end; e += 32) {
       const int64_t at = e * H + h;
-      p.weights[at] = dropped(p, at, p.weights[at]) * factor;
+      const T weight = dropped(p, at, p.weights[at]);
+      p.weights[at] = weight == 0 ? T(0) : weight * factor;  // hidden, where the factor is NaN
     }
   }
 

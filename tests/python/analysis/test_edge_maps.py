@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,20 @@ def test_heads_that_cancel_are_small_and_not_nan():
 
 
 @pytest.mark.parametrize("concat", [False, True])
+def test_nan_shows_and_half_precision_does_not_overflow(concat):
+    weights, vectors, source = edges(8)
+    weights[2, 1] = torch.nan
+    maps = ikattn.edge_contributions(weights, vectors, source, concat=concat)
+    assert maps.summed.isnan().nonzero().flatten().tolist() == [2]
+    large = torch.full((1, 1, 4), 6e4, dtype=torch.float16)
+    weights = torch.full((1, 1), 1e-4, dtype=torch.float16)
+    maps = ikattn.edge_contributions(weights, large, torch.zeros(1).long(), concat=concat)
+    wanted = torch.full((1,), 12.0, dtype=torch.float16)
+    torch.testing.assert_close(maps.per_head[0], wanted, rtol=1e-2, atol=0)
+    torch.testing.assert_close(maps.summed, wanted, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("concat", [False, True])
 def test_contributions_have_gradients(concat):
     weights, vectors, source = edges(7)
 
@@ -73,6 +89,7 @@ def test_contributions_of_no_edges():
         ({"source": torch.zeros(40)}, TypeError, r"source must be int64 or int32, got torch\.f"),
         ({"source": torch.zeros(4).long()}, ValueError, r"source must have shape \[E\] = \[40\]"),
         ({"source": torch.full((40,), 6)}, IndexError, "out of (range|bounds)"),
+        ({"source": torch.full((40,), -1)}, IndexError, r"source must be in \[0, 6\), got -1"),
     ],
 )
 def test_errors_of_contributions_name_the_argument(change, error, message):
@@ -174,6 +191,68 @@ def test_messages_that_are_not_summed_are_refused():
         conv(torch.randn(N, 8), EDGE_INDEX)
 
 
+def test_ctrl_c_loses_no_later_call_and_results_may_be_none():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.GATConv(8, 4)
+            self.stops = False
+
+        def forward(self, x: Tensor) -> None:
+            self.conv(x, EDGE_INDEX)
+            if self.stops:
+                raise KeyboardInterrupt
+
+    model = Net()
+    x = torch.randn(N, 8)
+    with ikattn.record(model) as recording:
+        model(x)
+        model.stops = True
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model.conv(x, EDGE_INDEX)
+        model.stops = False
+        model(x)
+    assert [list(call) for call in recording.graphs] == [["conv"]] * 3
+
+
+@pytest.mark.parametrize("kind", layer_kinds(), ids=lambda x: x.__name__)
+def test_threads_get_the_maps_of_their_own_graphs(kind):
+    conv = kind(CHANNELS, C, H).eval()
+    graphs = [torch.randint(N, (2, 20 + k)) for k in range(3)]
+    inputs = [torch.randn(N, CHANNELS) for _ in graphs]
+    wanted = []
+    for x, graph in zip(inputs, graphs, strict=True):
+        with ikattn.record(conv) as alone:
+            conv(x, graph)
+        wanted.append(alone.edges[""])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ikattn.record(conv) as recording, ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(conv, inputs[k % 3], graphs[k % 3]) for k in range(60)]
+            assert all(call.result() is not None for call in calls)
+    finally:
+        sys.setswitchinterval(before)
+    assert len(recording.graphs) == 60
+    for maps in (call[""] for call in recording.graphs):
+        (own,) = [
+            w
+            for w in wanted
+            if torch.equal(w.source, maps.source) and torch.equal(w.target, maps.target)
+        ]
+        torch.testing.assert_close(maps.weights, own.weights)
+        torch.testing.assert_close(maps.summed, own.summed)
+
+
+def test_on_layer_is_refused_for_graphs():
+    with (
+        pytest.raises(ValueError, match="on_layer is not called for layers that attend over a gr"),
+        ikattn.record(pyg.GATConv(8, 4), on_layer=lambda *_: None),
+    ):
+        pass
+
+
 def recorded() -> EdgeMaps:
     torch.manual_seed(0)
     conv = pyg.GATConv(CHANNELS, C, H).eval()
@@ -239,6 +318,16 @@ def test_a_picture_shows_a_node_and_its_sources(tmp_path: Path, name: str):
         recorded().plot(tmp_path / "star.gif", 3)
 
 
+def test_large_graphs_of_32_bit_indices_have_an_explanation():
+    edge_index = torch.tensor([[59_999], [59_998]], dtype=torch.int32)
+    conv = pyg.TransformerConv(4, 3)
+    with ikattn.record(conv) as recording:
+        conv(torch.randn(60_000, 4), edge_index)
+    maps = recording.edges[""]
+    assert maps.source.dtype == torch.int64
+    assert torch.equal(maps.explanation(edge_index).edge_mask, maps.summed)
+
+
 def test_an_explanation_has_a_mask_for_the_given_edges():
     maps = recorded()
     explanation = maps.explanation(EDGE_INDEX, x=torch.ones(N, 1))
@@ -250,5 +339,9 @@ def test_an_explanation_has_a_mask_for_the_given_edges():
     for e in (~kept).nonzero().flatten().tolist():
         wanted[e] = maps.summed[int(kept.sum()) + int(EDGE_INDEX[0, e])]
     torch.testing.assert_close(explanation.edge_mask, wanted)
+    reverse = maps.explanation(EDGE_INDEX.flip(0), flow="target_to_source")
+    torch.testing.assert_close(reverse.edge_mask, wanted)
+    with pytest.raises(ValueError, match="flow must be"):
+        maps.explanation(EDGE_INDEX, flow="both")
     other = maps.explanation(torch.tensor([[0], [1]]))
     assert other.edge_mask.tolist() == [0]

@@ -197,6 +197,36 @@ def test_sorted_edges_are_kept_until_the_index_changes(layer):
     assert len(_edges._sorted_edges) < before
 
 
+@each_layer
+@pytest.mark.parametrize("options", [True, False], ids=["loops", "no loops"])
+def test_what_an_evaluation_kept_can_be_trained_with(layer, options):
+    conv = layer(CHANNELS, C, H, **({} if options else without_loops(layer)))
+    edge_index = EDGE_INDEX.clone()
+    with torch.inference_mode():
+        wanted = conv(nodes(), edge_index)
+    output = conv(nodes(), edge_index)
+    assert torch.equal(output, wanted)
+    output.sum().backward()
+
+
+@each_layer
+def test_edges_that_change_behind_torchs_back_are_seen(layer):
+    conv = layer(CHANNELS, C, H)
+    x, edge_index = nodes(), EDGE_INDEX.clone()
+    conv(x, edge_index)
+    edge_index.numpy()[1, :4] = (edge_index.numpy()[1, :4] + 3) % N
+    torch.testing.assert_close(conv(x, edge_index), conv(x, edge_index.clone()))
+    edge_index.data[1, :4] = (edge_index[1, :4] + 2) % N
+    torch.testing.assert_close(conv(x, edge_index), conv(x, edge_index.clone()))
+    edge_index.data = EDGE_INDEX[:, :5].clone()
+    torch.testing.assert_close(conv(x, edge_index), conv(x, edge_index.clone()))
+
+
+def test_mikan_takes_a_graph_without_nodes():
+    conv = pyg.ImplicitKernelGATConv(CHANNELS, C, H, spectral="mikan")
+    assert conv(torch.empty(0, CHANNELS), torch.empty(2, 0).long()).shape == (0, H * C)
+
+
 @each_pair
 def test_conversion_keeps_what_the_layer_holds(stock, layer):
     conv = stock(CHANNELS, C, H).double()

@@ -239,6 +239,22 @@ def test_nan_behind_a_hidden_edge_never_leaks_and_elsewhere_shows():
     assert nan.tolist() == [i == 5 for i in range(N_Q)]
 
 
+def test_a_hidden_edge_keeps_a_row_of_nan_from_its_source():
+    bias = torch.zeros(E, dtype=torch.float64)
+    edge = 3  # 3 -> 1, whose target has another edge
+    bias[edge] = -INFINITY
+    for other in (ikattn.implicit_kernel_edge_attention, ikattn.softmax_edge_attention):
+        arguments = nodes()
+        arguments["query"][1] = torch.nan
+        if other is ikattn.softmax_edge_attention:
+            del arguments["w1"], arguments["w2"]
+        inputs = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
+        output, weights = other(edges=EDGES, edge_bias=bias, return_weights=True, **inputs)
+        assert bool((weights[edge] == 0).all())
+        assert bool(output[1].isnan().all())
+        assert bool(output[0].isfinite().all())
+
+
 @pytest.mark.parametrize("name", ["plain", "both biases"])
 def test_torch_compile_and_opcheck_take_it(name):
     arguments = nodes(dtype=torch.float32) | {
@@ -667,6 +683,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "edge bias": ({"edge_bias": torch.zeros(9)}, ValueError, r"edge_bias .* E = 10, got \[9\]"),
     "bool bias": ({"edge_bias": torch.ones(10).bool()}, TypeError, "edge_bias must have the dtype"),
     "eps": ({"eps": 0.0}, ValueError, "eps must be finite and positive"),
+    "least eps": ({"eps": 1e-38}, ValueError, "eps must be at least 1e-30 in float32 arithmetic"),
     "p": ({"p": 0.5}, ValueError, "p must be a finite number >= 1 or None"),
     "dropout": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\)"),
 }

@@ -93,10 +93,14 @@ def edge_contributions(
             f"{list(source.shape)}"
         )
     source = source.long()
+    if source.device.type == "cpu" and source.numel() and int(source.min()) < 0:
+        raise IndexError(f"{name}: source must be in [0, {len(vectors)}), got {int(source.min())}")
     wide = vectors.double()  # heads may cancel
-    per_head = weights.abs() * torch.linalg.vector_norm(wide, dim=-1)[source].to(weights.dtype)
+    moved = weights.double().abs() * torch.linalg.vector_norm(wide, dim=-1)[source]
+    per_head = moved.to(weights.dtype)
     if concat:
-        return EdgeContributions(per_head, torch.linalg.vector_norm(per_head, dim=-1))
+        summed = torch.linalg.vector_norm(moved, dim=-1)
+        return EdgeContributions(per_head, summed.to(weights.dtype))
     products = wide @ wide.transpose(1, 2)  # [N, H, H]
     squares = [
         torch.einsum("eh,ehg,eg->e", part, products[of], part)
@@ -105,7 +109,7 @@ def edge_contributions(
         )
     ]
     square = torch.cat(squares) if squares else wide.new_zeros(0)
-    positive = square > 0  # a root has no derivative at 0
+    positive = ~(square <= 0)  # a root has no derivative at 0; NaN stays
     root = torch.where(positive, square, 1.0).sqrt()
     return EdgeContributions(per_head, torch.where(positive, root, 0.0).to(weights.dtype))
 
@@ -175,23 +179,34 @@ class EdgeMaps:
         with whole_file(path) as whole:
             whole.write(data)
 
-    def explanation(self, edge_index: Tensor, **given: Any) -> Any:
+    def explanation(
+        self, edge_index: Tensor, *, flow: str = "source_to_target", **given: Any
+    ) -> Any:
         """PyG's Explanation with ``summed`` as the mask of the given edges.
 
         Args:
-            edge_index: ``[2, E']``, sources and targets as the model was called with. An edge that
-                the layer does not have, such as a self loop that it replaced, gets 0.
+            edge_index: ``[2, E']``, as the model was called with. An edge that the layer does not
+                have gets 0.
+            flow: That of the layer: whether sources come first in edge_index, or targets.
             **given: Further attributes, for example ``x``.
 
         Returns:
             A ``torch_geometric.explain.Explanation``.
+
+        Raises:
+            ValueError: No such flow.
         """
         explain = optional("torch_geometric.explain", "an Explanation", "torch_geometric")
+        if flow not in ("source_to_target", "target_to_source"):
+            raise ValueError(
+                f"explanation: flow must be 'source_to_target' or 'target_to_source', got {flow!r}"
+            )
         edge_index = edge_index.to(self.source.device)
+        of, to = edge_index.long() if flow == "source_to_target" else edge_index.long().flip(0)
         ends = (edge_index, self.source, self.target)
         nodes = max(int(x.max()) if x.numel() else 0 for x in ends)
-        own = _numbered(self.source * (nodes + 1) + self.target)
-        asked = _numbered(edge_index[0].long() * (nodes + 1) + edge_index[1].long())
+        own = _numbered(self.source.long() * (nodes + 1) + self.target)
+        asked = _numbered(of * (nodes + 1) + to)
         places = {edge: place for place, edge in enumerate(own)}
         found = [places.get(edge, -1) for edge in asked]
         index = torch.tensor(found, dtype=torch.int64, device=self.source.device)

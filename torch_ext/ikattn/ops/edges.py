@@ -441,6 +441,8 @@ def _attend(
         options["dropout_seed"] = draw_dropout_seed(edges.col.device)
     order, edge_bias = edges.order, options["edge_bias"]
     if edge_bias is not None and order is not None:
+        if edge_bias.dim() > 0 and edge_bias.shape[0] == 1:
+            edge_bias = edge_bias.expand(order.shape[0], *edge_bias.shape[1:])
         if edge_bias.dim() == 0 or edge_bias.shape[0] != order.shape[0]:
             raise ValueError(
                 f"{name}: edge_bias must have shape [E] or [E, H] with E = {order.shape[0]}, got "

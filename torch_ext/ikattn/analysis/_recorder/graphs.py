@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.recording import Recording
 from ikattn.nn.selection import Selection, is_selected
@@ -34,6 +35,21 @@ def graph_layers(model: nn.Module, layers: Selection | None) -> dict[str, nn.Mod
     return found
 
 
+class _ModelCall:
+    """A call of the model that has begun, in this thread."""
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame  # of the call: what Ctrl-C ended is no more on the stack
+        self.maps: dict[str, EdgeMaps] = {}
+
+    @property
+    def goes_on(self) -> bool:
+        frame = sys._getframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
+
+
 class GraphRecorder:
     """Fills ``Recording.graphs``: one entry for each forward call of the model."""
 
@@ -42,18 +58,21 @@ class GraphRecorder:
         self._to_cpu = to_cpu
         self._detach = detach
         self._handles: list[Any] = []
-        self._calls = threading.local()  # .stack: the maps of calls of the model that have begun
+        self._thread = threading.local()
 
     def add_hooks(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         """Hears the model and each layer's messages."""
-        self._handles.append(model.register_forward_pre_hook(self._begin))
-        self._handles.append(model.register_forward_hook(self._end, always_call=True))
+        add = self._handles.append
+        add(model.register_forward_pre_hook(Hook(self._begin)))
+        add(model.register_forward_hook(Hook(self._end)))
+        add(model.register_forward_hook(Hook(self._leave), always_call=True))
         for name, layer in layers.items():
             call = _LayerCall(name, self)
             module: Any = layer
-            self._handles.append(module.register_propagate_forward_pre_hook(call.begin))
-            self._handles.append(module.register_message_forward_hook(call.messages))
-            self._handles.append(module.register_propagate_forward_hook(call.end))
+            add(module.register_propagate_forward_pre_hook(Hook(call.begin)))
+            add(module.register_message_forward_pre_hook(Hook(call.before_messages)))
+            add(module.register_message_forward_hook(Hook(call.messages)))
+            add(module.register_propagate_forward_hook(Hook(call.end)))
 
     def remove_hooks(self) -> None:
         """Ends the recording."""
@@ -63,61 +82,78 @@ class GraphRecorder:
 
     def add(self, name: str, maps: EdgeMaps) -> None:
         """Takes the maps of one run of a layer; a further run in the same call is ``name#2``."""
-        stack = getattr(self._calls, "stack", None)
-        if stack:
-            call = stack[-1]
-        else:  # a layer was called by itself
-            call = {}
-            self._recording.graphs.append(call)
-        run, single = 1, name
-        while single in call:
+        calls = self._calls
+        while calls and not calls[-1].goes_on:
+            calls.pop()
+        if not calls:  # a layer was called by itself
+            self._recording.graphs.append({name: maps})
+            return
+        run, single, of_call = 1, name, calls[-1].maps
+        while single in of_call:
             run += 1
             single = f"{name}#{run}"
-        call[single] = maps
+        of_call[single] = maps
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A map as the recording holds it."""
         tensor = tensor.detach() if self._detach else tensor
         return tensor.cpu() if self._to_cpu else tensor
 
+    @property
+    def _calls(self) -> list[_ModelCall]:
+        calls: list[_ModelCall] | None = getattr(self._thread, "calls", None)
+        if calls is None:
+            calls = self._thread.calls = []
+        return calls
+
     def _begin(self, module: nn.Module, arguments: Any) -> None:
-        if not hasattr(self._calls, "stack"):
-            self._calls.stack = []
-        self._calls.stack.append({})
+        self._calls.append(_ModelCall(sys._getframe(2)))  # beyond the hook
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        call = self._calls.stack.pop()
-        if output is not None and call:  # None: the call has raised
-            self._recording.graphs.append(call)
+        if self._calls[-1].maps:
+            self._recording.graphs.append(self._calls[-1].maps)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._calls.pop()
 
 
 class _LayerCall:
-    """One layer's propagation of messages."""
+    """One layer's propagation of messages, in each thread."""
 
     def __init__(self, name: str, recorder: GraphRecorder) -> None:
         self._name = name
         self._recorder = recorder
-        self._edge_index: Any = None
-        self._maps: tuple[Tensor, Tensor] | None = None
+        self._thread = threading.local()  # .edge_index, .maps
+        self._lock = threading.RLock()  # of a layer that leaves weights with itself
 
     def begin(self, module: Any, arguments: Sequence[Any]) -> None:
-        self._edge_index, self._maps = arguments[0], None
+        self._thread.edge_index, self._thread.maps = arguments[0], None
+
+    def before_messages(self, module: Any, arguments: Sequence[Any]) -> None:
+        """Keeps other threads from a layer's ``_alpha`` until it has been read."""
+        if "alpha" not in arguments[0] and not self._lock.acquire(timeout=60):
+            raise RuntimeError(
+                f"record: {self._name} is called by several threads, one of which was interrupted; "
+                "begin a new recording"
+            )
 
     def messages(self, module: Any, arguments: Sequence[Any], messages: Tensor) -> None:
         """``messages`` [E, H, C]: what each head moves along each edge."""
         weights = arguments[0].get("alpha")
         if weights is None:
             weights = module._alpha
-        self._maps = (weights, messages)
+            self._lock.release()
+        self._thread.maps = (weights, messages)
 
     def end(self, module: Any, arguments: Sequence[Any], output: Tensor) -> None:
         from ikattn.integrations.pyg._edges import ends_of
 
-        if self._maps is None:
+        maps: tuple[Tensor, Tensor] | None = getattr(self._thread, "maps", None)
+        if maps is None:
             raise RuntimeError(f"record: {self._name} ran, and its messages were not seen")
-        weights, messages = self._maps
-        self._maps = None
-        source, target, _ = ends_of(self._edge_index, module.flow)
+        weights, messages = maps
+        source, target, _ = ends_of(self._thread.edge_index, module.flow)
+        self._thread.maps = self._thread.edge_index = None
         _check_sum(self._name, messages, output, target)
         if module.concat:
             per_head = torch.linalg.vector_norm(messages, dim=-1)
@@ -129,8 +165,8 @@ class _LayerCall:
         self._recorder.add(
             self._name,
             EdgeMaps(
-                keep(source),
-                keep(target),
+                keep(source.long()),
+                keep(target.long()),
                 output.shape[0],
                 keep(weights),
                 keep(per_head),

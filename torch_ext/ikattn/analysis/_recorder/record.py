@@ -109,6 +109,12 @@ def record(
     if check not in ("rows", "all"):
         raise ValueError(f'record: check must be "rows" or "all", got {check!r}')
     graphs = graph_layers(model, layers)
+    if graphs and on_layer is not None:
+        raise ValueError(
+            f"record: on_layer is not called for layers that attend over a graph, such as "
+            f"{next(iter(graphs)) or 'the model'}: leave them out by layers=, or take "
+            "recording.graphs"
+        )
     plans = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))

@@ -27,9 +27,44 @@ class Graph(NamedTuple):
     edges: Edges
 
 
-# Of an edge_index: what it was when it was sorted, and its sorted edges by what was asked for. A
-# model's layers share them, and so do its epochs.
+class _Kept(NamedTuple):
+    """What was made of an edge_index, and what that was then."""
+
+    was: Any
+    key: Any
+    made: Any
+
+
+# Of a plain edge_index its sorted edges, and the one with self loops, for the last number of nodes.
+# A model's layers share them, and so do its epochs.
 _sorted_edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_with_loops: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _may_be_kept(edge_index: Any) -> bool:
+    return (
+        type(edge_index) is Tensor
+        and edge_index.layout == torch.strided
+        and not torch.compiler.is_compiling()
+        and not edge_index.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(edge_index)
+    )
+
+
+def _as_it_is(edge_index: Tensor) -> Any:
+    """What tells whether it changes: on the CPU a copy, on a device what needs no waiting."""
+    if edge_index.device.type == "cpu":
+        return edge_index.detach().clone()
+    return (edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride())
+
+
+def _get(kept: WeakIdKeyDictionary, edge_index: Tensor, key: Any) -> Any:
+    found = kept.get(edge_index)
+    if found is None or found.key != key:
+        return None
+    now: Any = edge_index if edge_index.device.type == "cpu" else _as_it_is(edge_index)
+    same = torch.equal(now, found.was) if isinstance(now, Tensor) else now == found.was
+    return found.made if same else None
 
 
 def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
@@ -52,51 +87,34 @@ def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
 def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
     """The edges, sorted; those of a plain tensor are kept as long as it is."""
     source, target, is_sorted = ends_of(edge_index, flow)
-    may_be_kept = (
-        type(edge_index) is Tensor
-        and not is_sorted
-        and not torch.compiler.is_compiling()
-        and edge_index.layout == torch.strided
-        and not edge_index.is_inference()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(edge_index)
-    )
-    if not may_be_kept:
+    if is_sorted or not _may_be_kept(edge_index):
         edges = Edges.from_coo(source, target, num_targets, is_sorted=is_sorted)
         return Graph(source, target, edges)
     key = (flow, num_targets)
-    version, kept = _sorted_edges.get(edge_index, (None, {}))
-    if version != edge_index._version:
-        kept = {}
-        _sorted_edges[edge_index] = (edge_index._version, kept)
-    if key not in kept:
-        kept[key] = Edges.from_coo(source, target, num_targets)
-    return Graph(source, target, kept[key])
-
-
-# With self loops: of an edge_index and a number of nodes, the edge_index that has them.
-_with_loops: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    edges = _get(_sorted_edges, edge_index, key)
+    if edges is None:
+        with torch.inference_mode(False):  # or no later call could train with them
+            edges = Edges.from_coo(source, target, num_targets)
+            _sorted_edges[edge_index] = _Kept(_as_it_is(edge_index), key, edges)
+    return Graph(source, target, edges)
 
 
 def with_self_loops(
     edge_index: Tensor, edge_attr: Tensor | None, fill_value: Any, num_nodes: int
 ) -> tuple[Tensor, Tensor | None]:
-    may_be_kept = (
-        edge_attr is None
-        and type(edge_index) is Tensor
-        and not torch.compiler.is_compiling()
-        and edge_index.layout == torch.strided
-        and not edge_index.is_inference()
-    )
+    """Self loops, as PyG adds them."""
+    may_be_kept = edge_attr is None and _may_be_kept(edge_index)
     if may_be_kept:
-        version, nodes, looped = _with_loops.get(edge_index, (None, None, None))
-        if version == edge_index._version and nodes == num_nodes:
+        looped = _get(_with_loops, edge_index, num_nodes)
+        if looped is not None:
             return looped, None
-    looped, attributes = remove_self_loops(edge_index, edge_attr)
-    looped, attributes = add_self_loops(
-        looped, attributes, fill_value=fill_value, num_nodes=num_nodes
-    )
-    if may_be_kept:
-        _with_loops[edge_index] = (edge_index._version, num_nodes, looped)
+    with torch.inference_mode(torch.is_inference_mode_enabled() and not may_be_kept):
+        looped, attributes = remove_self_loops(edge_index, edge_attr)
+        looped, attributes = add_self_loops(
+            looped, attributes, fill_value=fill_value, num_nodes=num_nodes
+        )
+        if may_be_kept:
+            _with_loops[edge_index] = _Kept(_as_it_is(edge_index), num_nodes, looped)
     return looped, attributes
 
 

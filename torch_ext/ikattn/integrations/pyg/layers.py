@@ -150,7 +150,8 @@ class _GATForm(GraphAttention):
         if self.kernel == "implicit":
             query = ends = vector.unsqueeze(0)
             if getattr(self.spectral, "pools", False):  # of the means, which is what it takes
-                ends = torch.cat([x.mean(0, keepdim=True) for x in (target, source)], -1)
+                means = (x.sum(0, keepdim=True) / max(x.size(0), 1) for x in (target, source))
+                ends = torch.cat([*means], -1)
             w1, w2 = self._drawn(query, ends)
         if self.magnitude is not None:
             learned = self.magnitude.of_edges(target, source, graph.target, graph.source)
