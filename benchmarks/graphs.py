@@ -23,29 +23,41 @@ from torch_geometric.nn import GATConv
 import ikattn
 
 
+def wait(options: argparse.Namespace) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
 def ours(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
     shape = (options.nodes, options.heads, options.head_dim)
-    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(shape, device=options.device, requires_grad=True) for _ in range(3)
+    )
     frequencies = options.heads, options.head_dim, options.frequencies
-    w1, w2 = ((0.1 * torch.randn(frequencies)).requires_grad_() for _ in range(2))
+    w1, w2 = (
+        (0.1 * torch.randn(frequencies, device=options.device)).requires_grad_() for _ in range(2)
+    )
     edges = ikattn.Edges.from_coo(*edge_index, options.nodes)
 
     def step() -> None:
         output = ikattn.implicit_kernel_edge_attention(query, key, value, edges, w1, w2)
         torch.autograd.grad(output.sum(), (query, key, value, w1, w2))
+        wait(options)
 
     return step
 
 
 def gat(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
-    conv = GATConv(1, options.head_dim, options.heads, add_self_loops=False)
-    x = torch.randn(options.nodes, options.heads, options.head_dim, requires_grad=True)
+    conv = GATConv(1, options.head_dim, options.heads, add_self_loops=False).to(options.device)
+    shape = (options.nodes, options.heads, options.head_dim)
+    x = torch.randn(shape, device=options.device, requires_grad=True)
 
     def step() -> None:
         alpha = (x * conv.att_src).sum(-1), (x * conv.att_dst).sum(-1)
         weights = conv.edge_updater(edge_index, alpha=alpha, edge_attr=None, size=None)
         output = conv.propagate(edge_index, x=(x, x), alpha=weights, size=None)
         torch.autograd.grad(output.sum(), (x, conv.att_src, conv.att_dst))
+        wait(options)
 
     return step
 
@@ -59,12 +71,13 @@ def main() -> None:
     add("--head-dim", type=int, default=8, help="d = d_v")
     add("--frequencies", type=int, default=16, help="M")
     add("--threads", type=int, default=1)
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seconds", type=float, default=40.0)
     add("--only", choices=("gat", "ours"), help="one of them, for its peak memory")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    edge_index = torch.randint(options.nodes, (2, options.edges))
+    edge_index = torch.randint(options.nodes, (2, options.edges)).to(options.device)
     print(f"{processor()}, torch {torch.__version__}, {options.threads} thread(s)")
     if options.only:
         step = (gat if options.only == "gat" else ours)(edge_index, options)

@@ -75,7 +75,7 @@ programs() {
 }
 suite() {
   IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_contributions.py" \
-    "$tests/operators/test_which_kernels.py" "${of_all_devices[@]}"
+    "$tests/gpu/test_cuda_edges.py" "$tests/operators/test_which_kernels.py" "${of_all_devices[@]}"
 }
 suite_linear() {
   IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikattn.analysis._recorder.calls import is_running
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.recording import Recording
@@ -41,13 +42,6 @@ class _ModelCall:
     def __init__(self, frame: Any) -> None:
         self.frame = frame  # of the call: what Ctrl-C ended is no more on the stack
         self.maps: dict[str, EdgeMaps] = {}
-
-    @property
-    def goes_on(self) -> bool:
-        frame = sys._getframe()
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back  # type: ignore[assignment]
-        return frame is not None
 
 
 class GraphRecorder:
@@ -83,7 +77,7 @@ class GraphRecorder:
     def add(self, name: str, maps: EdgeMaps) -> None:
         """Takes the maps of one run of a layer; a further run in the same call is ``name#2``."""
         calls = self._calls
-        while calls and not calls[-1].goes_on:
+        while calls and not is_running(calls[-1].frame):
             calls.pop()
         if not calls:  # a layer was called by itself
             self._recording.graphs.append({name: maps})

@@ -13,10 +13,8 @@ import inspect
 import sys
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from types import FrameType
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -32,7 +30,8 @@ from ikattn.analysis._recorder.attention_call import (
     convert_tensors,
     make_maps,
 )
-from ikattn.analysis._recorder.flow import Seen, first_tensor, rows_of, see
+from ikattn.analysis._recorder.calls import Call, Entered, note_ids
+from ikattn.analysis._recorder.flow import first_tensor, rows_of
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.padding import fill_padding, mask_argument
 from ikattn.analysis._recorder.plan import Plan
@@ -48,7 +47,7 @@ from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
 from ikattn.analysis._recorder.transformers_attention import interface_call
 from ikattn.analysis.contributions import Contributions, NormStats
-from ikattn.analysis.maps import Batch, Layer
+from ikattn.analysis.maps import Layer
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
 
@@ -57,56 +56,6 @@ __all__ = ["OnLayer", "Recorder"]
 OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
-
-
-@dataclass
-class _Entered:
-    """A module that is running."""
-
-    module: nn.Module
-    given: Seen | None  # its first input
-    kwargs: dict[str, Any]
-    mask: Any  # its attention_mask; ... where it has no such argument
-    reports: int = 0  # of its attention, before it began
-
-
-@dataclass
-class _Call:
-    """A call of the model, or of a part of it, in the thread that made it."""
-
-    index: int
-    frame: FrameType | None  # of the outermost module's call
-    running: list[_Entered] = field(default_factory=list)  # outermost first
-    norms: deque[tuple[nn.Module, Seen]] = field(default_factory=lambda: deque(maxlen=3))
-    frequencies: dict[nn.Module, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    times_run: dict[nn.Module, int] = field(default_factory=dict)
-    reports: dict[nn.Module, int] = field(default_factory=dict)
-    pending: list[Run] = field(default_factory=list)
-    query_padding: dict[str, Tensor | None] = field(default_factory=dict)  # by side
-    padded_length: int | None = None  # of what nn.TransformerEncoder has nested
-    layers: dict[str, Layer] = field(default_factory=dict)
-    batch: Batch = field(default_factory=Batch)
-    last_seen: tuple[Tensor, Seen] | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """False: it was left by an exception that hooks are not told of, such as Ctrl-C."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame is self.frame:
-                return True
-            frame = frame.f_back
-        return False
-
-    def see(self, x: Tensor) -> Seen:
-        """``see``, once for modules that hand on the same tensor."""
-        if self.last_seen is not None and self.last_seen[0] is x:
-            seen = self.last_seen[1]
-            if seen.is_as_it_was:
-                return seen
-        seen = see(x)
-        self.last_seen = (x, seen)
-        return seen
 
 
 class Recorder:
@@ -192,7 +141,7 @@ class Recorder:
     # --- Calls
 
     @property
-    def _call(self) -> _Call | None:
+    def _call(self) -> Call | None:
         return getattr(self._thread, "call", None)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,7 +157,7 @@ class Recorder:
                 call = self._thread.call = None
             if call is None:
                 with self._lock:
-                    call = self._thread.call = _Call(self._calls_begun, sys._getframe(2))
+                    call = self._thread.call = Call(self._calls_begun, sys._getframe(2))
                     self._calls_begun += 1
         if call is None:
             return
@@ -225,8 +174,8 @@ class Recorder:
         given = None if x is None or x.numel() == 0 else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
-            _note_ids(call.batch, args, kwargs, mask)
-        call.running.append(_Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
+            note_ids(call.batch, args, kwargs, mask)
+        call.running.append(Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
 
     def _exit(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -250,7 +199,7 @@ class Recorder:
         if is_outermost and len(call.running) == 1:
             self._complete(call)
 
-    def _complete(self, call: _Call) -> None:
+    def _complete(self, call: Call) -> None:
         """Keeps the batch: the call that opened it has come to its end without an error."""
         for run in tuple(call.pending):
             self._nothing_follows(call, run)
@@ -269,7 +218,7 @@ class Recorder:
             call.frame = None
             self._thread.call = None
 
-    def _check_report(self, call: _Call, plan: Plan) -> None:
+    def _check_report(self, call: Call, plan: Plan) -> None:
         """Raises RuntimeError where a module ran whose attention has not been seen."""
         entered = next((each for each in call.running if each.module is plan.module), None)
         if entered is None or call.reports.get(plan.module, 0) > entered.reports:
@@ -290,7 +239,7 @@ class Recorder:
     # --- Attention that has run
 
     def _torch_ran(
-        self, call: _Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         module: Any = plan.module
         with self._grad_mode():
@@ -360,7 +309,7 @@ class Recorder:
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
         self._begin(call, plan, attention, output.transpose(1, 2).flatten(2), dropout_p > 0)
 
-    def _kind_of(self, call: _Call, plan: Plan) -> str | None:
+    def _kind_of(self, call: Call, plan: Plan) -> str | None:
         if plan.parts.kind is not None:
             return plan.parts.kind
         entered = call.running[-1] if call.running else None
@@ -368,7 +317,7 @@ class Recorder:
             return "cross"
         return None
 
-    def _mask_of_tokens(self, call: _Call, attention: AttentionCall) -> Tensor | None:
+    def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
         """The mask [B, S] that the innermost running module was given for its own tokens."""
         B, _, _, S = attention.sizes
         for entered in reversed(call.running):
@@ -382,7 +331,7 @@ class Recorder:
 
     def _begin(
         self,
-        call: _Call,
+        call: Call,
         plan: Plan,
         attention: AttentionCall,
         context: Tensor | None,
@@ -425,7 +374,7 @@ class Recorder:
         call.pending.append(run)
         return run
 
-    def _residual_of(self, call: _Call, run: Run) -> Tensor | None:
+    def _residual_of(self, call: Call, run: Run) -> Tensor | None:
         """Of a layer whose parts are known: what the norm before it, or it, was called with."""
         parts = run.plan.parts
         if parts.block == "none":
@@ -446,7 +395,7 @@ class Recorder:
 
     # --- Where its output goes
 
-    def _flows_in(self, call: _Call, run: Run, module: nn.Module, x: Tensor) -> None:
+    def _flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
         """A module is called with ``x``."""
         if run.stage == "heads" and module is not run.plan.module:
             if run.out_proj is module:
@@ -477,7 +426,7 @@ class Recorder:
         ):
             run.norm_input = x
 
-    def _flows_out(self, call: _Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
+    def _flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """A module has made ``out`` of ``x``."""
         if run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
@@ -504,7 +453,7 @@ class Recorder:
         elif run.stage == "end of block":
             self._toward_end(call, run, module, x, out)
 
-    def _toward_end(self, call: _Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
+    def _toward_end(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """Finds the norm whose output is the block's: the second of a block that was found."""
         if module in run.plan.ancestors:
             last = run.last_norm
@@ -546,7 +495,7 @@ class Recorder:
             off,
         )
 
-    def _projected(self, call: _Call, run: Run, y: Tensor) -> None:
+    def _projected(self, call: Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
         if run.attention.query.numel() == 0 or y.numel() == 0:
             is_found = parts.block == "found"
@@ -580,7 +529,7 @@ class Recorder:
                     return module
         return ancestors[min(2, len(ancestors) - 1)] if ancestors else None
 
-    def _summed(self, call: _Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
+    def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
         """``x`` is the residual plus the attention's output; ``module`` is called with it."""
         parts = run.plan.parts
         if run.why_no_block:
@@ -612,7 +561,7 @@ class Recorder:
         if module is parts.norm:
             run.norm_input = x
 
-    def _no_sum(self, call: _Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
+    def _no_sum(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
         """The block has gone on, and nothing was the residual plus the attention's output."""
         parts = run.plan.parts
         if parts.block == "found":
@@ -636,7 +585,7 @@ class Recorder:
         else:
             self._finish(call, run, parts)
 
-    def _normed(self, call: _Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
+    def _normed(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """A norm that was awaited has run."""
         stage = run.stage
         with self._grad_mode():
@@ -673,7 +622,7 @@ class Recorder:
             return
         self._finish(call, run, parts)
 
-    def _nothing_follows(self, call: _Call, run: Run) -> None:
+    def _nothing_follows(self, call: Call, run: Run) -> None:
         """The call is over, and a run still waits."""
         if run.stage == "heads" and run.plan.parts.block == "found":
             raise RuntimeError(
@@ -701,7 +650,7 @@ class Recorder:
 
     # --- Maps
 
-    def _finish(self, call: _Call, run: Run, parts: Any) -> None:
+    def _finish(self, call: Call, run: Run, parts: Any) -> None:
         """Makes the maps of a run."""
         run.stage = "done"
         call.pending.remove(run)
@@ -746,24 +695,6 @@ class Recorder:
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach)
-
-
-def _note_ids(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Any) -> None:
-    """Keeps the ids that a model was called with, by the names that transformers gives them."""
-
-    def is_ids(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
-
-    def kept(x: Any) -> Tensor | None:
-        return x.detach().cpu() if isinstance(x, Tensor) and x.dim() == 2 else None
-
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if is_ids(ids) and batch.input_ids is None:
-        batch.input_ids, batch.input_mask = kept(ids), kept(mask)
-    targets = kwargs.get("decoder_input_ids")
-    if is_ids(targets) and batch.target_ids is None:
-        batch.target_ids = kept(targets)
-        batch.target_mask = kept(kwargs.get("decoder_attention_mask"))
 
 
 def _is_unary(module: nn.Module) -> bool:

@@ -1,0 +1,90 @@
+"""A call of a model that is being recorded: what runs in it, and what is known of it so far."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ikattn.analysis._recorder.flow import Seen, see
+from ikattn.analysis._recorder.runs import Run
+from ikattn.analysis.maps import Batch, Layer
+
+__all__ = ["Call", "Entered", "is_running", "note_ids"]
+
+
+def is_running(wanted: FrameType | None) -> bool:
+    """Whether a frame is among those that this thread runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass
+class Entered:
+    """A module that is running."""
+
+    module: nn.Module
+    given: Seen | None  # its first input
+    kwargs: dict[str, Any]
+    mask: Any  # its attention_mask; ... where it has no such argument
+    reports: int = 0  # of its attention, before it began
+
+
+@dataclass
+class Call:
+    """A call of the model, or of a part of it, in the thread that made it."""
+
+    index: int
+    frame: FrameType | None  # of the outermost module's call
+    running: list[Entered] = field(default_factory=list)  # outermost first
+    norms: deque[tuple[nn.Module, Seen]] = field(default_factory=lambda: deque(maxlen=3))
+    frequencies: dict[nn.Module, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    times_run: dict[nn.Module, int] = field(default_factory=dict)
+    reports: dict[nn.Module, int] = field(default_factory=dict)
+    pending: list[Run] = field(default_factory=list)
+    query_padding: dict[str, Tensor | None] = field(default_factory=dict)  # by side
+    padded_length: int | None = None  # of what nn.TransformerEncoder has nested
+    layers: dict[str, Layer] = field(default_factory=dict)
+    batch: Batch = field(default_factory=Batch)
+    last_seen: tuple[Tensor, Seen] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """False: it was left by an exception that hooks are not told of, such as Ctrl-C."""
+        return is_running(self.frame)
+
+    def see(self, x: Tensor) -> Seen:
+        """``see``, once for modules that hand on the same tensor."""
+        if self.last_seen is not None and self.last_seen[0] is x:
+            seen = self.last_seen[1]
+            if seen.is_as_it_was:
+                return seen
+        seen = see(x)
+        self.last_seen = (x, seen)
+        return seen
+
+
+def note_ids(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Any) -> None:
+    """Keeps the ids that a model was called with, by the names that transformers gives them."""
+
+    def is_ids(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
+
+    def kept(x: Any) -> Tensor | None:
+        return x.detach().cpu() if isinstance(x, Tensor) and x.dim() == 2 else None
+
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if is_ids(ids) and batch.input_ids is None:
+        batch.input_ids, batch.input_mask = kept(ids), kept(mask)
+    targets = kwargs.get("decoder_input_ids")
+    if is_ids(targets) and batch.target_ids is None:
+        batch.target_ids = kept(targets)
+        batch.target_mask = kept(kwargs.get("decoder_attention_mask"))
