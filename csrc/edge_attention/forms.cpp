@@ -205,9 +205,11 @@ void take_joint_features(EdgeFeatures& edges, const at::Tensor& vector, const at
   const at::Tensor A = of_sets(0), B = of_sets(M);
   const at::Tensor of_target =
       node_features(target, frequencies.narrow_symint(-2, 0, d), std::nullopt);
-  const at::Tensor cosine = of_target.narrow_symint(-1, 0, columns);
-  const at::Tensor sine = of_target.narrow_symint(-1, columns, columns);
-  edges.query_features = at::cat({A * cosine + B * sine, B * cosine - A * sine}, -1);
+  const auto cosine_sine = of_target.unflatten_symint(-1, {2, columns}).unbind(-2);
+  const at::Tensor &cosine = cosine_sine[0], &sine = cosine_sine[1];
+  edges.query_features =
+      at::stack({at::addcmul(A * cosine, B, sine), at::addcmul(B * cosine, A, sine, -1)}, -2)
+          .flatten(-2);
   edges.key_features = node_features(source, frequencies.narrow_symint(-2, d, d), std::nullopt);
 }
 
