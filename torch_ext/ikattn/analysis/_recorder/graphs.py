@@ -67,6 +67,7 @@ class GraphRecorder:
             add(module.register_message_forward_pre_hook(Hook(call.before_messages)))
             add(module.register_message_forward_hook(Hook(call.messages)))
             add(module.register_propagate_forward_hook(Hook(call.end)))
+            add(module.register_forward_hook(Hook(call.leave), always_call=True))
 
     def remove_hooks(self) -> None:
         """Ends the recording."""
@@ -117,26 +118,34 @@ class _LayerCall:
     def __init__(self, name: str, recorder: GraphRecorder) -> None:
         self._name = name
         self._recorder = recorder
-        self._thread = threading.local()  # .edge_index, .maps
+        self._thread = threading.local()  # .edge_index, .maps, .holds
         self._lock = threading.RLock()  # of a layer that leaves weights with itself
 
     def begin(self, module: Any, arguments: Sequence[Any]) -> None:
         self._thread.edge_index, self._thread.maps = arguments[0], None
 
     def before_messages(self, module: Any, arguments: Sequence[Any]) -> None:
-        """Keeps other threads from a layer's ``_alpha`` until it has been read."""
-        if "alpha" not in arguments[0] and not self._lock.acquire(timeout=60):
+        """Keeps other threads from a layer's ``_alpha`` until it has done with it."""
+        if "alpha" in arguments[0] or getattr(self._thread, "holds", False):
+            return
+        if not self._lock.acquire(timeout=60):
             raise RuntimeError(
                 f"record: {self._name} is called by several threads, one of which was interrupted; "
                 "begin a new recording"
             )
+        self._thread.holds = True
+
+    def leave(self, module: Any, arguments: Any, output: Any) -> None:
+        """The layer's call has ended, well or not."""
+        if getattr(self._thread, "holds", False):
+            self._thread.holds = False
+            self._lock.release()
 
     def messages(self, module: Any, arguments: Sequence[Any], messages: Tensor) -> None:
         """``messages`` [E, H, C]: what each head moves along each edge."""
         weights = arguments[0].get("alpha")
         if weights is None:
             weights = module._alpha
-            self._lock.release()
         self._thread.maps = (weights, messages)
 
     def end(self, module: Any, arguments: Sequence[Any], output: Tensor) -> None:
