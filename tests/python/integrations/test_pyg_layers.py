@@ -130,6 +130,17 @@ def test_every_form_of_edges_gives_the_same(layer):
 
 
 @each_layer
+def test_values_of_a_sparse_tensor_are_features_of_its_edges(layer):
+    conv = layer(CHANNELS, C, H, edge_dim=1, **without_loops(layer))
+    x, once = nodes(), EDGE_INDEX.unique(dim=1)
+    values = torch.rand(once.shape[1])
+    adjacency = torch.sparse_coo_tensor(once.flip(0), values, (N, N)).coalesce().to_sparse_csr()
+    found = conv(x, adjacency)
+    torch.testing.assert_close(found, conv(x, once, values.unsqueeze(1)))
+    assert not torch.allclose(found, conv(x, once, torch.zeros(len(values), 1)))
+
+
+@each_layer
 def test_sources_and_targets_may_be_other_nodes(layer):
     conv = layer((CHANNELS, 3), C, H, **without_loops(layer))
     sources, targets = nodes(), nodes(9, 3)  # targets 7 and 8 have no edges

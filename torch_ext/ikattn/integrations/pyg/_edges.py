@@ -84,6 +84,16 @@ def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
     return source, target, is_sorted
 
 
+def attributes_of(edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
+    """Features of edges; where none are given the values of a sparse tensor, as PyG takes them."""
+    value = edge_attr
+    if value is None and isinstance(edge_index, SparseTensor):
+        value = edge_index.coo()[2]
+    elif value is None and is_torch_sparse_tensor(edge_index):
+        value = to_edge_index(edge_index)[1]
+    return value.view(-1, 1) if value is not None and value.dim() == 1 else value
+
+
 def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
     """The edges, sorted; those of a plain tensor are kept as long as it is."""
     source, target, is_sorted = ends_of(edge_index, flow)

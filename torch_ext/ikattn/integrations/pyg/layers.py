@@ -15,6 +15,7 @@ from torch_geometric.typing import SparseTensor
 
 from ikattn._optional import optional
 from ikattn.integrations.pyg._edges import (
+    attributes_of,
     graph_of,
     num_targets_of,
     with_self_loops,
@@ -189,12 +190,15 @@ class _GATForm(GraphAttention):
             return torch_sparse.set_diag(edge_index), edge_attr
         return with_self_loops(edge_index, edge_attr, self.fill_value, num_nodes)
 
-    def _bias_of_edges(self, edge_attr: Tensor | None, attention: Tensor | None) -> Tensor | None:
+    def _bias_of_edges(
+        self, edge_index: Any, edge_attr: Tensor | None, attention: Tensor | None
+    ) -> Tensor | None:
         """What features of edges add to their logits, [E, H]."""
-        if edge_attr is None or self.lin_edge is None or attention is None:
+        if self.lin_edge is None or attention is None:
             return None
-        if edge_attr.dim() == 1:
-            edge_attr = edge_attr.view(-1, 1)
+        edge_attr = attributes_of(edge_index, edge_attr)
+        if edge_attr is None:
+            return None
         mapped = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
         bias: Tensor = (mapped * attention).sum(-1)
         return bias
@@ -352,7 +356,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
             target,
             source,
             torch.cat([self.att_dst, self.att_src], -1).squeeze(0),
-            self._bias_of_edges(edge_attr, self.att_edge),
+            self._bias_of_edges(edge_index, edge_attr, self.att_edge),
             size,
             (source, target),
         )
@@ -456,7 +460,7 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
             target,
             source,
             torch.cat([self.att, self.att], -1).squeeze(0),
-            self._bias_of_edges(edge_attr, self.att),
+            self._bias_of_edges(edge_index, edge_attr, self.att),
             None,
             (source, target),
         )
@@ -562,6 +566,7 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
         graph = graph_of(edge_index, self.flow, query.size(0))
         edges = graph.edges
         if self.lin_edge is not None:
+            edge_attr = attributes_of(edge_index, edge_attr)
             if edge_attr is None:
                 raise ValueError(
                     f"{type(self).__name__}: edge_attr must have shape [E, {self.edge_dim}], as "
