@@ -9,8 +9,9 @@ namespace ikattn {
 at::Tensor in_large_pages(at::Tensor tensor) {
 #if defined(__linux__)
   constexpr size_t kPage = size_t{2} << 20;
-  // Of less the C library keeps what was freed, and gives it again without asking the system.
-  constexpr size_t kLarge = size_t{32} << 20;
+  // Of less the C library mostly keeps what was freed, and gives it again without asking the
+  // system.
+  constexpr size_t kLarge = size_t{16} << 20;
   const size_t bytes = tensor.is_cpu() ? tensor.storage().nbytes() : 0;
   if (bytes < kLarge) return tensor;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data());
