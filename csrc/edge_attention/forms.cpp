@@ -41,69 +41,70 @@ at::Tensor kept_edges(const EdgeAttentionOptions& options, const c10::SymInt& E,
       .transpose(0, 1);
 }
 
-// A call, and which nodes an edge reads: what none reads must not reach the arithmetic, where
-// 0 * NaN in the gradient would be NaN.
+// A call, and its nodes: what no edge reads must not reach the arithmetic, where 0 * NaN in the
+// gradient would be NaN.
 struct Nodes {
-  EdgeFeatures edges;        // with the biases as logits
-  at::ScalarType type;       // of the arithmetic
-  at::Tensor read, reading;  // [N_k, H|1] and [N_q, H|1], bool
+  EdgeFeatures edges;   // with the biases as logits
+  at::ScalarType type;  // of the arithmetic
+  c10::SymInt N_q, N_k;
+  at::Tensor key_bias, edge_bias;  // [N_k, H|1] and [E, H|1], or undefined
 
-  at::Tensor only(const at::Tensor& of_nodes, const at::Tensor& tensor) const {
-    const at::Tensor wide = tensor.to(type);
-    // Where all numbers are finite there is nothing to keep out, and no copy is needed.
-    if (is_readable(wide) && std::isfinite(wide.detach().sum().item<double>())) return wide;
-    return at::where(of_nodes.unsqueeze(-1), wide, at::zeros({}, wide.options()));
+  at::Tensor targets(const at::Tensor& tensor) const {
+    return only([&] { return are_seen(targets_of(edges.rowptr, edges.col), N_q); }, tensor);
   }
-  at::Tensor targets(const at::Tensor& tensor) const { return only(reading, tensor); }
-  at::Tensor sources(const at::Tensor& tensor) const { return only(read, tensor); }
-
+  at::Tensor sources(const at::Tensor& tensor) const {
+    return only([&] { return are_seen(edges.col, N_k); }, tensor);
+  }
   void add_to_key_logits(const at::Tensor& logits) {
     edges.key_logits = edges.key_logits.defined() ? edges.key_logits + logits : logits;
   }
   void add_to_edge_logits(const at::Tensor& logits) {
     edges.edge_logits = edges.edge_logits.defined() ? edges.edge_logits + logits : logits;
   }
+
+ private:
+  template <typename Seen>
+  at::Tensor only(const Seen& seen, const at::Tensor& tensor) const {
+    const at::Tensor wide = tensor.to(type);
+    // Where all numbers are finite there is nothing to keep out, and no copy is needed.
+    if (is_readable(wide) && std::isfinite(wide.detach().sum().item<double>())) return wide;
+    return at::where(seen().unsqueeze(-1), wide, at::zeros({}, wide.options()));
+  }
+  // Whether an edge that is not hidden has the node at its end: [count, H|1].
+  at::Tensor are_seen(const at::Tensor& ends, const c10::SymInt& count) const {
+    at::Tensor visible = at::ones_symint({ends.sym_size(0), 1}, ends.options().dtype(type));
+    if (key_bias.defined()) {
+      visible = visible * (key_bias.index_select(0, edges.col) != -INFINITY);
+    }
+    if (edge_bias.defined()) visible = visible * (edge_bias != -INFINITY);
+    return sum_to(ends, visible, count) > 0;
+  }
 };
 
 Nodes nodes_of(const at::Tensor& targets, const at::Tensor& value, const at::Tensor& rowptr,
                const at::Tensor& col, const EdgeAttentionOptions& options) {
-  const c10::SymInt N_q = targets.sym_size(0), N_k = value.sym_size(0), H = value.sym_size(1);
-  const c10::SymInt E = col.sym_size(0);
+  const c10::SymInt H = value.sym_size(1), E = col.sym_size(0);
   Nodes nodes;
   nodes.type = compute_type(value.scalar_type());
+  nodes.N_q = targets.sym_size(0);
+  nodes.N_k = value.sym_size(0);
   EdgeFeatures& edges = nodes.edges;
   edges.eps = std::nullopt;
   edges.rowptr = rowptr.to(at::kLong);
   edges.col = col.to(at::kLong);
-  at::Tensor of_keys;
   if (is_present(options.key_bias)) {
     const at::Tensor bias = two_axes(*options.key_bias, nodes.type);
-    of_keys = bias.expand_symint({N_k, bias.sym_size(1)});
+    nodes.key_bias = bias.expand_symint({nodes.N_k, bias.sym_size(1)});
+    edges.key_logits = bias.expand_symint({nodes.N_k, H});
   }
   if (is_present(options.edge_bias)) {
     const at::Tensor bias = two_axes(*options.edge_bias, nodes.type);
-    edges.edge_logits = bias.expand_symint({E, bias.sym_size(1)});
+    edges.edge_logits = nodes.edge_bias = bias.expand_symint({E, bias.sym_size(1)});
   }
   if (options.dropout_p > 0) {
     edges.keep = kept_edges(options, E, H);
     edges.rescale = dropout_rescale(dropout_threshold(options.dropout_p));
   }
-  at::Tensor visible;  // [E, H|1], of every edge; undefined: all
-  if (of_keys.defined()) visible = of_keys.index_select(0, edges.col) != -INFINITY;
-  if (edges.edge_logits.defined()) {
-    const at::Tensor shown = edges.edge_logits != -INFINITY;
-    visible = visible.defined() ? visible.logical_and(shown) : shown;
-  }
-  if (visible.defined()) {
-    const at::Tensor ones = visible.to(nodes.type);
-    nodes.read = sum_to(edges.col, ones, N_k) > 0;
-    nodes.reading = sum_to(targets_of(edges.rowptr, edges.col), ones, N_q) > 0;
-  } else {
-    const at::Tensor none = at::zeros_symint({N_k}, value.options().dtype(at::kBool));
-    nodes.read = none.index_fill(0, edges.col, true).unsqueeze(-1);
-    nodes.reading = (edges.rowptr.diff() > 0).unsqueeze(-1);
-  }
-  if (of_keys.defined()) edges.key_logits = of_keys.expand_symint({N_k, H});
   return nodes;
 }
 
