@@ -136,56 +136,34 @@ def _from_features(
     return 2 * B * H * L * key_features.size(2) * (F + value.size(-1))
 
 
-def _of_edges(features: Tensor, values: Tensor, col: Tensor) -> int:
-    """Of one pass over the edges: a product of features ``[N, H, F]`` and a sum of values."""
-    return 2 * col.numel() * features.size(1) * (features.size(2) + values.size(2))
+def _by_target(products: int) -> Callable[..., int]:
+    """Of a pass over the edges by target, with so many products of features ``[N, H, F]``."""
+
+    def formula(
+        query_features: Tensor,
+        key_features: Tensor,
+        value: Tensor,
+        *others: Any,  # logits of keys and edges, what is kept, rowptr, col, numbers
+        out_val: Any = None,
+        **options: Any,
+    ) -> int:
+        col: Tensor = others[4]
+        pairs = col.numel() * query_features.size(1)
+        return 2 * pairs * (products * query_features.size(2) + value.size(2))
+
+    return formula
 
 
-def _edges(
-    query_features: Tensor,
-    key_features: Tensor,
-    value: Tensor,
-    key_logits: Tensor,
-    edge_logits: Tensor | None,
-    keep: Tensor | None,
-    rowptr: Tensor,
-    col: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **options: Any,
-) -> int:
-    return _of_edges(query_features, value, col)
-
-
-def _edge_query_gradients(
-    query_features: Tensor,
-    key_features: Tensor,
-    value: Tensor,
-    key_logits: Tensor,
-    edge_logits: Tensor | None,
-    keep: Tensor | None,
-    rowptr: Tensor,
-    col: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **options: Any,
-) -> int:
-    """Products, gradients of weights, and the sum of features."""
-    pairs = 2 * col.numel() * query_features.size(1)
-    return pairs * (2 * query_features.size(2) + value.size(2))
-
-
-def _edge_key_gradients(
+def _by_source(
     of_edges: Tensor,
     query_features: Tensor,
     grad_output: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    *args: Any,
+    *others: Any,
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    return _of_edges(query_features, grad_output, col)
+    pairs = of_edges.size(0) * query_features.size(1)
+    return 2 * pairs * (query_features.size(2) + grad_output.size(2))
 
 
 def _maps(
@@ -232,9 +210,9 @@ def _register() -> None:
         "spectral_features": _spectral,
         "spectral_features_backward": _spectral_backward,
         "attention_from_features": _from_features,
-        "edge_attention_from_features": _edges,
-        "edge_query_gradients": _edge_query_gradients,
-        "edge_key_gradients": _edge_key_gradients,
+        "edge_attention_from_features": _by_target(1),
+        "edge_query_gradients": _by_target(2),
+        "edge_key_gradients": _by_source,
         "contribution_maps": _maps,
         "streamed_contribution_maps": _streamed_maps,
     }

@@ -57,6 +57,27 @@ class GraphAttention(WithKernel):
     propagate = MessagePassing.propagate
     edge_updater = MessagePassing.edge_updater
 
+    def __init__(
+        self,
+        *args: Any,
+        kernel: Kernel = "implicit",
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int = 16,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_kernel(
+            kernel,
+            p=p,
+            num_frequencies=num_frequencies,
+            spectral=spectral,
+            stationary=stationary,
+            seed=seed,
+        )
+
     if TYPE_CHECKING:  # what PyG's layers hold, which has no types
 
         def __getattr__(self, name: str) -> Any: ...
@@ -241,9 +262,8 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     Features of edges add ``(att_edge * lin_edge(e)).sum(-1)`` to the logit of their edge.
 
     Args:
-        in_channels, out_channels, heads, concat, dropout, add_self_loops, edge_dim, fill_value,
-        bias, residual: As for GATConv.
-        negative_slope: As for GATConv. Kept, but without a meaning: no LeakyReLU is computed.
+        *args, **kwargs: As for GATConv: ``in_channels``, ``out_channels``, ``heads`` and so on.
+            ``negative_slope`` is kept, but without a meaning: no LeakyReLU is computed.
         kernel: "implicit": learned through its spectral density. "rbf": the RBF kernel. "dot":
             ``exp(a . x / sqrt(2C))``.
         p: Order of the norm in the magnitude, a real number >= 1; None: no magnitude; "learned":
@@ -251,7 +271,6 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         num_frequencies: M, per head; this and the options below are for "implicit".
         spectral, stationary, seed: As for ``ikattn.MultiheadAttention``. What MIKAN averages are
             the vector and the concatenation of all targets' and all sources' means.
-        **kwargs: As for GATConv, whose ``MessagePassing`` takes them.
 
     Raises:
         ValueError: An option is wrong.
@@ -267,51 +286,6 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         >>> conv(torch.randn(3, 16), edge_index).shape
         torch.Size([3, 32])
     """
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        edge_dim: int | None = None,
-        fill_value: float | Tensor | str = "mean",
-        bias: bool = True,
-        residual: bool = False,
-        *,
-        kernel: Kernel = "implicit",
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            heads,
-            concat,
-            negative_slope,
-            dropout,
-            add_self_loops,
-            edge_dim,
-            fill_value,
-            bias,
-            residual,
-            **kwargs,
-        )
-        self.set_kernel(
-            kernel,
-            p=p,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
-        )
 
     def forward(
         self,
@@ -370,11 +344,8 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
     ``[att || att]``: its product with ``[z_i || z_j]`` is that of GATv2 without the LeakyReLU.
 
     Args:
-        in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim,
-        fill_value, bias, share_weights, residual: As for GATv2Conv; negative_slope is kept, but
-            without a meaning.
+        *args, **kwargs: As for GATv2Conv; ``negative_slope`` is kept, but without a meaning.
         kernel, p, num_frequencies, spectral, stationary, seed: As for ``ImplicitKernelGATConv``.
-        **kwargs: As for GATv2Conv.
 
     Raises:
         ValueError: An option is wrong.
@@ -387,53 +358,6 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         >>> conv(torch.randn(3, 16), edge_index).shape
         torch.Size([3, 32])
     """
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        edge_dim: int | None = None,
-        fill_value: float | Tensor | str = "mean",
-        bias: bool = True,
-        share_weights: bool = False,
-        residual: bool = False,
-        *,
-        kernel: Kernel = "implicit",
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            heads,
-            concat,
-            negative_slope,
-            dropout,
-            add_self_loops,
-            edge_dim,
-            fill_value,
-            bias,
-            share_weights,
-            residual,
-            **kwargs,
-        )
-        self.set_kernel(
-            kernel,
-            p=p,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
-        )
 
     def forward(
         self,
@@ -476,12 +400,10 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
     O(E H (C + M)).
 
     Args:
-        in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight: As for
-            TransformerConv.
+        *args, **kwargs: As for TransformerConv.
         kernel: "implicit", "rbf" or "dot", which is what TransformerConv computes.
         p, num_frequencies, spectral, stationary, seed: As for ``ikattn.MultiheadAttention``; nodes
             are the tokens, frequencies of MIKAN are for the whole graph.
-        **kwargs: As for TransformerConv.
 
     Raises:
         ValueError: An option is wrong.
@@ -497,47 +419,6 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
 
     _size_of_frequencies = 1
     _alpha: Tensor | None
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        beta: bool = False,
-        dropout: float = 0.0,
-        edge_dim: int | None = None,
-        bias: bool = True,
-        root_weight: bool = True,
-        *,
-        kernel: Kernel = "implicit",
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            heads,
-            concat,
-            beta,
-            dropout,
-            edge_dim,
-            bias,
-            root_weight,
-            **kwargs,
-        )
-        self.set_kernel(
-            kernel,
-            p=p,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
-        )
 
     def forward(
         self,
