@@ -14,32 +14,12 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import ikattn
+from edge_samples import EDGE_INDEX, EDGES, N_K, N_Q, SIZE, VALUE_SIZE, E, H, M, nodes
 from formula import covariance
 from ikattn import Edges
 
 attention = functools.partial(ikattn.implicit_kernel_edge_attention, return_weights=True)
-
-N_Q, N_K, H, SIZE, VALUE_SIZE, M = 7, 9, 2, 4, 3, 5
 INFINITY = float("inf")
-# Source and target: unsorted, twice the same edge, a self loop, targets 2 and 6 without any.
-EDGE_INDEX = torch.tensor([[3, 0, 8, 3, 1, 4, 2, 5, 0, 0], [1, 0, 5, 1, 4, 4, 3, 3, 5, 0]])
-E = EDGE_INDEX.shape[1]
-EDGES = Edges.from_coo(*EDGE_INDEX, num_targets=N_Q)
-
-
-def nodes(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {
-        "query": normal(N_Q, H, SIZE),
-        "key": normal(N_K, H, SIZE),
-        "value": normal(N_K, H, VALUE_SIZE),
-        "w1": 0.2 * normal(H, SIZE, M),
-        "w2": 0.2 * normal(H, SIZE, M),
-    }
 
 
 def biases(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -464,151 +444,6 @@ def test_pieces_of_a_long_row_add_up(eps, dtype):
     least = 1e-10 if dtype == torch.float64 else 1e-6
     for error, other in zip(errors(operator), errors(composition), strict=True):
         assert error <= max(2 * other, least)
-
-
-# Other forms
-
-
-def softmax_logits(arguments: dict[str, Any], i: int, j: int, h: int, p: float | None) -> Tensor:
-    query, key = arguments["query"][i, h], arguments["key"][j, h]
-    root = SIZE**0.5
-    logit = -(query - key).square().sum() / (2 * root)
-    return logit if p is None else logit + torch.linalg.vector_norm(key, p) ** 2 / (2 * root)
-
-
-def by_logits(logit: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of logit(i, j, h) over the edges into each target, and its sum of values."""
-    weights = torch.zeros(E, H, dtype=torch.float64)
-    for i in range(N_Q):
-        into = [e for e in range(E) if EDGE_INDEX[1, e] == i]
-        for h in range(H):
-            if into:
-                logits = [logit(i, int(EDGE_INDEX[0, e]), h) for e in into]
-                weights[into, h] = torch.stack(logits).softmax(0)
-    weighted = weights.unsqueeze(-1) * value[EDGE_INDEX[0]]
-    return torch.zeros(N_Q, H, VALUE_SIZE).double().index_add(0, EDGE_INDEX[1], weighted), weights
-
-
-each_order = pytest.mark.parametrize("p", [2.0, 1.0, 3.5, None])
-
-
-@each_order
-def test_softmax_attention_over_edges_is_that_of_the_definition(p):
-    arguments = nodes()
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    found = ikattn.softmax_edge_attention(query, key, value, EDGES, p=p, return_weights=True)
-    wanted = by_logits(lambda i, j, h: softmax_logits(arguments, i, j, h, p), value)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    if p == 2:
-        wanted = by_logits(lambda i, j, h: query[i, h] @ key[j, h] / SIZE**0.5, value)
-        torch.testing.assert_close(found, wanted)
-
-
-def gat_arguments(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(2)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {
-        "vector": normal(H, 2 * SIZE),
-        "target": normal(N_Q, H, SIZE),
-        "source": normal(N_K, H, SIZE),
-        "value": normal(N_K, H, VALUE_SIZE),
-        "w1": 0.2 * normal(H, 2 * SIZE, M),
-        "w2": 0.2 * normal(H, 2 * SIZE, M),
-    }
-
-
-@each_order
-@pytest.mark.parametrize("kernel", ["implicit", "stationary", "rbf"])
-def test_the_gat_form_is_that_of_the_definition(kernel, p):
-    arguments = gat_arguments()
-    if kernel != "implicit":
-        arguments["w2"] = None
-    if kernel == "rbf":
-        arguments["w1"] = None
-    root = (2 * SIZE) ** 0.5
-
-    def logit(i: int, j: int, h: int) -> Tensor:
-        x = torch.cat([arguments["target"][i, h], arguments["source"][j, h]])
-        a = arguments["vector"][h]
-        if kernel == "rbf":
-            score = -(a - x).square().sum() / (2 * root)
-        else:
-            w2 = None if arguments["w2"] is None else arguments["w2"][h]
-            s = covariance(a[None], x[None], arguments["w1"][h], w2)
-            score = torch.log(s[0, 0] ** 2 + 1e-5)
-        return score if p is None else score + torch.linalg.vector_norm(x, p) ** 2 / (2 * root)
-
-    found = ikattn.gat_edge_attention(edges=EDGES, p=p, return_weights=True, **arguments)
-    torch.testing.assert_close(found, by_logits(logit, arguments["value"]), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("p", [2.0, 1.5])
-@pytest.mark.parametrize("form", ["softmax", "gat", "gat rbf"])
-def test_derivatives_of_other_forms_are_those_of_differences(form, p):
-    arguments = nodes() if form == "softmax" else gat_arguments()
-    if form != "gat":
-        arguments = {name: x for name, x in arguments.items() if name not in ("w1", "w2")}
-    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
-    names, inputs = list(arguments), [x.requires_grad_() for x in arguments.values()]
-
-    def call(*values: Tensor) -> tuple[Tensor, Tensor]:
-        given: dict[str, Any] = dict(zip(names, values, strict=True))
-        return function(edges=EDGES, p=p, return_weights=True, **given)
-
-    assert gradcheck(call, inputs, check_forward_ad=True)
-    assert gradgradcheck(call, inputs, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", ["softmax", "gat"])
-def test_other_forms_go_through_compile_autocast_and_opcheck(form):
-    arguments = nodes(dtype=torch.float32) if form == "softmax" else gat_arguments(torch.float32)
-    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
-    if form == "softmax":
-        del arguments["w1"], arguments["w2"]
-    call = functools.partial(function, edges=EDGES, p=3.0, return_weights=True)
-    wanted = call(**arguments)
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True)
-    torch.testing.assert_close(compiled(**arguments), wanted)
-    kept = {"vector", "w1", "w2"}
-    lowered = {name: x if name in kept else x.bfloat16() for name, x in arguments.items()}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(call(**arguments)[0], call(**lowered)[0])
-    tensors = list(arguments.values())
-    place = 3 if form == "softmax" else 4
-    tensors[place:place] = [EDGES.rowptr, EDGES.col]
-    operator = getattr(torch.ops.ikattn, f"{form}_edge_attention").default
-    torch.library.opcheck(operator, tensors, {"p": 3.0})
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-20, 1e-25])
-def test_norms_of_zero_have_a_gradient_in_the_gat_form(size):
-    arguments = gat_arguments(torch.float32)
-    arguments["target"][1] *= size  # the edge 3 -> 1 is small at both ends
-    arguments["source"][3:5] *= size
-    inputs = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
-    for p in (1.0, 1.5, 4.0):
-        output = ikattn.gat_edge_attention(edges=EDGES, p=p, **inputs)
-        grads = torch.autograd.grad(output.square().sum(), list(inputs.values()))
-        assert all(bool(grad.isfinite().all()) for grad in grads)
-
-
-GAT_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "vector": ({"vector": torch.zeros(2, 7)}, RuntimeError, r"vector .* \[2, 8\], got \[2, 7\]"),
-    "target": ({"target": torch.zeros(7, 8)}, RuntimeError, r"target must have shape \[N_q, H, d"),
-    "source": ({"source": torch.zeros(9, 2, 5)}, RuntimeError, "source must have the head size of"),
-    "w1": ({"w1": torch.zeros(2, 4, 5)}, RuntimeError, "w1 must have shape"),
-    "w2 alone": ({"w1": None}, RuntimeError, "w2 must be None where w1 is"),
-}
-
-
-@pytest.mark.parametrize(("changed", "error", "message"), GAT_ERRORS.values(), ids=GAT_ERRORS)
-def test_errors_of_the_gat_form_name_the_argument(changed, error, message):
-    with pytest.raises(error, match=f"gat_edge_attention: {message}"):
-        ikattn.gat_edge_attention(edges=EDGES, **(gat_arguments(torch.float32) | changed))
 
 
 # Flops and exported programs
