@@ -23,7 +23,9 @@ def paragraphs(text: str) -> list[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("```"):
             in_code = not in_code
-        is_prose = not in_code and not line.startswith(("|", "#", "    ", "```")) and line.strip()
+        is_table = line.lstrip().startswith("|")
+        is_prose = not (in_code or is_table or line.startswith(("#", "    ", "```")))
+        is_prose = is_prose and bool(line.strip())
         if not is_prose:
             begun = False
             continue
@@ -61,8 +63,7 @@ def long_passages(path: Path) -> list[str]:
 def main() -> int:
     given = [Path(name).resolve() for name in sys.argv[1:]]
     pages = given or [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
         *sorted((ROOT / "docs").rglob("*.md")),
     ]
     found = [passage for page in pages for passage in long_passages(page)]

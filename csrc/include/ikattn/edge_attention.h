@@ -7,7 +7,7 @@
 //
 // with s and g as in ikattn/attention.h, and Z_i the sum over the edges that come into i. All
 // functions return the output [N_q, H, d_v], zero for a target without edges, and the weights after
-// dropout, [E, H]. They throw c10::Error on wrong arguments; numbers of nodes are looked at on the
+// dropout, [E, H]. They throw c10::Error on wrong arguments; rowptr and col are looked at on the
 // CPU only.
 #pragma once
 
@@ -30,7 +30,7 @@ struct EdgeAttentionOptions {
   std::optional<at::Tensor> edge_bias = std::nullopt;
   // Probability, in [0, 1), with which a normalised weight is set to zero; in steps of 1/256.
   double dropout_p = 0.0;
-  // Added to s_ij^2; positive.
+  // Added to s_ij^2; at least 1e-30, for float64 nodes 1e-290.
   double eps = 1e-5;
   // Factor of |k|_p^2; nullopt: 1 / (2 sqrt d), the paper's.
   std::optional<double> magnitude_scale = std::nullopt;

@@ -155,18 +155,18 @@ def implicit_kernel_edge_attention(
     i: the paper's attention, where the pairs that count are edges. An edge that occurs twice counts
     twice.
 
-    On the CPU memory is O((N_q + N_k) H (M + d_v) + E H), and results have the same bits for any
-    number of threads. On CUDA it is a composition of torch's own functions: ``[E, H, 2M]`` and
-    ``[E, H, d_v]`` are held, and ``index_add`` sums in no fixed order. So it is for second
-    derivatives and ``torch.func``. Angles and sums are formed in float32 (float64 for float64
-    inputs).
+    Memory is O((N_q + N_k) H (M + d_v) + E H), and results have the same bits in every run, on the
+    CPU for any number of threads. Second derivatives and ``torch.func`` are a composition of
+    torch's own functions, which holds ``[E, H, 2M]`` and ``[E, H, d_v]``. Angles and sums are
+    formed in float32 (float64 for float64 inputs).
 
     Args:
         query: ``[N_q, H, d]``; float64, float32, bfloat16 or float16.
         key: ``[N_k, H, d]``.
         value: ``[N_k, H, d_v]``.
         edges: Of the graph, such as ``Edges.from_coo(*edge_index, num_targets)``. That sources are
-            in ``[0, N_k)`` is checked on the CPU; on a GPU torch stops the program's kernels.
+            in ``[0, N_k)``, and that rowptr ascends, is checked on the CPU. On a GPU torch stops
+            the program where a source is out of range, and rowptr is taken as it is.
         w1: Frequencies ``[H, d, M]``, in cycles per unit of query; in the dtype of query or
             float32.
         w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
@@ -177,7 +177,7 @@ def implicit_kernel_edge_attention(
             edges were given. ``-inf`` hides the edge.
         dropout_p: Probability in [0, 1) with which a normalised weight is dropped, in steps of
             1/256; what is kept is divided by the exact kept fraction.
-        eps: Added to the squared covariance; positive.
+        eps: Added to the squared covariance; at least 1e-30, for float64 nodes 1e-290.
         magnitude_scale: Factor of ``|k|_p^2``. None: ``1 / (2 sqrt(d))``, the paper's.
         dropout_seed: int64 ``[2]``, seed and offset of the dropout mask of the sorted edges. None:
             drawn from torch's default generator.
