@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -302,9 +303,9 @@ def _star(
 
     top = max((value for _, value in edges), default=0.0) or 1.0
     others = [(j, value) for j, value in edges if j != node]
-    angles = torch.linspace(0, 2 * torch.pi, len(others) + 1)[:-1].tolist()
-    for (j, value), angle in zip(others, angles, strict=True):
-        x, y = float(torch.sin(torch.tensor(angle))), float(torch.cos(torch.tensor(angle)))
+    for k, (j, value) in enumerate(others):
+        angle = 2 * math.pi * k / len(others)
+        x, y = math.sin(angle), math.cos(angle)
         axes.plot([x, 0], [y, 0], color=_LINE, lw=0.4 + 7 * value / top, alpha=0.85, zorder=1)
         axes.plot([x], [y], "o", color="white", mec=_QUIET, ms=9, zorder=2)
         side = "left" if x > 0.15 else "right" if x < -0.15 else "center"

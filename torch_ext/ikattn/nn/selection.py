@@ -160,7 +160,7 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
         raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}{hint}")
     selected = []
     for found in report:
-        path = chain.from_iterable(_path(model, name) for name in found.names)
+        path = chain.from_iterable(path_to(model, name) for name in found.names)
         if is_selected(found.names, found.module, path, select):
             selected.append(found)
     if not selected:
@@ -193,7 +193,7 @@ def is_selected(
     return by_name or any(isinstance(part, types) for part in path)
 
 
-def _path(model: nn.Module, name: str) -> list[nn.Module]:
+def path_to(model: nn.Module, name: str) -> list[nn.Module]:
     """Returns the modules that lead from the model to the one of that name, both included."""
     modules = [model]
     for part in name.split(".") if name else ():

@@ -14,7 +14,7 @@ from ikattn.analysis._recorder.calls import is_running
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.recording import Recording
-from ikattn.nn.selection import Selection, is_selected
+from ikattn.nn.selection import Selection, is_selected, path_to
 
 _KINDS = ("GATConv", "GATv2Conv", "TransformerConv")
 
@@ -25,15 +25,11 @@ def graph_layers(model: nn.Module, layers: Selection | None) -> dict[str, nn.Mod
     if pyg is None:  # without it there is no such layer
         return {}
     kinds = tuple(getattr(pyg, name) for name in _KINDS)
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, kinds):
-            path = [model]
-            for part in name.split(".") if name else ():
-                path.append(getattr(path[-1], part))
-            if is_selected([name], module, path, layers):
-                found[name] = module
-    return found
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and is_selected([name], module, path_to(model, name), layers)
+    }
 
 
 class _ModelCall:

@@ -18,7 +18,7 @@ from ikattn.integrations.pyg.layers import (
     ImplicitKernelTransformerConv,
 )
 from ikattn.nn.functional import Kernel
-from ikattn.nn.selection import Selection, is_selected
+from ikattn.nn.selection import Selection, is_selected, path_to
 from ikattn.spectral import Spectral
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -161,10 +161,7 @@ def _selected(
             by_module.setdefault(module, []).append(name)
     selected = []
     for module, names in by_module.items():
-        path = [model]
-        for part in names[0].split(".") if names[0] else ():
-            path.append(getattr(path[-1], part))
-        if is_selected(names, module, path, select):
+        if is_selected(names, module, path_to(model, names[0]), select):
             selected.append((names[0], module))
     return selected
 
