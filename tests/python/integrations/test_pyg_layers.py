@@ -282,6 +282,8 @@ def test_conversion_selects_and_names_what_it_leaves(caplog):
         pyg.convert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nothing to revert"):
         pyg.revert(nn.ModuleList([GATConv(4, 4)]))
+    with pytest.raises(ValueError, match=r"for models of torch_geometric there is .*\.pyg$"):
+        ikattn.convert(GAT(4, 4, num_layers=1))
     with pytest.raises(TypeError, match="model must be"):
         pyg.convert("model")  # type: ignore[type-var]
 

@@ -152,10 +152,11 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
     report = conversion_report(model)
     if not report:
         types = sorted({type(module).__name__ for module in model.modules()})
-        hint = (
-            "; for models of transformers there is ikattn.integrations.transformers"
-            if any(type(x).__module__.startswith("transformers.") for x in model.modules())
-            else ""
+        libraries = {type(x).__module__.partition(".")[0] for x in model.modules()}
+        hint = "".join(
+            f"; for models of {library} there is ikattn.integrations.{module}"
+            for library, module in (("transformers", "transformers"), ("torch_geometric", "pyg"))
+            if library in libraries
         )
         raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}{hint}")
     selected = []
