@@ -6,32 +6,35 @@
 namespace ikattn::cuda {
 namespace {
 
-// The gradient of a head's weights, by weight. Of a row it is one warp's, whatever its length.
+// sum_e weight_e grad_weights_e of a target and head; one warp's, whatever the length of the row.
 template <typename T>
 __global__ void __launch_bounds__(kRowWarps * 32)
     mean_kernel(EdgeQueryGradientParams<T> p, double* mean) {
   const int64_t index = warp_number(), i = index / p.H, h = index % p.H;
   if (i >= p.N_q) return;
   const int lane = threadIdx.x % 32;
-  const int64_t row = (i * p.H + h) * p.d_v;
+  const EdgeLane at(lane, 1);
+  const int64_t end = p.rowptr[i + 1];
   double sum = 0;
-  const T product = warp_dot(p.output + row, p.grad_output + row, p.d_v, lane);
-  if (p.grad_weights != nullptr) {
-#pragma unroll 1
-    for (int64_t e = p.rowptr[i]; e < p.rowptr[i + 1]; ++e) {
-      const T s = product_of(p, i, e, h, lane);
-      const T weight = weight_of(p, s, bias_of(p, e, h), p.log_normalizer[i * p.H + h]);
-      const int64_t at = e * p.H + h;
-      sum += static_cast<double>(dropped(p, at, weight)) * static_cast<double>(p.grad_weights[at]);
+  visit_products<1>(p, i, h, p.rowptr[i], end, at, [&](int64_t first, const T(&products)[kTurns]) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int64_t e = first + turn * kEdgesAtOnce, place = e * p.H + h;
+      if (e >= end || at.first != 0) continue;
+      const T weight =
+          weight_of(p, products[turn], bias_of(p, e, h), p.log_normalizer[i * p.H + h]);
+      sum += static_cast<double>(dropped(p, place, weight)) *
+             static_cast<double>(p.grad_weights[place]);
     }
-  }
-  if (lane == 0) mean[i * p.H + h] = sum + static_cast<double>(product);
+    __syncwarp();
+  });
+  sum = sum_of_lanes(sum);
+  if (lane == 0) mean[i * p.H + h] = sum;
 }
 
-template <typename T>
+template <typename T, int kWidth>
 struct QueryGradients {
   EdgeQueryGradientParams<T> p;
-  const double* mean;  // [N_q, H]
+  const double* mean;  // [N_q, H]; null: zeros
   Rows rows;
   int64_t H;
 
@@ -44,40 +47,52 @@ struct QueryGradients {
                                       const Values<T>& values, int lane) const {
     const auto [i, h, begin, end] = piece;
     numbers[0] = numbers[1] = 0;
-    const T* grad_output = p.grad_output + (i * H + h) * p.d_v;
-    const T of_head = static_cast<T>(mean[i * H + h]);
+    const int64_t row = (i * H + h) * p.d_v;
+    // The gradient of the head's weights, by weight.
+    double of_head = static_cast<double>(warp_dot(p.output + row, p.grad_output + row, p.d_v, lane));
+    if (mean != nullptr) of_head += mean[i * H + h];
     // 1. What every edge gives.
-#pragma unroll 1
-    for (int64_t e = begin; e < end; ++e) {
-      const int64_t at = e * H + h;
-      const T bias = bias_of(p, e, h), s = product_of(p, i, e, h, lane);
-      const T* value = p.value + (p.source[e] * H + h) * p.d_v;
-      T gradient = warp_dot(grad_output, value, p.d_v, lane);
-      if (p.grad_weights != nullptr) gradient += p.grad_weights[at];
-      const T weight = weight_of(p, s, bias, p.log_normalizer[i * H + h]);
-      T grad_logit = weight * (dropped(p, at, gradient) - of_head);
-      const T slope = p.exponential ? T(1) : s / ((s * s + p.eps) * static_cast<T>(p.F));
-      T grad_product = grad_logit * slope;
-      if (bias == -INFINITY) grad_logit = grad_product = 0;  // what is hidden may be NaN
-      if (lane == 0) {
-        T* of_edge = p.of_edges + 3 * e * H + h;
-        of_edge[0] = grad_logit;
-        of_edge[H] = grad_product;
-        of_edge[2 * H] = dropped(p, at, weight);
+    const double normalizer = p.log_normalizer[i * H + h];
+    const EdgeLane at(lane, kWidth);
+    visit_products<kWidth>(p, i, h, begin, end, at, [&](int64_t first, const T(&products)[kTurns]) {
+      const T* of_values[kTurns];
+      T gradients[kTurns];
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int64_t e = first + turn * kEdgesAtOnce;
+        of_values[turn] = e < end ? value_of(p, e, h) : nullptr;
       }
-    }
-    __syncwarp();
-    // 2. The gradient of the query's features, a feature a lane.
-    for (int64_t f = lane; f < p.F; f += 32) {
-      T total = 0;
-#pragma unroll 1
-      for (int64_t e = begin; e < end; ++e) {
-        const T grad_product = p.of_edges[(3 * e + 1) * H + h];
-        if (grad_product == 0) continue;
-        total += grad_product * p.key_features[(p.source[e] * H + h) * p.F + f];
+      edge_products<kWidth>(gradients, p.grad_output + row, of_values, p.d_v, at);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int64_t e = first + turn * kEdgesAtOnce;
+        if (e >= end || at.first != 0) continue;
+        store_edge(e, h, products[turn], gradients[turn], normalizer, static_cast<T>(of_head));
       }
-      values.first[f] = total;
-    }
+      __syncwarp();
+    });
+    // 2. The gradient of the query's features.
+    add_rows<kWidth>(begin, end, p.F, values.first, lane, [&](int64_t e) {
+      const T factor = p.of_edges[(3 * e + 1) * H + h];
+      return ScaledRow<T>{factor == 0 ? nullptr : key_features_of(p, e, h), factor};
+    });
+  }
+
+  // s: the product of its features; gradient: that of its weight, but for grad_weights.
+  __device__ __forceinline__ void store_edge(int64_t e, int64_t h, T s, T gradient,
+                                             double normalizer, T of_head) const {
+    const int64_t at = e * H + h;
+    const T bias = bias_of(p, e, h);
+    if (p.grad_weights != nullptr) gradient += p.grad_weights[at];
+    const T weight = weight_of(p, s, bias, normalizer);
+    T grad_logit = weight * (dropped(p, at, gradient) - of_head);
+    const T slope = p.exponential ? T(1) : s / ((s * s + p.eps) * static_cast<T>(p.F));
+    T grad_product = grad_logit * slope;
+    if (bias == -INFINITY) grad_logit = grad_product = 0;  // what is hidden may be NaN
+    T* of_edge = p.of_edges + 3 * e * H + h;
+    of_edge[0] = grad_logit;
+    of_edge[H] = grad_product;
+    of_edge[2 * H] = dropped(p, at, weight);
   }
 
   __device__ __forceinline__ void finish(int64_t, int64_t, const double (&)[2], int) const {}
@@ -96,15 +111,23 @@ struct QueryGradients {
 template <typename T>
 const char* query_gradients(const EdgeQueryGradientParams<T>& p, double* mean, double* numbers,
                             T* values, Stream stream) {
-  const char* error =
-      launch(mean_kernel<T>, blocks_of(p.N_q * p.H), dim3(kRowWarps * 32), 0, stream, p, mean);
-  if (error != nullptr) return error;
-  const QueryGradients<T> op{p, mean, Rows{p.rowptr, p.N_q, p.E}, p.H};
+  if (p.grad_weights == nullptr) {
+    mean = nullptr;
+  } else if (const char* error = launch(mean_kernel<T>, blocks_of(p.N_q * p.H),
+                                        dim3(kRowWarps * 32), 0, stream, p, mean)) {
+    return error;
+  }
+  const Rows rows{p.rowptr, p.N_q, p.E};
+  if (reads_fours(p) && has_fours(p.grad_output, p.d_v)) {
+    const QueryGradients<T, 4> op{p, mean, rows, p.H};
+    return sum_rows(op, numbers, values, p.F, stream);
+  }
+  const QueryGradients<T, 1> op{p, mean, rows, p.H};
   return sum_rows(op, numbers, values, p.F, stream);
 }
 
 // Values of a row: [F], the gradient of the key's features, and [d_v], that of the value.
-template <typename T>
+template <typename T, int kWidth>
 struct KeyGradients {
   EdgeKeyGradientParams<T> p;
   Rows rows;
@@ -115,19 +138,16 @@ struct KeyGradients {
   }
   __device__ __forceinline__ Values<T> values_at(T* memory) const { return {memory, memory + p.F}; }
 
-  // sum over the edges of what they give, which is number `which` of three, times rows of targets
+  // The sum over the edges of what they give, which is number `which` of three, times rows of
+  // targets.
   __device__ __forceinline__ void spread(const Piece& piece, int which, const T* of_targets,
                                          int64_t width, T* to, int lane) const {
-    const auto [j, h, begin, end] = piece;
-    for (int64_t c = lane; c < width; c += 32) {
-      T total = 0;
-      for (int64_t k = begin; k < end; ++k) {
-        const T factor = p.of_edges[(3 * p.by_source[k] + which) * H + h];
-        if (factor == 0) continue;  // hidden: may be NaN
-        total += factor * of_targets[(p.target[k] * H + h) * width + c];
-      }
-      to[c] = total;
-    }
+    const int64_t h = piece.h;
+    add_rows<kWidth>(piece.begin, piece.end, width, to, lane, [&](int64_t k) {
+      const T factor = p.of_edges[(3 * p.by_source[k] + which) * H + h];
+      const T* row = of_targets + (p.target[k] * H + h) * width;
+      return ScaledRow<T>{factor == 0 ? nullptr : row, factor};  // hidden: may be NaN
+    });
   }
 
   __device__ __forceinline__ void sum(const Piece& piece, double (&numbers)[2],
@@ -168,7 +188,12 @@ struct KeyGradients {
 template <typename T>
 const char* key_gradients(const EdgeKeyGradientParams<T>& p, double* numbers, T* values,
                           Stream stream) {
-  const KeyGradients<T> op{p, Rows{p.colptr, p.N_k, p.E}, p.H};
+  const Rows rows{p.colptr, p.N_k, p.E};
+  if (has_fours(p.query_features, p.F) && has_fours(p.grad_output, p.d_v)) {
+    const KeyGradients<T, 4> op{p, rows, p.H};
+    return sum_rows(op, numbers, values, p.F + p.d_v, stream);
+  }
+  const KeyGradients<T, 1> op{p, rows, p.H};
   return sum_rows(op, numbers, values, p.F + p.d_v, stream);
 }
 

@@ -5,11 +5,13 @@
 namespace ikattn::cuda {
 namespace {
 
-template <typename T>
+template <typename T, int kWidth>
 struct Forward {
   EdgeForwardParams<T> p;
   Rows rows;
   int64_t H;
+  // The weight of a hidden edge, until weights are scaled: others have no sign.
+  static constexpr T kHidden = T(-0.0);
 
   __device__ __forceinline__ Values<T> values_of(int64_t i, int64_t h) const {
     return {p.output + (i * H + h) * p.d_v, nullptr};
@@ -22,38 +24,40 @@ struct Forward {
     const auto [i, h, begin, end] = piece;
     // 1. Products, kept where the weights will be, and the largest logit.
     T largest = -INFINITY;
-#pragma unroll 1
-    for (int64_t e = begin; e < end; ++e) {
-      const T product = product_of(p, i, e, h, lane), bias = bias_of(p, e, h);
-      if (lane == 0) p.weights[e * H + h] = product;
-      T logit = bias;
-      if (p.exponential && bias != -INFINITY) logit += product;
-      largest = logit > largest ? logit : largest;
-    }
+    const EdgeLane at(lane, kWidth);
+    visit_products<kWidth>(p, i, h, begin, end, at, [&](int64_t first, const T(&products)[kTurns]) {
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int64_t e = first + turn * kEdgesAtOnce;
+        if (e >= end) continue;
+        const T bias = bias_of(p, e, h);
+        if (at.first == 0) p.weights[e * H + h] = products[turn];
+        T logit = bias;
+        if (p.exponential && bias != -INFINITY) logit += products[turn];
+        largest = logit > largest ? logit : largest;
+      }
+      __syncwarp();
+    });
+    largest = max_of_lanes(largest);
     __syncwarp();
     // 2. Weights, an edge a lane.
     double total = 0;
 #pragma unroll 1
     for (int64_t e = begin + lane; e < end; e += 32) {
-      const T weight =
-          weight_of(p, p.weights[e * H + h], bias_of(p, e, h), static_cast<double>(largest));
+      const T bias = bias_of(p, e, h);
+      const T weight = weight_of(p, p.weights[e * H + h], bias, static_cast<double>(largest));
       total += static_cast<double>(weight);
-      p.weights[e * H + h] = weight;
+      p.weights[e * H + h] = bias == -INFINITY ? kHidden : weight;
     }
     numbers[0] = static_cast<double>(largest);
     numbers[1] = sum_of_lanes(total);
     __syncwarp();
-    // 3. Values, a column a lane. What is hidden may be NaN.
-    for (int64_t c = lane; c < p.d_v; c += 32) {
-      T value = 0;
-#pragma unroll 1
-      for (int64_t e = begin; e < end; ++e) {
-        if (bias_of(p, e, h) == -INFINITY) continue;
-        const T weight = dropped(p, e * H + h, p.weights[e * H + h]);
-        value += weight * p.value[(p.source[e] * H + h) * p.d_v + c];
-      }
-      values.first[c] = value;
-    }
+    // 3. Values. What is hidden may be NaN.
+    add_rows<kWidth>(begin, end, p.d_v, values.first, lane, [&](int64_t e) {
+      const T weight = p.weights[e * H + h];
+      const bool is_hidden = weight == 0 && signbit(weight);
+      return ScaledRow<T>{is_hidden ? nullptr : value_of(p, e, h), dropped(p, e * H + h, weight)};
+    });
     __syncwarp();
   }
 
@@ -110,21 +114,26 @@ struct Forward {
   }
 };
 
-template <typename T>
+template <typename T, int kWidth>
 const char* forward(const EdgeForwardParams<T>& p, double* numbers, T* values, Stream stream) {
-  const Forward<T> op{p, Rows{p.rowptr, p.N_q, p.E}, p.H};
+  const Forward<T, kWidth> op{p, Rows{p.rowptr, p.N_q, p.E}, p.H};
   return sum_rows(op, numbers, values, p.d_v, stream);
+}
+template <typename T>
+const char* forward_of(const EdgeForwardParams<T>& p, double* numbers, T* values, Stream stream) {
+  return reads_fours(p) ? forward<T, 4>(p, numbers, values, stream)
+                        : forward<T, 1>(p, numbers, values, stream);
 }
 
 }  // namespace
 
 const char* edge_forward(const EdgeForwardParams<float>& p, double* numbers, float* values,
                          Stream stream) {
-  return forward(p, numbers, values, stream);
+  return forward_of(p, numbers, values, stream);
 }
 const char* edge_forward(const EdgeForwardParams<double>& p, double* numbers, double* values,
                          Stream stream) {
-  return forward(p, numbers, values, stream);
+  return forward_of(p, numbers, values, stream);
 }
 
 EdgeScratch edge_scratch(int64_t E, int64_t H, int64_t width) {

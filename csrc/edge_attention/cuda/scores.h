@@ -1,4 +1,6 @@
-// The products, logits and weights of edges, by one warp.
+// The products, logits and weights of edges. A warp takes kEdgesAtOnce edges at a time, of each of
+// which kEdgeLanes neighbouring lanes share the columns: kWidth of them at once, 4 where all rows
+// are aligned for it, else 1.
 #pragma once
 
 #include "edge_attention/params.h"
@@ -6,6 +8,116 @@
 
 namespace ikattn::cuda {
 namespace {
+
+constexpr int kEdgeLanes = 8, kEdgesAtOnce = 32 / kEdgeLanes;
+// Twice, so that the second loads are under way while the first are waited for.
+constexpr int kTurns = 2, kEdgeStep = kTurns * kEdgesAtOnce;
+
+// Which of the edges, and which of its columns, a lane has.
+struct EdgeLane {
+  int edge, first;
+
+  __device__ __forceinline__ EdgeLane(int lane, int width)
+      : edge(lane / kEdgeLanes), first(lane % kEdgeLanes * width) {}
+};
+
+// kWidth neighbours of a row in global memory.
+template <typename T, int kWidth>
+struct Columns {
+  T x[kWidth];
+
+  __device__ __forceinline__ explicit Columns(const T* from) {
+    if constexpr (kWidth == 4 && sizeof(T) == 4) {
+      const float4 four = load_vector<float4>(from);
+      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) x[i] = from[i];
+    }
+  }
+  __device__ __forceinline__ T dot(const Columns& other) const {
+    T sum = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum += x[i] * other.x[i];
+    return sum;
+  }
+};
+
+// Whether rows of so many elements, one after the other from `data` on, can be read by fours.
+template <typename T>
+inline bool has_fours(const T* data, int64_t width) {
+  return width % 4 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+// products[turn] = a . rows[turn] of `count` columns, in every lane of the edge; rows that are null
+// are not read.
+template <int kWidth, typename T>
+__device__ __forceinline__ void edge_products(T (&products)[kTurns], const T* a,
+                                              const T* const (&rows)[kTurns], int64_t count,
+                                              const EdgeLane& at) {
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) products[turn] = 0;
+  for (int64_t c = at.first; c < count; c += kEdgeLanes * kWidth) {
+    const Columns<T, kWidth> left(a + c);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (rows[turn] != nullptr) products[turn] += left.dot(Columns<T, kWidth>(rows[turn] + c));
+    }
+  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    products[turn] = sum_of_lanes<kEdgeLanes>(products[turn]);
+  }
+}
+
+// A row that an edge adds to a sum, and what it is multiplied with; null: nothing.
+template <typename T>
+struct ScaledRow {
+  const T* row;
+  T factor;
+};
+
+// to = the sum of row_of(k) over begin <= k < end, of `count` columns. By the whole warp.
+template <int kWidth, typename T, typename RowOf>
+__device__ __forceinline__ void add_rows(int64_t begin, int64_t end, int64_t count, T* to, int lane,
+                                         const RowOf& row_of) {
+  const EdgeLane at(lane, kWidth);
+  for (int64_t base = 0; base < count; base += kEdgeLanes * kWidth) {
+    const int64_t c = base + at.first;
+    const bool has_columns = c < count;
+    T sums[kWidth] = {};
+    for (int64_t first = begin; has_columns && first < end; first += kEdgeStep) {
+      ScaledRow<T> scaled[kTurns];
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int64_t k = first + turn * kEdgesAtOnce + at.edge;
+        scaled[turn] = k < end ? row_of(k) : ScaledRow<T>{nullptr, 0};
+      }
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (scaled[turn].row == nullptr) continue;
+        const Columns<T, kWidth> row(scaled[turn].row + c);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sums[i] += scaled[turn].factor * row.x[i];
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+#pragma unroll
+      for (int step = kEdgeLanes; step < 32; step *= 2) {
+        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
+      }
+      if (has_columns && at.edge == 0) to[c + i] = sums[i];
+    }
+  }
+}
+
+template <typename T>
+inline bool reads_fours(const EdgeParams<T>& p) {
+  return has_fours(p.query_features, p.F) && has_fours(p.key_features, p.F) &&
+         has_fours(p.value, p.d_v);
+}
 
 // a.b of rows in global memory, in every lane.
 template <typename T>
@@ -24,11 +136,41 @@ __device__ __forceinline__ T bias_of(const EdgeParams<T>& p, int64_t e, int64_t 
 }
 
 template <typename T>
-__device__ __forceinline__ T product_of(const EdgeParams<T>& p, int64_t i, int64_t e, int64_t h,
-                                        int lane) {
-  const T product = warp_dot(p.query_features + (i * p.H + h) * p.F,
-                             p.key_features + (p.source[e] * p.H + h) * p.F, p.F, lane);
+__device__ __forceinline__ const T* key_features_of(const EdgeParams<T>& p, int64_t e, int64_t h) {
+  return p.key_features + (p.source[e] * p.H + h) * p.F;
+}
+template <typename T>
+__device__ __forceinline__ const T* value_of(const EdgeParams<T>& p, int64_t e, int64_t h) {
+  return p.value + (p.source[e] * p.H + h) * p.d_v;
+}
+
+// What a score is made of, of the product of features.
+template <typename T>
+__device__ __forceinline__ T scaled(const EdgeParams<T>& p, T product) {
   return p.exponential ? product : product / static_cast<T>(2 * p.F);
+}
+
+// Calls use(e, products) along the edges begin to end, of which a lane's are e and kEdgesAtOnce
+// after the other, products those of the query's features. By the whole warp.
+template <int kWidth, typename T, typename Use>
+__device__ __forceinline__ void visit_products(const EdgeParams<T>& p, int64_t i, int64_t h,
+                                               int64_t begin, int64_t end, const EdgeLane& at,
+                                               const Use& use) {
+  const T* query = p.query_features + (i * p.H + h) * p.F;
+#pragma unroll 1
+  for (int64_t first = begin; first < end; first += kEdgeStep) {
+    const T* rows[kTurns];
+    T products[kTurns];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int64_t e = first + turn * kEdgesAtOnce + at.edge;
+      rows[turn] = e < end ? key_features_of(p, e, h) : nullptr;
+    }
+    edge_products<kWidth>(products, query, rows, p.F, at);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) products[turn] = scaled(p, products[turn]);
+    use(first + at.edge, products);
+  }
 }
 
 __device__ __forceinline__ float exponential_of(float x) { return expf(x); }
