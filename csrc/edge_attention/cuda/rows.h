@@ -115,13 +115,15 @@ __global__ void __launch_bounds__(kRowWarps * 32)
   if (lane < 2) numbers[2 * place + lane] = lane == 0 ? sums[0] : sums[1];
 }
 
+// A long row is merged by the warp of the first cut in it.
 template <typename T, typename Op>
 __global__ void __launch_bounds__(kRowWarps * 32)
     long_rows_kernel(Op op, double* numbers, T* values, int64_t width) {
-  const int64_t index = warp_number(), row = index / op.H, h = index % op.H;
-  if (row >= op.rows.count) return;
+  const int64_t index = warp_number(), h = index % op.H, cut = index / op.H * kPieceEdges;
+  if (cut >= op.rows.E) return;
+  const int64_t row = row_of(op.rows, cut);
   const int64_t begin = op.rows.ends[row], end = op.rows.ends[row + 1];
-  if (end - begin <= kPieceEdges) return;
+  if (end - begin <= kPieceEdges || begin <= cut - kPieceEdges) return;
   op.merge(row, h, Parts<T>{numbers, values, op.H, h, width, begin, pieces_of(begin, end)},
            static_cast<int>(threadIdx.x % 32));
 }
@@ -132,13 +134,15 @@ inline dim3 blocks_of(int64_t warps) {
 
 template <typename T, typename Op>
 const char* sum_rows(const Op& op, double* numbers, T* values, int64_t width, Stream stream) {
-  const dim3 block(kRowWarps * 32), rows = blocks_of(op.rows.count * op.H);
-  const char* error = launch(short_rows_kernel<T, Op>, rows, block, 0, stream, op);
+  const dim3 block(kRowWarps * 32);
+  const char* error =
+      launch(short_rows_kernel<T, Op>, blocks_of(op.rows.count * op.H), block, 0, stream, op);
   if (error != nullptr || op.rows.E <= kPieceEdges) return error;
   error = launch(pieces_kernel<T, Op>, blocks_of(2 * cuts(op.rows.E) * op.H), block, 0, stream, op,
                  numbers, values, width);
   if (error != nullptr) return error;
-  return launch(long_rows_kernel<T, Op>, rows, block, 0, stream, op, numbers, values, width);
+  return launch(long_rows_kernel<T, Op>, blocks_of(cuts(op.rows.E) * op.H), block, 0, stream, op,
+                numbers, values, width);
 }
 
 }  // namespace

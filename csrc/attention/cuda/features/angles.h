@@ -1,5 +1,5 @@
-// Angles of tokens on CUDA cores: a block takes 16 tokens of one head and passes along the
-// frequencies.
+// Angles of tokens on CUDA cores: a block takes 16 tokens of one head, or some multiple of 16, and
+// passes along the frequencies.
 #pragma once
 
 #include "attention/cuda/cuda_cores/tile_product.h"
@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kTokens = 16;  // of one block
+constexpr int kTokens = 16;  // of one thread
 constexpr int kTokenThreads = 128;
 
 __device__ __forceinline__ void sincos_cycles(float angles, float& sine, float& cosine) {
@@ -54,6 +54,19 @@ struct alignas(16) Four {
 // Elements from row to row of the tokens in shared memory: they are read four at a time.
 __host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
 
+// Where there are few frequencies, so many groups of a block's threads have kTokens tokens each: the
+// threads of a group have neighbouring frequencies.
+template <typename T>
+__host__ __device__ inline int token_groups(const FeatureSource& source) {
+  const int64_t most = 32 * 1024 / static_cast<int64_t>(sizeof(T));  // elements in shared memory
+  int groups = 1;
+  while (2 * groups * source.M <= kTokenThreads && groups < 8 &&
+         2 * groups * kTokens * token_pitch(source.d) <= most) {
+    groups *= 2;
+  }
+  return groups;
+}
+
 // The angles of `kTokens` tokens by both frequencies m.
 //   x [kTokens][token_pitch(d)] in shared memory
 template <typename T>
@@ -84,12 +97,14 @@ __device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b,
   }
 }
 
+// x [count][token_pitch(d)] = tokens from `first` on, zeros beyond the last. By the whole block,
+// which meets.
 template <typename T>
 __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
-                                            int64_t first, Shared<T> x) {
+                                            int64_t first, int count, Shared<T> x) {
   const Tokens tokens(source.x, b, source.x_head(head));
-  const int64_t pitch = token_pitch(source.d);
-  for (int64_t index = threadIdx.x; index < kTokens * pitch; index += kTokenThreads) {
+  const int pitch = static_cast<int>(token_pitch(source.d));
+  for (int index = static_cast<int>(threadIdx.x); index < count * pitch; index += kTokenThreads) {
     const int64_t token = first + index / pitch, c = index % pitch;
     x[index] = token < source.N && c < source.d ? tokens.load<T>(token, c) : T(0);
   }
@@ -101,17 +116,23 @@ __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t
 template <typename T, typename Visit>
 __device__ __forceinline__ void visit_angles(const FeatureSource& source, const Visit& visit) {
   Shared<T> x = dynamic_shared<T>();
-  const int64_t token_blocks = (source.N + kTokens - 1) / kTokens;
-  const int64_t bh = blockIdx.x / token_blocks, first = blockIdx.x % token_blocks * kTokens;
+  const int groups = token_groups<T>(source), columns = kTokenThreads / groups;
+  const int of_block = groups * kTokens;
+  const unsigned token_blocks =
+      static_cast<unsigned>((source.N + of_block - 1) / of_block);
+  const int64_t bh = blockIdx.x / token_blocks;
+  const int64_t first = int64_t{blockIdx.x % token_blocks} * of_block;
   const int64_t b = bh / source.heads, head = bh % source.heads;
-  load_tokens(source, b, head, first, x);
-  for (int64_t m = threadIdx.x; m < source.M; m += kTokenThreads) {
+  load_tokens(source, b, head, first, of_block, x);
+  const int group = static_cast<int>(threadIdx.x) / columns;
+  const int64_t own = first + group * kTokens;
+  for (int64_t m = threadIdx.x % columns; m < source.M; m += columns) {
     T turns1[kTokens], turns2[kTokens];
-    turns_of(source, b, head, m, x, turns1, turns2);
-    for (int t = 0; t < kTokens && first + t < source.N; ++t) {
+    turns_of(source, b, head, m, x + group * kTokens * token_pitch(source.d), turns1, turns2);
+    for (int t = 0; t < kTokens && own + t < source.N; ++t) {
       Angle<T> angle;
       angle.set(turns1[t], turns2[t], source.stationary());
-      visit(b, head, bh * source.N + first + t, first + t, m, angle);
+      visit(b, head, bh * source.N + own + t, own + t, m, angle);
     }
   }
 }
@@ -120,9 +141,10 @@ __device__ __forceinline__ void visit_angles(const FeatureSource& source, const 
 template <typename T, typename... Parameters, typename... Arguments>
 const char* launch_angles(void (*kernel)(FeatureSource, Parameters...), const FeatureSource& source,
                           Stream stream, Arguments&&... arguments) {
-  const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kTokens));
+  const int64_t of_block = token_groups<T>(source) * kTokens;
+  const auto blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, of_block));
   return launch(kernel, dim3(blocks), dim3(kTokenThreads),
-                kTokens * token_pitch(source.d) * int64_t{sizeof(T)}, stream, source,
+                of_block * token_pitch(source.d) * int64_t{sizeof(T)}, stream, source,
                 static_cast<Arguments&&>(arguments)...);
 }
 

@@ -2,6 +2,7 @@
 #include "attention/cuda/features/angles.h"
 #include "attention/cuda/features/frequency_parts.h"
 #include "attention/cuda/features/gradients.h"
+#include "attention/cuda/features/gradients_narrow.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -162,6 +163,9 @@ template <typename T>
 const char* side_gradients(const FeatureSource& source, const Array& grad_phi, const Array& grad_x,
                            T* grad_w1, T* grad_w2, const Magnitude<T>& magnitude,
                            const DeviceExecutor& executor) {
+  if (is_narrow(source)) {
+    return narrow_gradients(source, grad_phi, grad_x, grad_w1, grad_w2, magnitude, executor);
+  }
   const int64_t count = source.B * source.heads * source.N * source.M;
   T* grad_angles1 = executor.take<T>(count);
   T* grad_angles2 = executor.take<T>(source.stationary() ? 0 : count);

@@ -1,0 +1,18 @@
+// Gradients of one side's features in one pass, where dimensions and frequencies are few.
+#pragma once
+
+#include "attention/cuda/features/gradients.h"
+#include "attention/cuda/operands/feature_source.h"
+
+namespace ikattn::cuda {
+
+bool is_narrow(const FeatureSource& source);
+
+// Of a source that is narrow: grad_phi [B, heads, N, 2M] -> grad_x, if it is there, and (+=) the
+// frequencies' gradients that are there.
+template <typename T>
+const char* narrow_gradients(const FeatureSource& source, const Array& grad_phi,
+                             const Array& grad_x, T* grad_w1, T* grad_w2,
+                             const Magnitude<T>& magnitude, const DeviceExecutor& executor);
+
+}  // namespace ikattn::cuda
