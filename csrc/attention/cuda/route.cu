@@ -1,4 +1,7 @@
 // The choice of kernels; see route.h.
+#include <cstdlib>
+#include <cstring>
+
 #include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
@@ -58,6 +61,20 @@ bool can_take_hopper(const AttentionParams& params) {
   return has_warpgroups() && why_not_hopper(params) == nullptr;
 }
 
+// Whether IKATTN_INT8=0 in the environment does not forbid scores of integers.
+bool allows_int8() {
+  const char* variable = std::getenv("IKATTN_INT8");
+  return variable == nullptr || std::strcmp(variable, "0") != 0;
+}
+
+// Whether features of 8 bits serve Hopper's kernels: they err about as much as weights and values in
+// bfloat16 do, and more than those in float16. With fewer frequencies a row would be half empty.
+bool serves_int8(const AttentionParams& params) {
+  return params.value.type == ElementType::kBFloat16 && params.query.type == params.value.type &&
+         padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
+         allows_int8();
+}
+
 // Blocks of queries that the forward on tensor cores has.
 int64_t blocks_of(const AttentionParams& params) {
   const int64_t heads = params.B * params.H;
@@ -81,9 +98,7 @@ int parts_of(const AttentionParams& params) {
   return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
 }
 
-}  // namespace
-
-Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
+Route route_without_int8(const AttentionParams& params, bool in_double, Pass pass) {
   Route route;
   route.reason = in_double ? "float64" : why_no_tensor_cores(params);
   if (route.reason != nullptr) return route;
@@ -108,6 +123,18 @@ Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
     route.reason = why_not_hopper(params);
     if (route.reason == nullptr) route.reason = "so few queries share out their keys over blocks";
   }
+  return route;
+}
+
+}  // namespace
+
+Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
+  Route route = route_without_int8(params, in_double, pass);
+  if (!serves_int8(params)) return route;
+  // Both passes have the same scores, or a row's weights would not add up to 1 in the backward.
+  const Route other = route_without_int8(
+      params, in_double, pass == Pass::kForward ? Pass::kBackward : Pass::kForward);
+  route.int8_scores = route.unit == Unit::kHopper && other.unit == Unit::kHopper;
   return route;
 }
 

@@ -11,9 +11,14 @@
 namespace ikattn::interpreter {
 namespace {
 
-constexpr int kLanes = 32, kInner = 16;
+constexpr int kLanes = 32;
+constexpr int kRowBytes = 32;  // of an operand, along the inner axis
 
-// Sums on their way, by lane; those that belong to several products are one.
+// Numbers along the inner axis.
+int inner_of(const Product& product) { return product.type == ProductType::kInt8 ? 32 : 16; }
+
+// Sums on their way, by lane; those that belong to several products are one. Those of integers are
+// below 2^24.
 using Sums = std::array<std::vector<float>, kLanes>;
 
 struct Begun {
@@ -25,29 +30,43 @@ struct Begun {
 struct Warp {
   std::vector<Begun> begun;  // not committed
   std::deque<std::vector<Begun>> groups;
-  std::map<const float*, std::weak_ptr<Sums>> under_way;  // by the first lane's registers
+  std::map<const void*, std::weak_ptr<Sums>> under_way;  // by the first lane's registers
 };
 std::map<int, Warp> warps;
 
-// An operand in shared memory, `rows` of `length` numbers.
+// An operand in shared memory, `rows` of so many bytes.
 struct Operand {
   uint64_t descriptor;
-  int rows, length;
+  int rows, bytes;
   int first_row = 0;  // of those that are read
 };
 
-// Where an element lies: the 16-byte chunk of an address is turned by its row of 128 bytes.
+// Where a byte lies: the 16-byte chunk of an address is turned by its row of 128 bytes.
 uint32_t place_of(const Operand& operand, int row, int along) {
   const auto start = static_cast<uint32_t>((operand.descriptor & 0x3fff) << 4);
   const auto atom = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;
   const int from = operand.first_row + row;
   const uint32_t flat = start + static_cast<uint32_t>(from / 8) * atom +
-                        static_cast<uint32_t>(from % 8 * 128 + 2 * along);
+                        static_cast<uint32_t>(from % 8 * 128 + along);
   return flat ^ (flat >> 7 & 7) << 4;
 }
 
-// numbers [rows][length], by chunks of eight, read as the lanes in turn; false after an error.
-bool read(const Operand& operand, bool bfloat16, Place place, std::vector<float>& numbers) {
+// The numbers in bytes.
+void append(const unsigned char* from, int bytes, ProductType type, std::vector<float>& numbers) {
+  if (type == ProductType::kInt8) {
+    for (int i = 0; i < bytes; ++i) numbers.push_back(static_cast<int8_t>(from[i]));
+    return;
+  }
+  for (int i = 0; i < bytes; i += 2) {
+    uint16_t bits;
+    memcpy(&bits, from + i, 2);
+    numbers.push_back(type == ProductType::kBFloat16 ? to_float(BFloat16{bits})
+                                                     : to_float(Half{bits}));
+  }
+}
+
+// The numbers of all rows, by chunks of 16 bytes, read as the lanes in turn; false after an error.
+bool read(const Operand& operand, ProductType type, Place place, std::vector<float>& numbers) {
   // Turned in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between are
   // those of operands of at most 64 columns.
   constexpr uint64_t kFields = ~uint64_t{0x3fff};
@@ -57,17 +76,13 @@ bool read(const Operand& operand, bool bfloat16, Place place, std::vector<float>
     return false;
   }
   numbers.clear();
+  int chunk = 0;
   for (int row = 0; row < operand.rows; ++row) {
-    for (int along = 0; along < operand.length; along += 8) {
-      const int lane = static_cast<int>(numbers.size()) / 8 % kLanes;
+    for (int along = 0; along < operand.bytes; along += 16, ++chunk) {
       const unsigned char* from =
-          read_shared_as_product(lane, place_of(operand, row, along), 16, place);
+          read_shared_as_product(chunk % kLanes, place_of(operand, row, along), 16, place);
       if (!from) return false;
-      for (int i = 0; i < 8; ++i) {
-        uint16_t bits;
-        memcpy(&bits, from + 2 * i, 2);
-        numbers.push_back(bfloat16 ? to_float(BFloat16{bits}) : to_float(Half{bits}));
-      }
+      append(from, 16, type, numbers);
     }
   }
   return true;
@@ -75,33 +90,53 @@ bool read(const Operand& operand, bool bfloat16, Place place, std::vector<float>
 
 Operand b_of(const Product& product) {
   const int columns = 2 * product.count;
-  return {product.b, product.b_by_rows ? kInner : columns, product.b_by_rows ? columns : kInner};
+  if (product.b_by_rows) return {product.b, inner_of(product), 2 * columns};
+  return {product.b, columns, kRowBytes};
 }
 // Of the warp that runs.
 Operand a_of(const Product& product) {
-  return {product.shared_a, 16, kInner, warp_of_operation() % 4 * 16};
+  return {product.shared_a, 16, kRowBytes, warp_of_operation() % 4 * 16};
 }
 
 bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   const Product& product = begun.lanes[0];
-  if (!read(b_of(product), product.bfloat16, begun.place, b)) return false;
-  if (!product.a) return read(a_of(product), product.bfloat16, begun.place, a);
-  a.resize(16 * kInner);
-  for (size_t lane = 0; lane < kLanes; ++lane) {
-    for (size_t i = 0; i < 4; ++i) {
-      const uint32_t packed = begun.a[lane][i];
-      const float2 pair = product.bfloat16 ? unpack<BFloat16>(packed) : unpack<Half>(packed);
-      const size_t row = lane / 4 + 8 * (i % 2), column = 2 * (lane % 4) + 8 * (i / 2);
-      a[row * kInner + column] = pair.x;
-      a[row * kInner + column + 1] = pair.y;
+  if (!read(b_of(product), product.type, begun.place, b)) return false;
+  if (!product.a) return read(a_of(product), product.type, begun.place, a);
+  const int inner = inner_of(product), each = inner / 8;  // numbers of a register
+  a.resize(static_cast<size_t>(16 * inner));
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      unsigned char bytes[4];
+      memcpy(bytes, &begun.a[static_cast<size_t>(lane)][static_cast<size_t>(i)], 4);
+      std::vector<float> numbers;
+      append(bytes, 4, product.type, numbers);
+      const int row = lane / 4 + 8 * (i % 2), column = each * (lane % 4) + inner / 2 * (i / 2);
+      std::copy(numbers.begin(), numbers.end(), a.begin() + row * inner + column);
     }
   }
   return true;
 }
 
+// What registers of sums hold, and back.
+float sum_in(const Product& product, int i) {
+  if (product.type != ProductType::kInt8) return static_cast<const float*>(product.sums)[i];
+  return static_cast<float>(static_cast<const int32_t*>(product.sums)[i]);
+}
+void put_sum(const Product& product, int i, float sum) {
+  if (product.type != ProductType::kInt8) {
+    static_cast<float*>(product.sums)[i] = sum;
+  } else {
+    static_cast<int32_t*>(product.sums)[i] = static_cast<int32_t>(sum);
+  }
+}
+void spoil_sum(const Product& product, int i) {
+  const uint32_t spoiled = 0x7fffffffu;  // NaN
+  memcpy(static_cast<unsigned char*>(product.sums) + 4 * static_cast<ptrdiff_t>(i), &spoiled, 4);
+}
+
 void multiply(const Begun& begun) {
   const Product& product = begun.lanes[0];
-  const int columns = 2 * product.count;
+  const int columns = 2 * product.count, inner = inner_of(product);
   for (size_t lane = 0; product.a && lane < kLanes; ++lane) {
     if (memcmp(begun.lanes[lane].a, begun.a[lane].data(), sizeof(begun.a[lane])) == 0) continue;
     fail("A of a wgmma has changed before the wait for it", begun.place);
@@ -115,9 +150,9 @@ void multiply(const Begun& begun) {
       const int row = lane / 4 + 8 * (i % 4 / 2), column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
       float& sum = sums[static_cast<size_t>(i)];
       if (!product.accumulate) sum = 0;
-      for (int k = 0; k < kInner; ++k) {
-        const int at = product.b_by_rows ? k * columns + column : column * kInner + k;
-        sum += a[static_cast<size_t>(row * kInner + k)] * b[static_cast<size_t>(at)];
+      for (int k = 0; k < inner; ++k) {
+        const int at = product.b_by_rows ? k * columns + column : column * inner + k;
+        sum += a[static_cast<size_t>(row * inner + k)] * b[static_cast<size_t>(at)];
       }
     }
   }
@@ -145,8 +180,10 @@ void begin_product(void* const* arguments, Place place) {
     known = begun.sums;
     for (int lane = 0; lane < kLanes; ++lane) {
       const Product& product = begun.lanes[lane];
-      (*begun.sums)[static_cast<size_t>(lane)].assign(product.sums, product.sums + product.count);
-      for (int i = 0; i < product.count; ++i) product.sums[i] = __uint_as_float(0x7fffffffu);
+      for (int i = 0; i < product.count; ++i) {
+        (*begun.sums)[static_cast<size_t>(lane)].push_back(sum_in(product, i));
+        spoil_sum(product, i);
+      }
     }
   }
   warp.begun.push_back(std::move(begun));
@@ -166,7 +203,9 @@ void wait_for_products(void* const* arguments, Place) {
       multiply(begun);
       for (int lane = 0; lane < kLanes; ++lane) {
         const std::vector<float>& sums = (*begun.sums)[static_cast<size_t>(lane)];
-        std::copy(sums.begin(), sums.end(), begun.lanes[lane].sums);
+        for (int i = 0; i < begun.lanes[0].count; ++i) {
+          put_sum(begun.lanes[static_cast<size_t>(lane)], i, sums[static_cast<size_t>(i)]);
+        }
       }
     }
     warp.groups.pop_front();

@@ -9,13 +9,19 @@
 namespace ikattn {
 namespace interpreter {
 
+enum class ProductType { kHalf, kBFloat16, kInt8 };
+template <typename T>
+constexpr ProductType kProductType =
+    std::is_same_v<T, BFloat16> ? ProductType::kBFloat16 : ProductType::kHalf;
+
 // Of one lane.
 struct Product {
-  float* sums;
+  void* sums;         // float; of kInt8 int32_t
   int count;          // of them; the product has twice as many columns
   const uint32_t* a;  // nullptr: at shared_a
   uint64_t shared_a, b;
-  bool accumulate, b_by_rows, bfloat16;
+  bool accumulate, b_by_rows;
+  ProductType type;
 };
 void begin_product(void* const* arguments, Place place);
 void commit_products(void* const* arguments, Place place);
@@ -51,19 +57,25 @@ template <typename T, int kCount>
 void wgmma_by_columns(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                       interpreter::Place place = interpreter::Place::current()) {
   static_assert(kCount == 32 || kCount == 64);
-  interpreter::begin_product({d, kCount, a, 0, b, accumulate, false, std::is_same_v<T, BFloat16>},
+  interpreter::begin_product({d, kCount, a, 0, b, accumulate, false, interpreter::kProductType<T>},
                              place);
 }
 template <typename T>
 void wgmma_by_columns(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
                       interpreter::Place place = interpreter::Place::current()) {
-  interpreter::begin_product({d, 32, nullptr, a, b, accumulate, false, std::is_same_v<T, BFloat16>},
+  interpreter::begin_product({d, 32, nullptr, a, b, accumulate, false,
+                              interpreter::kProductType<T>},
                              place);
 }
 template <typename T>
 void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                    interpreter::Place place = interpreter::Place::current()) {
-  interpreter::begin_product({d, 32, a, 0, b, accumulate, true, std::is_same_v<T, BFloat16>},
+  interpreter::begin_product({d, 32, a, 0, b, accumulate, true, interpreter::kProductType<T>},
+                             place);
+}
+inline void wgmma_int8(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                           interpreter::Place place = interpreter::Place::current()) {
+  interpreter::begin_product({d, 64, a, 0, b, accumulate, false, interpreter::ProductType::kInt8},
                              place);
 }
 

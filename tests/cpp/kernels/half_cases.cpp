@@ -43,7 +43,7 @@ Tensor features_of(Call& call, const Case& c, const Tensor& tokens, int64_t head
 }  // namespace
 
 Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundoff,
-                 double feature_roundoff) {
+                 FeatureRoundoff of_features) {
   Case undropped = c;
   undropped.dropout = 0;
   Call same(undropped);
@@ -61,15 +61,16 @@ Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundof
         double log_bound = 1e-6;
         std::vector<double> output(c.d_v, 1e-6);
         for (int64_t j = 0; j < c.S; ++j) {
-          double score = 0, sizes = 0;
+          double score = 0, errors = 0;
           for (int64_t f = 0; f < F; ++f) {
-            const double product =
-                read(phi_q.array, row * F + f) * read(phi_k.array, (bk * c.S + j) * F + f);
-            score += product;
-            sizes += std::fabs(product);
+            const double of_query = read(phi_q.array, row * F + f);
+            const double of_key = read(phi_k.array, (bk * c.S + j) * F + f);
+            score += of_query * of_key;
+            errors += 2 * of_features.relative * std::fabs(of_query * of_key) +
+                      of_features.absolute * (std::fabs(of_query) + std::fabs(of_key));
           }
           score /= static_cast<double>(4 * c.M);
-          const double off = 2 * feature_roundoff * sizes / static_cast<double>(4 * c.M) + 1e-6;
+          const double off = errors / static_cast<double>(4 * c.M) + 1e-6;
           const double similarity = score * score + c.eps;
           const double relative = (2 * std::fabs(score) + off) * off / similarity;
           const double weight = read(plain.weights.array, row * c.S + j);
@@ -100,8 +101,8 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
 }
 
 void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
-                           double feature_roundoff) {
-  Bounds bounds = bounds_of(call, c, truth, roundoff_of(c.type), feature_roundoff);
+                           FeatureRoundoff of_features) {
+  Bounds bounds = bounds_of(call, c, truth, roundoff_of(c.type), of_features);
   expect_within(got.output, truth.output, bounds.output, "output");
   // Near -2^33, where offsets end, numbers of float64 are 2e-6 apart: each of the two is rounded.
   for (int64_t i = 0; i < truth.log_normalizer.count; ++i) {

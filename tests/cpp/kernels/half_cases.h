@@ -20,23 +20,30 @@ Case of_type(Case c, ElementType type);
 
 // Half rounds a feature by 2^-11 of it at most. Rounding errors differ in sign and size, and sums
 // of products over features stay within half of that each, but for cases made of few features.
-inline constexpr double kFeatureRoundoff = 0x1p-12 * 1.01, kLargestFeatureRoundoff = 0x1p-11;
+struct FeatureRoundoff {
+  double relative, absolute = 0;
+};
+inline constexpr FeatureRoundoff kFeatureRoundoff = {0x1p-12 * 1.01},
+                                 kLargestFeatureRoundoff = {0x1p-11};
+// Integers up to 127 stand for numbers up to 2.
+inline constexpr FeatureRoundoff kInt8Roundoff = {0, 0.5 * 1.01 / 127},
+                                 kLargestInt8Roundoff = {0, 1.01 / 127};
 
 // How far the tensor cores may be off, at most: a weight by its own rounding and by that of both
-// features, in Half whatever the type; the output by those of its weights, and by its own.
+// features, in Half whatever the type or in 8 bits; the output by those of its weights, and by its own.
 struct Bounds {
   std::vector<double> output, log_normalizer;
 };
 
 Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundoff,
-                 double feature_roundoff = kFeatureRoundoff);
+                 FeatureRoundoff of_features = kFeatureRoundoff);
 
 void expect_within(const Tensor& got, const Tensor& expected, const std::vector<double>& bounds,
                    const std::string& what);
 
 // Output and log Z, as far off as bounds_of() allows.
 void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
-                           double feature_roundoff = kFeatureRoundoff);
+                           FeatureRoundoff of_features = kFeatureRoundoff);
 
 // Where few keys dominate, rows follow from few scores, and those may be small: the gradient of a
 // score s errs by its rounding over s.

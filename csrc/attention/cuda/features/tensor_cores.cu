@@ -5,6 +5,9 @@
 namespace ikattn::cuda {
 namespace {
 
+// Half; integers of 8 bits; or these as Half, multiplied as others are.
+enum class FeatureForm { kHalf, kInt8, kInt8InHalf };
+
 // Where the features of one side go.
 struct FeatureRows {
   Half* phi;  // [B, heads, N, width]
@@ -16,6 +19,20 @@ struct FeatureRows {
   // Of queries, whose features become zero where they are not finite: NaN there, else 0; nullptr:
   // not wanted
   float* poison;  // [B, heads, N]
+  // Where heads in the folded form have integers: what tells the form, of every `group` heads.
+  const uint32_t* state;
+  int group;
+  int8_t* int8;       // [B, heads, N, Int8Features::kColumns]; nullptr: of the backward
+  bool are_integers;  // of all heads
+
+  // Whether another kernel makes the features of a head.
+  template <FeatureForm kForm>
+  __device__ __forceinline__ bool leaves(int64_t bh) const {
+    if (state == nullptr) return false;
+    const bool is_general =
+        (state[static_cast<unsigned>(bh) / static_cast<unsigned>(group)] & kGeneral) != 0;
+    return is_general != (kForm == FeatureForm::kHalf);
+  }
 
   // Of a token's sums of two cosines, or sines.
   __device__ __forceinline__ float scale_of(int64_t index) const {
@@ -26,11 +43,28 @@ struct FeatureRows {
   }
 };
 
+// Floats near this one are integers, and their last bits those of what was added to it.
+constexpr float kInteger = 0x1.8p23f;
+constexpr float kInt8OfOne = Int8Features::kLargest / 2.0f;
+
+// Four numbers to the nearest integers of 8 bits, of which they are multiples of 1 / scale.
+__device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) {
+  uint32_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    packed |= (__float_as_uint(fmaf(x[i], scale, kInteger)) & 0xffu) << (8 * i);
+  }
+  return packed;
+}
+
 // The features of a warp's 32 tokens, 16 frequencies at a time, of their angles as products leave
 // them: rows g and g + 8 of two tiles of 16. kNumbers: of SplitFrequencies, where a lane has four
 // neighbours. kWidth: of a row, or 0.
-template <int kSets, bool kNumbers, int kWidth>
+template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm = FeatureForm::kHalf>
 class WarpFeatures {
+  static constexpr bool kInt8 = kForm == FeatureForm::kInt8;
+  static_assert(!kInt8 || kNumbers);
+
  public:
   // Of the tokens from `first` of the head `bh`, of N.
   __device__ __forceinline__ WarpFeatures(const FeatureRows& rows, int64_t bh, int64_t first,
@@ -39,6 +73,7 @@ class WarpFeatures {
         first_row_(bh * N + first),
         tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
     phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
+    if constexpr (kInt8) int8_ = rows_.int8 + (first_row_ + row(0)) * kInt8Columns + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scales_[i] = 0;
@@ -62,10 +97,16 @@ class WarpFeatures {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int m = i / 2, half = i % 2;
-      const float scale = kSets == 1 ? 2 * scales_[i] : scales_[i];
+      // Integers have one scale for all.
+      const float of_sum = kSets == 1 ? 2.0f : 1.0f;
+      const float scale = of_sum * (kInt8 ? kInt8OfOne
+                                    : kForm == FeatureForm::kInt8InHalf
+                                        ? scales_[i] / (of_sum * kInt8OfOne)
+                                        : scales_[i]);
       // By bits: what a hidden key holds may be NaN.
       const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
       uint32_t cosines[2], sines[2];
+      float four_cosines[4], four_sines[4];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float cosine[2], sine[2];
@@ -81,14 +122,28 @@ class WarpFeatures {
             sine[c] += sine2;
           }
           not_finite_[i] = fmaf(cosine[c], 0.0f, not_finite_[i]);
+          four_cosines[2 * j + c] = cosine[c];
+          four_sines[2 * j + c] = sine[c];
+          if constexpr (kForm == FeatureForm::kInt8InHalf) {
+            cosine[c] = fmaf(cosine[c], of_sum * kInt8OfOne, kInteger) - kInteger;
+            sine[c] = fmaf(sine[c], of_sum * kInt8OfOne, kInteger) - kInteger;
+          }
           cosine[c] *= scale;
           sine[c] *= scale;
         }
+        if constexpr (kInt8) continue;
         cosines[j] = pack_f16x2(cosine[0], cosine[1]) & present[j] & counts;
         sines[j] = pack_f16x2(sine[0], sine[1]) & present[j] & counts;
       }
       Half* to = phi + 8 * i * width();
-      if constexpr (kNumbers) {
+      if constexpr (kInt8) {
+        const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
+        if (row(i) < tokens_) {
+          store_vector(int8_ + 8 * i * kInt8Columns + 2 * m0,
+                       make_uint2(pack_int8(four_cosines, scale) & mask,
+                                  pack_int8(four_sines, scale) & mask));
+        }
+      } else if constexpr (kNumbers) {
         if (row(i) < tokens_) {
           store_vector(to, make_uint2(cosines[0], cosines[1]));
           store_vector(to + sine_at, make_uint2(sines[0], sines[1]));
@@ -113,6 +168,14 @@ class WarpFeatures {
       if (row(i) >= tokens_) continue;
       if (rows_.poison != nullptr && t == 0) rows_.poison[first_row_ + row(i)] = poison;
       if (poison == poison) continue;
+      if constexpr (kInt8) {
+        int8_t* to = rows_.int8 + (first_row_ + row(i)) * kInt8Columns;
+#pragma unroll
+        for (int column = 0; column < kInt8Columns; column += 64) {
+          store_vector(to + column + 16 * t, make_uint4(0, 0, 0, 0));
+        }
+        continue;
+      }
       Half* to = rows_.phi + (first_row_ + row(i)) * width();
 #pragma unroll 1
       for (int column = 8 * t; column < width(); column += 32) {
@@ -122,6 +185,12 @@ class WarpFeatures {
   }
 
  private:
+  static constexpr int kInt8Columns = Int8Features::kColumns;
+
+  // Ones where there is a frequency, of four from one on behind which there are so many.
+  __device__ __forceinline__ static uint32_t int8_present(int remaining) {
+    return remaining >= 4 ? 0xffffffffu : remaining <= 0 ? 0u : (1u << (8 * remaining)) - 1;
+  }
   // Of a thread's four, eight apart.
   __device__ __forceinline__ static int row(int i) {
     return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
@@ -132,6 +201,7 @@ class WarpFeatures {
   int64_t first_row_;
   int tokens_;
   Half* phi_;  // of the thread's first row, where it begins
+  int8_t* int8_ = nullptr;
   float scales_[4];
   float not_finite_[4] = {};  // 0, or NaN
 };
@@ -156,13 +226,14 @@ __global__ void __launch_bounds__(kProductThreads, 3)
 }
 
 // Of 16 bits: a block has 256 tokens at a time, tiles_each times.
-template <typename T, int kSets, int kWidth>
+template <typename T, int kSets, int kWidth, FeatureForm kForm>
 __global__ void __launch_bounds__(kSplitThreads, 2)
     split_feature_kernel(FeatureSource source, SplitFrequencies frequencies, FeatureRows rows,
                          int tiles_each) {
   const int tiles = static_cast<int>((source.N + kSplitTokens - 1) / kSplitTokens);
   const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
   const int64_t bh = blockIdx.x / ranges;
+  if (rows.leaves<kForm>(bh)) return;
   const int first_tile = static_cast<int>(blockIdx.x % ranges) * tiles_each;
   const int end = min(first_tile + tiles_each, tiles);
   SplitTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
@@ -170,7 +241,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   for (int index = first_tile; index < end; ++index) {
     const int64_t first = int64_t{index} * kSplitTokens + warp * 32;
     const bool has_tokens = first < source.N;  // the whole warp
-    WarpFeatures<kSets, true, kWidth> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
+    WarpFeatures<kSets, true, kWidth, kForm> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
     for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
       float angles[kSets][2][2][4] = {};
       tile.make_angles(index, m0, has_tokens, angles);
@@ -197,12 +268,24 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
       const int64_t tiles = ceil_div(source.N, kSplitTokens);
       const int64_t each = ceil_div(heads * tiles, int64_t{4} * multiprocessors());
       const int tiles_each = static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
-      const auto kernel = rows.width == 64    ? split_feature_kernel<T, kSets, 64>
-                          : rows.width == 128 ? split_feature_kernel<T, kSets, 128>
-                                              : split_feature_kernel<T, kSets, 0>;
-      return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
-                    dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, source,
-                    operands.split, rows, tiles_each);
+      const auto queue = [&](auto kernel) {
+        return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
+                      dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, source,
+                      operands.split, rows, tiles_each);
+      };
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (rows.state != nullptr) {
+          const char* error =
+              queue(rows.int8 != nullptr
+                        ? split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>
+                        : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8InHalf>);
+          if (error != nullptr || rows.are_integers) return error;
+        }
+      }
+      constexpr FeatureForm kHalf = FeatureForm::kHalf;
+      return queue(rows.width == 64    ? split_feature_kernel<T, kSets, 64, kHalf>
+                   : rows.width == 128 ? split_feature_kernel<T, kSets, 128, kHalf>
+                                       : split_feature_kernel<T, kSets, 0, kHalf>);
     }
   });
 }
@@ -213,14 +296,23 @@ const char* write_features_on_tensor_cores(const AttentionParams& params,
                                            const AngleOperands& operands,
                                            const FeatureDestination& destination, Stream stream) {
   const int width = static_cast<int>(padded_columns(2 * params.M));
-  if (const char* error =
-          write_side(operands.queries, operands,
-                     {destination.phi_q, width, nullptr, nullptr, destination.poison}, stream)) {
-    return error;
-  }
-  return write_side(operands.keys, operands,
-                    {destination.phi_k, width, destination.logits, destination.scales, nullptr},
-                    stream);
+  FeatureRows queries = {};
+  queries.phi = destination.phi_q;
+  queries.width = width;
+  queries.poison = destination.poison;
+  queries.state = destination.state;
+  queries.group = static_cast<int>(params.H / params.key_heads);
+  queries.int8 = destination.int8_q;
+  queries.are_integers = every_row_sees_all(params);
+  if (const char* error = write_side(operands.queries, operands, queries, stream)) return error;
+  FeatureRows keys = queries;
+  keys.phi = destination.phi_k;
+  keys.logits = destination.logits;
+  keys.scales = destination.scales;
+  keys.poison = nullptr;
+  keys.group = 1;
+  keys.int8 = destination.int8_k;
+  return write_side(operands.keys, operands, keys, stream);
 }
 
 }  // namespace ikattn::cuda

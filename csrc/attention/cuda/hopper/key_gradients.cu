@@ -253,7 +253,7 @@ const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Strea
     const Items items(tokens.items_taken + 1,
                       params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
     PairMaps maps;
-    const char* error = map_keys<F, kWarpgroupRows>(maps.own, params, tokens);
+    const char* error = map_keys<F, kWarpgroupRows>(maps.own, params, tokens, tokens.phi_k);
     if (error == nullptr) {
       error = map_features<F, kStep>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
     }

@@ -259,9 +259,10 @@ struct KeyMaps {
   RowMap keys, values;
 };
 template <int F, int kRows>
-const char* map_keys(KeyMaps& maps, const AttentionParams& params, const FoldedTokens& tokens) {
+const char* map_keys(KeyMaps& maps, const AttentionParams& params, const FoldedTokens& tokens,
+                     const void* features) {
   const char* error =
-      map_features<F, kRows>(maps.keys, tokens.phi_k, params.B * params.key_heads, params.S);
+      map_features<F, kRows>(maps.keys, features, params.B * params.key_heads, params.S);
   return error != nullptr ? error : map_values<kRows>(maps.values, params, tokens);
 }
 
@@ -309,6 +310,16 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
 #pragma unroll
   for (int k = 0; k < kWidth / 16; ++k) {
     wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
+  }
+}
+// The same of integers of 8 bits, two in each of kWidth columns.
+template <int kRows, int kWidth>
+__device__ __forceinline__ void begin_int8(int32_t (&sums)[64],
+                                               const uint32_t (&a)[kWidth / 16][4], uint32_t b) {
+  const uint64_t right = wgmma_operand(b);
+#pragma unroll
+  for (int k = 0; k < kWidth / 16; ++k) {
+    wgmma_int8(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
 // The same of an a in shared memory; Left, Right: boxes of both.

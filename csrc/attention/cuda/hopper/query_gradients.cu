@@ -172,7 +172,7 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Str
       error = map_features<V, kWarpgroupRows>(maps.gradients, rows.gradients, params.B * params.H,
                                               params.L);
     }
-    if (error == nullptr) error = map_keys<F, kStep>(maps.keys, params, tokens);
+    if (error == nullptr) error = map_keys<F, kStep>(maps.keys, params, tokens, tokens.phi_k);
     if (error != nullptr) return error;
     const auto queue = [&](auto kernel) {
       return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), QueryLayout<T, F, V>::kBytes,

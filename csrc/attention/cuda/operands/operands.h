@@ -54,6 +54,21 @@ struct HalfValue {
   const float* scales;  // [B, G]  a power of two that it was multiplied with; nullptr: 1
 };
 
+// Features, which lie in [-2, 2], as integers of 8 bits: 2 is 127. The forward of the folded form,
+// of bfloat16 on Hopper:
+//   w = (s s + eps) e_j,  s = phi_q . phi_k,  e_j = exp(g_j - max g)
+// A row has 128 columns, of each 16 frequencies 32: four cosines and four sines in turn.
+struct Int8Features {
+  static constexpr int kColumns = 128, kLargest = 127;
+
+  const int8_t* phi_q = nullptr;  // [B, H, L, kColumns]; nullptr: there are none
+  const int8_t* phi_k = nullptr;  // [B, key_heads, S, kColumns]
+  // [B, key_heads, padded S]  e_j; 0: hidden; NaN: poisoned
+  const float* magnitudes = nullptr;
+  float eps = 0;
+  float log_scale = 0;  // what the logarithms of these weights are more than those of all others
+};
+
 struct FoldedTokens {
   const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
   // [B, H, L]  added to a row's sum of weights, if it sees a key: NaN where the query is poisoned,
@@ -81,6 +96,7 @@ struct FoldedTokens {
   const uint32_t* quadratic_heads;  // [B, key_heads]  of the backward, likewise
   unsigned* items_taken;            // [2]  of kernels whose blocks take items, 0 at first
   const uint32_t* value_bounds;     // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  Int8Features int8;
   GeneralScales general;
   float root_scale;  // sqrt(K)
   float log_scale;   // log K

@@ -27,8 +27,8 @@ struct KeyLogit {
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
-                double most_spread, float* scales, float* terms, float* lows, double* largest,
-                uint32_t* state, unsigned* items_taken) {
+                double most_spread, float* scales, float* terms, float* lows, float* magnitudes,
+                double* largest, uint32_t* state, unsigned* items_taken) {
   constexpr int kWarps = kThreads / 32;
   IKATTN_SHARED(double, maxima, kWarps);
   IKATTN_SHARED(double, minima, kWarps);
@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     const float e = hidden ? 0.0f : expf(logit);
     terms[blockIdx.x * padded + j] = !general ? scaled_eps * e : hidden ? -INFINITY : high[j];
     lows[blockIdx.x * padded + j] = hidden ? 0.0f : low[j];
+    if (magnitudes != nullptr) magnitudes[blockIdx.x * padded + j] = e;
     if (j >= S) continue;
     const float scale = general ? (hidden ? 0.0f : 1.0f) : c * sqrtf(e);
     scales[blockIdx.x * S + j] = logit == logit ? scale : 0.0f;
@@ -98,12 +99,17 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   const double four_m = 4.0 * static_cast<double>(params.M);
   const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
   const double root = four_m * c, K = root * root;
-  Half* phi_q = executor.take<Half>(params.B * params.H * params.L * F);
-  Half* phi_k = executor.take<Half>(keys * F);
+  // Where integers serve all heads, nothing else is needed.
+  const bool has_integers = route.int8_scores && !for_backward;
+  const bool has_halves = !has_integers || !every_row_sees_all(params);
+  Half* phi_q = executor.take<Half>(has_halves ? params.B * params.H * params.L * F : 0);
+  Half* phi_k = executor.take<Half>(has_halves ? keys * F : 0);
   float* poison = for_backward ? nullptr : executor.take<float>(params.B * params.H * params.L);
   float* scales = executor.take<float>(keys);
   float* terms = executor.take<float>(key_heads * padded_tokens(params.S));
   float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
+  float* magnitudes =
+      has_integers ? executor.take<float>(key_heads * padded_tokens(params.S)) : nullptr;
   double* largest = executor.take<double>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
   unsigned* items_taken = executor.take<unsigned>(2);
@@ -132,7 +138,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   const auto fold = [&](auto kernel, unsigned threads) {
     return launch(kernel, dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream,
                   params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
-                  most_spread, scales, terms, lows, largest, state, items_taken);
+                  most_spread, scales, terms, lows, magnitudes, largest, state, items_taken);
   };
   // A block has a head's keys: of many, all the threads that a block may have.
   if (const char* error =
@@ -142,8 +148,19 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = fold_values(params, executor, logits, route, for_backward, folded)) {
     return error;
   }
-  return write_features_on_tensor_cores(
-      params, operands, {phi_q, poison, phi_k, logits.high, scales}, executor.stream);
+  FeatureDestination to = {phi_q, poison, phi_k, logits.high, scales};
+  if (route.int8_scores) to.state = state;
+  if (has_integers) {
+    to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
+    to.int8_k = executor.take<int8_t>(keys * Int8Features::kColumns);
+    folded.int8.phi_q = to.int8_q;
+    folded.int8.phi_k = to.int8_k;
+    folded.int8.magnitudes = magnitudes;
+    const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
+    folded.int8.eps = static_cast<float>(params.eps / (of_score * of_score));
+    folded.int8.log_scale = static_cast<float>(-2 * std::log(of_score));
+  }
+  return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
 }  // namespace ikattn::cuda
