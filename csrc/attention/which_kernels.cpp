@@ -51,7 +51,7 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
 KernelChoice kernels_of(const Asked& asked, bool backward) {
   if (asked.where.is_cpu()) return cpu_kernels(asked.params, asked.type, backward);
   if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) {
-    return {"none", "none", reason};
+    return {"none", "none", reason, ""};
   }
 #if defined(IKATTN_HAVE_CUDA)
   KernelChoice choice = cuda::kernels(asked.params, asked.type, asked.where.index(), backward);
@@ -60,11 +60,11 @@ KernelChoice kernels_of(const Asked& asked, bool backward) {
   }
   return choice;
 #else
-  return {"none", "none", ""};  // why_no_kernels says why
+  return {"none", "none", "", ""};  // why_no_kernels says why
 #endif
 }
 
-// Algorithm, unit and reason of the forward, then of the backward.
+// Algorithm, unit, reason and scores of the forward, then of the backward.
 std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor& key,
                                        const at::Tensor& value, const at::Tensor& w1,
                                        const std::optional<at::Tensor>& w2,
@@ -72,8 +72,8 @@ std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const Asked asked("which_kernels", query, key, value, w1, w2, options, device);
   const KernelChoice forward = kernels_of(asked, false), backward = kernels_of(asked, true);
-  return {forward.algorithm,  forward.unit,  forward.reason,
-          backward.algorithm, backward.unit, backward.reason};
+  return {forward.algorithm,  forward.unit,  forward.reason,  forward.scores,
+          backward.algorithm, backward.unit, backward.reason, backward.scores};
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

@@ -144,10 +144,10 @@ TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
 KernelChoice cpu_kernels(const AttentionParams& given, at::ScalarType type, bool backward) {
   const AttentionParams params = with_settings(given, type);
   if (sixteen_bit_kernels(params, backward) != nullptr) {
-    return {"quadratic", name_of(sixteen_bits()), ""};
+    return {"quadratic", name_of(sixteen_bits()), "", ""};
   }
   KernelChoice choice{takes_linear_time(params, backward) ? "linear" : "quadratic",
-                      name_of(instruction_set()), why_no_vectors()};
+                      name_of(instruction_set()), why_no_vectors(), ""};
   const bool is_held_back = choice.algorithm == "quadratic" && wants_linear_time(params, backward);
   if (choice.reason.empty() && is_held_back) choice.reason = why_no_linear_time(params);
   return choice;

@@ -15,7 +15,8 @@ KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::De
       route_of(params, type == at::kDouble, backward ? Pass::kBackward : Pass::kForward);
   const char* units[] = {"cuda_cores", "tensor_cores", "hopper"};
   return {route.algorithm == Algorithm::kLinear ? "linear" : "quadratic",
-          units[static_cast<int>(route.unit)], route.reason == nullptr ? "" : route.reason};
+          units[static_cast<int>(route.unit)], route.reason == nullptr ? "" : route.reason,
+          route.int8_scores ? "int8" : ""};
 }
 
 }  // namespace ikattn::cuda

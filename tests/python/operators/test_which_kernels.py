@@ -192,6 +192,8 @@ def test_which_kernels_says_what_the_cpu_takes() -> None:
 def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
     choice = KernelChoice("quadratic", "hopper", None)
     assert str(choice) == "quadratic time on Hopper's tensor cores"
+    choice = KernelChoice("quadratic", "hopper", None, "int8")
+    assert str(choice) == "quadratic time on Hopper's tensor cores, scores in int8"
     choice = KernelChoice("linear", "tensor_cores", "it is late")
     assert str(choice) == "linear time on tensor cores: it is late"
     assert str(KernelChoice("none", "none", "no GPU")) == "no kernels: no GPU"

@@ -97,6 +97,8 @@ class KernelChoice(NamedTuple):
         reason: Why nothing faster computes the pass, or why nothing does: why not linear time where
             that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
             None: this is the fastest.
+        scores: ``"int8"`` where features are rounded to integers of 8 bits, which Hopper multiplies
+            at twice the rate (``IKATTN_INT8=0`` forbids it); None: in the precision of the unit.
 
     Example:
         >>> from ikattn.ops.kernels import KernelChoice
@@ -109,6 +111,7 @@ class KernelChoice(NamedTuple):
     algorithm: str
     unit: str
     reason: str | None
+    scores: str | None = None
 
     def __str__(self) -> str:
         unit = {
@@ -117,6 +120,8 @@ class KernelChoice(NamedTuple):
             "hopper": "Hopper's tensor cores",
         }.get(self.unit, self.unit)
         said = "no kernels" if self.unit == "none" else f"{self.algorithm} time on {unit}"
+        if self.scores is not None:
+            said += f", scores in {self.scores}"
         return said if self.reason is None else f"{said}: {self.reason}"
 
 
@@ -195,8 +200,8 @@ def which_kernels(
         magnitude_scale=magnitude_scale,
         dropout_seed=dropout_seed,
     )
-    forward, backward = answer[:3], answer[3:]
-    return Kernels(
-        KernelChoice(forward[0], forward[1], forward[2] or None),
-        KernelChoice(backward[0], backward[1], backward[2] or None),
+    forward, backward = (
+        KernelChoice(algorithm, unit, reason or None, scores or None)
+        for algorithm, unit, reason, scores in (answer[:4], answer[4:])
     )
+    return Kernels(forward, backward)
