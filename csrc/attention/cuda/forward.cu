@@ -23,7 +23,10 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
   } else {
     const bool on_hopper = route.unit == Unit::kHopper;
     if (route.algorithm == Algorithm::kLinear) error = linear_forward(params, executor, tokens);
-    if (on_hopper) error = warpgroup_forward(params, stream, tokens);
+    if (on_hopper) {
+      const auto forward = route.int8_scores ? warpgroup_int8_forward : warpgroup_forward;
+      error = forward(params, stream, tokens);
+    }
     if (error == nullptr) error = folded_forward(params, stream, tokens, parts, on_hopper);
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);

@@ -127,6 +127,13 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return packed;
 }
 
+// x y + z of two numbers of BFloat16 each, rounded to nearest.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+  return sum;
+}
+
 // Two products of Half, each rounded to nearest.
 __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
   uint32_t product;

@@ -56,7 +56,7 @@ void wgmma_wait(interpreter::Place place = interpreter::Place::current()) {
 template <typename T, int kCount>
 void wgmma_by_columns(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                       interpreter::Place place = interpreter::Place::current()) {
-  static_assert(kCount == 32 || kCount == 64);
+  static_assert(kCount == 4 || kCount == 32 || kCount == 64);
   interpreter::begin_product({d, kCount, a, 0, b, accumulate, false, interpreter::kProductType<T>},
                              place);
 }

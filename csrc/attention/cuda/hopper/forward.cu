@@ -31,56 +31,33 @@ struct ForwardMaps {
   KeyMaps keys;
 };
 
-// A thread's scores of a tile, and its weights. kInt8: of Int8Features, and scores are integers.
-template <bool kInt8>
-struct Pairs64 {
-  float scores[kKeys / 2];
-
-  __device__ __forceinline__ float (&weights())[kKeys / 2] { return scores; }
-  __device__ __forceinline__ float weight(int i, float term, float) const {
-    return scores[i] * scores[i] + term;
-  }
-};
-template <>
-struct Pairs64<true> {
-  int32_t scores[kKeys / 2];
-  float made[kKeys / 2];
-
-  __device__ __forceinline__ float (&weights())[kKeys / 2] { return made; }
-  __device__ __forceinline__ float weight(int i, float magnitude, float eps) const {
-    const auto score = static_cast<float>(scores[i]);
-    return fmaf(score, score, eps) * magnitude;
-  }
-};
-
 // Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
 //   sums, roundings: as in ForwardRows; where tiles cross the diagonal, or the head has kFew, rows
 //   may see few keys
-template <typename T, bool kCrosses, bool kInt8>
-__device__ __forceinline__ void to_weights(Pairs64<kInt8>& pairs, Shared<const float> terms,
-                                           float eps, int diagonal, float (&sums)[2],
-                                           Roundings& roundings) {
+template <typename T, bool kCrosses>
+__device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
+                                           int diagonal, float (&sums)[2], Roundings& roundings) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
     const float2 pair = load_vector<float2>(terms + n * 8 + 2 * t);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float weight = pairs.weight(4 * n + c, c % 2 == 0 ? pair.x : pair.y, eps);
+      const float score = s[4 * n + c];
+      float weight = score * score + (c % 2 == 0 ? pair.x : pair.y);
       if (kCrosses && n * 8 + 2 * t + c % 2 - 8 * (c / 2) > diagonal) weight = 0;
       sums[c / 2] += weight;
-      pairs.weights()[4 * n + c] = weight;
+      s[4 * n + c] = weight;
     }
     if constexpr (kCrosses) {
-      const float* row = pairs.weights() + 4 * n;
+      const float* row = s + 4 * n;
       roundings.add(rounding_of<T>(pack<T>(row[0], row[1]), row[0], row[1]),
                     rounding_of<T>(pack<T>(row[2], row[3]), row[2], row[3]));
     }
   }
 }
 
-// F: 16-bit columns of a row of features.
-template <typename T, int F, int V, bool kCausal, bool kInt8>
+template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens, Items items,
                              const __grid_constant__ ForwardMaps maps) {
@@ -105,8 +82,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           batch = at.b;
           bk = at.bk;
           value_head = at.value_head;
-          terms = (kInt8 ? tokens.int8.magnitudes : tokens.terms) +
-                  at.bk * padded_tokens(params.S);
+          terms = tokens.terms + at.bk * padded_tokens(params.S);
           return tiles_met<kKeys>(params, kCausal, at.i0);
         },
         [&](int tile, int stage, uint32_t barrier) {
@@ -119,7 +95,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
   take_registers<kProductRegisters>();
 
-  const float eps = tokens.int8.eps;
   TileStage stage;
   ItemPlace<1> item;
   uint32_t meeting = 0;  // parity
@@ -135,9 +110,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const QueryBlock at(params, kWarpgroupRows, index);
     const int row0 = at.i0 + warp * 16 + g;
     // What the results need is under way while the tiles are passed.
-    const double reference =
-        tokens.largest[at.bk] -
-        static_cast<double>(kInt8 ? tokens.int8.log_scale : tokens.log_scale);
+    const double largest = tokens.largest[at.bk];
     float poison[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -145,7 +118,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       poison[half] = row < params.L ? tokens.poison[at.bh * params.L + row] : 0.0f;
     }
     // 3. Tile by tile: scores, weights, output += weights x values.
-    Pairs64<kInt8> pairs;
+    float s[kKeys / 2];
     uint32_t weights[kKeys / 16][4];  // of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
@@ -157,11 +130,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         meeting ^= 1;
       }
       wgmma_fence();
-      if constexpr (kInt8) {
-        begin_int8<kKeys, F>(pairs.scores, phi_q, base + place);
-      } else {
-        begin_by_columns<Half, kKeys, F>(pairs.scores, phi_q, base + place);
-      }
+      begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
       wgmma_commit();
     };
     const auto begin_output = [&](int index_of_stage) {
@@ -173,19 +142,19 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const auto make = [&](int tile, int index_of_stage) {
       Shared<const float> terms =
           shared_cast<float>(shared + (L::kTerms + index_of_stage * kKeys * 4));
-      sums_are_there(pairs.scores);
+      sums_are_there(s);
       const int diagonal = row0 - tile * kKeys;
       if (kCausal && diagonal - g < kKeys - 1) {
-        to_weights<T, true>(pairs, terms, eps, diagonal, sums, roundings);
+        to_weights<T, true>(s, terms, diagonal, sums, roundings);
       } else if ((state & kFew) != 0) {
-        to_weights<T, true>(pairs, terms, eps, 1 << 20, sums, roundings);
+        to_weights<T, true>(s, terms, 1 << 20, sums, roundings);
       } else if (is_passing(params, tile * int64_t{kKeys})) {
-        to_weights<T, false>(pairs, terms, eps, 0, sums, roundings);
+        to_weights<T, false>(s, terms, 0, sums, roundings);
       }
       fence_async();
     };
     pass_tiles(barriers, stage, tiles_met<kKeys>(params, kCausal, at.i0), begin, begin_output, make,
-               [&] { pack_left<T, kKeys / 8>(pairs.weights(), weights); });
+               [&] { pack_left<T, kKeys / 8>(s, weights); });
     sums_are_there(output);
 
     // 4. Rows of the result.
@@ -197,7 +166,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const int row = row0 + 8 * half;
       if (row >= params.L) continue;
       store_result<V>(params, at, row, 0, sum == 0 ? sum : sum + poison[half], rounding,
-                      reference, kept,
+                      largest - static_cast<double>(tokens.log_scale), kept,
                       [&](int n, int c) { return sum_at(output, half, n, c); });
     }
   }
@@ -206,40 +175,23 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #endif
 }
 
-template <typename T, int F, int V, bool kInt8>
-const char* queue_forward(const AttentionParams& params, Stream stream,
-                          const FoldedTokens& tokens) {
-  const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
-  const void* phi_q = tokens.phi_q;
-  const void* phi_k = tokens.phi_k;
-  if (kInt8) {
-    phi_q = tokens.int8.phi_q;
-    phi_k = tokens.int8.phi_k;
-  }
-  ForwardMaps maps;
-  const char* error =
-      map_features<F, kWarpgroupRows>(maps.queries, phi_q, params.B * params.H, params.L);
-  if (error == nullptr) error = map_keys<F, kKeys>(maps.keys, params, tokens, phi_k);
-  if (error != nullptr) return error;
-  const auto queue = [&](auto kernel) {
-    return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes,
-                  stream, params, tokens, items, maps);
-  };
-  return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true, kInt8>)
-                          : queue(warpgroup_forward_kernel<T, F, V, false, kInt8>);
-}
-
 }  // namespace
 
 const char* warpgroup_forward(const AttentionParams& params, Stream stream,
                               const FoldedTokens& tokens) {
-  if (tokens.int8.phi_q != nullptr) {
-    constexpr int kWidth = Int8Features::kColumns / 2;
-    return params.d_v <= 64 ? queue_forward<BFloat16, kWidth, 64, true>(params, stream, tokens)
-                            : queue_forward<BFloat16, kWidth, 128, true>(params, stream, tokens);
-  }
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    return queue_forward<T, F, V, false>(params, stream, tokens);
+    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    ForwardMaps maps;
+    const char* error =
+        map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
+    if (error == nullptr) error = map_keys<F, kKeys>(maps.keys, params, tokens, tokens.phi_k);
+    if (error != nullptr) return error;
+    const auto queue = [&](auto kernel) {
+      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes,
+                    stream, params, tokens, items, maps);
+    };
+    return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true>)
+                            : queue(warpgroup_forward_kernel<T, F, V, false>);
   });
 }
 

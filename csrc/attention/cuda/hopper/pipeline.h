@@ -60,21 +60,21 @@ struct Boxes {
   }
 };
 
-// The stage of a tile, and how often stages have been used before, in parity.
-struct TileStage {
+// The stage of a tile, of kStages, and how often stages have been used before, in parity.
+template <int kStages>
+struct TileStageOf {
   int index = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ void next() {
-    if (++index < kTilesInFlight) return;
+    if (++index < kStages) return;
     index = 0;
     parity ^= 1;
   }
   // The index of the stage before.
-  __device__ __forceinline__ int before() const {
-    return index == 0 ? kTilesInFlight - 1 : index - 1;
-  }
+  __device__ __forceinline__ int before() const { return index == 0 ? kStages - 1 : index - 1; }
 };
+using TileStage = TileStageOf<kTilesInFlight>;
 
 // The items of a kernel.
 struct Items {
@@ -96,15 +96,15 @@ constexpr int kItemNumbers = 4;
 
 // In shared memory from `first` on: for each stage that its tile is there, and that it is read; the
 // same of kItems places of an item's own tokens; and one for those who multiply.
-template <int kItems>
+template <int kItems, int kStages = kTilesInFlight>
 struct TileBarriers {
-  static constexpr uint32_t kBytes = (2 * kTilesInFlight + 2 * kItems + 1) * 8;
+  static constexpr uint32_t kBytes = (2 * kStages + 2 * kItems + 1) * 8;
   uint32_t first;
 
   // By the whole block, which meets.
   __device__ __forceinline__ explicit TileBarriers(uint32_t place) : first(place) {
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < kTilesInFlight; ++stage) {
+      for (int stage = 0; stage < kStages; ++stage) {
         barrier_init(full(stage), 1);
         barrier_init(read(stage), kProductThreads / 32);
       }
@@ -119,20 +119,20 @@ struct TileBarriers {
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return first + stage * 8; }
   __device__ __forceinline__ uint32_t read(int stage) const {
-    return first + (kTilesInFlight + stage) * 8;
+    return first + (kStages + stage) * 8;
   }
   __device__ __forceinline__ uint32_t item_full(int item) const {
-    return first + (2 * kTilesInFlight + item) * 8;
+    return first + (2 * kStages + item) * 8;
   }
   __device__ __forceinline__ uint32_t item_read(int item) const {
-    return first + (2 * kTilesInFlight + kItems + item) * 8;
+    return first + (2 * kStages + kItems + item) * 8;
   }
   __device__ __forceinline__ uint32_t meeting() const {
-    return first + (2 * kTilesInFlight + 2 * kItems) * 8;
+    return first + (2 * kStages + 2 * kItems) * 8;
   }
 
   // The tile is there.
-  __device__ __forceinline__ void wait(const TileStage& stage) const {
+  __device__ __forceinline__ void wait(const TileStageOf<kStages>& stage) const {
     barrier_wait(full(stage.index), stage.parity);
   }
   // The warp has read it, its products included. What its threads have read themselves since a
@@ -166,14 +166,14 @@ struct ItemPlace {
 // What the third warpgroup does. For each item, state_of(index) is the state of its head;
 // begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and returns
 // how many tiles it passes; copy(tile, stage, barrier) begins those of a tile.
-template <int kItems, typename StateOf, typename Begin, typename Copy>
-__device__ __forceinline__ void copy_items(const TileBarriers<kItems>& barriers, const Items& items,
-                                           Shared<int> numbers, uint32_t bytes, uint32_t tile_bytes,
-                                           const StateOf& state_of, const Begin& begin,
-                                           const Copy& copy) {
+template <int kItems, int kStages, typename StateOf, typename Begin, typename Copy>
+__device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& barriers,
+                                           const Items& items, Shared<int> numbers, uint32_t bytes,
+                                           uint32_t tile_bytes, const StateOf& state_of,
+                                           const Begin& begin, const Copy& copy) {
   give_registers<kCopyRegisters>();
   if (threadIdx.x != kProductThreads) return;
-  TileStage stage;
+  TileStageOf<kStages> stage;
   ItemPlace<kItems> place;
 #pragma unroll 1  // registers are few
   for (int index = items.first(); index < items.count; index = items.next()) {

@@ -64,8 +64,8 @@ struct Int8Features {
   const int8_t* phi_q = nullptr;  // [B, H, L, kColumns]; nullptr: there are none
   const int8_t* phi_k = nullptr;  // [B, key_heads, S, kColumns]
   // [B, key_heads, padded S]  e_j; 0: hidden; NaN: poisoned
-  const float* magnitudes = nullptr;
-  float eps = 0;
+  const BFloat16* magnitudes = nullptr;
+  float eps = 0;  // a number of bfloat16
   float log_scale = 0;  // what the logarithms of these weights are more than those of all others
 };
 

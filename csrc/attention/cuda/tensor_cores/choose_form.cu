@@ -27,7 +27,7 @@ struct KeyLogit {
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
-                double most_spread, float* scales, float* terms, float* lows, float* magnitudes,
+                double most_spread, float* scales, float* terms, float* lows, BFloat16* magnitudes,
                 double* largest, uint32_t* state, unsigned* items_taken) {
   constexpr int kWarps = kThreads / 32;
   IKATTN_SHARED(double, maxima, kWarps);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     const float e = hidden ? 0.0f : expf(logit);
     terms[blockIdx.x * padded + j] = !general ? scaled_eps * e : hidden ? -INFINITY : high[j];
     lows[blockIdx.x * padded + j] = hidden ? 0.0f : low[j];
-    if (magnitudes != nullptr) magnitudes[blockIdx.x * padded + j] = e;
+    if (magnitudes != nullptr) magnitudes[blockIdx.x * padded + j] = to_bfloat16(e);
     if (j >= S) continue;
     const float scale = general ? (hidden ? 0.0f : 1.0f) : c * sqrtf(e);
     scales[blockIdx.x * S + j] = logit == logit ? scale : 0.0f;
@@ -108,8 +108,8 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   float* scales = executor.take<float>(keys);
   float* terms = executor.take<float>(key_heads * padded_tokens(params.S));
   float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
-  float* magnitudes =
-      has_integers ? executor.take<float>(key_heads * padded_tokens(params.S)) : nullptr;
+  BFloat16* magnitudes =
+      has_integers ? executor.take<BFloat16>(key_heads * padded_tokens(params.S)) : nullptr;
   double* largest = executor.take<double>(key_heads);
   uint32_t* state = executor.take<uint32_t>(key_heads);
   unsigned* items_taken = executor.take<unsigned>(2);
@@ -157,7 +157,8 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     folded.int8.phi_k = to.int8_k;
     folded.int8.magnitudes = magnitudes;
     const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
-    folded.int8.eps = static_cast<float>(params.eps / (of_score * of_score));
+    folded.int8.eps =
+        to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
     folded.int8.log_scale = static_cast<float>(-2 * std::log(of_score));
   }
   return write_features_on_tensor_cores(params, operands, to, executor.stream);

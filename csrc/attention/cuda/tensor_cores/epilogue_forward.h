@@ -30,6 +30,9 @@ const char* wide_forward(const AttentionParams& params, Stream stream, const Fol
 // The same of heads of the folded form, on Hopper.
 const char* warpgroup_forward(const AttentionParams& params, Stream stream,
                               const FoldedTokens& tokens);
+// The same of Int8Features.
+const char* warpgroup_int8_forward(const AttentionParams& params, Stream stream,
+                                   const FoldedTokens& tokens);
 
 namespace {
 
