@@ -72,7 +72,8 @@ Bounds bounds_of(Call& call, const Case& c, const Results& truth, double roundof
           score /= static_cast<double>(4 * c.M);
           const double off = errors / static_cast<double>(4 * c.M) + 1e-6;
           const double similarity = score * score + c.eps;
-          const double relative = (2 * std::fabs(score) + off) * off / similarity;
+          const double relative =
+              (2 * std::fabs(score) + off) * off / similarity + of_features.of_weights;
           const double weight = read(plain.weights.array, row * c.S + j);
           log_bound += weight * relative;
           for (int64_t column = 0; column < c.d_v; ++column) {

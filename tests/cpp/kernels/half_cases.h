@@ -22,12 +22,13 @@ Case of_type(Case c, ElementType type);
 // of products over features stay within half of that each, but for cases made of few features.
 struct FeatureRoundoff {
   double relative, absolute = 0;
+  double of_weights = 0;  // relative, of what is computed in bfloat16
 };
 inline constexpr FeatureRoundoff kFeatureRoundoff = {0x1p-12 * 1.01},
                                  kLargestFeatureRoundoff = {0x1p-11};
 // Integers up to 127 stand for numbers up to 2.
-inline constexpr FeatureRoundoff kInt8Roundoff = {0, 0.5 * 1.01 / 127},
-                                 kLargestInt8Roundoff = {0, 1.01 / 127};
+inline constexpr FeatureRoundoff kInt8Roundoff = {0, 0.5 * 1.01 / 127, 0x1p-7},
+                                 kLargestInt8Roundoff = {0, 1.01 / 127, 0x1p-7};
 
 // How far the tensor cores may be off, at most: a weight by its own rounding and by that of both
 // features, in Half whatever the type or in 8 bits; the output by those of its weights, and by its own.
