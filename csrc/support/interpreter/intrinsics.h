@@ -126,6 +126,10 @@ inline float tf32_rounded(float x) {
   return x - x == 0 ? __uint_as_float((bits + 0x1000u) & 0xffffe000u) : x;
 }
 
+inline void fast_sincos(float angle, float* sine, float* cosine) {
+  *sine = sinf(angle);
+  *cosine = cosf(angle);
+}
 inline void fast_sincos_of_fraction(float fraction, float* sine, float* cosine) {
   sincospif(2.0f * fraction, sine, cosine);
 }

@@ -73,7 +73,7 @@ class WarpFeatures {
         first_row_(bh * N + first),
         tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
     phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
-    if constexpr (kInt8) int8_ = rows_.int8 + (first_row_ + row(0)) * kInt8Columns + threadIdx.x % 4 * 8;
+    if constexpr (kInt8) int8_ = rows_.int8 + (first_row_ + row(0)) * Int8Features::kColumns + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scales_[i] = 0;
@@ -81,8 +81,8 @@ class WarpFeatures {
     }
   }
 
-  // Those of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit`: of tile m of
-  // tokens and j of 8 frequencies.
+  // Those of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit` of a cycle: of
+  // tile m of tokens and j of 8 frequencies.
   template <typename Angle>
   __device__ __forceinline__ void store(int m0, int M, float unit, const Angle& angle) {
     const int sine_at = sine_step(width()), t = static_cast<int>(threadIdx.x) % 4;
@@ -99,10 +99,9 @@ class WarpFeatures {
       const int m = i / 2, half = i % 2;
       // Integers have one scale for all.
       const float of_sum = kSets == 1 ? 2.0f : 1.0f;
-      const float scale = of_sum * (kInt8 ? kInt8OfOne
-                                    : kForm == FeatureForm::kInt8InHalf
-                                        ? scales_[i] / (of_sum * kInt8OfOne)
-                                        : scales_[i]);
+      const float scale = kForm == FeatureForm::kInt8         ? of_sum * kInt8OfOne
+                          : kForm == FeatureForm::kInt8InHalf ? scales_[i] * (1 / kInt8OfOne)
+                                                              : of_sum * scales_[i];
       // By bits: what a hidden key holds may be NaN.
       const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
       uint32_t cosines[2], sines[2];
@@ -112,12 +111,10 @@ class WarpFeatures {
         float cosine[2], sine[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          fast_sincos_of_fraction(remainder_in_cycles(angle(m, 0, j, 2 * half + c), unit), &sine[c],
-                                  &cosine[c]);
+          sine_and_cosine(angle(m, 0, j, 2 * half + c), unit, sine[c], cosine[c]);
           if constexpr (kSets == 2) {
             float sine2, cosine2;
-            fast_sincos_of_fraction(remainder_in_cycles(angle(m, 1, j, 2 * half + c), unit), &sine2,
-                                    &cosine2);
+            sine_and_cosine(angle(m, 1, j, 2 * half + c), unit, sine2, cosine2);
             cosine[c] += cosine2;
             sine[c] += sine2;
           }
@@ -139,7 +136,7 @@ class WarpFeatures {
       if constexpr (kInt8) {
         const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
         if (row(i) < tokens_) {
-          store_vector(int8_ + 8 * i * kInt8Columns + 2 * m0,
+          store_vector(int8_ + 8 * i * Int8Features::kColumns + 2 * m0,
                        make_uint2(pack_int8(four_cosines, scale) & mask,
                                   pack_int8(four_sines, scale) & mask));
         }
@@ -169,9 +166,9 @@ class WarpFeatures {
       if (rows_.poison != nullptr && t == 0) rows_.poison[first_row_ + row(i)] = poison;
       if (poison == poison) continue;
       if constexpr (kInt8) {
-        int8_t* to = rows_.int8 + (first_row_ + row(i)) * kInt8Columns;
+        int8_t* to = rows_.int8 + (first_row_ + row(i)) * Int8Features::kColumns;
 #pragma unroll
-        for (int column = 0; column < kInt8Columns; column += 64) {
+        for (int column = 0; column < Int8Features::kColumns; column += 64) {
           store_vector(to + column + 16 * t, make_uint4(0, 0, 0, 0));
         }
         continue;
@@ -185,8 +182,16 @@ class WarpFeatures {
   }
 
  private:
-  static constexpr int kInt8Columns = Int8Features::kColumns;
-
+  // Of integers the angle is not reduced to a cycle: it is rounded in float32 all the same, and an
+  // instruction that needs it reduced would show only beyond some 2^13 cycles.
+  __device__ __forceinline__ static void sine_and_cosine(float angle, float unit, float& sine,
+                                                         float& cosine) {
+    if constexpr (kForm == FeatureForm::kHalf) {
+      fast_sincos_of_fraction(remainder_in_cycles(angle, unit), &sine, &cosine);
+    } else {
+      fast_sincos(angle * (6.2831853f * unit), &sine, &cosine);
+    }
+  }
   // Ones where there is a frequency, of four from one on behind which there are so many.
   __device__ __forceinline__ static uint32_t int8_present(int remaining) {
     return remaining >= 4 ? 0xffffffffu : remaining <= 0 ? 0u : (1u << (8 * remaining)) - 1;
