@@ -68,9 +68,10 @@ bool allows_int8() {
 }
 
 // Whether features of 8 bits serve Hopper's kernels: they err about as much as weights and values in
-// bfloat16 do, and more than those in float16. With fewer frequencies a row would be half empty.
+// bfloat16 do, and more than those in float16. Of few keys, errors of scores do not average out; with
+// fewer frequencies a row would be half empty.
 bool serves_int8(const AttentionParams& params) {
-  return params.value.type == ElementType::kBFloat16 && params.query.type == params.value.type &&
+  return params.S > kFewKeys && params.value.type == ElementType::kBFloat16 && params.query.type == params.value.type &&
          padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
          allows_int8();
 }

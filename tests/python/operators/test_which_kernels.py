@@ -200,9 +200,9 @@ def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
 
 
 def test_which_kernels_says_why_there_are_none() -> None:
-    none, unit, reason = ikattn.which_kernels(*inputs(), device="xpu").forward
-    assert (none, unit) == ("none", "none")
-    assert reason == "there are kernels for CPU and CUDA only, not for xpu"
+    said = ikattn.which_kernels(*inputs(), device="xpu").forward
+    assert (said.algorithm, said.unit, said.scores) == ("none", "none", None)
+    assert said.reason == "there are kernels for CPU and CUDA only, not for xpu"
     if not HAS_CUDA_KERNELS:
         reason = ikattn.which_kernels(*inputs(), device="cuda").backward.reason
         assert str(reason).startswith("this library was built without CUDA kernels")
