@@ -89,36 +89,15 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   TileStageOf<kInt8Tiles> stage;
   ItemPlace<1> item;
   uint32_t meeting = 0;  // parity
-  uint32_t state = 0;
-  uint32_t phi_q[kWords / 16][4];
-  int32_t scores[kKeys / 2];
-  uint32_t rounded[kKeys / 16][4];  // scores, in the order of A
-  uint32_t weights[kKeys / 16][4];
-  int index = 0;  // of the item; -1 after the last
-  // After the last item what is multiplied is of no use: products must not be begun conditionally.
-  const auto begin_scores = [&] {
-    const uint32_t place = stage.index * L::Tiles::kStage;
-    if (index >= 0) barriers.wait(stage);
-    if ((state & kUnclean) != 0) {
-      L::Tiles::clean(shared + place, barriers.meeting(), meeting);
-      meeting ^= 1;
-    }
-    wgmma_fence();
-    begin_int8<kKeys, kWords>(scores, phi_q, base + place);
-    wgmma_commit();
-  };
-  // 2. The next item's queries into registers, and the scores of its first tile begun.
-  const auto begin_item = [&] {
+  for (;; item.next()) {
+    // 2. The item's queries into registers.
     barrier_wait(barriers.item_full(0), item.parity);
-    index = numbers[0];
-    state = index < 0 ? 0 : static_cast<uint32_t>(int{numbers[1]});
+    const int index = numbers[0];
+    const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
+    if (index < 0) break;
+    uint32_t phi_q[kWords / 16][4];
     load_left<kWords>(phi_q, base + L::kQueries);
     barriers.release_item(0);
-    item.next();
-    begin_scores();
-  };
-  begin_item();
-  while (index >= 0) {
     const QueryBlock at(params, kWarpgroupRows, index);
     const int row0 = at.i0 + warp * 16 + g;
     // What the results need is under way while the tiles are passed.
@@ -130,8 +109,22 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       poison[half] = row < params.L ? tokens.poison[at.bh * params.L + row] : 0.0f;
     }
     // 3. Tile by tile: scores, weights, output += weights x values.
+    int32_t scores[kKeys / 2];
+    uint32_t rounded[kKeys / 16][4];  // scores, in the order of A
+    uint32_t weights[kKeys / 16][4];
     float output[V / kBoxColumns][32] = {};
     float sums[4] = {};  // of the weights of the thread's rows, in [0] and [2]
+    const auto begin_scores = [&] {
+      const uint32_t place = stage.index * L::Tiles::kStage;
+      barriers.wait(stage);
+      if ((state & kUnclean) != 0) {
+        L::Tiles::clean(shared + place, barriers.meeting(), meeting);
+        meeting ^= 1;
+      }
+      wgmma_fence();
+      begin_int8<kKeys, kWords>(scores, phi_q, base + place);
+      wgmma_commit();
+    };
     const auto begin_output = [&](int index_of_stage) {
       const uint32_t place = base + index_of_stage * L::Tiles::kStage;
       wgmma_fence();
@@ -174,6 +167,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       }
       fence_async();
     };
+    begin_scores();
     wgmma_wait<0>();
     round_scores();
     const int tiles = tiles_met<kKeys>(params, kCausal, at.i0);
@@ -192,14 +186,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
     wgmma_wait<0>();
     if (tiles > 1) barriers.release(before);
-    const int last = stage.index;
-    make_weights.template operator()<kCausal>(last, row0 - (tiles - 1) * kKeys);
-    begin_output(last);
-    // While the results are stored, the tensor cores are at the next item.
+    make_weights.template operator()<kCausal>(stage.index, row0 - (tiles - 1) * kKeys);
+    begin_output(stage.index);
+    wgmma_wait<0>();
+    barriers.release(stage.index);
     stage.next();
-    begin_item();
-    wgmma_wait<1>();
-    barriers.release(last);
     sums_are_there(output);
     sums_are_there(sums);
 
@@ -214,7 +205,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                       [&](int n, int c) { return sum_at(output, half, n, c); });
     }
   }
-  wgmma_wait<0>();
 #else
   trap_without_warpgroups(params, tokens, items, maps);
 #endif
