@@ -74,8 +74,9 @@ programs() {
   sm90a tests/cpp/hardware/wgmma.cu && sm90a tests/cpp/hardware/copies.cu tests/cpp/interpreter/sample_copies.cu
 }
 suite() {
-  IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_contributions.py" \
-    "$tests/gpu/test_cuda_edges.py" "$tests/operators/test_which_kernels.py" "${of_all_devices[@]}"
+  IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
+    "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" \
+    "$tests/gpu/test_cuda_int8.py" "$tests/operators/test_which_kernels.py" "${of_all_devices[@]}"
 }
 suite_linear() {
   IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \

@@ -14,7 +14,7 @@ struct KernelChoice {
   std::string algorithm;  // "quadratic" or "linear"; "none"
   std::string unit;       // an instruction set; "cuda_cores", "tensor_cores" or "hopper"; "none"
   std::string reason;     // why nothing faster, or nothing at all; "": nothing is
-  std::string scores;     // "int8": scores are products of integers of 8 bits; "": of the unit's own
+  std::string scores;  // "int8": scores are products of integers of 8 bits; "": of the unit's own
 };
 
 // `type` is that of query, key and value.

@@ -24,10 +24,26 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
+// Whether IKATTN_INT8=0 in the environment does not forbid scores of integers.
+bool allows_int8() {
+  const char* variable = std::getenv("IKATTN_INT8");
+  return variable == nullptr || std::strcmp(variable, "0") != 0;
+}
+
+// Whether features of 8 bits serve Hopper's kernels: they err about as much as weights and values
+// in bfloat16 do, and more than those in float16. Of few keys, errors of scores do not average out;
+// with fewer frequencies a row would be half empty.
+bool serves_int8(const AttentionParams& params) {
+  return params.S > kFewKeys && params.value.type == ElementType::kBFloat16 &&
+         params.query.type == params.value.type &&
+         padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
+         allows_int8();
+}
+
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
 // more of them done in a time, and what surrounds the sums of a token counts like so many of them.
-// Both numbers are where the two algorithms took the same time on an H100; 1.3, of other GPUs, is
-// not measured.
+// These numbers are where the two algorithms took the same time on an H100, with scores of integers
+// on an H200; 1.3, of other GPUs, is not measured.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);
@@ -42,7 +58,9 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double pairs = queries * keys * (is_backward ? 4 * F + 3 * columns : F + columns);
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
-  const double rate_of_pairs = has_warpgroups() ? 2 : 1.3;
+  const double rate_of_pairs = !has_warpgroups()                     ? 1.3
+                               : !is_backward && serves_int8(params) ? 2.7
+                                                                     : 2;
   return rate_of_pairs * (sums + around) < pairs;
 }
 
@@ -59,21 +77,6 @@ const char* why_not_hopper(const AttentionParams& params) {
 }
 bool can_take_hopper(const AttentionParams& params) {
   return has_warpgroups() && why_not_hopper(params) == nullptr;
-}
-
-// Whether IKATTN_INT8=0 in the environment does not forbid scores of integers.
-bool allows_int8() {
-  const char* variable = std::getenv("IKATTN_INT8");
-  return variable == nullptr || std::strcmp(variable, "0") != 0;
-}
-
-// Whether features of 8 bits serve Hopper's kernels: they err about as much as weights and values in
-// bfloat16 do, and more than those in float16. Of few keys, errors of scores do not average out; with
-// fewer frequencies a row would be half empty.
-bool serves_int8(const AttentionParams& params) {
-  return params.S > kFewKeys && params.value.type == ElementType::kBFloat16 && params.query.type == params.value.type &&
-         padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
-         allows_int8();
 }
 
 // Blocks of queries that the forward on tensor cores has.
@@ -133,9 +136,13 @@ Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   if (!serves_int8(params)) return route;
   // Both passes have the same scores, or a row's weights would not add up to 1 in the backward.
-  const Route other = route_without_int8(
-      params, in_double, pass == Pass::kForward ? Pass::kBackward : Pass::kForward);
-  route.int8_scores = route.unit == Unit::kHopper && other.unit == Unit::kHopper;
+  // That in linear time has scores of its own: in sums of so many keys the roundings average out.
+  const bool is_forward = pass == Pass::kForward;
+  const Route other =
+      route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
+  route.int8_scores =
+      route.unit == Unit::kHopper &&
+      (other.unit == Unit::kHopper || (is_forward && other.algorithm == Algorithm::kLinear));
   return route;
 }
 

@@ -49,7 +49,8 @@ struct QueryGradients {
     numbers[0] = numbers[1] = 0;
     const int64_t row = (i * H + h) * p.d_v;
     // The gradient of the head's weights, by weight.
-    double of_head = static_cast<double>(warp_dot(p.output + row, p.grad_output + row, p.d_v, lane));
+    double of_head =
+        static_cast<double>(warp_dot(p.output + row, p.grad_output + row, p.d_v, lane));
     if (mean != nullptr) of_head += mean[i * H + h];
     // 1. What every edge gives.
     const double normalizer = p.log_normalizer[i * H + h];

@@ -93,8 +93,8 @@ __device__ __forceinline__ void fence_async() {
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // d (+)= a b, begun; accumulate false: what d holds does not count. a is [64][16]. By columns: b
-// [16][128, 64 or 8] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies in
-// shared memory, too, it lies [row][inner].
+// [16][128, 64 or 8] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies
+// in shared memory, too, it lies [row][inner].
 template <typename T>
 __device__ __forceinline__ void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
                                                  bool accumulate);
@@ -132,16 +132,17 @@ __device__ __forceinline__ void wgmma_by_rows(float (&d)[32], const uint32_t (&a
         : IKATTN_32(IKATTN_SUM, 0)                                                            \
         : "l"(a), "l"(b), "r"(int{accumulate}));                                              \
   }
-#define IKATTN_WGMMA_8(T, type)                                                               \
-  template <>                                                                                 \
-  __device__ __forceinline__ void wgmma_by_columns<T>(float (&d)[4], const uint32_t (&a)[4],  \
-                                                      uint64_t b, bool accumulate) {          \
-    asm volatile(                                                                             \
-        "{.reg .pred p; setp.ne.b32 p, %9, 0;"                                                \
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type " {%0, %1, %2, %3}"        \
-        ", {%4, %5, %6, %7}, %8, p, 1, 1, 0;}"                                                \
-        : IKATTN_SUM(0), IKATTN_SUM(1), IKATTN_SUM(2), IKATTN_SUM(3)                          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));          \
+#define IKATTN_WGMMA_8(T, type)                                                              \
+  template <>                                                                                \
+  __device__ __forceinline__ void wgmma_by_columns<T>(float (&d)[4], const uint32_t (&a)[4], \
+                                                      uint64_t b, bool accumulate) {         \
+    asm volatile(                                                                            \
+        "{.reg .pred p; setp.ne.b32 p, %9, 0;"                                               \
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type                           \
+        " {%0, %1, %2, %3}"                                                                  \
+        ", {%4, %5, %6, %7}, %8, p, 1, 1, 0;}"                                               \
+        : IKATTN_SUM(0), IKATTN_SUM(1), IKATTN_SUM(2), IKATTN_SUM(3)                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));         \
   }
 #define IKATTN_WGMMA_128(T, type)                                                             \
   template <>                                                                                 \
@@ -168,7 +169,7 @@ IKATTN_WGMMA_128(BFloat16, "bf16")
 #undef IKATTN_SUM
 #define IKATTN_SUM(i) "+r"(d[i])
 __device__ __forceinline__ void wgmma_int8(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b,
-                                               bool accumulate) {
+                                           bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %69, 0;"
       "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " IKATTN_SUMS_64

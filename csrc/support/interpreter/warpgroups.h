@@ -63,9 +63,8 @@ void wgmma_by_columns(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bo
 template <typename T>
 void wgmma_by_columns(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
                       interpreter::Place place = interpreter::Place::current()) {
-  interpreter::begin_product({d, 32, nullptr, a, b, accumulate, false,
-                              interpreter::kProductType<T>},
-                             place);
+  interpreter::begin_product(
+      {d, 32, nullptr, a, b, accumulate, false, interpreter::kProductType<T>}, place);
 }
 template <typename T>
 void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate,
@@ -74,7 +73,7 @@ void wgmma_by_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accu
                              place);
 }
 inline void wgmma_int8(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate,
-                           interpreter::Place place = interpreter::Place::current()) {
+                       interpreter::Place place = interpreter::Place::current()) {
   interpreter::begin_product({d, 64, a, 0, b, accumulate, false, interpreter::ProductType::kInt8},
                              place);
 }

@@ -31,7 +31,8 @@ inline constexpr FeatureRoundoff kInt8Roundoff = {0, 0.5 * 1.01 / 127, 0x1p-7},
                                  kLargestInt8Roundoff = {0, 1.01 / 127, 0x1p-7};
 
 // How far the tensor cores may be off, at most: a weight by its own rounding and by that of both
-// features, in Half whatever the type or in 8 bits; the output by those of its weights, and by its own.
+// features, in Half whatever the type or in 8 bits; the output by those of its weights, and by its
+// own.
 struct Bounds {
   std::vector<double> output, log_normalizer;
 };

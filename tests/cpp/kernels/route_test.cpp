@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "support/interpreter/interpreter.h"
@@ -39,6 +40,41 @@ TEST(Route, TheFastestHasNoReason) {
   interpreter::set_warpgroups(false);
   EXPECT_EQ(route_of(call_of(512), false, Pass::kForward).unit, Unit::kTensorCores);
   EXPECT_EQ(reason_of(call_of(512)), "");  // on another GPU there is nothing faster
+}
+
+TEST(Route, ScoresInInt8) {
+  interpreter::set_warpgroups(true);
+  const auto is_int8 = [](const AttentionParams& params, Pass pass = Pass::kForward) {
+    return route_of(params, false, pass).int8_scores;
+  };
+  AttentionParams params = call_of(512, 64);
+  params.query.type = params.key.type = ElementType::kBFloat16;
+  EXPECT_TRUE(is_int8(params));
+  EXPECT_TRUE(is_int8(params, Pass::kBackward));
+  params.is_causal = true;
+  EXPECT_TRUE(is_int8(params));
+  AttentionParams other = params;
+  other.S = 64;
+  EXPECT_FALSE(is_int8(other));
+  other = params;
+  other.M = 32;
+  EXPECT_FALSE(is_int8(other));
+  other = params;
+  other.eps = 0.95;
+  EXPECT_FALSE(is_int8(other));
+  other = params;
+  other.value.type = ElementType::kFloat16;
+  EXPECT_FALSE(is_int8(other));
+  setenv("IKATTN_INT8", "0", 1);
+  EXPECT_FALSE(is_int8(params));
+  unsetenv("IKATTN_INT8");
+  // A backward in linear time has scores of its own.
+  params = call_of(16384, 64);
+  params.query.type = params.key.type = ElementType::kBFloat16;
+  EXPECT_TRUE(is_int8(params));
+  EXPECT_EQ(route_of(params, false, Pass::kBackward).algorithm, Algorithm::kLinear);
+  EXPECT_FALSE(is_int8(params, Pass::kBackward));
+  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, SaysWhatHoldsACallBack) {

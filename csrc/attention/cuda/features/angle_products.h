@@ -62,7 +62,8 @@ struct FeatureDestination {
   const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
   const float* scales;  // [B, key_heads, S]
   // [B, key_heads]  where there are integers of 8 bits: those of heads in the folded form. The
-  // forward has Int8Features of them, the backward the same numbers as Half; nullptr: there are none
+  // forward has Int8Features of them, the backward the same numbers as Half; nullptr: there are
+  // none
   const uint32_t* state = nullptr;
   int8_t* int8_q = nullptr;  // nullptr: of the backward
   int8_t* int8_k = nullptr;

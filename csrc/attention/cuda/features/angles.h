@@ -54,8 +54,8 @@ struct alignas(16) Four {
 // Elements from row to row of the tokens in shared memory: they are read four at a time.
 __host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
 
-// Where there are few frequencies, so many groups of a block's threads have kTokens tokens each: the
-// threads of a group have neighbouring frequencies.
+// Where there are few frequencies, so many groups of a block's threads have kTokens tokens each:
+// the threads of a group have neighbouring frequencies.
 template <typename T>
 __host__ __device__ inline int token_groups(const FeatureSource& source) {
   const int64_t most = 32 * 1024 / static_cast<int64_t>(sizeof(T));  // elements in shared memory
@@ -118,8 +118,7 @@ __device__ __forceinline__ void visit_angles(const FeatureSource& source, const 
   Shared<T> x = dynamic_shared<T>();
   const int groups = token_groups<T>(source), columns = kTokenThreads / groups;
   const int of_block = groups * kTokens;
-  const unsigned token_blocks =
-      static_cast<unsigned>((source.N + of_block - 1) / of_block);
+  const unsigned token_blocks = static_cast<unsigned>((source.N + of_block - 1) / of_block);
   const int64_t bh = blockIdx.x / token_blocks;
   const int64_t first = int64_t{blockIdx.x % token_blocks} * of_block;
   const int64_t b = bh / source.heads, head = bh % source.heads;

@@ -17,7 +17,9 @@ struct NarrowLayout {
   int columns, tokens;  // of a tile
 
   __host__ __device__ explicit NarrowLayout(int64_t M)
-      : columns(M <= 16 ? 16 : M <= 32 ? 32 : 64),
+      : columns(M <= 16   ? 16
+                : M <= 32 ? 32
+                          : 64),
         tokens(kTokenThreads / columns * kNarrowTokens) {}
   __host__ __device__ int frequency_pitch() const { return columns + 1; }
   __host__ __device__ int gradient_pitch() const { return 2 * columns + 1; }
@@ -179,8 +181,8 @@ const char* queue_narrow(const FeatureSource& source, const Array& grad_phi, con
                          const FrequencyParts<T>& parts, const Magnitude<T>& magnitude,
                          Stream stream) {
   return launch(narrow_gradient_kernel<T, kD>, parts.blocks(source), dim3(kTokenThreads),
-                NarrowLayout<T, kD>(source.M).count() * int64_t{sizeof(T)}, stream, source, grad_phi,
-                grad_x, parts, magnitude);
+                NarrowLayout<T, kD>(source.M).count() * int64_t{sizeof(T)}, stream, source,
+                grad_phi, grad_x, parts, magnitude);
 }
 
 }  // namespace
@@ -201,7 +203,7 @@ const char* narrow_gradients(const FeatureSource& source, const Array& grad_phi,
   return add_frequency_parts(source, parts, grad_w1, grad_w2, executor.stream);
 }
 
-#define IKATTN_INSTANTIATE(T)                                                              \
+#define IKATTN_INSTANTIATE(T)                                                                    \
   template const char* narrow_gradients<T>(const FeatureSource&, const Array&, const Array&, T*, \
                                            T*, const Magnitude<T>&, const DeviceExecutor&);
 IKATTN_INSTANTIATE(float)

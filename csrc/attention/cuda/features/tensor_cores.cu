@@ -73,7 +73,8 @@ class WarpFeatures {
         first_row_(bh * N + first),
         tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
     phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
-    if constexpr (kInt8) int8_ = rows_.int8 + (first_row_ + row(0)) * Int8Features::kColumns + threadIdx.x % 4 * 8;
+    if constexpr (kInt8)
+      int8_ = rows_.int8 + (first_row_ + row(0)) * Int8Features::kColumns + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scales_[i] = 0;
@@ -81,8 +82,8 @@ class WarpFeatures {
     }
   }
 
-  // Those of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit` of a cycle: of
-  // tile m of tokens and j of 8 frequencies.
+  // Those of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit` of a cycle:
+  // of tile m of tokens and j of 8 frequencies.
   template <typename Angle>
   __device__ __forceinline__ void store(int m0, int M, float unit, const Angle& angle) {
     const int sine_at = sine_step(width()), t = static_cast<int>(threadIdx.x) % 4;
@@ -246,7 +247,8 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   for (int index = first_tile; index < end; ++index) {
     const int64_t first = int64_t{index} * kSplitTokens + warp * 32;
     const bool has_tokens = first < source.N;  // the whole warp
-    WarpFeatures<kSets, true, kWidth, kForm> features(rows, bh, has_tokens ? first : int64_t{0}, source.N);
+    WarpFeatures<kSets, true, kWidth, kForm> features(rows, bh, has_tokens ? first : int64_t{0},
+                                                      source.N);
     for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
       float angles[kSets][2][2][4] = {};
       tile.make_angles(index, m0, has_tokens, angles);
@@ -280,10 +282,9 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
       };
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (rows.state != nullptr) {
-          const char* error =
-              queue(rows.int8 != nullptr
-                        ? split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>
-                        : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8InHalf>);
+          const char* error = queue(
+              rows.int8 != nullptr ? split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>
+                                   : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8InHalf>);
           if (error != nullptr || rows.are_integers) return error;
         }
       }

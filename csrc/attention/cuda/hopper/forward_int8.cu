@@ -16,7 +16,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kKeys = 128;    // of a tile
+constexpr int kKeys = 128;     // of a tile
 constexpr int kInt8Tiles = 4;  // in flight: products of two go on, one is waited for, one is copied
 constexpr int kWords = Int8Features::kColumns / 2;  // 16-bit columns of a row of features
 
@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                                   const __grid_constant__ Int8Maps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = Int8Layout<V>;
-  static_assert(
-      kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries, L::kOnes>);
+  static_assert(kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries, L::kOnes>);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);

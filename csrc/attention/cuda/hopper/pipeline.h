@@ -314,8 +314,8 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
 }
 // The same of integers of 8 bits, two in each of kWidth columns.
 template <int kRows, int kWidth>
-__device__ __forceinline__ void begin_int8(int32_t (&sums)[64],
-                                               const uint32_t (&a)[kWidth / 16][4], uint32_t b) {
+__device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (&a)[kWidth / 16][4],
+                                           uint32_t b) {
   const uint64_t right = wgmma_operand(b);
 #pragma unroll
   for (int k = 0; k < kWidth / 16; ++k) {

@@ -65,7 +65,7 @@ struct Int8Features {
   const int8_t* phi_k = nullptr;  // [B, key_heads, S, kColumns]
   // [B, key_heads, padded S]  e_j; 0: hidden; NaN: poisoned
   const BFloat16* magnitudes = nullptr;
-  float eps = 0;  // a number of bfloat16
+  float eps = 0;        // a number of bfloat16
   float log_scale = 0;  // what the logarithms of these weights are more than those of all others
 };
 

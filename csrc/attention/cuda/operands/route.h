@@ -21,8 +21,8 @@ struct Route {
   Unit unit = Unit::kCudaCores;
   bool is_wide = false;  // tensor cores: more than 64 frequencies, or 128 columns of the value
   int parts = 1;         // tensor cores, forward: blocks that share the keys of a query
-  // The forward's scores, on Hopper, are products of integers of 8 bits; the backward then makes the
-  // same scores.
+  // The forward's scores, on Hopper, are products of integers of 8 bits; the backward then makes
+  // the same scores.
   bool int8_scores = false;
   const char* reason = nullptr;  // why nothing faster, where there is something faster
 };

@@ -157,8 +157,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     folded.int8.phi_k = to.int8_k;
     folded.int8.magnitudes = magnitudes;
     const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
-    folded.int8.eps =
-        to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
+    folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
     folded.int8.log_scale = static_cast<float>(-2 * std::log(of_score));
   }
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
