@@ -1,8 +1,8 @@
 """Does training bear features of 8 bits? Translation and regression, exact and rounded.
 
 Hopper's kernels round features, which lie in [-2, 2], to multiples of 2 / 127 where query, key and
-value are bfloat16 (docs/internals/int8_scores.md). Here the same happens on any device: attention is
-composed of torch's operators, forward and backward see the same rounded features, and gradients
+value are bfloat16 (docs/internals/int8_scores.md). Here the same happens on any device: attention
+is composed of torch's operators, forward and backward see the same rounded features, and gradients
 pass through the rounding. Nothing else differs between the two runs of a seed.
 
     pip install 'ikattn[experiments]'

@@ -87,7 +87,7 @@ OF_TOKENS = ["query", "key", "value", "w1", "w2"]
 
 
 def roundings_of(call: Arguments) -> float:
-    """Two of the type. A causal row that sees few keys has few scores, and those in int8 err more."""
+    """Two of the type; five where a causal row sees few keys by scores in int8, which err more."""
     names = (*OF_TOKENS, "is_causal", "enable_gqa", "attn_mask", "eps")
     told = {name: call[name] for name in names if name in call}
     is_int8 = ikattn.which_kernels(**told).forward.scores == "int8"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -320,12 +320,13 @@ def _through_what_is_between(
     return maps
 
 
-def convert_tensors(maps: Contributions, *, detach: bool, to_cpu: bool) -> Contributions:
-    """``maps`` with every tensor detached, or on the CPU, or both."""
+def convert_tensors(
+    maps: Contributions, *, detach: bool, move: Callable[[Tensor], Tensor]
+) -> Contributions:
+    """``maps`` with every tensor detached, if that is asked for, and where ``move`` has it."""
 
     def convert(x: Tensor) -> Tensor:
-        x = x.detach() if detach else x
-        return x.cpu() if to_cpu else x
+        return move(x.detach() if detach else x)
 
     changes: dict[str, Any] = {
         name: convert(x) for name, x in vars(maps).items() if isinstance(x, Tensor)

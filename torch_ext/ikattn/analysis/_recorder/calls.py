@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from ikattn.analysis._recorder.flow import Seen, see
 from ikattn.analysis._recorder.runs import Run
+from ikattn.analysis._recorder.transfers import Arrival
+from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer
 
 __all__ = ["Call", "Entered", "is_running", "note_ids"]
@@ -54,6 +57,7 @@ class Call:
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
+    made: deque[tuple[Layer, Contributions, Arrival]] = field(default_factory=deque)
     last_seen: tuple[Tensor, Seen] | None = None
 
     @property
@@ -72,14 +76,20 @@ class Call:
         return seen
 
 
-def note_ids(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Any) -> None:
+def note_ids(
+    batch: Batch,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mask: Any,
+    to_cpu: Callable[[Tensor], Tensor],
+) -> None:
     """Keeps the ids that a model was called with, by the names that transformers gives them."""
 
     def is_ids(x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
 
     def kept(x: Any) -> Tensor | None:
-        return x.detach().cpu() if isinstance(x, Tensor) and x.dim() == 2 else None
+        return to_cpu(x.detach()) if isinstance(x, Tensor) and x.dim() == 2 else None
 
     ids = kwargs.get("input_ids", args[0] if args else None)
     if is_ids(ids) and batch.input_ids is None:

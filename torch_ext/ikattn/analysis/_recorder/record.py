@@ -71,10 +71,12 @@ def record(
         layers: Which layers, as in ``ikattn.convert``: a predicate of name and module; a pattern of
             names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
             patterns and types; None: all.
-        to_cpu: Move maps to the CPU as they are made.
+        to_cpu: Move maps to the CPU as they are made. From a GPU they go to page-locked memory
+            while the model goes on, up to 2 GiB that the recording keeps; they are there when the
+            call returns.
         detach: Maps have no gradient. False: they are differentiable where grad mode is on.
         on_layer: Called with the number of the forward call, the layer and its maps as soon as they
-            are made, in the thread that runs the model; the recording then keeps no maps. A call
+            are there, in the thread that runs the model; the recording then keeps no maps. A call
             that raises later may have handed over some layers.
         check: "rows" holds two rows of every tensor to what the model computed, "all" every row.
 

@@ -45,6 +45,7 @@ from ikattn.analysis._recorder.projection import (
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
+from ikattn.analysis._recorder.transfers import Transfers
 from ikattn.analysis._recorder.transformers_attention import interface_call
 from ikattn.analysis.contributions import Contributions, NormStats
 from ikattn.analysis.maps import Layer
@@ -75,6 +76,7 @@ class Recorder:
         self._detach = detach
         self._on_layer = on_layer
         self._checks_all = check == "all"
+        self._transfers = Transfers()
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
@@ -156,6 +158,11 @@ class Recorder:
             if call is not None and not call.is_alive:
                 call = self._thread.call = None
             if call is None:
+                if x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "record: a call cannot be recorded while a CUDA graph captures it, for the "
+                        "host checks what the model computes; record a call outside the capture"
+                    )
                 with self._lock:
                     call = self._thread.call = Call(self._calls_begun, sys._getframe(2))
                     self._calls_begun += 1
@@ -174,7 +181,7 @@ class Recorder:
         given = None if x is None or x.numel() == 0 else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
-            note_ids(call.batch, args, kwargs, mask)
+            note_ids(call.batch, args, kwargs, mask, self._to_cpu_later)
         call.running.append(Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
 
     def _exit(
@@ -203,6 +210,8 @@ class Recorder:
         """Keeps the batch: the call that opened it has come to its end without an error."""
         for run in tuple(call.pending):
             self._nothing_follows(call, run)
+        self._hand_over(call, waits=True)
+        self._transfers.arrival().wait()
         with self._lock:
             for name, layer in call.layers.items():
                 self._recording.layers.setdefault(name, layer)
@@ -675,7 +684,16 @@ class Recorder:
         if self._on_layer is None:
             call.batch.layers[run.name] = run.maps
         else:
-            self._on_layer(call.index, layer, run.maps)
+            call.made.append((layer, run.maps, self._transfers.arrival()))
+            self._hand_over(call, waits=False)
+
+    def _hand_over(self, call: Call, *, waits: bool) -> None:
+        """Gives ``on_layer`` the maps that are there, in turn; all, where it ``waits`` for them."""
+        while call.made and (waits or call.made[0][2].is_over()):
+            layer, maps, arrival = call.made.popleft()
+            arrival.wait()
+            assert self._on_layer is not None
+            self._on_layer(call.index, layer, maps)
 
     def _make_maps(self, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention
@@ -691,7 +709,11 @@ class Recorder:
         with memory_for("record", f"the maps of layer {run.name}"):
             with self._grad_mode(), without_autocast(attention.query.device):
                 maps = make_maps(attention, run.projection.weight, run.around, wanted)
-            return convert_tensors(maps, detach=self._detach, to_cpu=self._to_cpu)
+            move = self._to_cpu_later if self._to_cpu else lambda x: x
+            return convert_tensors(maps, detach=self._detach, move=move)
+
+    def _to_cpu_later(self, x: Tensor) -> Tensor:
+        return self._transfers.to_cpu(x, is_kept=self._on_layer is None)
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach)
