@@ -82,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cpu", type=Path, default=RESULTS / "amd-epyc-zen5.md")
     parser.add_argument("--gpu", type=Path, default=RESULTS / "nvidia-h100.md")
+    parser.add_argument("--newer-gpu", type=Path, default=RESULTS / "nvidia-h200.md")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "speed.svg")
     arguments = parser.parse_args()
 
@@ -89,7 +90,8 @@ def main() -> None:
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikattn", "font.size": 9})
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     draw(left, of_processor(arguments.cpu.read_text()), "one core of an AMD EPYC (Zen 5), float32")
-    draw(right, of_gpu(arguments.gpu.read_text()), "NVIDIA H100, bfloat16")
+    ratios = of_gpu(arguments.gpu.read_text()) | of_gpu(arguments.newer_gpu.read_text())
+    draw(right, ratios, "NVIDIA H100, M = 64: H200, bfloat16")
     left.set_ylabel("forward, times as fast as softmax")
     left.legend(frameon=False)
     figure.savefig(arguments.out, metadata={"Date": None}, facecolor="white")

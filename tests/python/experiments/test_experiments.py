@@ -11,12 +11,23 @@ import pytest
 from experiment_programs import run
 from programs import import_program
 
+OPTIONS = {
+    "initial_width.py": ["--heads", "1", "--head-dims", "8"],
+    "evaluation_noise.py": [],
+    "rounded_features.py": [],
+}
+
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["initial_width.py", "evaluation_noise.py"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_comparisons_run(source_tree: Path, tmp_path: Path, name: str) -> None:
-    sizes = ["--heads", "1", "--head-dims", "8"] if name == "initial_width.py" else []
-    result = run(source_tree, name, "--quick", *sizes, cwd=tmp_path)
+    options = OPTIONS[name]
+    if name == "rounded_features.py":
+        folder = source_tree.parent / "shared/data/regression"
+        if not folder.is_dir():
+            pytest.skip(f"there is no {folder}")
+        options = ["--regression", str(folder)]
+    result = run(source_tree, name, "--quick", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "nan" not in result.stdout
 

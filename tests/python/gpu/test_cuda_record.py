@@ -77,7 +77,7 @@ def test_a_call_that_a_graph_captures_is_refused() -> None:
     model, x = model_and_input()
     with torch.no_grad(), ikattn.record(model, maps=MAPS) as recording:
         model(x)
-        with pytest.raises(RuntimeError, match="while a CUDA graph captures it"):
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                model(x)
+        captures = torch.cuda.graph(torch.cuda.CUDAGraph())
+        with pytest.raises(RuntimeError, match="while a CUDA graph captures it"), captures:
+            model(x)
     assert len(recording.batches) == 1
