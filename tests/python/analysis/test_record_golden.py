@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close
-from ikattn.analysis import Recording, record
+from ikattn.analysis import Recording, _alti, record, rollout
 from ikattn.analysis.contributions import contributions
 from samples import name_of
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 CASES = sorted(path.stem for path in (FOLDER / "bert_inputs").glob("[tm]i*_*.npz"))
 CASES = [case for case in CASES if case != "tiny_model"]
+ALTI_CASES = sorted(path.stem for path in (FOLDER / "alti").glob("*.npz"))
 CROSS_CASES = sorted((FOLDER / "kobayashi2020_fairseq").glob("*.npz"))
 # What the authors' cross-attention loses to its softmax, which is float32 in float64 too.
 FLOAT32_SOFTMAX = 2e-7
@@ -181,3 +182,32 @@ def test_cross_attention_is_the_authors(path: Path, dtype: torch.dtype) -> None:
     assert_close(found.weights, weights, tolerance, "attn")
     assert_close(found.per_head, given["af_norm"].transpose(0, 1), tolerance, "af_norm, recorded")
     assert_close(found.summed, given["sum_af_norm"], tolerance, "sum_af_norm, recorded")
+
+
+@pytest.mark.parametrize("case", ALTI_CASES)
+@both_types
+def test_alti_is_the_authors(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their distances are of y_i - y_ij - 1e-6: torch's pairwise_distance adds it.
+
+    They leave out a norm's eps, which is 1e-12 of MiniLM's and large in the tiny model.
+    """
+    tolerance = TOLERANCE[dtype] if case.startswith("minilm") else 1e-3
+    pytest.importorskip("transformers")
+    model = minilm(dtype, monkeypatch) if case.startswith("minilm") else tiny_bert(dtype)
+    arrays = golden("alti", case)
+    distances = _alti._distances
+
+    def shifted(weights: Tensor, heads: Tensor, output: Tensor, *rest: Any) -> Tensor:
+        return distances(weights, heads, output - 1e-6, *rest)
+
+    monkeypatch.setattr(_alti, "_distances", shifted)
+    with torch.no_grad(), record(model, maps=("alti", "weights")) as recording:
+        model(input_ids=torch.from_numpy(arrays["input_ids"]))
+    found = of_layers(recording, "alti")[:, 0]
+    assert found.dtype == dtype
+    assert_close(found, torch.from_numpy(arrays["map_ours"]), tolerance, "map_ours")
+    expected = torch.from_numpy(arrays["mix_ours"])
+    mixed = rollout(recording, map="alti", all_layers=True)[:, 0]
+    assert_close(mixed[-len(expected) :], expected, tolerance, "mix_ours")

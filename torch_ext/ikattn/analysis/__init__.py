@@ -1,5 +1,6 @@
 """What attention really does: recordings of real models, maps, rollouts, files and pictures."""
 
+from ikattn.analysis._alti import alti
 from ikattn.analysis._norms_attention import register_norms
 from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis._recorder.record import record
@@ -53,6 +54,7 @@ __all__ = [
     "Recording",
     "alignment_error_rate",
     "alignment_scores",
+    "alti",
     "contributions",
     "edge_contributions",
     "head_mean",

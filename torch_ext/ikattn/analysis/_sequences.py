@@ -21,6 +21,7 @@ AXES = {
     "with_residual": "TS",
     "with_norm": "TS",
     "encoder": "TS",
+    "alti": "TS",
     "weights": "HTS",
     "similarity": "HTS",
     "magnitude": "HS",

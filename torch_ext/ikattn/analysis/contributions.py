@@ -136,6 +136,8 @@ class Contributions:
         with_residual: ``[B, T, S]``, the same with x_i added on the diagonal (N_Res).
         with_norm: ``[B, T, S]``, with_residual through the normalisation after it (N_ResLN).
         encoder: ``[B, T, S]``, with_norm through the second normalisation of the block (N_Enc).
+        alti: ``[B, T, S]``, how much nearer each token brings the output, over its row; filled by a
+            recording (``ikattn.analysis.alti``).
         mixing_ratio: For each of the maps from summed on: ``[B, T]``, the norm of what comes from
             other tokens over that plus the norm of what comes from the token itself.
         weights: ``[B, H, T, S]``, the attention weights a; filled by a recording.
@@ -151,6 +153,7 @@ class Contributions:
     with_residual: Tensor | None = None
     with_norm: Tensor | None = None
     encoder: Tensor | None = None
+    alti: Tensor | None = None
     mixing_ratio: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     similarity: Tensor | None = None

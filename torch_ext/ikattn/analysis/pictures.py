@@ -33,6 +33,7 @@ _TITLES = {
     "with_residual": "N with residual",
     "with_norm": "N with residual and norm",
     "encoder": "N through the whole block",
+    "alti": "ALTI",
     "similarity": "similarity",
 }
 _LABELLED = 72  # with more tokens, labels would overlap: every second or third is named

@@ -34,7 +34,7 @@ Maps: TypeAlias = RecordedMaps | Batch | Sequence[Tensor] | Tensor
 
 # The fields of Contributions that hold a number for every pair of query and key.
 HEAD_MAPS = ("weights", "per_head", "similarity")
-TOKEN_MAPS = ("summed", "with_residual", "with_norm", "encoder")
+TOKEN_MAPS = ("summed", "with_residual", "with_norm", "encoder", "alti")
 
 # Logarithms whose root mean square is below this many units in the last place of the ledger's dtype
 # are rounding, not variation. A weight carries the rounding of a softmax, a few tens of units.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ikattn.analysis._alti import alti
 from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis.contributions import (
     MAPS,
@@ -27,13 +28,14 @@ from ikattn.analysis.contributions import (
 from ikattn.ops.attention import implicit_kernel_weights, similarity_and_magnitude
 
 LEDGER = ("weights", "similarity", "magnitude")
-ALL_MAPS = (*LEDGER, *MAPS)
+ALL_MAPS = (*LEDGER, *MAPS, "alti")
 # What maps=None takes: no map for every head, and none of the ledger.
 USUAL_MAPS = tuple(name for name in MAPS if name != "per_head")
 _THROUGH_NORMS = ("with_norm", "encoder")
 # Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
 MOST_WEIGHTS = 1 << 26
 _AFTER_RESIDUAL = ("with_residual", *_THROUGH_NORMS)
+_OF_THE_BLOCK = (*_AFTER_RESIDUAL, "alti")
 
 
 @dataclass
@@ -204,6 +206,8 @@ class Surroundings:
         scale: What the attention's output was multiplied with before it was added to the residual:
             a number, ``[D]``, or None for 1.
         output_norm: How a norm between out-projection and sum acted, or None.
+        output: ``[B, T, D]``, the sum of residual and attention, through ``norm`` where there is
+            one; None where no map needs it.
     """
 
     residual: Tensor | None = None
@@ -211,6 +215,7 @@ class Surroundings:
     second_norm: NormStats | None = None
     scale: float | Tensor | None = None
     output_norm: NormStats | None = None
+    output: Tensor | None = None
 
 
 def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | None:
@@ -221,14 +226,14 @@ def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | N
         parts: The layer.
         kind: "self", "cross", or None where a call will tell.
     """
-    if kind == "cross" and name in ("with_residual", "mixing_ratio"):
+    if kind == "cross" and name in ("with_residual", "mixing_ratio", "alti"):
         return (
             "its queries are not among its keys, so the residual, or a token's own part, has no "
             "column in the map"
         )
     if parts.block == "found":
         return None  # a run will tell
-    if name in _AFTER_RESIDUAL and parts.block == "none":
+    if name in _OF_THE_BLOCK and parts.block == "none":
         return "the block around it is not known, so neither are its residual and norms"
     if name in _THROUGH_NORMS and parts.norm is None:
         return (
@@ -247,7 +252,7 @@ def defined_maps(names: Iterable[str], parts: AttentionParts, kind: str | None) 
 
 def awaited_norms(parts: AttentionParts, wanted: Collection[str]) -> tuple[str, ...]:
     """The norms after it, fields of AttentionParts, that maps of these names need."""
-    if parts.block != "post" or not {"mixing_ratio", *_THROUGH_NORMS} & set(wanted):
+    if parts.block != "post" or not {"mixing_ratio", "alti", *_THROUGH_NORMS} & set(wanted):
         return ()
     if parts.second_norm is None or not {"mixing_ratio", "encoder"} & set(wanted):
         return ("norm",)
@@ -281,7 +286,27 @@ def make_maps(
             maps = _through_what_is_between(call, projection, around, names, block)
     else:
         maps = call.maps(projection, names)
+    if "alti" in wanted and around.residual is not None and around.output is not None:
+        maps.alti = alti(
+            call.weights,
+            call.value,
+            projection if around.scale is None else _scaled(projection, around.scale),
+            around.output,
+            residual=around.residual,
+            norm=norm,
+            output_norm=_in_type_of(around.output_norm),
+            query_padding=call.query_padding,
+            key_padding=call.key_padding,
+            diagonal=call.diagonal,
+        )
     return dataclasses.replace(maps, **ledger)
+
+
+def _scaled(projection: Tensor, scale: float | Tensor) -> Tensor:
+    """An out-projection whose output is multiplied with a number, or [D]."""
+    if isinstance(scale, Tensor):
+        return projection * scale.to(projection.dtype).unsqueeze(-1)
+    return projection * scale
 
 
 def _through_what_is_between(
@@ -300,10 +325,7 @@ def _through_what_is_between(
     maps = call.maps(projection, (set(names) - after) | (after & {"mixing_ratio"}))
     divisor = None
     if around.scale is not None:
-        scale = around.scale
-        projection = projection * (
-            scale.to(projection.dtype).unsqueeze(-1) if isinstance(scale, Tensor) else scale
-        )
+        projection = _scaled(projection, around.scale)
     if around.output_norm is not None:
         stats = around.output_norm
         centered = projection - projection.mean(0) if stats.centered else projection

@@ -58,6 +58,10 @@ class Plan:
         """Whether it may compute its attention without what tells of its runs."""
         return self.seen_by == "sdpa"
 
+    def wants(self, name: str) -> bool:
+        """Whether a map is asked for, of layers that have it at least."""
+        return name in (*self.asked.required, *self.asked.where_defined)
+
     def needs_block(self, kind: str | None) -> bool:
         """Whether any map to make of a run of this kind needs what is around the attention."""
         plain = {"value_norms", "per_head", "summed", *LEDGER}

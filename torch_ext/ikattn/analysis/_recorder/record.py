@@ -62,12 +62,13 @@ def record(
     Args:
         model: Any module that holds attention.
         maps: Names of maps: "value_norms", "per_head", "summed" (N), "with_residual" (N_Res),
-            "with_norm" (N_ResLN), "encoder" (N_Enc), "mixing_ratio" (of each map from "summed" on
-            that the layer has), "weights", "similarity", "magnitude"; "ledger" stands for the last
-            three with "value_norms" and "per_head", and "all" for all of these that a layer has.
-            None: what a layer has, except those for every head and those of the ledger. In
-            cross-attention "with_norm" and "encoder" hold
-            what comes from the keys alone: the residual has no column.
+            "with_norm" (N_ResLN), "encoder" (N_Enc), "alti" (:func:`ikattn.analysis.alti`, through
+            the norm after the residual sum where there is one), "mixing_ratio" (of each map from
+            "summed" to "encoder" that the layer has), "weights", "similarity", "magnitude";
+            "ledger" stands for the last three with "value_norms" and "per_head", and "all" for all
+            of these that a layer has. None: what a layer has, except those for every head, those of
+            the ledger, and "alti". In cross-attention "with_norm" and "encoder" hold what comes
+            from the keys alone: the residual has no column.
         layers: Which layers, as in ``ikattn.convert``: a predicate of name and module; a pattern of
             names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
             patterns and types; None: all.

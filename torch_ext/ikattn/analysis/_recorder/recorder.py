@@ -564,6 +564,8 @@ class Recorder:
             )
             run.plan, run.is_found = replace(run.plan, parts=parts), True
         if parts.block == "pre" or parts.norm is None:
+            if run.plan.wants("alti"):
+                run.around.output = _as_batch(x, run, call.padded_length)
             self._finish(call, run, parts)
             return
         run.norm, run.stage = parts.norm, "norm"
@@ -609,6 +611,8 @@ class Recorder:
         parts = run.plan.parts
         if stage == "norm":
             run.around.norm = stats
+            if run.plan.wants("alti"):
+                run.around.output = _as_batch(out, run, call.padded_length)
         else:
             run.around.second_norm = stats
             if not run.plan.module.training and not x.is_nested and x.numel():

@@ -54,6 +54,8 @@ DEFINITIONS = {
     "with_residual": "[B, T, S] summed, x_i added on the diagonal (N_Res, Kobayashi et al. 2021)",
     "with_norm": "[B, T, S] with_residual through the block's normalisation (N_ResLN, same)",
     "encoder": "[B, T, S] with_norm through the second normalisation (N_Enc, GlobEnc 2022)",
+    "alti": "[B, T, S] how much nearer each token brings the output, over its row (Ferrando et al. "
+    "2022)",
     "mixing_ratio": "[B, T] of each map: the norm of what comes from other tokens, over that plus "
     "the norm of what comes from the token itself",
     "similarity": "[B, H, T, S] the weight without its magnitude and before its row is normalised",

@@ -21,11 +21,13 @@ const MAPS = [
   ["with_residual", "N + residual", "N_Res"],
   ["with_norm", "N + residual + norm", "N_ResLN"],
   ["encoder", "whole block", "N_Enc"],
+  ["alti", "ALTI", "ALTI"],
 ];
 const MEANINGS = {
   with_residual: "the same, with the token itself added on the diagonal",
   with_norm: "the same, through the normalisation that follows",
   encoder: "the same, through the block's second normalisation",
+  alti: "how much nearer a token brings the output, each row sums to 1",
 };
 
 const state = {
@@ -560,7 +562,7 @@ function sums(q, k, columns) {
     const lost = total > 0 ? `, ${Math.max(0, Math.round(100 * (1 - norm / total)))} % cancels` : "";
     rows.push([`norm of their sum, N${lost}`, number(norm)]);
   }
-  for (const [name, text] of [["with_residual", "with the residual"], ["with_norm", "after the norm"], ["encoder", "after the whole block"]]) {
+  for (const [name, text] of [["with_residual", "with the residual"], ["with_norm", "after the norm"], ["encoder", "after the whole block"], ["alti", "ALTI"]]) {
     const values = array(name);
     if (values) rows.push([text, number(values[q * S + k])]);
   }

@@ -1,0 +1,157 @@
+"""ALTI against its definition, alone and through recordings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ikattn.analysis import NormStats, _alti, alti, record
+
+B, H, G, T, S, D_V, D = 2, 4, 2, 5, 6, 3, 12
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def arguments(diagonal: int = 1, **norms: NormStats | None) -> dict[str, Any]:
+    hidden = torch.ones(T, S, dtype=torch.bool).triu(diagonal + 1)
+    weights = normal(B, H, T, S).masked_fill(hidden, -math.inf).softmax(-1)
+    given: dict[str, Any] = {
+        "attn_weights": weights,
+        "value": normal(B, G, S, D_V),
+        "out_proj_weight": normal(D, H * D_V),
+        "residual": normal(B, T, D, seed=1),
+        "diagonal": diagonal,
+        **norms,
+    }
+    biases = 0.3 * normal(B, T, D, seed=2)
+    return given | {"output": vectors(given).sum(2) + biases}
+
+
+def through(x: Tensor, stats: NormStats) -> Tensor:
+    """x: [B, T, .., D]."""
+    x = x - x.mean(-1, keepdim=True) if stats.centered else x
+    scale = stats.scale.view(B, T, *[1] * (x.dim() - 2))
+    return x * stats.weight / scale
+
+
+def vectors(given: dict[str, Any]) -> Tensor:
+    """What comes of each token, [B, T, S, D]."""
+    value = given["value"].repeat_interleave(H // G, 1)
+    by_head = given["out_proj_weight"].unflatten(1, (H, D_V))
+    found = torch.einsum("bhts,bhsv,dhv->btsd", given["attn_weights"], value, by_head)
+    if given.get("output_norm"):
+        found = through(found, given["output_norm"])
+    for i in range(T):
+        found[:, i, i + given["diagonal"]] += given["residual"][:, i]
+    return through(found, given["norm"]) if given.get("norm") else found
+
+
+def definition(given: dict[str, Any], order: int = 1) -> Tensor:
+    y = given["output"]
+    off = torch.linalg.vector_norm(y.unsqueeze(2) - vectors(given), order, -1)
+    nearer = (torch.linalg.vector_norm(y, order, -1).unsqueeze(-1) - off).clamp_min(0)
+    nearer = nearer.masked_fill(given["attn_weights"].sum(1) == 0, 0)
+    return nearer / nearer.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+NORMS = {
+    "layer norm": NormStats(normal(D), 1 + normal(B, T).abs(), True),
+    "rms norm": NormStats(normal(D), 1 + normal(B, T).abs(), False),
+}
+
+
+@pytest.mark.parametrize("norm", [None, *NORMS])
+@pytest.mark.parametrize("output_norm", [None, "rms norm"])
+@pytest.mark.parametrize("distance", ["l1", "l2"])
+def test_alti_is_its_definition(
+    norm: str | None, output_norm: str | None, distance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = {"norm": norm and NORMS[norm], "output_norm": output_norm and NORMS[output_norm]}
+    given = arguments(**norms)
+    expected = definition(given, 1 if distance == "l1" else 2)
+    assert ((expected > 0.05) & (expected < 0.95)).sum() > B * T
+    found = alti(**given, distance=distance)
+    torch.testing.assert_close(found, expected)
+    monkeypatch.setattr(_alti, "MOST_ELEMENTS", 1)  # a key at a time
+    torch.testing.assert_close(alti(**given, distance=distance), expected)
+
+
+def test_half_precision_and_padding() -> None:
+    given = arguments()
+    half = {name: x.half() if isinstance(x, Tensor) else x for name, x in given.items()}
+    padding = {
+        "query_padding": torch.arange(T) >= torch.tensor([[5], [3]]),
+        "key_padding": torch.arange(S) >= torch.tensor([[6], [4]]),
+    }
+    half["value"][1, :, 4:] = math.nan
+    half["attn_weights"][1, :, :, 4:] = 0
+    found = alti(**half, **padding)
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+    assert not found[1, 3:].any()
+    assert not found[1, :, 4:].any()
+    torch.testing.assert_close(found[0], definition(given)[0].float(), atol=2e-3, rtol=0)
+
+
+def test_gradients_reach_what_the_map_is_made_of() -> None:
+    given = arguments()
+    names = ("attn_weights", "value", "out_proj_weight", "output", "residual")
+    tensors = [given[name].clone().requires_grad_() for name in names]
+    found = alti(**given | dict(zip(names, tensors, strict=True)))
+    for gradient in torch.autograd.grad(found.square().sum(), tensors):
+        assert gradient.isfinite().all()
+        assert gradient.any()
+
+
+def test_bad_arguments_are_named() -> None:
+    given = arguments()
+    for name, value, said in (
+        ("distance", "l3", 'distance must be "l1" or "l2", got \'l3\''),
+        ("value", normal(B, 3, S, D_V), "value must be"),
+        ("attn_weights", normal(T, S), "attn_weights must be"),
+        ("out_proj_weight", normal(D, 7), "out_proj_weight must be"),
+        ("residual", normal(B, T, 7), "residual must be"),
+        ("output", normal(B, S, D), "output must be"),
+    ):
+        with pytest.raises(ValueError, match=f"alti: {said}"):
+            alti(**given | {name: value})
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_recorded_blocks(norm_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        D, H, 24, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    ).eval()
+    for parameter in layer.parameters():  # biases too
+        nn.init.normal_(parameter, std=0.4)
+    x = normal(B, T, D)
+    with torch.no_grad():
+        with record(layer, maps=("alti", "weights")) as recording:
+            layer(x)
+        attended = layer.norm1(x) if norm_first else x
+        made = x + layer.self_attn(attended, attended, attended, need_weights=False)[0]
+    maps = recording["self_attn"]
+    weight, bias = layer.self_attn.in_proj_weight[2 * D :], layer.self_attn.in_proj_bias[2 * D :]
+    value = (attended @ weight.mT + bias).unflatten(-1, (H, D // H)).transpose(1, 2)
+    block: dict[str, Any] = {"residual": x, "output": made}
+    if not norm_first:
+        block |= {"norm": NormStats.of(layer.norm1, made), "output": layer.norm1(made)}
+    expected = alti(maps.weights, value, layer.self_attn.out_proj.weight, **block)
+    torch.testing.assert_close(maps.alti, expected.detach())
+    torch.testing.assert_close(maps.alti.sum(-1), torch.ones(B, T, dtype=torch.float64))
+
+
+def test_cross_attention_has_none() -> None:
+    layer = nn.TransformerDecoderLayer(D, H, 24, batch_first=True).eval()
+    recording = record(layer, maps=("alti",), layers="multihead_attn")
+    said = r"has no map 'alti'.*its queries are not among its keys"
+    with pytest.raises(ValueError, match=said), recording:
+        layer(normal(B, T, D).float(), normal(B, S, D).float())

@@ -1,0 +1,178 @@
+"""ALTI: how near each token's vector comes to what the layer makes.
+
+Symbols: B batch, H query heads, G key/value heads, T queries, S keys, d_v head size of value, D
+model size; y_i the layer's output for token i, y_ij what comes of it from token j: through heads
+and out-projection, with the residual on the diagonal, and through the norm after it.
+Source: J. Ferrando, G. I. Gállego, M. R. Costa-jussà, "Measuring the Mixing of Contextual
+Information in the Transformer", EMNLP 2022, equations 8 and 9.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ikattn._memory import takes_memory_for
+from ikattn.analysis.contributions import NormStats
+
+__all__ = ["alti"]
+
+MOST_ELEMENTS = 1 << 24  # of [keys, T, D], held at a time
+
+
+@takes_memory_for("the ALTI map")
+def alti(
+    attn_weights: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    output: Tensor,
+    *,
+    residual: Tensor,
+    norm: NormStats | None = None,
+    output_norm: NormStats | None = None,
+    distance: Literal["l1", "l2"] = "l1",
+    query_padding: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    diagonal: int = 0,
+) -> Tensor:
+    r"""What each token contributes to a layer's output, by how much nearer it brings it.
+
+    .. math::
+        c_{ij} = \frac{\max(0, |y_i| - |y_i - y_{ij}|)}
+                      {\sum_k \max(0, |y_i| - |y_i - y_{ik}|)}
+
+    A vector that points away from the output counts nothing, however long it is: that is the
+    difference to norms of vectors (``ikattn.contributions``). Biases belong to no token, but they
+    are part of the output. Time O(B T S H D); [T, S, D] is made for some keys at a time.
+
+    Args:
+        attn_weights: ``[B, H, T, S]``.
+        value: ``[B, G, S, d_v]``, the value projection's bias included.
+        out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
+        output: ``[B, T, D]``, y: what the layer made, after ``norm`` where there is one, biases
+            included.
+        residual: ``[B, T, D]``, what is added to the attention's output.
+        norm: The normalisation after the residual sum.
+        output_norm: A normalisation between out-projection and residual sum.
+        distance: "l1", which the paper takes, or "l2".
+        query_padding: bool ``[B, T]``, True = padding, whose rows are 0.
+        key_padding: bool ``[B, S]``, likewise for columns.
+        diagonal: The token of query i is that of key ``i + diagonal``.
+
+    Returns:
+        ``[B, T, S]``, rows add up to 1; 0 where a pair is hidden, and a row of zeros where no token
+        brings the output nearer. float64 where value is, otherwise float32.
+
+    Raises:
+        ValueError: Another distance, or shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.analysis import alti
+        >>> x, weights = torch.randn(1, 5, 16), torch.rand(1, 4, 5, 5).softmax(-1)
+        >>> value = torch.randn(1, 4, 5, 4)
+        >>> made = x + (weights @ value).transpose(1, 2).flatten(2)
+        >>> map_ = alti(weights, value, torch.eye(16), made, residual=x)
+        >>> torch.allclose(map_.sum(-1), torch.ones(1, 5))
+        True
+    """
+    if distance not in ("l1", "l2"):
+        raise ValueError(f'alti: distance must be "l1" or "l2", got {distance!r}')
+    _check_shapes(attn_weights, value, out_proj_weight, output, residual)
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    weights = attn_weights.to(dtype)
+    is_hidden = (weights == 0).all(1)  # [B, T, S]
+    output, residual = output.to(dtype), residual.to(dtype)
+    heads = _vectors(value.to(dtype), out_proj_weight.to(dtype), weights)
+    # Of what comes through the heads, the divisors of norms, [B, T]: they are the queries'.
+    divisor: Tensor | float = 1.0
+    for stats in (output_norm, norm):
+        if stats is not None:
+            heads = _through(heads, stats)
+            divisor = divisor * stats.scale.to(dtype)
+    if norm is not None:
+        residual = _through(residual, norm) / norm.scale.to(dtype).unsqueeze(-1)
+    if isinstance(divisor, Tensor):
+        weights = weights / divisor[:, None, :, None]
+    order = 1 if distance == "l1" else 2
+    off = _distances(weights, heads, output, residual, diagonal, order)
+    nearer = (torch.linalg.vector_norm(output, order, -1).unsqueeze(-1) - off).clamp_min(0)
+    own = torch.ones_like(is_hidden).tril(diagonal).triu(diagonal)
+    nearer = nearer.masked_fill(is_hidden & ~own, 0)
+    if query_padding is not None:
+        nearer = nearer.masked_fill(query_padding.unsqueeze(-1), 0)
+    if key_padding is not None:
+        nearer = nearer.masked_fill(key_padding.unsqueeze(-2), 0)
+    total = nearer.sum(-1, keepdim=True)
+    shares: Tensor = nearer / torch.where(total == 0, 1, total)
+    return shares
+
+
+def _check_shapes(
+    attn_weights: Tensor, value: Tensor, out_proj_weight: Tensor, output: Tensor, residual: Tensor
+) -> None:
+    if attn_weights.dim() != 4 or value.dim() != 4:
+        raise ValueError(
+            f"alti: attn_weights must be [B, H, T, S] and value [B, G, S, d_v], got "
+            f"{list(attn_weights.shape)} and {list(value.shape)}"
+        )
+    B, H, T, S = attn_weights.shape
+    if value.shape[0] != B or value.shape[2] != S or H % max(value.shape[1], 1) != 0:
+        raise ValueError(
+            f"alti: value must be [{B}, G, {S}, d_v] where G divides {H}, got {list(value.shape)}"
+        )
+    if out_proj_weight.dim() != 2 or out_proj_weight.shape[1] != H * value.shape[3]:
+        raise ValueError(
+            f"alti: out_proj_weight must be [D, {H * value.shape[3]}], got "
+            f"{list(out_proj_weight.shape)}"
+        )
+    D = out_proj_weight.shape[0]
+    for name, x in (("output", output), ("residual", residual)):
+        if x.shape != (B, T, D):
+            raise ValueError(f"alti: {name} must be [{B}, {T}, {D}], got {list(x.shape)}")
+
+
+def _vectors(value: Tensor, out_proj_weight: Tensor, weights: Tensor) -> Tensor:
+    """What heads take from tokens, [B, S, H, D]; zeros of those that no query looks at."""
+    H, groups, d_v = weights.size(1), weights.size(1) // value.size(1), value.size(-1)
+    counts = (weights != 0).any(-2)  # [B, H, S]; others may hold NaN
+    value = value.repeat_interleave(groups, 1).masked_fill(~counts.unsqueeze(-1), 0)
+    by_head = out_proj_weight.unflatten(1, (H, d_v)).permute(1, 2, 0)  # [H, d_v, D]
+    vectors: Tensor = (value @ by_head).transpose(1, 2)
+    return vectors
+
+
+def _through(x: Tensor, stats: NormStats) -> Tensor:
+    """A norm as the linear map it is, but for its divisor."""
+    if stats.centered:
+        x = x - x.mean(-1, keepdim=True)
+    return x * stats.weight.to(x.dtype)
+
+
+def _distances(
+    weights: Tensor, heads: Tensor, output: Tensor, residual: Tensor, diagonal: int, order: int
+) -> Tensor:
+    """``|y_i - y_ij|``, [B, T, S].
+
+    Args:
+        weights: [B, H, T, S].
+        heads: [B, S, H, D].
+        output: [B, T, D].
+        residual: [B, T, D].
+        diagonal: The token of query i is that of key ``i + diagonal``.
+        order: Of the norm.
+    """
+    B, _, T, S = weights.shape
+    each = max(1, MOST_ELEMENTS // max(1, B * T * output.size(-1)))
+    by_key = weights.permute(0, 3, 2, 1)  # [B, S, T, H]
+    columns = []
+    for first in range(0, S, each):
+        end = min(first + each, S)
+        rest = output.unsqueeze(1) - by_key[:, first:end] @ heads[:, first:end]
+        keys = torch.arange(max(first, diagonal), min(end, T + diagonal), device=output.device)
+        own = torch.zeros_like(rest)
+        own[:, keys - first, keys - diagonal] = residual[:, keys - diagonal]
+        columns.append(torch.linalg.vector_norm(rest - own, order, -1))
+    return torch.cat(columns, 1).mT if columns else output.new_zeros(B, T, 0)
