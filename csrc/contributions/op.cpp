@@ -54,6 +54,9 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("contribution_maps" IKATTN_GIVEN_ARGUMENTS, tags);
   m.def("streamed_contribution_maps" IKATTN_STREAMED_ARGUMENTS, tags);
   m.def("contribution_maps_backward" IKATTN_BACKWARD_ARGUMENTS, tags);
+  m.def(
+      "alti_distances(Tensor weights, Tensor heads, Tensor output, Tensor residual, int diagonal, "
+      "bool is_squared) -> Tensor");
   m.def("check_contribution_maps" IKATTN_GIVEN_ARGUMENTS, tags);
   m.def("check_streamed_contribution_maps" IKATTN_STREAMED_ARGUMENTS, tags);
   m.def("check_contribution_maps_backward" IKATTN_BACKWARD_ARGUMENTS, tags);

@@ -64,6 +64,18 @@ struct PairGradientParams : PairParams {
   double* outer[3] = {nullptr, nullptr, nullptr};
 };
 
+// distances[b][i][j] = |y_i - y_ij|, or its square in the Euclidean norm, of y_ij = sum_h a_ij^h
+// F_h(x_j), and the residual of query i where j is i + diagonal. Contiguous, of the compute type.
+struct DistanceParams {
+  int64_t B = 0, H = 0, T = 0, S = 0, D = 0, diagonal = 0;
+  bool is_squared = false;
+  const void* weights = nullptr;   // [B, H, T, S]
+  const void* heads = nullptr;     // [B, S, H, D]
+  const void* output = nullptr;    // [B, T, D]
+  const void* residual = nullptr;  // [B, T, D]
+  void* distances = nullptr;       // [B, T, S]
+};
+
 // c = a b, or c += a b, of outer x inner matrices. Arrays [outer, inner, rows, columns].
 struct ProductParams {
   struct Sizes {

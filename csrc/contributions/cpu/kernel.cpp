@@ -1,6 +1,7 @@
 // Compiled once per instruction set, with IKATTN_ISA naming it. Includes no torch header.
 #include "contributions/cpu/kernel.h"
 
+#include "contributions/cpu/distances.h"
 #include "contributions/cpu/factors.h"
 #include "contributions/cpu/pair_gradients.h"
 #include "contributions/cpu/pairs.h"
@@ -16,6 +17,7 @@ const ContributionKernels contribution_kernels = {
     pair_gradients,
     {multiply<float>, multiply<double>},
     value_norms,
+    {distances<float>, distances<double>},
 };
 
 }  // namespace ikattn::IKATTN_ISA

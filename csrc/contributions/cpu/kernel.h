@@ -13,6 +13,7 @@ struct ContributionKernels {
   void (*pair_gradients)(const PairGradientParams&, const Executor&);
   void (*multiply[2])(const ProductParams&, const Executor&);
   void (*value_norms)(const FactorsOfTokens&, const Array& grams, const Executor&);  // in float32
+  void (*distances[2])(const DistanceParams&, const Executor&);
 };
 
 // Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.

@@ -79,8 +79,44 @@ def test_alti_is_its_definition(
     assert ((expected > 0.05) & (expected < 0.95)).sum() > B * T
     found = alti(**given, distance=distance)
     torch.testing.assert_close(found, expected)
+    monkeypatch.setattr(_alti, "_has_kernel", lambda tensors: False)
+    torch.testing.assert_close(alti(**given, distance=distance), expected)
     monkeypatch.setattr(_alti, "MOST_ELEMENTS", 1)  # a key at a time
     torch.testing.assert_close(alti(**given, distance=distance), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 16, 33, 100])
+@pytest.mark.parametrize("distance", ["l1", "l2"])
+def test_rows_of_any_size(size: int, distance: Any, dtype: torch.dtype) -> None:
+    """Of more queries than a task of the kernel takes, with every remainder of vectors and rows."""
+    queries, keys, heads = 67, 70, 5
+    given = {
+        "attn_weights": normal(1, heads, queries, keys).softmax(-1),
+        "value": normal(1, heads, keys, D_V),
+        "out_proj_weight": normal(size, heads * D_V),
+        "output": normal(1, queries, size),
+        "residual": normal(1, queries, size, seed=1),
+    }
+    given = {name: x.to(dtype) for name, x in given.items()}
+    found = alti(**given, distance=distance, diagonal=3)  # type: ignore[arg-type]
+    wide = {name: x.double().requires_grad_() for name, x in given.items()}  # composed
+    expected = alti(**wide, distance=distance, diagonal=3).detach()  # type: ignore[arg-type]
+    assert expected.any()
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-11
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    given = {name: x.float() if isinstance(x, Tensor) else x for name, x in arguments().items()}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = alti(**given)
+        torch.set_num_threads(3)
+        assert torch.equal(alti(**given), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_half_precision_and_padding() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
 from ikattn.analysis.contributions import NormStats
@@ -85,13 +85,15 @@ def alti(
     weights = attn_weights.to(dtype)
     is_hidden = (weights == 0).all(1)  # [B, T, S]
     output, residual = output.to(dtype), residual.to(dtype)
-    heads = _vectors(value.to(dtype), out_proj_weight.to(dtype), weights)
-    # Of what comes through the heads, the divisors of norms, [B, T]: they are the queries'.
+    d_v = value.size(-1)
+    by_head = out_proj_weight.to(dtype).unflatten(1, (-1, d_v)).permute(1, 2, 0)  # [H, d_v, D]
+    # A norm is a linear map of the vectors, and a divisor of each query's, [B, T].
     divisor: Tensor | float = 1.0
     for stats in (output_norm, norm):
         if stats is not None:
-            heads = _through(heads, stats)
+            by_head = _through(by_head, stats)
             divisor = divisor * stats.scale.to(dtype)
+    heads = _vectors(value.to(dtype), by_head, weights)
     if norm is not None:
         residual = _through(residual, norm) / norm.scale.to(dtype).unsqueeze(-1)
     if isinstance(divisor, Tensor):
@@ -134,12 +136,17 @@ def _check_shapes(
             raise ValueError(f"alti: {name} must be [{B}, {T}, {D}], got {list(x.shape)}")
 
 
-def _vectors(value: Tensor, out_proj_weight: Tensor, weights: Tensor) -> Tensor:
-    """What heads take from tokens, [B, S, H, D]; zeros of those that no query looks at."""
-    H, groups, d_v = weights.size(1), weights.size(1) // value.size(1), value.size(-1)
+def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
+    """What heads take from tokens, [B, S, H, D]; zeros of those that no query looks at.
+
+    Args:
+        value: [B, G, S, d_v].
+        by_head: The out-projection, [H, d_v, D].
+        weights: [B, H, T, S].
+    """
     counts = (weights != 0).any(-2)  # [B, H, S]; others may hold NaN
-    value = value.repeat_interleave(groups, 1).masked_fill(~counts.unsqueeze(-1), 0)
-    by_head = out_proj_weight.unflatten(1, (H, d_v)).permute(1, 2, 0)  # [H, d_v, D]
+    value = value.repeat_interleave(weights.size(1) // value.size(1), 1)
+    value = value.masked_fill(~counts.unsqueeze(-1), 0)
     vectors: Tensor = (value @ by_head).transpose(1, 2)
     return vectors
 
@@ -149,6 +156,15 @@ def _through(x: Tensor, stats: NormStats) -> Tensor:
     if stats.centered:
         x = x - x.mean(-1, keepdim=True)
     return x * stats.weight.to(x.dtype)
+
+
+def _has_kernel(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether plain tensors on the CPU, without gradients, are all there is."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    is_differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    is_plain = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+    return is_plain and not is_differentiable
 
 
 def _distances(
@@ -164,6 +180,10 @@ def _distances(
         diagonal: The token of query i is that of key ``i + diagonal``.
         order: Of the norm.
     """
+    tensors = (weights, heads, output, residual)
+    if _has_kernel(tensors):
+        found: Tensor = torch.ops.ikattn.alti_distances(*tensors, diagonal, order == 2)
+        return found.sqrt() if order == 2 else found
     B, _, T, S = weights.shape
     each = max(1, MOST_ELEMENTS // max(1, B * T * output.size(-1)))
     by_key = weights.permute(0, 3, 2, 1)  # [B, S, T, H]
@@ -172,7 +192,6 @@ def _distances(
         end = min(first + each, S)
         rest = output.unsqueeze(1) - by_key[:, first:end] @ heads[:, first:end]
         keys = torch.arange(max(first, diagonal), min(end, T + diagonal), device=output.device)
-        own = torch.zeros_like(rest)
-        own[:, keys - first, keys - diagonal] = residual[:, keys - diagonal]
-        columns.append(torch.linalg.vector_norm(rest - own, order, -1))
+        rest[:, keys - first, keys - diagonal] -= residual[:, keys - diagonal]
+        columns.append(torch.linalg.vector_norm(rest, order, -1))
     return torch.cat(columns, 1).mT if columns else output.new_zeros(B, T, 0)
