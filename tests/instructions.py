@@ -87,7 +87,7 @@ def plan() -> list[Run]:
 
 
 def files_with_such_tests() -> list[str]:
-    marked = [path for path in TESTS.glob("test_*.py") if "mark.operators" in path.read_text()]
+    marked = [path for path in TESTS.rglob("test_*.py") if "mark.operators" in path.read_text()]
     return sorted(str(path) for path in marked)
 
 

@@ -85,6 +85,7 @@ def test_alti_is_its_definition(
     torch.testing.assert_close(alti(**given, distance=distance), expected)
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 16, 33, 100])
 @pytest.mark.parametrize("distance", ["l1", "l2"])
@@ -191,3 +192,20 @@ def test_cross_attention_has_none() -> None:
     said = r"has no map 'alti'.*its queries are not among its keys"
     with pytest.raises(ValueError, match=said), recording:
         layer(normal(B, T, D).float(), normal(B, S, D).float())
+
+
+def test_the_operator_names_what_does_not_fit() -> None:
+    weights, heads = normal(B, H, T, S), normal(B, S, H, D)
+    output, residual = normal(B, T, D), normal(B, T, D)
+    distances = torch.ops.ikattn.alti_distances
+    assert distances(weights, heads, output, residual, 0, False).shape == (B, T, S)
+    assert distances(weights[:0], heads[:0], output[:0], residual[:0], 0, True).shape == (0, T, S)
+    for bad in (
+        (weights.float(), heads, output, residual),
+        (weights, heads[..., :1], output, residual),
+        (weights[0], heads, output, residual),
+        (weights.half(), heads.half(), output.half(), residual.half()),
+        (weights, heads, output, residual[:, :1]),
+    ):
+        with pytest.raises(RuntimeError, match=r"alti_distances: .* got \["):
+            distances(*bad, 0, False)
