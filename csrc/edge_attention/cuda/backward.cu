@@ -8,7 +8,7 @@ namespace {
 
 // sum_e weight_e grad_weights_e of a target and head; one warp's, whatever the length of the row.
 template <typename T>
-__global__ void __launch_bounds__(kRowWarps * 32)
+__global__ void __launch_bounds__(kRowWarps * 32, kRowBlocks)
     mean_kernel(EdgeQueryGradientParams<T> p, double* mean) {
   const int64_t index = warp_number(), i = index / p.H, h = index % p.H;
   if (i >= p.N_q) return;

@@ -18,6 +18,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kRowWarps = 4;
+constexpr int kRowBlocks = 7;  // of a multiprocessor, at least
 // A row of more edges is cut at the multiples of this, in the order of all edges.
 constexpr int64_t kPieceEdges = 1024;
 
@@ -72,7 +73,7 @@ __device__ __forceinline__ int64_t warp_number() {
 }
 
 template <typename T, typename Op>
-__global__ void __launch_bounds__(kRowWarps * 32) short_rows_kernel(Op op) {
+__global__ void __launch_bounds__(kRowWarps * 32, kRowBlocks) short_rows_kernel(Op op) {
   const int64_t index = warp_number(), row = index / op.H, h = index % op.H;
   if (row >= op.rows.count) return;
   const int64_t begin = op.rows.ends[row], end = op.rows.ends[row + 1];
@@ -98,7 +99,7 @@ __device__ __forceinline__ int64_t row_of(const Rows& rows, int64_t e) {
 }
 
 template <typename T, typename Op>
-__global__ void __launch_bounds__(kRowWarps * 32)
+__global__ void __launch_bounds__(kRowWarps * 32, kRowBlocks)
     pieces_kernel(Op op, double* numbers, T* values, int64_t width) {
   const int64_t index = warp_number(), h = index % op.H, which = index / op.H % 2;
   const int64_t first = index / op.H / 2 * kPieceEdges;
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kRowWarps * 32)
 
 // A long row is merged by the warp of the first cut in it.
 template <typename T, typename Op>
-__global__ void __launch_bounds__(kRowWarps * 32)
+__global__ void __launch_bounds__(kRowWarps * 32, kRowBlocks)
     long_rows_kernel(Op op, double* numbers, T* values, int64_t width) {
   const int64_t index = warp_number(), h = index % op.H, cut = index / op.H * kPieceEdges;
   if (cut >= op.rows.E) return;

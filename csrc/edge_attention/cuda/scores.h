@@ -57,6 +57,7 @@ __device__ __forceinline__ void edge_products(T (&products)[kTurns], const T* a,
                                               const EdgeLane& at) {
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) products[turn] = 0;
+#pragma unroll 1
   for (int64_t c = at.first; c < count; c += kEdgeLanes * kWidth) {
     const Columns<T, kWidth> left(a + c);
 #pragma unroll
@@ -82,10 +83,12 @@ template <int kWidth, typename T, typename RowOf>
 __device__ __forceinline__ void add_rows(int64_t begin, int64_t end, int64_t count, T* to, int lane,
                                          const RowOf& row_of) {
   const EdgeLane at(lane, kWidth);
+#pragma unroll 1
   for (int64_t base = 0; base < count; base += kEdgeLanes * kWidth) {
     const int64_t c = base + at.first;
     const bool has_columns = c < count;
     T sums[kWidth] = {};
+#pragma unroll 1
     for (int64_t first = begin; has_columns && first < end; first += kEdgeStep) {
       ScaledRow<T> scaled[kTurns];
 #pragma unroll

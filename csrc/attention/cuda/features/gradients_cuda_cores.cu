@@ -163,7 +163,7 @@ template <typename T>
 const char* side_gradients(const FeatureSource& source, const Array& grad_phi, const Array& grad_x,
                            T* grad_w1, T* grad_w2, const Magnitude<T>& magnitude,
                            const DeviceExecutor& executor) {
-  if (is_narrow(source)) {
+  if (is_narrow<T>(source)) {
     return narrow_gradients(source, grad_phi, grad_x, grad_w1, grad_w2, magnitude, executor);
   }
   const int64_t count = source.B * source.heads * source.N * source.M;

@@ -1,5 +1,5 @@
 // Gradients of features, back to tokens and frequencies, on CUDA cores, in one pass over the
-// angles: of at most 32 dimensions and 64 frequencies, as nodes of graphs have.
+// angles: of at most 32 dimensions (float64: 16) and 64 frequencies, as nodes of graphs have.
 #include "attention/cuda/features/angles.h"
 #include "attention/cuda/features/frequency_parts.h"
 #include "attention/cuda/features/gradients.h"
@@ -32,7 +32,7 @@ struct NarrowLayout {
 // What a block adds up: a share of the tokens. kD: dimensions, or more.
 //   out [B, heads, N, d], or absent; parts without memory: frequencies' gradients are not wanted
 template <typename T, int kD>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 2)
     narrow_gradient_kernel(FeatureSource source, Array grad_phi, Array out, FrequencyParts<T> parts,
                            Magnitude<T> magnitude) {
   const NarrowLayout<T, kD> layout(source.M);
@@ -187,7 +187,11 @@ const char* queue_narrow(const FeatureSource& source, const Array& grad_phi, con
 
 }  // namespace
 
-bool is_narrow(const FeatureSource& source) { return source.d <= 32 && source.M <= 64; }
+template <typename T>
+bool is_narrow(const FeatureSource& source) {
+  constexpr int64_t kMost = sizeof(T) == 8 ? 16 : 32;  // a thread holds two sums of each
+  return source.d <= kMost && source.M <= 64;
+}
 
 template <typename T>
 const char* narrow_gradients(const FeatureSource& source, const Array& grad_phi,
@@ -195,15 +199,17 @@ const char* narrow_gradients(const FeatureSource& source, const Array& grad_phi,
                              const Magnitude<T>& magnitude, const DeviceExecutor& executor) {
   const bool wants_frequencies = grad_w1 != nullptr || grad_w2 != nullptr;
   const FrequencyParts<T> parts(source, 1024, wants_frequencies ? &executor : nullptr);
+  constexpr int kMost = sizeof(T) == 8 ? 16 : 32;
   const auto queue = source.d <= 8    ? queue_narrow<T, 8>
                      : source.d <= 16 ? queue_narrow<T, 16>
-                                      : queue_narrow<T, 32>;
+                                      : queue_narrow<T, kMost>;
   const char* error = queue(source, grad_phi, grad_x, parts, magnitude, executor.stream);
   if (error != nullptr || !wants_frequencies) return error;
   return add_frequency_parts(source, parts, grad_w1, grad_w2, executor.stream);
 }
 
 #define IKATTN_INSTANTIATE(T)                                                                    \
+  template bool is_narrow<T>(const FeatureSource&);                                              \
   template const char* narrow_gradients<T>(const FeatureSource&, const Array&, const Array&, T*, \
                                            T*, const Magnitude<T>&, const DeviceExecutor&);
 IKATTN_INSTANTIATE(float)

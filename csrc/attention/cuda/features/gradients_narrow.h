@@ -6,6 +6,7 @@
 
 namespace ikattn::cuda {
 
+template <typename T>
 bool is_narrow(const FeatureSource& source);
 
 // Of a source that is narrow: grad_phi [B, heads, N, 2M] -> grad_x, if it is there, and (+=) the
