@@ -190,7 +190,8 @@ def test_all_maps_are_those_that_each_layer_has() -> None:
             made = {one for one in one_by_one if getattr(found, one) is not None}
             assert made == {*one_by_one[:5], *of_block}
             assert set(found.mixing_ratio) == set(of_block)
-        assert {*recording.maps} == {*made, "mixing_ratio"}
+            assert found.alti is not None
+        assert {*recording.maps} == {*made, "mixing_ratio", "alti"}
     message = r"no map 'encoder': .* maps='all' takes of each layer"
     with pytest.raises(ValueError, match=message), record(model, maps=("all", "encoder")):
         pass

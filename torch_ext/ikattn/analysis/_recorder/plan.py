@@ -18,7 +18,7 @@ from ikattn.analysis._recorder.attention_call import (
     why_undefined,
 )
 from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.resolvers import find_attention
+from ikattn.analysis._recorder.resolvers import Site, find_attention
 from ikattn.analysis._recorder.torch_attention import out_projection_of
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
@@ -89,8 +89,11 @@ class Plan:
 
 def plan_layers(
     model: nn.Module, asked: Asked, layers: Selection | None, *, may_be_none: bool = False
-) -> list[Plan]:
+) -> tuple[list[Plan], list[str]]:
     """What to record of each selected layer; with may_be_none there need not be any.
+
+    Returns:
+        The plans, and where all layers are recorded the names of attention that no recording sees.
 
     Raises:
         ValueError: There is none, none is selected, or one has not the maps that were asked for.
@@ -98,8 +101,9 @@ def plan_layers(
         TypeError: The out-projection of an nn.MultiheadAttention holds no plain tensors.
     """
     sites = find_attention(model)
+    unseen = left_out(model, sites) if layers is None else []
     if not sites and may_be_none:
-        return []
+        return [], unseen
     if not sites:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
@@ -107,8 +111,7 @@ def plan_layers(
             "calls transformers' AttentionInterface or F.scaled_dot_product_attention, or GATConv, "
             f"GATv2Conv and TransformerConv; there is none in {', '.join(kinds)}"
         )
-    unseen = left_out(model)
-    if unseen and layers is None:
+    if unseen:
         warnings.warn(
             f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
             "are no nn.MultiheadAttention and call neither transformers' AttentionInterface nor "
@@ -129,12 +132,12 @@ def plan_layers(
     if not plans and not may_be_none:
         names = ", ".join(site.name for site in sites)
         raise ValueError(f"record: layers={layers!r} selects none of {names}")
-    return plans
+    return plans, unseen
 
 
-def left_out(model: nn.Module) -> list[str]:
+def left_out(model: nn.Module, sites: Iterable[Site]) -> list[str]:
     """Names of attention in the model that no recording sees."""
-    return unseen_attention(model, (site.module for site in find_attention(model)))
+    return unseen_attention(model, (site.module for site in sites))
 
 
 def asked_maps(maps: Iterable[str] | None) -> Asked:

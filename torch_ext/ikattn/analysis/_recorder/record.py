@@ -11,7 +11,7 @@ from torch import nn
 
 from ikattn.analysis._recorder.attention_call import ALL_MAPS
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
-from ikattn.analysis._recorder.plan import asked_maps, describe, left_out, plan_layers
+from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, Recorder
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
@@ -118,10 +118,10 @@ def record(
             f"{next(iter(graphs)) or 'the model'}: leave them out by layers=, or take "
             "recording.graphs"
         )
-    plans = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
+    plans, unseen = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
-    recording.left_out = tuple(left_out(model)) if layers is None else ()
+    recording.left_out = tuple(unseen)
     recorder = Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check)
     with contextlib.ExitStack() as stack:
         if any(_is_compiled(module) for module in model.modules()):

@@ -100,11 +100,8 @@ class Recorder:
         watched = list({model: None} | around)
         self._watched = set(watched)
         self._norms = {module for module in model.modules() if "Norm" in type(module).__name__}
-        near = {
-            module: None
-            for plan in plans
-            for module in (plan.ancestors[:3] or (plan.module,))[-1].modules()
-        }
+        roots = dict.fromkeys((plan.ancestors[:3] or (plan.module,))[-1] for plan in plans)
+        near = {module: None for root in roots for module in root.modules()}
         for module in {**dict.fromkeys(watched), **near}:
             hook = module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
             self._handles.append(hook)
