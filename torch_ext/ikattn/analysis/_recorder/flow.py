@@ -87,8 +87,21 @@ def see(x: Tensor) -> Seen:
     return Seen(x, rows_of(x), -1 if x.is_inference() else x._version)
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
-    """How far two rows are apart over what rounding in that type allows; NaN where both are NaN."""
+def close(
+    found: Tensor, expected: Tensor, dtype: torch.dtype, where: Tensor | None = None
+) -> float:
+    """How far rows are apart over what rounding in that type allows; NaN where both are NaN.
+
+    Args:
+        found: ``[.., D]``.
+        expected: ``[.., D]``.
+        dtype: In which they were computed.
+        where: bool ``[..]``, the rows that count; without any it is 0. Of a GPU the host waits for
+            the answer alone, not for which they are.
+    """
+    if where is not None:
+        left_out = ~where.unsqueeze(-1)
+        found, expected = found.masked_fill(left_out, 0), expected.masked_fill(left_out, 0)
     size = torch.maximum(found.abs().amax(), expected.abs().amax()).clamp_min(1e-30)
     return float((found - expected).abs().amax() / size) / TOLERANCES.get(dtype, 1e-1)
 
@@ -130,18 +143,19 @@ def find_sum(
     rest = total - before[:, None] - added  # [C, V, 2, D]
     size = (before.abs()[:, None] + added.abs()).amax(-1) + total.abs().amax(-1)
     fits = _fits(rest, size, y.dtype)
-    found = [candidate for candidate, row in enumerate(fits.any(1).tolist()) if row]
+    fitting = fits.tolist()
+    found = [candidate for candidate, row in enumerate(fitting) if any(row)]
     if found:
-        variant = int(fits[found[0]].to(torch.uint8).argmax())
+        variant = fitting[found[0]].index(True)
         own = before[found[0]].nan_to_num(0.0)
         is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
         return Sum(residuals[found[0]], variant, is_alone=is_alone)
     if others:
         branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]
         fits = _fits(rest[:, :, None] - branches, size[:, :, None], y.dtype).any(2)  # [C, V]
-        for candidate, row in enumerate(fits.any(1).tolist()):
-            if row:
-                return Sum(residuals[candidate], int(fits[candidate].to(torch.uint8).argmax()))
+        for candidate, row in enumerate(fits.tolist()):
+            if any(row):
+                return Sum(residuals[candidate], row.index(True))
     return _find_scaled(x, y, total, before, variants[0].to(total.dtype), residuals)
 
 
