@@ -69,7 +69,7 @@ def test_calls_on_a_gpu_without_kernels_are_refused() -> None:
     names = {s.name.removeprefix("ikattn::") for s in schemas if has_kernel(s.name, "CPU")}
     assert arguments.keys() <= names
     # those that are composed of torch's own operators anywhere but on the CPU
-    composed = "attention_from_features", "edge_attention_from_features"
+    composed = "attention_from_features", "edge_attention_from_features", "alti_distances"
     names -= {*composed, "edge_query_gradients", "edge_key_gradients"}
     for name in names:
         assert has_kernel(f"ikattn::{name}", "CUDA"), name
