@@ -45,7 +45,8 @@ def alti(
 
     A vector that points away from the output counts nothing, however long it is: that is the
     difference to norms of vectors (``ikattn.contributions``). Biases belong to no token, but they
-    are part of the output. Time O(B T S H D); [T, S, D] is made for some keys at a time.
+    are part of the output. Time O(B T S H D), memory O(B S H D) for the vectors of heads; those of
+    pairs, ``[T, S, D]``, are made for some keys at a time.
 
     Args:
         attn_weights: ``[B, H, T, S]``.
