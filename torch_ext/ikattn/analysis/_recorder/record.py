@@ -12,14 +12,14 @@ from torch import nn
 from ikattn.analysis._recorder.attention_call import ALL_MAPS
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
 from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
-from ikattn.analysis._recorder.recorder import OnLayer, Recorder
+from ikattn.analysis._recorder.recorder import OnLayer, OnRun, Recorder
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
 from ikattn.nn.selection import Selection
 
-__all__ = ["record"]
+__all__ = ["as_written", "record", "recorded"]
 
 
 @contextlib.contextmanager
@@ -107,6 +107,25 @@ def record(
         >>> recording["layers.0.self_attn"].with_norm.shape
         torch.Size([3, 5, 5])
     """
+    with recorded(
+        model, maps, layers=layers, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check
+    ) as recording:
+        yield recording
+
+
+@contextlib.contextmanager
+def recorded(
+    model: nn.Module,
+    maps: Iterable[str] | None,
+    *,
+    layers: Selection | None = None,
+    to_cpu: bool = True,
+    detach: bool = True,
+    on_layer: OnLayer | None = None,
+    check: Literal["rows", "all"] = "rows",
+    on_run: OnRun | None = None,
+) -> Iterator[Recording]:
+    """``record``, which also tells ``on_run`` of each run of attention when its maps are made."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
     if check not in ("rows", "all"):
@@ -122,11 +141,11 @@ def record(
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
     recording.left_out = tuple(unseen)
-    recorder = Recorder(recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check)
+    recorder = Recorder(
+        recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check, on_run=on_run
+    )
     with contextlib.ExitStack() as stack:
-        if any(_is_compiled(module) for module in model.modules()):
-            # a graph compiled before the block would run without its hooks
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(as_written(model))
         on_interface = {plan.module: plan for plan in plans if plan.seen_by == "interface"}
         if on_interface:
 
@@ -143,6 +162,16 @@ def record(
             stack.callback(of_graphs.remove_hooks)
             of_graphs.add_hooks(model, graphs)
         yield recording
+
+
+@contextlib.contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """What torch.compile made runs as written: its graphs have no hooks and no modes."""
+    if not any(_is_compiled(module) for module in model.modules()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _is_compiled(module: nn.Module) -> bool:

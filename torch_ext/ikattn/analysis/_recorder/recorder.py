@@ -52,9 +52,10 @@ from ikattn.analysis.maps import Layer
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
 
-__all__ = ["OnLayer", "Recorder"]
+__all__ = ["OnLayer", "OnRun", "Recorder"]
 
 OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
+OnRun: TypeAlias = Callable[[Run], None]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 
@@ -70,11 +71,13 @@ class Recorder:
         detach: bool,
         on_layer: OnLayer | None,
         check: Literal["rows", "all"],
+        on_run: OnRun | None = None,
     ) -> None:
         self._recording = recording
         self._to_cpu = to_cpu
         self._detach = detach
         self._on_layer = on_layer
+        self._on_run = on_run
         self._checks_all = check == "all"
         self._transfers = Transfers()
         self._handles: list[RemovableHandle] = []
@@ -673,6 +676,8 @@ class Recorder:
             else:
                 run.around.residual = None
             run.maps = self._make_maps(run, plan.maps(attention.kind, run.why_no_block))
+        if self._on_run is not None:
+            self._on_run(run)
         layer = Layer(
             run.name,
             attention.kind,
