@@ -9,6 +9,7 @@ from ikattn import analysis, conversion, integrations, nn, ops, reference, spect
 from ikattn._info import info
 from ikattn.analysis import (
     Contributions,
+    attribute,
     contributions,
     edge_contributions,
     load_maps,
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "analysis",
     "attention_from_features",
+    "attribute",
     "calibrate",
     "contributions",
     "conversion",

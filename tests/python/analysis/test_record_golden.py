@@ -1,4 +1,4 @@
-"""The numbers of the authors' own code for whole models, through ``ikattn.record``.
+"""The numbers of the authors' own code for whole models.
 
 Arrays and models are not part of the repository; where they are absent the tests are skipped.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close
-from ikattn.analysis import Recording, _alti, record, rollout
+from ikattn.analysis import Recording, _alti, decomposed_norms, record, rollout
 from ikattn.analysis.contributions import contributions
 from samples import name_of
 
@@ -24,6 +24,7 @@ FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 CASES = sorted(path.stem for path in (FOLDER / "bert_inputs").glob("[tm]i*_*.npz"))
 CASES = [case for case in CASES if case != "tiny_model"]
 ALTI_CASES = sorted(path.stem for path in (FOLDER / "alti").glob("*.npz"))
+DECOMPX_CASES = sorted(path.stem for path in (FOLDER / "decompx").glob("*.npz"))
 CROSS_CASES = sorted((FOLDER / "kobayashi2020_fairseq").glob("*.npz"))
 # What the authors' cross-attention loses to its softmax, which is float32 in float64 too.
 FLOAT32_SOFTMAX = 2e-7
@@ -211,3 +212,25 @@ def test_alti_is_the_authors(
     expected = torch.from_numpy(arrays["mix_ours"])
     mixed = rollout(recording, map="alti", all_layers=True)[:, 0]
     assert_close(mixed[-len(expected) :], expected, tolerance, "mix_ours")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", DECOMPX_CASES)
+@both_types
+def test_decompx_is_the_authors(
+    case: str, dtype: torch.dtype, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    model: Any = minilm(dtype, monkeypatch) if case.startswith("minilm") else tiny_bert(dtype)
+    model.set_attn_implementation(implementation)
+    arrays = golden("decompx", case)
+    names = ("input_ids", "attention_mask")
+    inputs = {name: torch.from_numpy(arrays[name]) for name in names}
+    padding = inputs["attention_mask"] == 0
+    for biases, name in (("none", "nobias_vector"), ("absdot", "full_vector")):
+        found = decomposed_norms(model, inputs, biases=biases, sources=4)
+        assert found.dtype == dtype
+        found = found.masked_fill(padding[None, :, :, None], 0)
+        expected = without_padding(arrays[f"{name}_aggregated"], padding, (2,))
+        # they add 1e-12 to what they divide by
+        assert_close(found, expected, TOLERANCE[dtype], name)

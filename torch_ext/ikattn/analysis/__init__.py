@@ -15,6 +15,15 @@ from ikattn.analysis.alignment import (
     word_alignment,
     words_of_subwords,
 )
+from ikattn.analysis.attribution import (
+    Attribution,
+    Estimate,
+    Faithfulness,
+    attribute,
+    decomposed_norms,
+    estimate,
+    faithfulness,
+)
 from ikattn.analysis.contributions import (
     Contributions,
     NormStats,
@@ -39,11 +48,14 @@ from ikattn.analysis.through_layers import RankedToken, rank_tokens, rollout, to
 __all__ = [
     "AlignmentScores",
     "AttentionParts",
+    "Attribution",
     "Batch",
     "Contributions",
     "EdgeContributions",
     "EdgeMaps",
+    "Estimate",
     "Factors",
+    "Faithfulness",
     "GoldAlignments",
     "Layer",
     "LedgerShares",
@@ -55,8 +67,12 @@ __all__ = [
     "alignment_error_rate",
     "alignment_scores",
     "alti",
+    "attribute",
     "contributions",
+    "decomposed_norms",
     "edge_contributions",
+    "estimate",
+    "faithfulness",
     "head_mean",
     "layer_maps",
     "layer_mean",

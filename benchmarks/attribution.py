@@ -1,0 +1,84 @@
+"""Attribution against the model's forward pass: time and memory, random weights.
+
+    python benchmarks/attribution.py [--model bert|qwen] [--length 512] [--span 64] [--threads 1]
+
+BERT-base to a class's logit, or a decoder of Qwen2.5-0.5B's shape to a span of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+
+import ikattn
+
+
+def build(kind: str, length: int) -> Any:
+    torch.manual_seed(0)
+    if kind == "bert":
+        config: Any = transformers.BertConfig(max_position_embeddings=max(512, length))
+        return transformers.BertForSequenceClassification(config).eval()
+    config = transformers.Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("bert", "qwen"), default="bert")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--span", type=int, default=64, help="tokens of the answer, of a decoder")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", default="decompx,alti_logit,rollout:alti")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    model = build(given.model, given.length)
+    ids = torch.randint(5, 1000, (1, given.length))
+    target = slice(-given.span, None) if given.model == "qwen" else 1
+    options = {"logits_to_keep": given.span} if given.model == "qwen" else {}
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(ids, **options)
+
+    print("estimate:", ikattn.analysis.estimate(model, given.length, targets=given.span))
+    forward()
+    for method in given.methods.split(","):
+        if method == "alti_logit" and given.model == "bert":
+            continue
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ratios = []
+        for _ in range(given.rounds):
+            base = seconds(forward)
+            ratios.append(
+                seconds(partial(ikattn.attribute, model, ids, target, method=method)) / base
+            )
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(
+            f"{method}: {sorted(ratios)[len(ratios) // 2]:.2f} of a forward pass of {base:.2f} s, "
+            f"peak {after / 2**20:.2f} GiB, {max(0, after - before) / 2**20:.2f} more than before"
+        )
+
+
+if __name__ == "__main__":
+    main()

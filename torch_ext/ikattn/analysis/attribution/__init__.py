@@ -1,0 +1,17 @@
+"""From one layer to the whole model: what each token of the input adds to an answer."""
+
+from ikattn.analysis.attribution._attribute import attribute
+from ikattn.analysis.attribution.attribution import Attribution
+from ikattn.analysis.attribution.cost import Estimate, estimate
+from ikattn.analysis.attribution.decomposed import decomposed_norms
+from ikattn.analysis.attribution.faithfulness import Faithfulness, faithfulness
+
+__all__ = [
+    "Attribution",
+    "Estimate",
+    "Faithfulness",
+    "attribute",
+    "decomposed_norms",
+    "estimate",
+    "faithfulness",
+]

@@ -1,0 +1,411 @@
+"""Which tokens of the input made a number that the model gives.
+
+Sizes: B batch, S source tokens, n targets, T tokens that logits belong to, D model size, V logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ikattn._memory import takes_memory_for
+from ikattn.analysis._recorder.record import as_written, recorded
+from ikattn.analysis.attribution._alti_logit import Writings
+from ikattn.analysis.attribution._linear import Activation, LinearModel, activations_as_one
+from ikattn.analysis.attribution._model import (
+    called_linear,
+    checkpointed,
+    frozen_parameters,
+    last_hidden,
+    logits_of,
+    replaced,
+    stacks_of,
+    takes,
+)
+from ikattn.analysis.attribution._targets import (
+    Choice,
+    Target,
+    choose,
+    predicts_next,
+    with_answer,
+)
+from ikattn.analysis.attribution.attribution import Attribution
+from ikattn.analysis.attribution.cost import MUCH, activation_bytes
+from ikattn.analysis.through_layers import rollout
+
+__all__ = ["attribute"]
+
+_CALLER = "attribute"
+# How far parts may be from adding up, over the sum of their sizes: norms of models in float64
+# compute in float32.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@takes_memory_for("the attribution")
+def attribute(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | Tensor,
+    target: Target = None,
+    *,
+    method: str = "decompx",
+    against: int | None = None,
+    prompt_length: int | None = None,
+    each: bool = False,
+    activation: Activation = "slope",
+    tokenizer: Any = None,
+) -> Attribution:
+    r"""Which tokens of the input made a logit, or the logits of a span of text.
+
+    ``"decompx"`` (Modarressi et al., ACL 2023): with attention weights, divisors of norms and
+    slopes of activations fixed, the model is linear in the vectors x_j that enter its first block,
+    and a logit is a sum over tokens and biases,
+
+    .. math:: y = \sum_j \langle g_j, x_j \rangle + b.
+
+    g is the gradient of that linear map, so that one backward pass gives every token's part: no
+    vector of a pair of tokens is ever made. It works with any model whose attention can be found,
+    and with encoder-decoders, whose two inputs both have parts. Parts that do not add up to the
+    logit, because the model computes something that is not understood, are an error.
+
+    ``"alti_logit"`` (Ferrando et al., ACL 2023), for models whose blocks add to a residual stream:
+    what the attention of each layer writes into the logit directly, token by token, followed back
+    to the input by the rollout of ALTI's maps. It leaves out what feed-forward parts write.
+
+    ``"rollout:MAP"``, for example ``"rollout:encoder"`` or ``"rollout:alti"``: the rollout of a map
+    (:func:`ikattn.rollout`), the rows that the target reads. Says nothing of the logit's sign.
+
+    Args:
+        model: In eval mode; one of transformers, or any module. Its parameters' ``requires_grad``
+            is switched off during the call.
+        inputs: What it is called with, by name; a tensor: its only argument.
+        target: Of logits ``[B, V]``: a class, one for each sequence, or None for the predicted one.
+            Of a model that predicts the next token: a slice, a span of the tokens it was given (of
+            an encoder-decoder: of the decoder's), counted without padding; ``"answer"``, all after
+            ``prompt_length``; token ids as a list or tensor, read as the continuation of the
+            input; an int, a token that may come next; None, the one that it predicts. Of other
+            logits ``[B, T, V]``: ``(position, class)``, class None: the predicted one. Otherwise a
+            function of the model's output that gives ``[B]``.
+        method: See above.
+        against: A class or token whose logit is taken off: why this one rather than that.
+        prompt_length: How many tokens stand before the answer.
+        each: Rows for each target by itself, at the cost of a backward pass each ("decompx").
+        activation: How "decompx" takes activations: "slope", f(x) = (f(x) / x) x, the paper's, or
+            "tangent", f(x) = f'(x) x plus a constant, which counts as a bias.
+        tokenizer: Of transformers, to label tokens.
+
+    Returns:
+        Scores ``[B, S]`` (``[B, n, S]`` with ``each``), and what they add up to.
+
+    Raises:
+        ValueError: A target that the model has not, a model in training, unknown names.
+        RuntimeError: Parts that do not add up; the message says how far off they are.
+
+    Example:
+        >>> import pytest, torch, ikattn
+        >>> transformers = pytest.importorskip("transformers")
+        >>> config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=40)
+        >>> model = transformers.GPT2LMHeadModel(config).eval()
+        >>> found = ikattn.attribute(model, torch.tensor([[3, 14, 15, 9, 2]]), target=slice(3, 5))
+        >>> found.scores.shape
+        torch.Size([1, 5])
+        >>> torch.allclose(found.scores.sum(-1) + found.bias, found.value, atol=1e-5)
+        True
+    """
+    kind, _, map_ = method.partition(":")
+    if kind not in ("decompx", "alti_logit", "rollout") or bool(map_) != (kind == "rollout"):
+        raise ValueError(
+            'attribute: method must be "decompx", "alti_logit" or "rollout:MAP", for example '
+            f'"rollout:encoder", got {method!r}'
+        )
+    if activation not in ("slope", "tangent"):
+        raise ValueError(f'attribute: activation must be "slope" or "tangent", got {activation!r}')
+    if each and kind != "decompx":
+        raise ValueError('attribute: each needs method="decompx"')
+    if model.training:
+        raise ValueError("attribute: model must be in eval mode, got one in training")
+    with as_written(model):
+        task = _Task.of(model, inputs, target, against, prompt_length)
+        if kind == "decompx":
+            found = _decompose(task, each, activation)
+        else:
+            found = _alti_logit(task) if kind == "alti_logit" else _roll_out(task, map_)
+    found.method = method
+    found.label(tokenizer, task.source_ids(), task.choice.ids)
+    return found
+
+
+class _Task(NamedTuple):
+    """What is asked: a model, its inputs, and numbers of its output."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    choice: Choice
+    is_seq2seq: bool
+    plain: Any  # what the model gave, where it had to be asked to know the target; or None
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        inputs: Any,
+        target: Any,
+        against: int | None,
+        prompt_length: int | None,
+    ) -> _Task:
+        named = _named(model, inputs)
+        is_seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        is_next = predicts_next(model)
+        name = "decoder_input_ids" if is_seq2seq else "input_ids"
+        tokens = named.get(name)
+        if isinstance(target, (list, Tensor)) and is_next:
+            named, target = _with_answer(named, [int(i) for i in target], name)
+            tokens = named[name]
+        if isinstance(target, str):
+            if target != "answer" or prompt_length is None:
+                raise ValueError(
+                    'attribute: target must be "answer", with prompt_length, a span, token ids, '
+                    f"a class or a function, got {target!r} and prompt_length={prompt_length}"
+                )
+            target = slice(prompt_length, None)
+        mask = named.get("decoder_attention_mask" if is_seq2seq else "attention_mask")
+        mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+        given: list[Any] = []
+
+        def logits() -> Tensor:
+            with torch.no_grad():
+                given.append(model(**named))
+                return logits_of(given[0], _CALLER)
+
+        choice = choose(target, against, logits, tokens, mask, is_next)
+        return _Task(model, named, choice, is_seq2seq, given[0] if given else None)
+
+    def values(self) -> Tensor:
+        """The numbers chosen, ``[n, B]``, of a call of the model."""
+        options, kept = dict(self.inputs), None
+        positions = sorted({i for own in self.choice.positions for i in own})
+        if positions and self.choice.function is None and takes(self.model, "logits_to_keep"):
+            kept = positions
+            options["logits_to_keep"] = torch.tensor(kept)
+        if takes(self.model, "use_cache"):
+            options.setdefault("use_cache", False)
+        return self.choice.values(self.model(**options), kept, _CALLER)
+
+    def source_ids(self) -> list[Tensor | None]:
+        names = ["input_ids", "decoder_input_ids"] if self.is_seq2seq else ["input_ids"]
+        return [self.inputs.get(name) for name in names]
+
+
+def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    if isinstance(inputs, Tensor):
+        first = next(iter(inspect.signature(model.forward).parameters))
+        inputs = {first: inputs}
+    if not isinstance(inputs, Mapping):
+        raise ValueError(
+            f"attribute: inputs must be a tensor, or arguments by name, got {type(inputs).__name__}"
+        )
+    named = {name: x for name, x in inputs.items() if name != "labels"}
+    for name, x in named.items():
+        if isinstance(x, Tensor) and x.dim() and x.size(0) == 0:
+            raise ValueError(f"attribute: inputs[{name!r}] must hold a sequence, got none")
+    return named
+
+
+def _with_answer(named: dict[str, Any], ids: Sequence[int], name: str) -> Any:
+    if not isinstance(named.get(name), Tensor) or not ids:
+        raise ValueError(f"attribute: token ids as target need some, and inputs[{name!r}]")
+    mask = named.get("attention_mask" if name == "input_ids" else "decoder_attention_mask")
+    if isinstance(mask, Tensor) and not bool(mask[:, -1].all()):
+        raise ValueError(
+            "attribute: with token ids as target, sequences must be padded on the left, not right"
+        )
+    before = named[name].size(1) if mask is None else None
+    changed = with_answer(named, ids, name)
+    return changed, slice(-len(ids), None) if before is None else slice(before, None)
+
+
+# --- DecompX
+
+
+def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
+    model = task.model
+    with torch.no_grad():
+        is_known = task.plain is not None
+        expected = task.choice.values(task.plain, None, _CALLER) if is_known else task.values()
+    expected = expected.double()  # [n, B]
+    stacks = stacks_of(model, _CALLER)
+    linear = LinearModel(activation)
+    with ExitStack() as opened:
+        for stack in stacks:
+            opened.enter_context(replaced(stack, lambda x: x.detach().requires_grad_()))
+        if activation_bytes(stacks, task.inputs) > MUCH:
+            opened.enter_context(checkpointed(stacks, linear))
+        # in the backward pass too, where blocks may run once more
+        opened.enter_context(frozen_parameters(model))
+        opened.enter_context(activations_as_one(model, linear))
+        opened.enter_context(torch.enable_grad())
+        with linear:
+            values = task.values()
+        if not values.requires_grad:
+            raise RuntimeError("attribute: what is attributed does not depend on the tokens")
+        ran = [stack for stack in stacks if stack.source is not None]
+        sources = [stack.source for stack in ran if stack.source is not None]
+        if not sources or values.size(1) != sources[0].size(0):
+            wanted = sources[0].size(0) if sources else 0
+            raise ValueError(
+                f"attribute: target must give [B] = [{wanted}] numbers, one a sequence, "
+                f"got {values.size(1)}"
+            )
+        asked = list(values.sum(1)) if each else [values.sum()]
+        rows: list[list[Tensor]] = []
+        for row, value in enumerate(asked):
+            linear.constants.zero_()
+            linear.lost.zero_()
+            gradients = torch.autograd.grad(
+                value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
+            )
+            rows.append(_parts(gradients, sources))
+            _check_sum(rows[-1], float(value.detach()), linear, sources[0].dtype)
+    values = values.detach().double()
+    if not each:
+        values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
+    found = _found(rows, values.T, expected.T, sources[0].dtype)
+    return found if each else _alone(found)
+
+
+def _found(
+    rows: Sequence[Sequence[Tensor]], values: Tensor, expected: Tensor, dtype: torch.dtype
+) -> Attribution:
+    """Of n targets.
+
+    Args:
+        rows: For each target, for each stack of blocks, ``[B, S]``.
+        values: ``[B, n]``, those of the linear map.
+        expected: ``[B, n]``, those of the model.
+        dtype: In which the model computes.
+
+    Raises:
+        RuntimeError: The values are not the same.
+    """
+    parts = [torch.stack(own, 1) for own in zip(*rows, strict=True)]  # [B, n, S] each
+    used = [part for part in parts if bool((part != 0).any())] or parts[:1]
+    if len(used) > 2:
+        raise RuntimeError(f"attribute: {len(used)} stacks of blocks read tokens, two at most can")
+    size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
+    off = float(((values - expected).abs() / size.clamp_min(1e-30)).max())
+    if not off <= _TOLERANCES.get(dtype, 5e-2):
+        raise RuntimeError(
+            f"attribute: the linear map gives another value than the model, {off:.2g} of its parts "
+            "off: the model computes something that is not understood"
+        )
+    bias = values - torch.stack([part.sum(-1) for part in used]).sum(0)
+    scores, prefix = used[0], used[1] if len(used) > 1 else None
+    kept = [None if x is None else _narrowed(x, dtype) for x in (scores, values, bias, prefix)]
+    assert kept[0] is not None
+    assert kept[1] is not None
+    assert kept[2] is not None
+    return Attribution(kept[0], kept[1], kept[2], prefix_scores=kept[3])
+
+
+def _alone(found: Attribution) -> Attribution:
+    """Of the only target."""
+    prefix = found.prefix_scores
+    return Attribution(
+        found.scores[:, 0],
+        found.value[:, 0],
+        found.bias[:, 0],
+        prefix_scores=None if prefix is None else prefix[:, 0],
+    )
+
+
+def _parts(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
+    """What each source token adds, ``[B, S]`` for each stack, in float64."""
+    parts = []
+    for gradient, x in zip(gradients, sources, strict=True):
+        if gradient is None:
+            parts.append(x.new_zeros(x.shape[:-1], dtype=torch.float64).flatten(1))
+            continue
+        products = gradient.detach().double() * x.detach().double()
+        # what nothing reads may hold NaN
+        parts.append(products.masked_fill(gradient == 0, 0).sum(-1).flatten(1))
+    return parts
+
+
+def _check_sum(
+    parts: Sequence[Tensor], value: float, linear: LinearModel, dtype: torch.dtype
+) -> None:
+    """Raises RuntimeError where tokens and constants do not add up to the value."""
+    total = sum(float(part.sum()) for part in parts)
+    constants, lost = float(linear.constants), float(linear.lost)
+    size = sum(float(part.abs().sum()) for part in parts) + abs(constants) + abs(value)
+    allowed = _TOLERANCES.get(dtype, 5e-2) * max(size, 1e-30)
+    if not abs(lost) <= allowed:
+        raise RuntimeError(
+            f"attribute: {lost:.4g} of the value {value:.4g} comes from numbers that depend on the "
+            "tokens but are added as biases are: the model computes something "
+            "that is not understood"
+        )
+    if not abs(total + constants - value) <= allowed:
+        raise RuntimeError(
+            f"attribute: parts do not add up: tokens {total:.6g} and biases {constants:.6g} are "
+            f"not the value {value:.6g}: the model computes something that is not understood"
+        )
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if dtype == torch.float64 else x.float()
+
+
+# --- ALTI-Logit and rollout
+
+
+def _alti_logit(task: _Task) -> Attribution:
+    if task.is_seq2seq:
+        raise ValueError(
+            'attribute: "alti_logit" is of decoders, not of an encoder-decoder: take "decompx"'
+        )
+    gradient, _, values = _hidden_gradients(task)
+    writings = Writings(gradient)
+    with torch.no_grad(), recorded(task.model, ("alti",), on_run=writings.note):
+        task.values()
+    scores = writings.followed_back()
+    return Attribution(scores, values, values - scores.sum(-1))
+
+
+def _roll_out(task: _Task, map_: str) -> Attribution:
+    if task.is_seq2seq:
+        raise ValueError(
+            'attribute: "rollout" is of one stack of blocks, not of an encoder-decoder: take '
+            '"decompx"'
+        )
+    _, share, values = _hidden_gradients(task)
+    with torch.no_grad(), recorded(task.model, (map_,)) as recording:
+        task.values()
+    layers = [name for name, layer in recording.layers.items() if layer.kind == "self"]
+    residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
+    flow = rollout(recording, map=map_, layers=layers, residual=residual)
+    scores = (share.to(flow).unsqueeze(1) @ flow)[:, 0]
+    return Attribution(scores, values, values.new_full(values.shape, float("nan")))
+
+
+def _hidden_gradients(task: _Task) -> tuple[Tensor, Tensor, Tensor]:
+    """How the target depends on what the last block makes.
+
+    Returns:
+        The gradient ``[B, T, D]`` with the norm after it fixed; each token's share of it by its
+        norm, ``[B, T]``, rows add up to 1; and the values ``[B]``.
+    """
+    stack = stacks_of(task.model, _CALLER)[-1]  # whose output the head reads
+    linear = LinearModel()
+    with last_hidden(stack) as made, called_linear(task.model, linear):
+        values = task.values()
+        if not values.requires_grad:
+            raise RuntimeError("attribute: what is attributed does not depend on the last block")
+        (gradient,) = torch.autograd.grad(values.sum(), made)
+    size = gradient.norm(dim=-1)
+    total = size.sum(-1, keepdim=True)
+    return gradient, size / torch.where(total == 0, 1, total), values.detach().sum(0)

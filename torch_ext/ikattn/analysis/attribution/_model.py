@@ -1,0 +1,216 @@
+"""What attribution needs of a model: its blocks, the vectors that enter them, and its logits.
+
+Sizes: B batch, S source tokens, T tokens that logits belong to, D model size, V logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ikattn.analysis._recorder.flow import first_tensor
+from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.resolvers import find_attention
+from ikattn.analysis.attribution._linear import LinearModel, activations_as_one
+
+__all__ = [
+    "Stack",
+    "called_linear",
+    "checkpointed",
+    "frozen_parameters",
+    "last_hidden",
+    "logits_of",
+    "replaced",
+    "stacks_of",
+]
+
+_MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
+
+
+@dataclass
+class Stack:
+    """Blocks that follow each other.
+
+    Attributes:
+        blocks: In the order of the module list they are in.
+        name: Of that list.
+        source: ``[B, S, D]``, what entered the first block; None until it has run.
+    """
+
+    blocks: list[nn.Module]
+    name: str
+    source: Tensor | None = field(default=None, repr=False)
+
+
+def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
+    """The model's blocks, list by list; a model without a list of blocks is one block.
+
+    Raises:
+        ValueError: The model has no attention.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    stacks: dict[nn.Module, Stack] = {}
+    paths = [(site.module, *site.ancestors) for site in find_attention(model)]
+    paths += _mixers(model, (), {module for path in paths for module in path})
+    for path in paths:
+        lists = [i for i, module in enumerate(path) if isinstance(module, nn.ModuleList)]
+        if not lists:
+            lists = [i for i, module in enumerate(path) if isinstance(module, nn.Sequential)][:1]
+        at = lists[-1] if lists and lists[-1] > 0 else len(path)
+        holder = path[at] if at < len(path) else model
+        stack = stacks.setdefault(holder, Stack([], names.get(holder, "")))
+        if path[at - 1] not in stack.blocks:
+            stack.blocks.append(path[at - 1])
+    if len(stacks) > 1:
+        stacks.pop(model, None)  # an attention beside the lists, such as one that pools
+    if not stacks:
+        raise ValueError(f"{caller}: model must have attention, got {type(model).__name__}")
+    return list(stacks.values())
+
+
+def _mixers(
+    module: nn.Module, ancestors: tuple[nn.Module, ...], known: set[nn.Module]
+) -> list[tuple[nn.Module, ...]]:
+    """Paths of modules that mix tokens in code of their own, innermost first."""
+    name = type(module).__name__
+    if ancestors and module not in known and any(part in name for part in _MIXERS):
+        return [(module, *ancestors)]
+    if ancestors and module in known and not any(part in known for part in module.children()):
+        return []
+    return [
+        path for child in module.children() for path in _mixers(child, (module, *ancestors), known)
+    ]
+
+
+@contextmanager
+def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The first block of the stack is called with another tensor, when it is called first.
+
+    Args:
+        stack: Its ``source`` becomes what ``make`` gave.
+        make: Called with ``[B, S, D]``.
+    """
+    stack.source = None
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = first_tensor(args, kwargs)
+        if stack.source is not None or x is None:
+            return None
+        y = stack.source = make(x)
+        changed = tuple(y if each is x else each for each in args)
+        return changed, {name: y if each is x else each for name, each in kwargs.items()}
+
+    # of blocks that are skipped or called in another order, the first that runs
+    handles = [
+        block.register_forward_pre_hook(Hook(hook), with_kwargs=True, prepend=True)
+        for block in stack.blocks
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def last_hidden(stack: Stack) -> Iterator[list[Tensor]]:
+    """What the stack's last block makes, ``[B, T, D]``, as a leaf that requires gradients."""
+    found: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        x = output[0] if isinstance(output, (tuple, list)) else output
+        if not isinstance(x, Tensor):
+            return None
+        leaf = x.detach().requires_grad_()
+        found[:] = [leaf]
+        return (leaf, *output[1:]) if isinstance(output, (tuple, list)) else leaf
+
+    handle = stack.blocks[-1].register_forward_hook(Hook(hook))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """No parameter requires gradients."""
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
+    """Blocks keep what enters them and run once more in the backward pass."""
+    blocks = [block for stack in stacks for block in stack.blocks]
+
+    def twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(
+                forward,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                determinism_check="none",
+                context_fn=lambda: (nullcontext(), linear),
+                **kwargs,
+            )
+
+        return call
+
+    own = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            block.forward = twice(block.forward)
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            if forward is None:
+                vars(block).pop("forward", None)
+            else:
+                block.forward = forward
+
+
+@contextmanager
+def called_linear(model: nn.Module, linear: LinearModel) -> Iterator[None]:
+    """A context in which calls of the model are those of the linear map."""
+    with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad(), linear:
+        yield
+
+
+def logits_of(output: Any, caller: str) -> Tensor:
+    """The logits of what a model gave.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found = getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("logits")
+    if found is None and isinstance(output, Tensor):
+        found = output
+    if not isinstance(found, Tensor) or found.dim() not in (2, 3):
+        kind = type(output).__name__
+        raise ValueError(
+            f"{caller}: the model must give logits [B, V] or [B, T, V], got {kind}: take one with "
+            "a head, or a function of its output as target"
+        )
+    return found
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward has an argument of that name."""
+    return argument in inspect.signature(model.forward).parameters

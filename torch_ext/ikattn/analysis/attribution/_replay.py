@@ -1,0 +1,181 @@
+"""The linear map of a model applied to vectors of single tokens, with biases out or shared.
+
+Sizes: K vectors that go through together, T tokens.
+Source: A. Modarressi et al., "DecompX", ACL 2023, and the authors' code for where biases are
+shared: those of norms and feed-forward parts at once, those of values and of the out-projection
+when the attention's output has been added to the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ikattn.analysis._recorder.sdpa import sdpa_call
+from ikattn.analysis.attribution._linear import SUMS, Activation, LinearModel, detached, name_of
+
+__all__ = ["Replay"]
+
+# Functions that take a tensor without its waiting bias.
+_UNASKING = SUMS | {"iadd", "isub", "dropout", "get", "set", "size", "dim", "requires_grad"}
+
+
+class Replay(LinearModel):
+    """The same map applied to other vectors: one call fixes numbers, others use them.
+
+    The calls are with batches of one sequence first, and then of as many as there are sources whose
+    vectors go through together.
+
+    Args:
+        activation: As above.
+        biases: "none": they stay out, but for those before tokens are mixed, which belong to their
+            token. "absdot": each is shared among the vectors that go through,
+            by how large the product of the bias and each is (DecompX's ``absdot``).
+    """
+
+    def __init__(self, activation: Activation, biases: Literal["none", "absdot"]) -> None:
+        super().__init__(activation)
+        self._biases = biases
+        self._kept: list[Any] = []
+        self._next: int | None = None  # None: numbers are being fixed
+        self._own: Tensor | None = None
+        # What ran in the first call, and how far a later one has come.
+        self._events: list[str] = []
+        self._event = 0
+        # Biases of out-projections, which wait for the sum of their output and the residual.
+        self._waiting: Any = WeakTensorKeyDictionary()
+
+    def begin(self, own: Tensor) -> None:
+        """The next call uses what the first one fixed.
+
+        Args:
+            own: bool ``[K, T]``, which token each of the vectors that go through belongs to. With
+                "absdot" the last belongs to none: it takes biases that are still to be shared.
+        """
+        self._next, self._own, self._event = 0, own.unsqueeze(-1), 0
+
+    def _note(self, event: str) -> None:
+        if self._next is None:
+            self._events.append(event)
+        self._event += 1
+
+    def _next_is(self, event: str) -> bool:
+        """Whether the next thing that is no linear module is this."""
+        rest = (each for each in self._events[self._event :] if each != "linear")
+        return next(rest, "") == event
+
+    def _last_was(self, event: str) -> bool:
+        return self._event > 0 and self._events[self._event - 1] == event
+
+    def _keep(self, make: Callable[[], Any]) -> Any:
+        if self._next is None:
+            self._kept.append(make())
+            return self._kept[-1]
+        if self._next >= len(self._kept):
+            raise RuntimeError("decomposed_norms: the model computes otherwise when called again")
+        self._next += 1
+        return self._kept[self._next - 1]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._waiting and name_of(func) not in _UNASKING:
+            args, kwargs = self._with_waiting(args), self._with_waiting(kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _with_waiting(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and x in self._waiting:
+            return self._shared(x, self._waiting[x])
+        if type(x) in (tuple, list):
+            return type(x)(self._with_waiting(each) for each in x)
+        if type(x) is dict:
+            return {name: self._with_waiting(each) for name, each in x.items()}
+        return x
+
+    def _linear(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._depends(x):
+            return super()._linear(func, x, weight, bias)
+        is_out = self._last_was("attention")
+        self._note("linear")
+        if self._next is None or self._biases == "none" or bias is None or self._own is not None:
+            return super()._linear(func, x, weight, bias)
+        made: Tensor = func(x, weight)
+        if self._next_is("attention"):  # weights add up to 1: it comes through as it is
+            last = torch.arange(x.size(0), device=x.device) == x.size(0) - 1
+            return made + bias * last.view(-1, *(1,) * (x.dim() - 1))
+        if not is_out:
+            return self._shared(made, bias)
+        self._waiting[made] = bias.detach()
+        return made
+
+    def _layer_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._note("norm")
+        return super()._layer_norm(*args, **kwargs)
+
+    def _activation(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and self._depends(args[0]):
+            self._note("activation")
+        return super()._activation(func, *args, **kwargs)
+
+    def _sum(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        waiting = [self._waiting[x] for x in args if isinstance(x, Tensor) and x in self._waiting]
+        if not waiting:
+            return super()._sum(func, *args, **kwargs)
+        if not all(self._depends(x) for x in args) or kwargs or "sub" in name_of(func):
+            return super()._sum(func, *self._with_waiting(args), **kwargs)
+        result = func(*args)
+        for constant in waiting:
+            result = self._shared(result, constant)
+        return result
+
+    def _fix(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if "softmax" in name_of(func) and any(self._depends(x) for x in args):
+            self._own = None
+            self._note("attention")
+        return super()._fix(func, *args, **kwargs)
+
+    def _attention(self, func: Any, query: Any, key: Any, value: Any, *rest: Any, **kw: Any) -> Any:
+        self._own = None  # from here on vectors are mixed
+        self._note("attention")
+        if name_of(func) != "scaled_dot_product_attention":
+            raise NotImplementedError(
+                f"decomposed_norms: the attention {name_of(func)} does not tell its weights"
+            )
+
+        def weights() -> Tensor:
+            call, _ = sdpa_call(detached((query, key, value, *rest)), detached(kw), "self")
+            return call.weights.to(value.dtype)
+
+        kept = self._keep(weights)
+        groups = kept.size(1) // value.size(1)
+        return kept @ value.repeat_interleave(groups, 1)
+
+    def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
+        if self._next is None:
+            return super()._with_constant(x, constant, is_fixed=is_fixed)
+        if constant is None:
+            return x
+        if is_fixed:
+            raise NotImplementedError(
+                "decomposed_norms: a number that depends on the tokens is added as biases are"
+            )
+        c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
+        x = x.expand(torch.broadcast_shapes(x.shape, c.shape))
+        if self._own is not None and x.dim() == 3 and x.shape[:2] == self._own.shape[:2]:
+            return x + c * self._own  # before tokens are mixed a bias belongs to its token
+        if self._biases == "none":
+            return x
+        # one that is given for each of a batch is the same for all that go through
+        return self._shared(x, c[:1] if c.dim() == x.dim() else c)
+
+    def _shared(self, x: Tensor, c: Tensor) -> Tensor:
+        """``x``, ``[K, .., D]``, with a bias, and what its last holds, shared among the others."""
+        own, total = x[:-1], x[-1:] + c
+        share = (own * total).sum(-1, keepdim=True).abs()
+        size = share.sum(0, keepdim=True)
+        share = torch.where(size == 0, 1 / own.size(0), share / torch.where(size == 0, 1, size))
+        return torch.cat([own + total * share, torch.zeros_like(x[-1:])])
