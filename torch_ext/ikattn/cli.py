@@ -1,4 +1,4 @@
-"""The command line: python -m ikattn info | analyze | cmake-prefix-path."""
+"""The command line: python -m ikattn info | analyze | attribute | cmake-prefix-path."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, instruction set and threads")
     analyze = _add_analyze(commands)
+    _add_attribute(commands)
     commands.add_parser("cmake-prefix-path", help="print where CMake finds ikattn and its torch")
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "cmake-prefix-path":
         print(cmake_prefix_path(), torch.utils.cmake_prefix_path, sep=";")
         return 0
+    if parsed.command == "attribute":
+        return _attribute(parsed)
     return _analyze(analyze, parsed)
 
 
@@ -78,6 +81,51 @@ def _add_analyze(
     add("--device", type=_device, default="cpu", help="default: %(default)s")
     add("--restart", action="store_true", help="replace the results of an earlier run")
     return parser
+
+
+def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "attribute",
+        help="tell which tokens of a prompt made a model's answer",
+        description="Runs a model of Hugging Face transformers on a prompt and prints what each "
+        "token adds to the logits of the target: a text that continues the prompt, a translation, "
+        "or a class. Without a target it is what the model answers itself.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="its directory, or name on the hub")
+    add("--prompt", required=True, metavar="T", help="what the model reads")
+    add("--pair", metavar="T", help="the second sentence, of a classifier of two")
+    add("--chat", action="store_true", help="the prompt is a user's turn in the chat template")
+    add("--target", metavar="T", help="the answer, or a class by number or label")
+    add("--against", metavar="T", help="a token, or class, whose logit is taken off")
+    add("--method", default="decompx", help="decompx, alti_logit, rollout:MAP (%(default)s)")
+    add("--new-tokens", type=_positive, default=20, metavar="N", help="default: %(default)s")
+    add("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16", "float64"))
+    add("--device", type=_device, default="cpu", help="default: %(default)s")
+    add("--device-map", metavar="MAP", help="of accelerate, such as auto, in place of --device")
+    add("--revision", metavar="R", help="a branch, tag or commit of the hub")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write coloured text (.html) or numbers (.json)",
+    )
+
+
+def _attribute(parsed: argparse.Namespace) -> int:
+    from ikattn._command.attribute import Question, answer, table
+    from ikattn._command.job import AnalyzeError
+
+    options = {name: value for name, value in vars(parsed).items() if name != "command"}
+    try:
+        print(table(answer(Question(**options))))
+    except AnalyzeError as error:
+        print(f"ikattn attribute: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:

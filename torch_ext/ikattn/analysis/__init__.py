@@ -23,6 +23,7 @@ from ikattn.analysis.attribution import (
     decomposed_norms,
     estimate,
     faithfulness,
+    value_zeroing,
 )
 from ikattn.analysis.contributions import (
     Contributions,
@@ -88,6 +89,7 @@ __all__ = [
     "streamed_contributions",
     "token_importance",
     "token_mean",
+    "value_zeroing",
     "word_alignment",
     "words_of_subwords",
 ]

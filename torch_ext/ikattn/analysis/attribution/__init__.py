@@ -5,6 +5,7 @@ from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import Estimate, estimate
 from ikattn.analysis.attribution.decomposed import decomposed_norms
 from ikattn.analysis.attribution.faithfulness import Faithfulness, faithfulness
+from ikattn.analysis.attribution.zeroing import value_zeroing
 
 __all__ = [
     "Attribution",
@@ -14,4 +15,5 @@ __all__ = [
     "decomposed_norms",
     "estimate",
     "faithfulness",
+    "value_zeroing",
 ]

@@ -36,6 +36,7 @@ from ikattn.analysis.attribution._targets import (
 )
 from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import MUCH, activation_bytes
+from ikattn.analysis.attribution.zeroing import value_zeroing
 from ikattn.analysis.through_layers import rollout
 
 __all__ = ["attribute"]
@@ -77,7 +78,9 @@ def attribute(
     to the input by the rollout of ALTI's maps. It leaves out what feed-forward parts write.
 
     ``"rollout:MAP"``, for example ``"rollout:encoder"`` or ``"rollout:alti"``: the rollout of a map
-    (:func:`ikattn.rollout`), the rows that the target reads. Says nothing of the logit's sign.
+    (:func:`ikattn.rollout`), the rows that the target reads; ``"rollout:value_zeroing"`` of
+    :func:`ikattn.analysis.value_zeroing`. Maps without the residual get one half of it. Says
+    nothing of the logit's sign.
 
     Args:
         model: In eval mode; one of transformers, or any module. Its parameters' ``requires_grad``
@@ -383,11 +386,14 @@ def _roll_out(task: _Task, map_: str) -> Attribution:
             '"decompx"'
         )
     _, share, values = _hidden_gradients(task)
-    with torch.no_grad(), recorded(task.model, (map_,)) as recording:
-        task.values()
-    layers = [name for name, layer in recording.layers.items() if layer.kind == "self"]
-    residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
-    flow = rollout(recording, map=map_, layers=layers, residual=residual)
+    if map_ == "value_zeroing":
+        flow = rollout(value_zeroing(task.model, task.inputs))
+    else:
+        with torch.no_grad(), recorded(task.model, (map_,)) as recording:
+            task.values()
+        layers = [name for name, layer in recording.layers.items() if layer.kind == "self"]
+        residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
+        flow = rollout(recording, map=map_, layers=layers, residual=residual)
     scores = (share.to(flow).unsqueeze(1) @ flow)[:, 0]
     return Attribution(scores, values, values.new_full(values.shape, float("nan")))
 

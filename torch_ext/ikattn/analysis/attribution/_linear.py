@@ -30,6 +30,7 @@ __all__ = [
     "Activation",
     "LinearModel",
     "activations_as_one",
+    "body_of",
     "detached",
     "name_of",
 ]
@@ -119,7 +120,7 @@ class LinearModel(TorchFunctionMode):
         if rule is None:
             if name == "multi_head_attention_forward":  # written in Python: its parts can be seen
                 with self:
-                    return _body_of(func)(*args, **kwargs)
+                    return body_of(func)(*args, **kwargs)
             result = func(*args, **kwargs)
             self._follow(args, kwargs, result)
             return result
@@ -460,7 +461,7 @@ def _out_of_place(func: Any, name: str) -> Any:
     return getattr(torch, name, None) or getattr(Tensor, name, None) or getattr(F, name)
 
 
-def _body_of(func: FunctionType) -> FunctionType:
+def body_of(func: FunctionType) -> FunctionType:
     """A function of torch's that does not ask modes before it runs."""
     names = dict(func.__globals__)
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):

@@ -29,6 +29,8 @@ __all__ = [
     "logits_of",
     "replaced",
     "stacks_of",
+    "takes",
+    "the_stack_of",
 ]
 
 _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
@@ -73,6 +75,24 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
     if not stacks:
         raise ValueError(f"{caller}: model must have attention, got {type(model).__name__}")
     return list(stacks.values())
+
+
+def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> Stack:
+    """The only list of blocks of a model in eval mode that is called with tensors of one batch.
+
+    Raises:
+        ValueError: It is not so.
+    """
+    if model.training:
+        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
+    stacks = stacks_of(model, caller)
+    if len(stacks) != 1:
+        names = ", ".join(stack.name for stack in stacks)
+        raise ValueError(f"{caller}: model must be one stack of blocks, got {names}")
+    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
+    if not tensors or any(x.dim() == 0 or x.size(0) != tensors[0].size(0) for x in tensors):
+        raise ValueError(f"{caller}: inputs must be tensors of one batch")
+    return stacks[0]
 
 
 def _mixers(

@@ -17,7 +17,7 @@ from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.record import as_written
 from ikattn.analysis.attribution._linear import Activation
-from ikattn.analysis.attribution._model import Stack, called_linear, replaced, stacks_of
+from ikattn.analysis.attribution._model import Stack, called_linear, replaced, the_stack_of
 from ikattn.analysis.attribution._replay import Replay
 
 __all__ = ["decomposed_norms"]
@@ -72,22 +72,15 @@ def decomposed_norms(
     """
     if biases not in ("none", "absdot"):
         raise ValueError(f'{_CALLER}: biases must be "none" or "absdot", got {biases!r}')
-    if model.training:
-        raise ValueError(f"{_CALLER}: model must be in eval mode, got one in training")
     if sources < 1:
         raise ValueError(f"{_CALLER}: sources must be 1 or more, got {sources}")
-    stacks = stacks_of(model, _CALLER)
-    if len(stacks) != 1:
-        names = ", ".join(stack.name for stack in stacks)
-        raise ValueError(f"{_CALLER}: model must be one stack of blocks, got {names}")
+    stack = the_stack_of(model, inputs, _CALLER)
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    if not tensors or any(x.size(0) != tensors[0].size(0) for x in tensors):
-        raise ValueError(f"{_CALLER}: inputs must be tensors of one batch")
     items = []
     for b in range(tensors[0].size(0)):
         item = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
         with as_written(model):
-            items.append(_of_sequence(model, item, stacks[0], biases, activation, sources))
+            items.append(_of_sequence(model, item, stack, biases, activation, sources))
     return torch.stack(items, 1)
 
 
