@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
-from ikattn.analysis import Batch, Layer, Recording, rank_tokens, rollout, token_importance
+from ikattn.analysis import (
+    Batch,
+    Layer,
+    Recording,
+    attention_flow,
+    rank_tokens,
+    rollout,
+    token_importance,
+)
 from ikattn.analysis.contributions import Contributions
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
@@ -334,3 +342,21 @@ def test_ranking_pairs_tokens_without_padding() -> None:
         rank_tokens(importance, [list("abcd"), list("def")], padding=padding)
     with pytest.raises(ValueError, match="B = 1"):
         rank_tokens(importance, [list("abcd")])
+
+
+def test_attention_flow_is_the_largest_flow() -> None:
+    """Of one layer a map's row; of several what the narrowest cut between two tokens carries."""
+    pytest.importorskip("networkx")
+    torch.manual_seed(0)
+    maps = [torch.rand(2, 4, 4, dtype=torch.float64).softmax(-1) for _ in range(2)]
+    torch.testing.assert_close(attention_flow(maps[:1], -1), maps[0][:, -1])
+    found = attention_flow(maps, torch.tensor([1, 3]))
+    for b, i in enumerate((1, 3)):  # two layers: each token between carries the smaller of two
+        between = torch.minimum(maps[1][b, i, :, None], maps[0][b])
+        torch.testing.assert_close(found[b], between.sum(0))
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    found = attention_flow(maps, -1, residual=0.5, padding=padding)
+    assert found[1, 2:].tolist() == [0, 0]
+    assert bool((found[1, :2] > 0).all())
+    causal = [x.tril() for x in maps]
+    assert attention_flow(causal, 1)[:, 2:].tolist() == [[0, 0], [0, 0]]

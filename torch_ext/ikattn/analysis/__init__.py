@@ -32,6 +32,7 @@ from ikattn.analysis.contributions import (
     streamed_contributions,
 )
 from ikattn.analysis.files import MapFileError, MapWriter
+from ikattn.analysis.flow import attention_flow
 from ikattn.analysis.graphs import EdgeContributions, EdgeMaps, edge_contributions
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.recording import Recording, load_maps
@@ -68,6 +69,7 @@ __all__ = [
     "alignment_error_rate",
     "alignment_scores",
     "alti",
+    "attention_flow",
     "attribute",
     "contributions",
     "decomposed_norms",

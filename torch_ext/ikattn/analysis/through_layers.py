@@ -27,7 +27,16 @@ from ikattn.analysis.summary import (
 )
 from ikattn.nn.selection import describe_unseen
 
-__all__ = ["RankedToken", "Residual", "rank_tokens", "rollout", "token_importance"]
+__all__ = [
+    "RankedToken",
+    "Residual",
+    "padding_of",
+    "rank_tokens",
+    "rollout",
+    "steps_of",
+    "token_importance",
+    "token_index",
+]
 
 Residual: TypeAlias = float | str | Sequence[Tensor] | Tensor | None
 """How a residual connection enters maps that do not hold it. See :func:`rollout`."""
@@ -101,7 +110,7 @@ def rollout(
         >>> torch.allclose(flow.sum(-1), torch.ones(1, 4))
         True
     """
-    steps = _steps(maps, normalize, map, layers, residual, padding, "rollout")
+    steps = steps_of(maps, normalize, map, layers, residual, padding, "rollout")
     with memory_for("rollout", "the products of maps, [B, T, T]"):
         products = [steps[0]]
         for step in steps[1:]:
@@ -158,8 +167,8 @@ def token_importance(
     layers = None if layers is None else list(layers)
     if layer is None:
         padding = key_padding if query_padding is None else query_padding
-        steps = _steps(maps, normalize, map, layers, residual, padding, caller)
-        of_queries = _padding_of(maps, layers, padding, caller)
+        steps = steps_of(maps, normalize, map, layers, residual, padding, caller)
+        of_queries = padding_of(maps, layers, padding, caller)
     else:
         step, of_queries = _single_step(
             maps, layer, normalize, map, layers, residual, query_padding, key_padding
@@ -171,7 +180,7 @@ def token_importance(
         share = _share_of_span(position, of_queries, B, T, device).to(steps[-1].dtype)
         row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
     else:
-        index = _token_index(position, of_queries, B, T, device)
+        index = token_index(position, of_queries, B, T, device)
         row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)
     for step in reversed(steps[:-1]):
         row = row @ step
@@ -236,7 +245,7 @@ def rank_tokens(
     return ranked
 
 
-def _steps(
+def steps_of(
     maps: Maps,
     normalize: bool,
     map: str,
@@ -248,7 +257,7 @@ def _steps(
     """The factors of the product, first layer first: [B, T, T] each."""
     layers = None if layers is None else list(layers)
     _warn_of_with_norm(maps, map)
-    padding = _padding_of(maps, layers, padding, caller)
+    padding = padding_of(maps, layers, padding, caller)
     found = layer_maps(
         maps, map=map, layers=layers, query_padding=padding, key_padding=padding, caller=caller
     )
@@ -328,7 +337,7 @@ def _warn_of_with_norm(maps: Maps, map: str) -> None:
         )
 
 
-def _padding_of(
+def padding_of(
     maps: Maps, layers: Iterable[str] | None, padding: Tensor | None, caller: str
 ) -> Tensor | None:
     """The padding of the tokens that go through the layers: the given, or the recorded one."""
@@ -416,7 +425,7 @@ def _share_of_span(
     return share
 
 
-def _token_index(
+def token_index(
     position: int | Tensor, padding: Tensor | None, B: int, T: int, device: torch.device
 ) -> Tensor:
     """Where in the padded rows the tokens stand that are counted without padding: int64 [B]."""
