@@ -1,4 +1,4 @@
-"""How faithful attributions are: SST-2, a small BERT with softmax and with implicit-kernel attention.
+"""How faithful attributions are: SST-2, a small BERT, softmax and implicit-kernel attention.
 
 Two blocks of size 64, word embeddings learned from scratch; in training one word in five is masked,
 so that texts with masked words are like those that the model knows. Of test sentences the words of

@@ -203,17 +203,33 @@ def test_functions_are_linear_and_keep_their_values(
     assert float(linear.lost) == 0
 
 
-def test_what_depends_on_tokens_is_no_bias() -> None:
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda x: x.exp(),  # no slope, no gate: a sum
+        lambda x: x.detach() * 2,  # as in a quantised module, through which no gradient comes
+        lambda x: torch.zeros_like(x) + (5 + x.detach()).round(),
+    ],
+)
+def test_what_depends_on_tokens_is_no_bias(branch: Callable[[Tensor], Tensor]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.attention(x, x, x)[0] + x.exp()  # no slope, no gate: a sum
+            return x + self.attention(x, x, x)[0] + branch(x)
 
     with pytest.raises(RuntimeError, match="depend on the tokens but are added"):
         ikattn.attribute(Model().eval(), torch.randn(1, 4, 8), target=lambda y: y[:, 0, 0])
+
+
+def test_under_inference_mode() -> None:
+    model = classifier()
+    expected = ikattn.attribute(model, PROMPT, 1)
+    with torch.inference_mode():
+        found = ikattn.attribute(model, PROMPT, 1)
+    torch.testing.assert_close(found.scores, expected.scores)
 
 
 # --- Targets

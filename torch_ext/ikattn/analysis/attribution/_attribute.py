@@ -131,7 +131,7 @@ def attribute(
         raise ValueError('attribute: each needs method="decompx"')
     if model.training:
         raise ValueError("attribute: model must be in eval mode, got one in training")
-    with as_written(model):
+    with torch.inference_mode(False), as_written(model):
         task = _Task.of(model, inputs, target, against, prompt_length)
         if kind == "decompx":
             found = _decompose(task, each, activation)

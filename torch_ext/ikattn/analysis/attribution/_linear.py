@@ -122,7 +122,7 @@ class LinearModel(TorchFunctionMode):
                 with self:
                     return body_of(func)(*args, **kwargs)
             result = func(*args, **kwargs)
-            self._follow(args, kwargs, result)
+            self._follow(name, args, kwargs, result)
             return result
         before = args[0] if changes_first else None
         if kwargs.pop("inplace", False):
@@ -131,7 +131,7 @@ class LinearModel(TorchFunctionMode):
             own = rule(_out_of_place(func, name), before.clone(), *args[1:], **kwargs)
             return before.copy_(own)
         result = rule(func, *args, **kwargs)
-        self._follow(args, kwargs, result)
+        self._follow(name, args, kwargs, result)
         return result
 
     def _rule(self, name: str) -> Callable[..., Any] | None:
@@ -171,12 +171,14 @@ class LinearModel(TorchFunctionMode):
         """Numbers that are fixed."""
         return make()
 
-    def _follow(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes results that are made of fixed numbers alone."""
-        if not self._fixed:
+    def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes results that depend on the tokens, and through which no gradient comes."""
+        if name.startswith("new") or name.endswith("like"):  # which take a size and a type
             return
-        outputs = [x for x in _tensors_in(result) if not x.requires_grad]
-        if outputs and any(x in self._fixed for x in _tensors_in((args, kwargs))):
+        outputs = [x for x in _tensors_in(result) if not x.requires_grad and x.is_floating_point()]
+        if outputs and any(
+            x.requires_grad or x in self._fixed for x in _tensors_in((args, kwargs))
+        ):
             for x in outputs:
                 self._fixed[x] = True
 
