@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -431,6 +432,33 @@ def test_what_cannot_be_attributed_is_told(
         inputs = torch.randn(1, 5)
     with pytest.raises(ValueError, match=message):
         ikattn.attribute(model, inputs, **options)
+
+
+def test_inputs_and_values_that_are_nothing() -> None:
+    with pytest.raises(ValueError, match=r"must hold a token, got \[1, 0\]"):
+        ikattn.attribute(decoder(), PROMPT[:, :0], 3)
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
+        ikattn.attribute(lambda x: x, PROMPT, 3)  # type: ignore[arg-type]
+    model = decoder()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="the value must be finite"):
+        ikattn.attribute(model, PROMPT, torch.tensor(3))
+    mixture = build_tiny("mixtral").float()
+    with pytest.raises(NotImplementedError, match="does not take several sequences"):
+        ikattn.analysis.decomposed_norms(mixture, {"input_ids": PROMPT})
+
+
+def test_autocast_and_threads() -> None:
+    model = decoder("gpt2").float()
+    expected = ikattn.attribute(model, PROMPT, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ikattn.attribute(model, PROMPT, 3)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0.2, atol=0.05)
+    with ThreadPoolExecutor(3) as pool:
+        every = list(pool.map(lambda _: ikattn.attribute(model, PROMPT, 3), range(6)))
+    assert all(torch.equal(each.scores, expected.scores) for each in every)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_training_and_models_without_logits() -> None:

@@ -18,6 +18,7 @@ from ikattn.analysis._recorder.record import as_written, recorded
 from ikattn.analysis.attribution._alti_logit import Writings
 from ikattn.analysis.attribution._linear import Activation, LinearModel, activations_as_one
 from ikattn.analysis.attribution._model import (
+    alone,
     called_linear,
     checkpointed,
     frozen_parameters,
@@ -84,7 +85,8 @@ def attribute(
 
     Args:
         model: In eval mode; one of transformers, or any module. Its parameters' ``requires_grad``
-            is switched off during the call.
+            is switched off during the call, and it has hooks: nothing else may call it meanwhile
+            (several threads may call this function, which takes them one after the other).
         inputs: What it is called with, by name; a tensor: its only argument.
         target: Of logits ``[B, V]``: a class, one for each sequence, or None for the predicted one.
             Of a model that predicts the next token: a slice, a span of the tokens it was given (of
@@ -105,7 +107,9 @@ def attribute(
         Scores ``[B, S]`` (``[B, n, S]`` with ``each``), and what they add up to.
 
     Raises:
-        ValueError: A target that the model has not, a model in training, unknown names.
+        TypeError: model is no module.
+        ValueError: A target that the model has not, a model in training, unknown names, a value
+            that is not finite.
         RuntimeError: Parts that do not add up; the message says how far off they are.
 
     Example:
@@ -119,6 +123,8 @@ def attribute(
         >>> torch.allclose(found.scores.sum(-1) + found.bias, found.value, atol=1e-5)
         True
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attribute: model must be a torch.nn.Module, got {type(model).__name__}")
     kind, _, map_ = method.partition(":")
     if kind not in ("decompx", "alti_logit", "rollout") or bool(map_) != (kind == "rollout"):
         raise ValueError(
@@ -131,7 +137,7 @@ def attribute(
         raise ValueError('attribute: each needs method="decompx"')
     if model.training:
         raise ValueError("attribute: model must be in eval mode, got one in training")
-    with torch.inference_mode(False), as_written(model):
+    with alone, torch.inference_mode(False), as_written(model):
         task = _Task.of(model, inputs, target, against, prompt_length)
         if kind == "decompx":
             found = _decompose(task, each, activation)
@@ -164,6 +170,8 @@ class _Task(NamedTuple):
         is_next = predicts_next(model)
         name = "decoder_input_ids" if is_seq2seq else "input_ids"
         tokens = named.get(name)
+        if isinstance(target, Tensor) and target.dim() == 0:
+            target = target.item()
         if isinstance(target, (list, Tensor)) and is_next:
             named, target = _with_answer(named, [int(i) for i in target], name)
             tokens = named[name]
@@ -213,8 +221,8 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
         )
     named = {name: x for name, x in inputs.items() if name != "labels"}
     for name, x in named.items():
-        if isinstance(x, Tensor) and x.dim() and x.size(0) == 0:
-            raise ValueError(f"attribute: inputs[{name!r}] must hold a sequence, got none")
+        if isinstance(x, Tensor) and x.numel() == 0:
+            raise ValueError(f"attribute: inputs[{name!r}] must hold a token, got {list(x.shape)}")
     return named
 
 
@@ -240,6 +248,8 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
         is_known = task.plain is not None
         expected = task.choice.values(task.plain, None, _CALLER) if is_known else task.values()
     expected = expected.double()  # [n, B]
+    if not bool(expected.isfinite().all()):
+        raise ValueError(f"attribute: the value must be finite, got {expected.sum(0).tolist()}")
     stacks = stacks_of(model, _CALLER)
     linear = LinearModel(activation)
     with ExitStack() as opened:
@@ -272,16 +282,16 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
                 value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
             )
             rows.append(_parts(gradients, sources))
-            _check_sum(rows[-1], float(value.detach()), linear, sources[0].dtype)
+            _check_sum(rows[-1], float(value.detach()), linear, sources[0])
     values = values.detach().double()
     if not each:
         values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
-    found = _found(rows, values.T, expected.T, sources[0].dtype)
+    found = _found(rows, values.T, expected.T, sources[0])
     return found if each else _alone(found)
 
 
 def _found(
-    rows: Sequence[Sequence[Tensor]], values: Tensor, expected: Tensor, dtype: torch.dtype
+    rows: Sequence[Sequence[Tensor]], values: Tensor, expected: Tensor, source: Tensor
 ) -> Attribution:
     """Of n targets.
 
@@ -289,7 +299,7 @@ def _found(
         rows: For each target, for each stack of blocks, ``[B, S]``.
         values: ``[B, n]``, those of the linear map.
         expected: ``[B, n]``, those of the model.
-        dtype: In which the model computes.
+        source: A vector that enters the model.
 
     Raises:
         RuntimeError: The values are not the same.
@@ -300,14 +310,16 @@ def _found(
         raise RuntimeError(f"attribute: {len(used)} stacks of blocks read tokens, two at most can")
     size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
     off = float(((values - expected).abs() / size.clamp_min(1e-30)).max())
-    if not off <= _TOLERANCES.get(dtype, 5e-2):
+    if not off <= _tolerance(source):
         raise RuntimeError(
             f"attribute: the linear map gives another value than the model, {off:.2g} of its parts "
             "off: the model computes something that is not understood"
         )
     bias = values - torch.stack([part.sum(-1) for part in used]).sum(0)
     scores, prefix = used[0], used[1] if len(used) > 1 else None
-    kept = [None if x is None else _narrowed(x, dtype) for x in (scores, values, bias, prefix)]
+    kept = [
+        None if x is None else _narrowed(x, source.dtype) for x in (scores, values, bias, prefix)
+    ]
     assert kept[0] is not None
     assert kept[1] is not None
     assert kept[2] is not None
@@ -338,14 +350,12 @@ def _parts(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
     return parts
 
 
-def _check_sum(
-    parts: Sequence[Tensor], value: float, linear: LinearModel, dtype: torch.dtype
-) -> None:
+def _check_sum(parts: Sequence[Tensor], value: float, linear: LinearModel, source: Tensor) -> None:
     """Raises RuntimeError where tokens and constants do not add up to the value."""
     total = sum(float(part.sum()) for part in parts)
     constants, lost = float(linear.constants), float(linear.lost)
     size = sum(float(part.abs().sum()) for part in parts) + abs(constants) + abs(value)
-    allowed = _TOLERANCES.get(dtype, 5e-2) * max(size, 1e-30)
+    allowed = _tolerance(source) * max(size, 1e-30)
     if not abs(lost) <= allowed:
         raise RuntimeError(
             f"attribute: {lost:.4g} of the value {value:.4g} comes from numbers that depend on the "
@@ -357,6 +367,14 @@ def _check_sum(
             f"attribute: parts do not add up: tokens {total:.6g} and biases {constants:.6g} are "
             f"not the value {value:.6g}: the model computes something that is not understood"
         )
+
+
+def _tolerance(source: Tensor) -> float:
+    """How far parts may be from adding up in the type in which the model computes."""
+    device = source.device.type
+    under_autocast = torch.is_autocast_enabled(device) and source.dtype == torch.float32
+    dtype = torch.get_autocast_dtype(device) if under_autocast else source.dtype
+    return _TOLERANCES.get(dtype, 5e-2)
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ Sizes: B batch, S source tokens, T tokens that logits belong to, D model size, V
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ikattn.analysis.attribution._linear import LinearModel, activations_as_one
 
 __all__ = [
     "Stack",
+    "alone",
     "called_linear",
     "checkpointed",
     "frozen_parameters",
@@ -33,6 +35,8 @@ __all__ = [
     "the_stack_of",
 ]
 
+# Of what changes a model for a while: two threads would meet each other's hooks.
+alone = threading.RLock()
 _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
 
 

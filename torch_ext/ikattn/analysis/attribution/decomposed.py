@@ -17,7 +17,13 @@ from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.record import as_written
 from ikattn.analysis.attribution._linear import Activation
-from ikattn.analysis.attribution._model import Stack, called_linear, replaced, the_stack_of
+from ikattn.analysis.attribution._model import (
+    Stack,
+    alone,
+    called_linear,
+    replaced,
+    the_stack_of,
+)
 from ikattn.analysis.attribution._replay import Replay
 
 __all__ = ["decomposed_norms"]
@@ -79,7 +85,7 @@ def decomposed_norms(
     items = []
     for b in range(tensors[0].size(0)):
         item = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        with as_written(model):
+        with alone, as_written(model):
             items.append(_of_sequence(model, item, stack, biases, activation, sources))
     return torch.stack(items, 1)
 
@@ -123,9 +129,28 @@ def _of_sequence(
                 replaced(stack, partial(_instead, vectors)),
                 _norms(stack) as norms,
             ):
-                model(**many)
+                _run_many(model, many)
             parts.append(torch.stack(norms)[:, : len(keys)])  # [L, K, T]
     return torch.cat(parts, 1).mT
+
+
+def _run_many(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Calls the model with vectors that go through together.
+
+    Raises:
+        NotImplementedError: It mixes sequences of a batch, as experts do.
+    """
+    try:
+        model(**inputs)
+    except (RuntimeError, IndexError) as error:
+        if isinstance(error, (NotImplementedError, torch.OutOfMemoryError)) or "memory" in str(
+            error
+        ):
+            raise
+        raise NotImplementedError(
+            f"{_CALLER}: {type(model).__name__} does not take several sequences as it takes one: "
+            f"{error}"
+        ) from error
 
 
 @contextmanager

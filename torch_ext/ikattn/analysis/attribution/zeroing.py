@@ -20,7 +20,7 @@ from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.record import as_written
 from ikattn.analysis.attribution._linear import body_of, name_of
-from ikattn.analysis.attribution._model import Stack, takes, the_stack_of
+from ikattn.analysis.attribution._model import Stack, alone, takes, the_stack_of
 
 __all__ = ["value_zeroing"]
 
@@ -76,7 +76,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     mask = inputs.get("attention_mask")
     found = []
-    with as_written(model):
+    with alone, as_written(model):
         for b in range(tensors[0].size(0)):
             item = {n: x[b : b + 1] if isinstance(x, Tensor) else x for n, x in inputs.items()}
             maps = torch.stack([each.maps(together) for each in _runs(model, item, stack)])
