@@ -201,7 +201,7 @@ def test_functions_are_linear_and_keep_their_values(
     (gradient,) = torch.autograd.grad(value, x)
     total = (gradient * x).sum().double() + linear.constants
     torch.testing.assert_close(total, value.double(), rtol=1e-4, atol=1e-4)
-    assert float(linear.lost) == 0
+    assert linear.lost == 0
 
 
 @pytest.mark.parametrize(
@@ -381,6 +381,15 @@ def test_what_torch_compiled_runs_as_written() -> None:
     expected = ikattn.attribute(model, PROMPT, 1)
     model.bert.encoder.compile(backend="eager")
     torch.testing.assert_close(ikattn.attribute(model, PROMPT, 1).scores, expected.scores)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("method", ["decompx", "alti_logit", "rollout:alti"])
+def test_on_a_gpu(method: str) -> None:
+    model = decoder("gpt2").float()
+    expected = ikattn.attribute(model, PROMPT, slice(3, 5), method=method)
+    found = ikattn.attribute(model.cuda(), PROMPT.cuda(), slice(3, 5), method=method)
+    torch.testing.assert_close(found.scores.cpu(), expected.scores, rtol=1e-3, atol=1e-4)
 
 
 def test_the_model_is_left_as_it_was() -> None:

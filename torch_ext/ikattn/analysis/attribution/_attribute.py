@@ -276,8 +276,7 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
         asked = list(values.sum(1)) if each else [values.sum()]
         rows: list[list[Tensor]] = []
         for row, value in enumerate(asked):
-            linear.constants.zero_()
-            linear.lost.zero_()
+            linear.clear()
             gradients = torch.autograd.grad(
                 value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
             )
@@ -353,7 +352,7 @@ def _parts(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
 def _check_sum(parts: Sequence[Tensor], value: float, linear: LinearModel, source: Tensor) -> None:
     """Raises RuntimeError where tokens and constants do not add up to the value."""
     total = sum(float(part.sum()) for part in parts)
-    constants, lost = float(linear.constants), float(linear.lost)
+    constants, lost = linear.constants, linear.lost
     size = sum(float(part.abs().sum()) for part in parts) + abs(constants) + abs(value)
     allowed = _tolerance(source) * max(size, 1e-30)
     if not abs(lost) <= allowed:
@@ -391,7 +390,7 @@ def _alti_logit(task: _Task) -> Attribution:
         )
     gradient, _, values = _hidden_gradients(task)
     writings = Writings(gradient)
-    with torch.no_grad(), recorded(task.model, ("alti",), on_run=writings.note):
+    with torch.no_grad(), recorded(task.model, ("alti",), to_cpu=False, on_run=writings.note):
         task.values()
     scores = writings.followed_back()
     return Attribution(scores, values, values - scores.sum(-1))

@@ -71,10 +71,13 @@ _IN_PLACE = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ipow", "imat
 
 
 class _WithConstant(torch.autograd.Function):
-    """``x + c`` for a constant c, whose part of the result the backward adds to a ledger."""
+    """``x + c`` for a constant c, whose part of the result the backward adds to a ledger.
+
+    The ledger is a list, which the host does not wait for.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, constant: Tensor, ledger: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, constant: Tensor, ledger: list[Tensor]) -> Tensor:
         ctx.save_for_backward(constant)
         ctx.shape, ctx.ledger = x.shape, ledger
         return x + constant
@@ -85,7 +88,7 @@ class _WithConstant(torch.autograd.Function):
         (constant,) = ctx.saved_tensors
         whole = gradient.sum_to_size(constant.shape).double()
         part = whole * constant.double()
-        ctx.ledger.add_(part.masked_fill(whole == 0, 0).sum().to(ctx.ledger.device))
+        ctx.ledger.append(part.masked_fill(whole == 0, 0).sum())
         return gradient.sum_to_size(ctx.shape), None, None
 
 
@@ -104,10 +107,25 @@ class LinearModel(TorchFunctionMode):
     def __init__(self, activation: Activation = "slope") -> None:
         super().__init__()
         self.activation = activation
-        self.constants = torch.zeros((), dtype=torch.float64)
-        self.lost = torch.zeros((), dtype=torch.float64)
+        self._constants: list[Tensor] = []
+        self._lost: list[Tensor] = []
         # Fixed numbers that depend on the tokens, and what is made of them alone.
         self._fixed: Any = WeakTensorKeyDictionary()
+
+    @property
+    def constants(self) -> float:
+        """What constants have added since ``clear``."""
+        return _sum_of(self._constants)
+
+    @property
+    def lost(self) -> float:
+        """What fixed numbers have added since ``clear`` that are no constants."""
+        return _sum_of(self._lost)
+
+    def clear(self) -> None:
+        """Before another backward pass."""
+        self._constants.clear()
+        self._lost.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -408,7 +426,7 @@ class LinearModel(TorchFunctionMode):
         if constant is None:
             return x
         c = constant.detach() if isinstance(constant, Tensor) else x.new_tensor(constant)
-        ledger = self.lost if is_fixed else self.constants
+        ledger = self._lost if is_fixed else self._constants
         return _WithConstant.apply(x, c, ledger)  # type: ignore[no-any-return, no-untyped-call]
 
     def through_activation(self, x: Tensor, y: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
@@ -441,6 +459,13 @@ def activations_as_one(model: nn.Module, linear: LinearModel) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _sum_of(parts: list[Tensor]) -> float:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part)
+    return sum(float(torch.stack(own).sum()) for own in by_device.values())
 
 
 def slope_of(x: Tensor, y: Tensor) -> Tensor:
