@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.record import as_written, recorded
 from ikattn.analysis.attribution._alti_logit import Writings
-from ikattn.analysis.attribution._linear import Activation, LinearModel, activations_as_one
+from ikattn.analysis.attribution._linear import (
+    TOLERANCES,
+    Activation,
+    LinearModel,
+    activations_as_one,
+)
 from ikattn.analysis.attribution._model import (
     alone,
     called_linear,
@@ -43,9 +48,6 @@ from ikattn.analysis.through_layers import rollout
 __all__ = ["attribute"]
 
 _CALLER = "attribute"
-# How far parts may be from adding up, over the sum of their sizes: norms of models in float64
-# compute in float32.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @takes_memory_for("the attribution")
@@ -373,7 +375,7 @@ def _tolerance(source: Tensor) -> float:
     device = source.device.type
     under_autocast = torch.is_autocast_enabled(device) and source.dtype == torch.float32
     dtype = torch.get_autocast_dtype(device) if under_autocast else source.dtype
-    return _TOLERANCES.get(dtype, 5e-2)
+    return TOLERANCES.get(dtype, 5e-2)
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

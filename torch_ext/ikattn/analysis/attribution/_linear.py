@@ -27,6 +27,7 @@ from ikattn.analysis._recorder.hooks import Hook
 
 __all__ = [
     "SUMS",
+    "TOLERANCES",
     "Activation",
     "LinearModel",
     "activations_as_one",
@@ -36,6 +37,10 @@ __all__ = [
 ]
 
 Activation: TypeAlias = Literal["slope", "tangent"]
+
+# How far parts may be from adding up, over the sum of their sizes: norms of models in float64
+# compute in float32.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def _names(text: str) -> frozenset[str]:

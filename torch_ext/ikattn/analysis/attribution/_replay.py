@@ -31,10 +31,10 @@ class Replay(LinearModel):
     vectors go through together.
 
     Args:
-        activation: As above.
+        activation: As of ``LinearModel``.
         biases: "none": they stay out, but for those before tokens are mixed, which belong to their
-            token. "absdot": each is shared among the vectors that go through,
-            by how large the product of the bias and each is (DecompX's ``absdot``).
+            token. "absdot": each is shared among the vectors that go through, by how large the
+            product of the bias and each is (DecompX's ``absdot``).
     """
 
     def __init__(self, activation: Activation, biases: Literal["none", "absdot"]) -> None:
@@ -43,6 +43,7 @@ class Replay(LinearModel):
         self._kept: list[Any] = []
         self._next: int | None = None  # None: numbers are being fixed
         self._own: Tensor | None = None
+        self._is_whole, self._count = False, 1
         # What ran in the first call, and how far a later one has come.
         self._events: list[str] = []
         self._event = 0
@@ -57,6 +58,12 @@ class Replay(LinearModel):
                 "absdot" the last belongs to none: it takes biases that are still to be shared.
         """
         self._next, self._own, self._event = 0, own.unsqueeze(-1), 0
+        self._is_whole, self._count = False, own.size(0)
+
+    def begin_whole(self) -> None:
+        """The next call is of whole vectors, with every bias as it is."""
+        self._next, self._own, self._event = 0, None, 0
+        self._is_whole = True
 
     def _note(self, event: str) -> None:
         if self._next is None:
@@ -101,7 +108,8 @@ class Replay(LinearModel):
             return super()._linear(func, x, weight, bias)
         is_out = self._last_was("attention")
         self._note("linear")
-        if self._next is None or self._biases == "none" or bias is None or self._own is not None:
+        is_shared = self._next is not None and self._biases == "absdot" and not self._is_whole
+        if not is_shared or bias is None or self._own is not None:
             return super()._linear(func, x, weight, bias)
         made: Tensor = func(x, weight)
         if self._next_is("attention"):  # weights add up to 1: it comes through as it is
@@ -164,7 +172,13 @@ class Replay(LinearModel):
                 "decomposed_norms: a number that depends on the tokens is added as biases are"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
+        if self._is_whole:
+            return x + c
         x = x.expand(torch.broadcast_shapes(x.shape, c.shape))
+        if x.dim() == 2 and x.size(0) != self._count and x.size(0) % self._count == 0:
+            # tokens of all vectors in a row, [K T, D]
+            made = self._with_constant(x.unflatten(0, (self._count, -1)), c)
+            return made.flatten(0, 1)
         if self._own is not None and x.dim() == 3 and x.shape[:2] == self._own.shape[:2]:
             return x + c * self._own  # before tokens are mixed a bias belongs to its token
         if self._biases == "none":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.record import as_written
-from ikattn.analysis.attribution._linear import Activation
+from ikattn.analysis.attribution._linear import TOLERANCES, Activation
 from ikattn.analysis.attribution._model import (
     Stack,
     alone,
@@ -66,6 +66,7 @@ def decomposed_norms(
 
     Raises:
         ValueError: Unknown names, several stacks of blocks, a model in training.
+        RuntimeError: The vectors do not add up to what the model computed.
         NotImplementedError: The model mixes tokens in a way that cannot be fixed.
 
     Example:
@@ -104,12 +105,16 @@ def _of_sequence(
     with ExitStack() as opened:
         opened.enter_context(called_linear(model, replay))
         opened.enter_context(torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing))
-        with replaced(stack, lambda x: x.detach().requires_grad_()):
+        with replaced(stack, lambda x: x.detach().requires_grad_()), _outputs(stack) as expected:
             model(**inputs)
         source = stack.source
         if source is None or source.dim() != 3:
             raise ValueError(f"{_CALLER}: the first block must be called with [B, S, D]")
         source = source.detach()
+        replay.begin_whole()
+        with replaced(stack, partial(_instead, source.clone())), _outputs(stack) as whole:
+            model(**inputs)
+        _check(model, torch.stack(whole), torch.stack(expected))
         S = source.size(1)
         each = S if biases == "absdot" else min(sources, S)
         parts = []
@@ -127,10 +132,14 @@ def _of_sequence(
             replay.begin(own)
             with (
                 replaced(stack, partial(_instead, vectors)),
-                _norms(stack) as norms,
+                _outputs(stack) as made,
             ):
                 _run_many(model, many)
-            parts.append(torch.stack(norms)[:, : len(keys)])  # [L, K, T]
+            outputs = torch.stack(made)  # [L, K, T, D]
+            if biases == "absdot":
+                _check(model, outputs.sum(1, keepdim=True), torch.stack(expected))
+            norms = torch.linalg.vector_norm(outputs[:, : len(keys)], dim=-1)
+            parts.append(norms.detach())
     return torch.cat(parts, 1).mT
 
 
@@ -154,14 +163,13 @@ def _run_many(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _norms(stack: Stack) -> Iterator[list[Tensor]]:
-    """The norms ``[K, T]`` of what each block makes, as they run."""
+def _outputs(stack: Stack) -> Iterator[list[Tensor]]:
+    """What each block makes, ``[K, T, D]``, as they run."""
     found: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         x = output[0] if isinstance(output, (tuple, list)) else output
-        with torch._C.DisableTorchFunction():
-            found.append(torch.linalg.vector_norm(x.detach(), dim=-1))
+        found.append(x.detach())
 
     handles = [block.register_forward_hook(Hook(hook)) for block in stack.blocks]
     try:
@@ -169,6 +177,17 @@ def _norms(stack: Stack) -> Iterator[list[Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check(model: nn.Module, found: Tensor, expected: Tensor) -> None:
+    """Raises RuntimeError where vectors of tokens are not, together, what the model made."""
+    size = expected.abs().max().clamp_min(1e-30)
+    off = float((found.double() - expected.double()).abs().max() / size)
+    if not off <= TOLERANCES.get(expected.dtype, 5e-2):
+        raise RuntimeError(
+            f"{_CALLER}: vectors do not add up to what the blocks made, {off:.2g} of the largest "
+            f"number off: {type(model).__name__} computes something that is not understood"
+        )
 
 
 def _nothing(x: Any) -> Any:
