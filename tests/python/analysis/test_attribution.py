@@ -426,6 +426,8 @@ def test_the_model_is_left_as_it_was() -> None:
         (decoder, {"target": slice(1, 4, 2)}, r"without a step"),
         (decoder, {"target": 40}, r"must be a logit, 0 to 39, got 40"),
         (decoder, {"target": 3, "against": 99}, r"against must be a logit"),
+        (decoder, {"target": slice(2, 4), "against": -1}, r"against must be a logit"),
+        (classifier, {"target": 1, "against": 3}, r"against must be a logit, 0 to 2, got 3"),
         (decoder, {"target": "answer"}, r'"answer", with prompt_length'),
         (decoder, {"target": []}, r"token ids as target need some"),
         (classifier, {"target": 3}, r"must be a logit, 0 to 2, got 3"),

@@ -53,6 +53,9 @@ class Choice:
                 raise ValueError(f"{caller}: target must give a tensor [] or [B], got {made!r:.60}")
             return made.reshape(1, -1)
         logits = logits_of(output, caller)
+        V = logits.size(-1)
+        if self.against is not None and not 0 <= self.against < V:
+            raise ValueError(f"{caller}: against must be a logit, 0 to {V - 1}, got {self.against}")
         n = max((len(own) for own in self.ids), default=0)
         rows = []
         for b, (positions, ids) in enumerate(zip(self.positions, self.ids, strict=True)):
@@ -80,7 +83,7 @@ def predicts_next(model: Any) -> bool:
 
 
 def with_answer(inputs: dict[str, Any], ids: Sequence[int], name: str) -> dict[str, Any]:
-    """Inputs whose tokens go on with ``ids``, without the last of them, which nothing reads."""
+    """Inputs whose tokens go on with ``ids``."""
     tokens: Tensor = inputs[name]
     own = torch.tensor(list(ids), device=tokens.device).expand(tokens.size(0), -1)
     changed = {**inputs, name: torch.cat([tokens, own.to(tokens.dtype)], 1)}
@@ -121,8 +124,6 @@ def choose(
         return _span(target, against, tokens, mask, is_next)
     found = logits()
     B, V = found.shape[0], found.shape[-1]
-    if against is not None and not 0 <= against < V:
-        raise ValueError(f"attribute: against must be a logit, 0 to {V - 1}, got {against}")
     if found.dim() == 2:
         ids = _classes(target, found)
         return Choice([[]] * B, [[_checked(i, V)] for i in ids], against)

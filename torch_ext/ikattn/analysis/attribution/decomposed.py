@@ -5,7 +5,7 @@ Sizes: B batch, L blocks, T = S tokens, D model size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -132,14 +132,12 @@ def _of_sequence(
             replay.begin(own)
             with (
                 replaced(stack, partial(_instead, vectors)),
-                _outputs(stack) as made,
+                _outputs(stack, partial(_norms_and_sum, len(keys))) as made,
             ):
                 _run_many(model, many)
-            outputs = torch.stack(made)  # [L, K, T, D]
             if biases == "absdot":
-                _check(model, outputs.sum(1, keepdim=True), torch.stack(expected))
-            norms = torch.linalg.vector_norm(outputs[:, : len(keys)], dim=-1)
-            parts.append(norms.detach())
+                _check(model, torch.stack([total for _, total in made]), torch.stack(expected))
+            parts.append(torch.stack([norms for norms, _ in made]))  # [L, K, T]
     return torch.cat(parts, 1).mT
 
 
@@ -163,13 +161,14 @@ def _run_many(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _outputs(stack: Stack) -> Iterator[list[Tensor]]:
-    """What each block makes, ``[K, T, D]``, as they run."""
-    found: list[Tensor] = []
+def _outputs(stack: Stack, reduced: Callable[[Tensor], Any] = Tensor.detach) -> Iterator[list[Any]]:
+    """What each block makes, ``[K, T, D]``, as they run, or what ``reduced`` makes of it."""
+    found: list[Any] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         x = output[0] if isinstance(output, (tuple, list)) else output
-        found.append(x.detach())
+        with torch._C.DisableTorchFunction():
+            found.append(reduced(x.detach()))
 
     handles = [block.register_forward_hook(Hook(hook)) for block in stack.blocks]
     try:
@@ -177,6 +176,11 @@ def _outputs(stack: Stack) -> Iterator[list[Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _norms_and_sum(count: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms ``[count, T]`` of the first vectors, and the sum ``[1, T, D]`` of all."""
+    return torch.linalg.vector_norm(x[:count], dim=-1), x.sum(0, keepdim=True)
 
 
 def _check(model: nn.Module, found: Tensor, expected: Tensor) -> None:
