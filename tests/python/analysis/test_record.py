@@ -181,7 +181,7 @@ def test_ledger_makes_up_the_weights(kernel: str) -> None:
 
 def test_all_maps_are_those_that_each_layer_has() -> None:
     one_by_one = ("weights", "similarity", "magnitude", "value_norms", "per_head", *SUMMED)
-    for norm_first, of_block in ((False, SUMMED), (True, ("summed", "with_residual"))):
+    for norm_first, of_block in ((False, SUMMED), (True, ("summed", "with_residual", "encoder"))):
         model, x = encoder(norm_first=norm_first), torch.randn(2, 5, 16)
         with torch.no_grad(), record(model, maps="all") as recording:
             model(x)
@@ -192,8 +192,8 @@ def test_all_maps_are_those_that_each_layer_has() -> None:
             assert set(found.mixing_ratio) == set(of_block)
             assert found.alti is not None
         assert {*recording.maps} == {*made, "mixing_ratio", "alti"}
-    message = r"no map 'encoder': .* maps='all' takes of each layer"
-    with pytest.raises(ValueError, match=message), record(model, maps=("all", "encoder")):
+    message = r"no map 'with_norm': .* maps='all' takes of each layer"
+    with pytest.raises(ValueError, match=message), record(model, maps=("all", "with_norm")):
         pass
 
 
@@ -329,12 +329,12 @@ def test_every_map_of_a_post_norm_encoder(batch_first: bool) -> None:
         assert recording.layers[name] == Layer(name, "self", "encoder", 4, "post", "torch")
 
 
-def test_pre_norm_layer_has_the_map_with_the_layers_input() -> None:
+def test_pre_norm_layer_has_maps_with_the_layers_input_and_through_the_norm_that_reads_it() -> None:
     model = encoder(norm_first=True)
     x = torch.randn(2, 5, 16)
     with torch.no_grad(), record(model, maps=None) as recording:
         model(x)
-    assert recording.maps == ("value_norms", "summed", "with_residual", "mixing_ratio")
+    assert recording.maps == ("value_norms", "summed", "with_residual", "encoder", "mixing_ratio")
     found = recording["layers.0.self_attn"]
     layer = model.layers[0]
     with torch.no_grad():
@@ -342,8 +342,15 @@ def test_pre_norm_layer_has_the_map_with_the_layers_input() -> None:
         _, weights = layer.self_attn(normed, normed, normed, average_attn_weights=False)
         value = values_of(layer.self_attn, {"value": normed})
         y = with_own(vectors(weights, value, layer.self_attn.out_proj.weight), x)
+        total = x + layer.self_attn(normed, normed, normed)[0]
     assert_close(found.with_residual, norms(y), TOLERANCE)
     assert found.with_norm is None
+    y = (y - y.mean(-1, keepdim=True)) * layer.norm2.weight
+    y = y / (total.var(-1, correction=0) + layer.norm2.eps).sqrt()[..., None, None]
+    assert_close(found.encoder, norms(y), TOLERANCE)
+    own = torch.diagonal(y, dim1=1, dim2=2).mT
+    others = norms(y.sum(2) - own)
+    assert_close(found.mixing_ratio["encoder"], others / (others + norms(own)), TOLERANCE)
 
 
 def test_decoder_records_self_and_cross_attention_through_their_own_norms() -> None:

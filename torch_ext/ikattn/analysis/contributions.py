@@ -135,7 +135,9 @@ class Contributions:
         summed: ``[B, T, S]``, ``|sum_h a_ij^h f_h(x_j)|`` (N).
         with_residual: ``[B, T, S]``, the same with x_i added on the diagonal (N_Res).
         with_norm: ``[B, T, S]``, with_residual through the normalisation after it (N_ResLN).
-        encoder: ``[B, T, S]``, with_norm through the second normalisation of the block (N_Enc).
+        encoder: ``[B, T, S]``, with_norm through the second normalisation of the block (N_Enc). In
+            a recording of a block that normalises before its parts, with_residual through the norm
+            that reads the sum.
         alti: ``[B, T, S]``, how much nearer each token brings the output, over its row; filled by a
             recording (``ikattn.analysis.alti``).
         mixing_ratio: For each of the maps from summed on: ``[B, T]``, the norm of what comes from

@@ -202,7 +202,8 @@ class Surroundings:
 
     Attributes:
         residual: ``[B, T, D]``, or None.
-        norm, second_norm: How the norms after it acted, or None.
+        norm, second_norm: How the norms after it acted, or None; ``second_norm`` alone where the
+            block normalises before its parts.
         scale: What the attention's output was multiplied with before it was added to the residual:
             a number, ``[D]``, or None for 1.
         output_norm: How a norm between out-projection and sum acted, or None.
@@ -218,13 +219,16 @@ class Surroundings:
     output: Tensor | None = None
 
 
-def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | None:
+def why_undefined(
+    name: str, parts: AttentionParts, kind: str | None, *, has_run: bool = False
+) -> str | None:
     """Why a layer has no map of this name; None where it has one.
 
     Args:
         name: One of ALL_MAPS.
         parts: The layer.
         kind: "self", "cross", or None where a call will tell.
+        has_run: Whether a run has told all that runs tell.
     """
     if kind == "cross" and name in ("with_residual", "mixing_ratio", "alti"):
         return (
@@ -235,23 +239,31 @@ def why_undefined(name: str, parts: AttentionParts, kind: str | None) -> str | N
         return None  # a run will tell
     if name in _OF_THE_BLOCK and parts.block == "none":
         return "the block around it is not known, so neither are its residual and norms"
-    if name in _THROUGH_NORMS and parts.norm is None:
+    if name == "with_norm" and parts.norm is None:
         return (
-            "its block normalises before the attention, and no norm follows the sum of residual "
-            "and attention"
+            "its block normalises before the attention, not after the sum of residual and "
+            "attention; 'encoder' is through the norm that reads that sum"
         )
+    if name == "encoder" and parts.block == "pre":
+        if parts.second_norm is not None or not has_run:
+            return None
+        return "no norm that could be followed reads the sum of residual and attention"
     if name == "encoder" and parts.second_norm is None:
         return "another attention stands between it and the norm at the end of its block"
     return None
 
 
-def defined_maps(names: Iterable[str], parts: AttentionParts, kind: str | None) -> list[str]:
+def defined_maps(
+    names: Iterable[str], parts: AttentionParts, kind: str | None, *, has_run: bool = False
+) -> list[str]:
     """Those of the names that a layer has a map of."""
-    return [name for name in names if why_undefined(name, parts, kind) is None]
+    return [name for name in names if why_undefined(name, parts, kind, has_run=has_run) is None]
 
 
 def awaited_norms(parts: AttentionParts, wanted: Collection[str]) -> tuple[str, ...]:
     """The norms after it, fields of AttentionParts, that maps of these names need."""
+    if parts.block == "pre":
+        return ("second_norm",) if {"mixing_ratio", "encoder"} & set(wanted) else ()
     if parts.block != "post" or not {"mixing_ratio", "alti", *_THROUGH_NORMS} & set(wanted):
         return ()
     if parts.second_norm is None or not {"mixing_ratio", "encoder"} & set(wanted):
@@ -274,6 +286,10 @@ def make_maps(
     norm, second_norm = _in_type_of(around.norm), _in_type_of(around.second_norm)
     names = set(wanted) & set(MAPS)
     ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
+    is_read = around.norm is None and around.second_norm is not None
+    if is_read:  # what follows knows one norm after the sum, whatever reads it
+        names = {"with_norm" if name == "encoder" else name for name in names}
+        norm, second_norm = second_norm, None
     if call.kind == "cross":
         maps = call.maps(projection, names - set(_THROUGH_NORMS))
         _fill_cross_maps(maps, call, projection, norm, second_norm, names)
@@ -286,6 +302,11 @@ def make_maps(
             maps = _through_what_is_between(call, projection, around, names, block)
     else:
         maps = call.maps(projection, names)
+    if is_read:
+        maps.encoder, maps.with_norm = maps.with_norm, None
+        ratios = maps.mixing_ratio
+        maps.mixing_ratio = {"encoder" if n == "with_norm" else n: x for n, x in ratios.items()}
+        norm = None
     if "alti" in wanted and around.residual is not None and around.output is not None:
         maps.alti = alti(
             call.weights,

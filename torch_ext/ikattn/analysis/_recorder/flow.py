@@ -60,6 +60,7 @@ class Sum(NamedTuple):
     variant: int  # which of the variants
     scale: float | Tensor | None = None  # of y: a number, [D], or None for 1
     is_alone: bool = True  # no other residual fits
+    has_other: bool = False  # another branch's output is in the sum, too
 
 
 def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -155,7 +156,7 @@ def find_sum(
         fits = _fits(rest[:, :, None] - branches, size[:, :, None], y.dtype).any(2)  # [C, V]
         for candidate, row in enumerate(fits.tolist()):
             if any(row):
-                return Sum(residuals[candidate], row.index(True))
+                return Sum(residuals[candidate], row.index(True), has_other=True)
     return _find_scaled(x, y, total, before, variants[0].to(total.dtype), residuals)
 
 

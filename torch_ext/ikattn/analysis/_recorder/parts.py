@@ -29,7 +29,8 @@ class AttentionParts:
             the attention. A "post" block's residual is the first input of the attention itself.
         norm: In a "post" block, the norm whose input is the sum.
         second_norm: In a "post" block, the norm at the block's end, if nothing but the feed-forward
-            part stands between it and ``norm``.
+            part stands between it and ``norm``. In a "pre" block, the norm that reads the sum of
+            residual and attention, which each run finds.
     """
 
     family: str

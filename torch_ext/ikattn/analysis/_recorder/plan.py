@@ -67,24 +67,26 @@ class Plan:
         plain = {"value_norms", "per_head", "summed", *LEDGER}
         return not set(self.maps(kind)) <= plain
 
-    def maps(self, kind: str | None, why_no_block: str = "") -> tuple[str, ...]:
+    def maps(
+        self, kind: str | None, why_no_block: str = "", *, has_run: bool = False
+    ) -> tuple[str, ...]:
         """The names of the maps to make of a run of this kind, None where it is not known yet.
 
         Raises:
             ValueError: A map was asked for that the layer does not have.
         """
         for name in self.asked.required:
-            reason = why_undefined(name, self.parts, kind)
+            reason = why_undefined(name, self.parts, kind, has_run=has_run)
             if reason is not None:
                 if self.parts.block == "none" and why_no_block:
                     reason = why_no_block
                 raise ValueError(
                     f"record: {self.name} has no map {name!r}: {reason}. It has "
-                    f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind))}; maps='all' takes of "
-                    "each layer what it has, layers=... leaves layers out"
+                    f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind, has_run=has_run))}; "
+                    "maps='all' takes of each layer what it has, layers=... leaves layers out"
                 )
-        found = (*self.asked.required, *defined_maps(self.asked.where_defined, self.parts, kind))
-        return tuple(dict.fromkeys(found))
+        others = defined_maps(self.asked.where_defined, self.parts, kind, has_run=has_run)
+        return tuple(dict.fromkeys((*self.asked.required, *others)))
 
 
 def plan_layers(

@@ -354,6 +354,9 @@ class Recorder:
                 run.calls.append(attention)
                 run.contexts.append(context)
                 return run
+            if run.stage == "reading norm":
+                self._leave_unread(call, run)
+                continue
             if run.plan.module is module:
                 raise RuntimeError(
                     f"record: {plan.name} ran again before the norm after it; its resolver must be "
@@ -434,6 +437,8 @@ class Recorder:
             run.stage == "second norm" and module is run.plan.parts.second_norm
         ):
             run.norm_input = x
+        elif run.stage == "reading norm":
+            self._is_read(run, module, x)
 
     def _flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """A module has made ``out`` of ``x``."""
@@ -456,7 +461,10 @@ class Recorder:
             if module is self._limit_of(run):
                 self._no_sum(call, run, None, out)
         elif module is run.awaited_norm and run.norm_input is not None:
-            self._normed(call, run, module, run.norm_input, out)
+            made = self._read if run.stage == "reading norm" else self._normed
+            made(call, run, module, run.norm_input, out)
+        elif run.stage == "reading norm" and module in run.plan.ancestors[:3]:
+            self._leave_unread(call, run)
         elif run.stage == "second norm":
             run.note_other(out)
         elif run.stage == "end of block":
@@ -566,7 +574,13 @@ class Recorder:
         if parts.block == "pre" or parts.norm is None:
             if run.plan.wants("alti"):
                 run.around.output = _as_batch(x, run, call.padded_length)
-            self._finish(call, run, parts)
+            wanted = () if run.maps is not None else run.plan.maps(run.attention.kind)
+            if run.has_other or not awaited_norms(parts, wanted):
+                self._finish(call, run, parts)
+                return
+            run.stage, run.norm_input = "reading norm", x
+            if module is not None:
+                self._is_read(run, module, x)
             return
         run.norm, run.stage = parts.norm, "norm"
         if module is parts.norm:
@@ -635,6 +649,36 @@ class Recorder:
             return
         self._finish(call, run, parts)
 
+    def _is_read(self, run: Run, module: nn.Module, x: Tensor) -> None:
+        """Takes the first norm that is called with the sum of a "pre" block."""
+        total, parts = run.norm_input, run.plan.parts
+        is_norm = "Norm" in type(module).__name__ and not list(module.children())
+        if total is None or parts.second_norm is not None or not is_norm:
+            return
+        if x.data_ptr() == total.data_ptr() and x.shape == total.shape:
+            run.plan = replace(run.plan, parts=replace(parts, second_norm=module))
+
+    def _leave_unread(self, call: Call, run: Run) -> None:
+        """No norm has read the sum of a "pre" block."""
+        run.norm_input = None
+        self._finish(call, run, replace(run.plan.parts, second_norm=None))
+
+    def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
+        """The norm before the second half of a "pre" block has run; one of another kind is left."""
+        try:
+            with self._grad_mode():
+                stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
+            with torch.no_grad(), without_autocast(x.device):
+                run.check_norm(norm, stats, x, out)
+        except (TypeError, RuntimeError) as error:
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            if is_memory or "encoder" in run.plan.asked.required:
+                raise
+            self._leave_unread(call, run)
+            return
+        run.around.second_norm, run.norm_input = stats, None
+        self._finish(call, run, run.plan.parts)
+
     def _nothing_follows(self, call: Call, run: Run) -> None:
         """The call is over, and a run still waits."""
         if run.stage == "heads" and run.plan.parts.block == "found":
@@ -649,6 +693,9 @@ class Recorder:
             )
         if run.plan.parts.block == "found" and run.stage == "sum":
             self._finish(call, run, replace(run.plan.parts, block="none"))
+            return
+        if run.stage == "reading norm":
+            self._leave_unread(call, run)
             return
         if run.stage == "end of block":
             self._finish(call, run, run.plan.parts)
@@ -675,7 +722,8 @@ class Recorder:
                 run.around.residual = residual
             else:
                 run.around.residual = None
-            run.maps = self._make_maps(run, plan.maps(attention.kind, run.why_no_block))
+            wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
+            run.maps = self._make_maps(run, wanted)
         if self._on_run is not None:
             self._on_run(run)
         layer = Layer(

@@ -37,7 +37,7 @@ from ikattn.analysis.contributions import Contributions, NormStats
 __all__ = ["Run", "Variant", "joined"]
 
 Stage: TypeAlias = Literal[
-    "heads", "projection", "sum", "norm", "second norm", "end of block", "done"
+    "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
 ]
 
 
@@ -91,6 +91,7 @@ class Run:
     output_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # with its input and output
     why_no_block: str = ""
     is_found: bool = False  # its block was found by what flows
+    has_other: bool = False  # its sum has another module's output in it, as in parallel blocks
 
     @property
     def attention(self) -> AttentionCall:
@@ -101,7 +102,8 @@ class Run:
         """The norm whose run is awaited."""
         if self.stage == "norm":
             return self.norm
-        return self.plan.parts.second_norm if self.stage == "second norm" else None
+        is_second = self.stage in ("second norm", "reading norm")
+        return self.plan.parts.second_norm if is_second else None
 
     def fails(self, step: str, off: float, hint: str = "") -> RuntimeError:
         """The error of a step that does not come out."""
@@ -250,6 +252,7 @@ class Run:
                     "multiplication"
                 )
         self.around.scale = scale
+        self.has_other = found.has_other
         self.residual = found.residual
         residual = found.residual.tensor
         if not found.residual.is_as_it_was:  # somebody has written into it since
