@@ -64,7 +64,8 @@ def rollout(
     what a token takes from another is passed on in proportion.
 
     Which map to take: ``"encoder"`` (N_Enc), which holds the whole block but its feed-forward
-    part's nonlinearity; of pre-norm blocks, which have none, ``"with_residual"``. **Not**
+    part's nonlinearity; of pre-norm blocks ``"with_residual"``, whose vectors the next block adds
+    to, where ``"encoder"`` ends at the norm before the feed-forward part. **Not**
     ``"with_norm"`` (N_ResLN) alone, which gives a ``UserWarning`` (with Python's default filter
     once per line that calls): the first LayerNorm of a trained BERT enlarges a few outlier
     dimensions that the second one shrinks again. A map that ends between them is dominated by those

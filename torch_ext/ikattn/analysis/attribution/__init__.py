@@ -2,6 +2,7 @@
 
 from ikattn.analysis.attribution._attribute import attribute
 from ikattn.analysis.attribution.attribution import Attribution
+from ikattn.analysis.attribution.blocks import block_maps
 from ikattn.analysis.attribution.cost import Estimate, estimate
 from ikattn.analysis.attribution.decomposed import decomposed_norms
 from ikattn.analysis.attribution.faithfulness import Faithfulness, faithfulness
@@ -12,6 +13,7 @@ __all__ = [
     "Estimate",
     "Faithfulness",
     "attribute",
+    "block_maps",
     "decomposed_norms",
     "estimate",
     "faithfulness",

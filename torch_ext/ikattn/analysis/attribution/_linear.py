@@ -194,6 +194,10 @@ class LinearModel(TorchFunctionMode):
         """Numbers that are fixed."""
         return make()
 
+    def _fitting(self, fixed: Any, like: Any) -> Any:
+        """Fixed numbers where ``like`` stood."""
+        return fixed
+
     def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Notes results that depend on the tokens, and through which no gradient comes."""
         if name.startswith("new") or name.endswith("like"):  # which take a size and a type
@@ -252,7 +256,7 @@ class LinearModel(TorchFunctionMode):
         halves = []
         for at, fixed in ((i, left), (j, right)):
             own = list(args)
-            own[at] = fixed
+            own[at] = self._fitting(fixed, args[at])
             halves.append(func(*own, **kwargs))
         return 0.5 * halves[0] + 0.5 * halves[1]
 

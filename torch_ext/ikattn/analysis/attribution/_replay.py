@@ -18,10 +18,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis.attribution._linear import SUMS, Activation, LinearModel, detached, name_of
 
-__all__ = ["Replay"]
+__all__ = ["BlockReplay", "Replay"]
 
 # Functions that take a tensor without its waiting bias.
 _UNASKING = SUMS | {"iadd", "isub", "dropout", "get", "set", "size", "dim", "requires_grad"}
+# Functions whose result is their first tensor in another form.
+_SAME = _UNASKING - SUMS | {
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "view",
+    "reshape",
+    "flatten",
+    "contiguous",
+    "clone",
+    "squeeze",
+}
 
 
 class Replay(LinearModel):
@@ -35,10 +48,14 @@ class Replay(LinearModel):
         biases: "none": they stay out, but for those before tokens are mixed, which belong to their
             token. "absdot": each is shared among the vectors that go through, by how large the
             product of the bias and each is (DecompX's ``absdot``).
+        caller: Which function errors name.
     """
 
-    def __init__(self, activation: Activation, biases: Literal["none", "absdot"]) -> None:
+    def __init__(
+        self, activation: Activation, biases: Literal["none", "absdot"], caller: str
+    ) -> None:
         super().__init__(activation)
+        self._caller = caller
         self._biases = biases
         self._kept: list[Any] = []
         self._next: int | None = None  # None: numbers are being fixed
@@ -65,8 +82,13 @@ class Replay(LinearModel):
         self._next, self._own, self._event = 0, None, 0
         self._is_whole = True
 
+    @property
+    def is_fixing(self) -> bool:
+        """Whether the call is the first."""
+        return self._next is None
+
     def _note(self, event: str) -> None:
-        if self._next is None:
+        if self.is_fixing:
             self._events.append(event)
         self._event += 1
 
@@ -79,11 +101,12 @@ class Replay(LinearModel):
         return self._event > 0 and self._events[self._event - 1] == event
 
     def _keep(self, make: Callable[[], Any]) -> Any:
-        if self._next is None:
+        if self.is_fixing:
             self._kept.append(make())
             return self._kept[-1]
+        assert self._next is not None
         if self._next >= len(self._kept):
-            raise RuntimeError("decomposed_norms: the model computes otherwise when called again")
+            raise RuntimeError(f"{self._caller}: the model computes otherwise when called again")
         self._next += 1
         return self._kept[self._next - 1]
 
@@ -144,14 +167,21 @@ class Replay(LinearModel):
         if "softmax" in name_of(func) and any(self._depends(x) for x in args):
             self._own = None
             self._note("attention")
-        return super()._fix(func, *args, **kwargs)
+        fixed = super()._fix(func, *args, **kwargs)
+        return self._fitting(fixed, args[0]) if args else fixed
+
+    def _fitting(self, fixed: Any, like: Any) -> Any:
+        is_of_heads = isinstance(fixed, Tensor) and fixed.dim() == 3 and fixed.size(0) > 1
+        if is_of_heads and like.dim() == 3 and like.size(0) == self._count * fixed.size(0):
+            return fixed.repeat(self._count, 1, 1)  # [H, ..] of one sequence, for [K H, ..]
+        return fixed
 
     def _attention(self, func: Any, query: Any, key: Any, value: Any, *rest: Any, **kw: Any) -> Any:
         self._own = None  # from here on vectors are mixed
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"decomposed_norms: the attention {name_of(func)} does not tell its weights"
+                f"{self._caller}: the attention {name_of(func)} does not tell its weights"
             )
 
         def weights() -> Tensor:
@@ -163,28 +193,50 @@ class Replay(LinearModel):
         return kept @ value.repeat_interleave(groups, 1)
 
     def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
-        if self._next is None:
+        if self.is_fixing:
             return super()._with_constant(x, constant, is_fixed=is_fixed)
         if constant is None:
             return x
         if is_fixed:
             raise NotImplementedError(
-                "decomposed_norms: a number that depends on the tokens is added as biases are"
+                f"{self._caller}: a number that depends on the tokens is added as biases are"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
         if self._is_whole:
             return x + c
         x = x.expand(torch.broadcast_shapes(x.shape, c.shape))
-        if x.dim() == 2 and x.size(0) != self._count and x.size(0) % self._count == 0:
+        if x.dim() == 2 and x.size(0) % self._count == 0:
             # tokens of all vectors in a row, [K T, D]
             made = self._with_constant(x.unflatten(0, (self._count, -1)), c)
             return made.flatten(0, 1)
-        if self._own is not None and x.dim() == 3 and x.shape[:2] == self._own.shape[:2]:
-            return x + c * self._own  # before tokens are mixed a bias belongs to its token
+        if self._own is not None:  # before tokens are mixed a bias belongs to its token
+            return x + c * self._own_of(x)
         if self._biases == "none":
             return x
         # one that is given for each of a batch is the same for all that go through
         return self._shared(x, c[:1] if c.dim() == x.dim() else c)
+
+    def _own_of(self, x: Tensor) -> Tensor:
+        """Which token each of the vectors belongs to, with as many axes as ``x``.
+
+        Args:
+            x: ``[K, T, ..]``, ``[T, K, ..]`` or, of heads, ``[K, H, T, ..]``.
+
+        Raises:
+            NotImplementedError: It is none of them.
+        """
+        assert self._own is not None
+        own = self._own[..., 0]
+        K, T = own.shape
+        if x.dim() >= 3 and x.shape[:2] == (K, T):
+            return own.view(K, T, *(1,) * (x.dim() - 2))
+        if x.dim() >= 3 and x.shape[:2] == (T, K):
+            return own.mT.reshape(T, K, *(1,) * (x.dim() - 2))
+        if x.dim() == 4 and x.shape[::2] == (K, T):
+            return own.view(K, 1, T, 1)
+        raise NotImplementedError(
+            f"{self._caller}: a bias is added to {list(x.shape)}, where [{K}, {T}, ..] is expected"
+        )
 
     def _shared(self, x: Tensor, c: Tensor) -> Tensor:
         """``x``, ``[K, .., D]``, with a bias, and what its last holds, shared among the others."""
@@ -193,3 +245,78 @@ class Replay(LinearModel):
         size = share.sum(0, keepdim=True)
         share = torch.where(size == 0, 1 / own.size(0), share / torch.where(size == 0, 1, size))
         return torch.cat([own + total * share, torch.zeros_like(x[-1:])])
+
+
+class BlockReplay(Replay):
+    """The linear maps of blocks, each applied to vectors of its own.
+
+    In the first call it finds, in every block, the sum of the feed-forward part and its residual:
+    the last of two tensors of tokens' vectors. The part is the one of the two that was made later.
+
+    Args:
+        activation: As of ``LinearModel``.
+        caller: Which function errors name.
+    """
+
+    def __init__(self, activation: Activation, caller: str) -> None:
+        super().__init__(activation, "none", caller)
+        self._vectors_own: Tensor | None = None
+        self._ages: Any = WeakTensorKeyDictionary()  # when tensors were made
+        self._age = 0
+        self._first: Any = None
+        self._block, self._sum_count = -1, 0
+        # Of each block, which of its sums it is, and which of the two is the part.
+        self._sums: list[tuple[int, int] | None] = []
+        self._is_last = False
+        self.found: Tensor | None = None  # the part of the block that ran last, as it goes through
+
+    def begin(self, own: Tensor) -> None:
+        super().begin(own)
+        self._vectors_own, self._block = self._own, -1
+
+    def begin_whole(self) -> None:
+        super().begin_whole()
+        self._vectors_own, self._block = None, -1
+
+    def enter_block(self) -> None:
+        """A block is called."""
+        self._own = self._vectors_own
+        self._block, self._sum_count, self._is_last, self.found = self._block + 1, 0, False, None
+        if self.is_fixing:
+            self._sums.append(None)
+
+    def knows_part(self) -> bool:
+        """Whether, in the block that ran last, nothing but norms followed the sum."""
+        return self._sums[self._block] is not None and self._is_last
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._first = args[0] if args else None  # a rule gets a copy of what is changed in place
+        result = super().__torch_function__(func, types, args, kwargs)
+        if self.is_fixing and isinstance(result, Tensor):
+            self._age += 1
+            is_same = name_of(func) in _SAME and args and isinstance(args[0], Tensor)
+            self._ages[result] = self._age_of(args[0]) if is_same else self._age
+        return result
+
+    def _age_of(self, x: Any) -> int:
+        return int(self._ages.get(x, 0)) if isinstance(x, Tensor) else 0
+
+    def _note(self, event: str) -> None:
+        super()._note(event)
+        self._is_last = self._is_last and event == "norm"
+
+    def _sum(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        both = args[:2]
+        if len(both) == 2 and all(self._depends(x) for x in both):
+            if self.is_fixing and both[0].shape == both[1].shape and self._block >= 0:
+                later = int(self._age_of(both[1]) > self._age_of(self._first))
+                self._sums[self._block] = self._sum_count, later
+                self._is_last = True
+            elif not self.is_fixing and self._block >= 0:
+                where = self._sums[self._block]
+                if where is not None and where[0] == self._sum_count:
+                    self.found, self._is_last = both[where[1]].detach(), True
+            self._sum_count += 1
+        return super()._sum(func, *args, **kwargs)

@@ -5,8 +5,8 @@ Sizes: B batch, L blocks, T = S tokens, D model size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.record import as_written
-from ikattn.analysis.attribution._linear import TOLERANCES, Activation
+from ikattn.analysis.attribution._linear import Activation
 from ikattn.analysis.attribution._model import (
     Stack,
     alone,
@@ -25,6 +24,16 @@ from ikattn.analysis.attribution._model import (
     the_stack_of,
 )
 from ikattn.analysis.attribution._replay import Replay
+from ikattn.analysis.attribution._vectors import (
+    check_vectors,
+    keys_together,
+    outputs_of,
+    own_vectors,
+    run_many,
+    sequences_of,
+    whose,
+    without_graph,
+)
 
 __all__ = ["decomposed_norms"]
 
@@ -82,10 +91,8 @@ def decomposed_norms(
     if sources < 1:
         raise ValueError(f"{_CALLER}: sources must be 1 or more, got {sources}")
     stack = the_stack_of(model, inputs, _CALLER)
-    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     items = []
-    for b in range(tensors[0].size(0)):
-        item = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    for item in sequences_of(inputs):
         with alone, as_written(model):
             items.append(_of_sequence(model, item, stack, biases, activation, sources))
     return torch.stack(items, 1)
@@ -100,103 +107,44 @@ def _of_sequence(
     sources: int,
 ) -> Tensor:
     """The maps of one sequence, ``[L, T, S]``."""
-    replay = Replay(activation, biases)
-    # the graph is never gone back through: nothing is saved for that
+    replay = Replay(activation, biases, _CALLER)
     with ExitStack() as opened:
         opened.enter_context(called_linear(model, replay))
-        opened.enter_context(torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing))
-        with replaced(stack, lambda x: x.detach().requires_grad_()), _outputs(stack) as expected:
+        opened.enter_context(without_graph())
+        with replaced(stack, lambda x: x.detach().requires_grad_()), outputs_of(stack) as expected:
             model(**inputs)
         source = stack.source
         if source is None or source.dim() != 3:
             raise ValueError(f"{_CALLER}: the first block must be called with [B, S, D]")
         source = source.detach()
         replay.begin_whole()
-        with replaced(stack, partial(_instead, source.clone())), _outputs(stack) as whole:
+        with replaced(stack, lambda x: source.clone().requires_grad_()), outputs_of(stack) as whole:
             model(**inputs)
-        _check(model, torch.stack(whole), torch.stack(expected))
+        check_vectors(model, torch.stack(whole), torch.stack(expected), _CALLER)
         S = source.size(1)
         each = S if biases == "absdot" else min(sources, S)
         parts = []
-        for first in range(0, S, each):
-            keys = torch.arange(first, min(first + each, S), device=source.device)
-            count = len(keys) + (biases == "absdot")
-            vectors = source.new_zeros(count, S, source.size(2))
-            vectors[keys - first, keys] = source[0, keys]
-            own = torch.zeros(count, S, dtype=torch.bool, device=source.device)
-            own[keys - first, keys] = True
-            many = {
-                name: x.expand(count, *x.shape[1:]) if isinstance(x, Tensor) else x
-                for name, x in inputs.items()
-            }
-            replay.begin(own)
+        for keys in keys_together(S, each, source.device):
+            vectors = own_vectors(source, keys)
+            if biases == "absdot":  # one that belongs to no token
+                vectors = torch.cat([vectors, torch.zeros_like(source)])
+            replay.begin(whose(keys, S, len(vectors)))
             with (
                 replaced(stack, partial(_instead, vectors)),
-                _outputs(stack, partial(_norms_and_sum, len(keys))) as made,
+                outputs_of(stack, partial(_norms_and_sum, len(keys))) as made,
             ):
-                _run_many(model, many)
+                run_many(model, inputs, len(vectors), _CALLER)
             if biases == "absdot":
-                _check(model, torch.stack([total for _, total in made]), torch.stack(expected))
+                totals = torch.stack([total for _, total in made])
+                check_vectors(model, totals, torch.stack(expected), _CALLER)
             parts.append(torch.stack([norms for norms, _ in made]))  # [L, K, T]
     return torch.cat(parts, 1).mT
 
 
-def _run_many(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """Calls the model with vectors that go through together.
-
-    Raises:
-        NotImplementedError: It mixes sequences of a batch, as experts do.
-    """
-    try:
-        model(**inputs)
-    except (RuntimeError, IndexError) as error:
-        if isinstance(error, (NotImplementedError, torch.OutOfMemoryError)) or "memory" in str(
-            error
-        ):
-            raise
-        raise NotImplementedError(
-            f"{_CALLER}: {type(model).__name__} does not take several sequences as it takes one: "
-            f"{error}"
-        ) from error
-
-
-@contextmanager
-def _outputs(stack: Stack, reduced: Callable[[Tensor], Any] = Tensor.detach) -> Iterator[list[Any]]:
-    """What each block makes, ``[K, T, D]``, as they run, or what ``reduced`` makes of it."""
-    found: list[Any] = []
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        x = output[0] if isinstance(output, (tuple, list)) else output
-        with torch._C.DisableTorchFunction():
-            found.append(reduced(x.detach()))
-
-    handles = [block.register_forward_hook(Hook(hook)) for block in stack.blocks]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def _instead(vectors: Tensor, x: Tensor) -> Tensor:
+    return vectors.requires_grad_()
 
 
 def _norms_and_sum(count: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """The norms ``[count, T]`` of the first vectors, and the sum ``[1, T, D]`` of all."""
     return torch.linalg.vector_norm(x[:count], dim=-1), x.sum(0, keepdim=True)
-
-
-def _check(model: nn.Module, found: Tensor, expected: Tensor) -> None:
-    """Raises RuntimeError where vectors of tokens are not, together, what the model made."""
-    size = expected.abs().max().clamp_min(1e-30)
-    off = float((found.double() - expected.double()).abs().max() / size)
-    if not off <= TOLERANCES.get(expected.dtype, 5e-2):
-        raise RuntimeError(
-            f"{_CALLER}: vectors do not add up to what the blocks made, {off:.2g} of the largest "
-            f"number off: {type(model).__name__} computes something that is not understood"
-        )
-
-
-def _nothing(x: Any) -> Any:
-    return None
-
-
-def _instead(vectors: Tensor, x: Tensor) -> Tensor:
-    return vectors.requires_grad_()
