@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis import NormStats, _alti, alti, record
+import ikattn
+from ikattn.analysis import NormStats, _alti, alti, alti_plus, record
 
 B, H, G, T, S, D_V, D = 2, 4, 2, 5, 6, 3, 12
 
@@ -186,14 +187,6 @@ def test_recorded_blocks(norm_first: bool) -> None:
     torch.testing.assert_close(maps.alti.sum(-1), torch.ones(B, T, dtype=torch.float64))
 
 
-def test_cross_attention_has_none() -> None:
-    layer = nn.TransformerDecoderLayer(D, H, 24, batch_first=True).eval()
-    recording = record(layer, maps=("alti",), layers="multihead_attn")
-    said = r"has no map 'alti'.*its queries are not among its keys"
-    with pytest.raises(ValueError, match=said), recording:
-        layer(normal(B, T, D).float(), normal(B, S, D).float())
-
-
 def test_the_operator_names_what_does_not_fit() -> None:
     weights, heads = normal(B, H, T, S), normal(B, S, H, D)
     output, residual = normal(B, T, D), normal(B, T, D)
@@ -209,3 +202,91 @@ def test_the_operator_names_what_does_not_fit() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"alti_distances: .* got \["):
             distances(*bad, 0, False)
+
+
+# --- Cross-attention and ALTI+
+
+
+def test_without_a_diagonal_the_residual_is_a_token_of_its_own() -> None:
+    given = arguments() | {"diagonal": None, "norm": NORMS["layer norm"]}
+    hidden = torch.zeros(T, S, dtype=torch.bool)
+    hidden[:, 2] = True
+    given["attn_weights"] = given["attn_weights"].masked_fill(hidden, 0)
+    residual = given["residual"]
+    pairs = vectors(given | {"residual": torch.zeros_like(residual), "diagonal": 0})
+    own = through(residual, given["norm"])
+    y = given["output"] = pairs.sum(2) + own + 0.3 * normal(B, T, D, seed=2)
+    columns = torch.cat([pairs, own.unsqueeze(2)], 2)
+    off = (y.unsqueeze(2) - columns).abs().sum(-1)
+    nearer = (y.abs().sum(-1, keepdim=True) - off).clamp_min(0)
+    nearer[:, :, 2] = 0
+    shares = nearer / nearer.sum(-1, keepdim=True)
+    assert ((shares[..., -1] > 0.05) & (shares[..., -1] < 0.95)).any()
+    torch.testing.assert_close(alti(**given), shares[..., :-1])
+
+
+def encoder_decoder(*, norm_first: bool = False) -> nn.Transformer:
+    torch.manual_seed(1)
+    return nn.Transformer(16, 2, 2, 2, 32, batch_first=True, norm_first=norm_first).double().eval()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_alti_plus_follows_source_and_target_through_the_decoder(norm_first: bool) -> None:
+    model = encoder_decoder(norm_first=norm_first)
+    source, target = normal(2, 5, 16), normal(2, 3, 16)
+    causal = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 4 + [True]])
+    masks = {
+        "tgt_mask": causal,
+        "src_key_padding_mask": padding,
+        "memory_key_padding_mask": padding,
+    }
+    with torch.no_grad(), record(model, maps=("alti",)) as recording:
+        model(source, target, **masks)
+    of_source, of_target = alti_plus(recording)
+    maps = [each.alti for each in recording.batches[0].values()]
+    assert [layer.kind for layer in recording.layers.values()] == ["self"] * 3 + [
+        "cross",
+        "self",
+        "cross",
+    ]
+    encoder = maps[1] @ maps[0]
+    # the whole as one matrix: vectors of the source stay, the decoder's are mixed
+    whole = torch.cat([torch.zeros(2, 3, 5), torch.eye(3).expand(2, 3, 3)], 2).double()
+    for own, cross in ((maps[2], maps[3]), (maps[4], maps[5])):
+        left = 1 - cross.sum(-1)
+        whole = torch.diag_embed(left) @ own @ whole
+        whole[..., :5] += cross @ encoder
+    torch.testing.assert_close(torch.cat([of_source, of_target], 2), whole)
+    torch.testing.assert_close(whole.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+    assert not of_source[1, :, 4].any()
+    assert not of_target.triu(1).any()
+    assert 0.05 < float(of_source.sum(-1).mean()) < 0.95
+
+
+def test_alti_plus_needs_an_encoder_and_a_decoder() -> None:
+    model, x = encoder_decoder(), normal(2, 5, 16)
+    with torch.no_grad(), record(model.encoder, maps=("alti",)) as recording:
+        model.encoder(x)
+    with pytest.raises(ValueError, match=r"self-attention of an encoder, .* got layers\.0"):
+        alti_plus(recording)
+    with torch.no_grad(), record(model, maps=("summed",)) as recording:
+        model(x, x)
+    with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_attn has no map 'alti'"):
+        alti_plus(recording)
+
+
+def test_rollout_of_a_translation_has_shares_of_source_and_target() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tiny_transformers import build_tiny, tiny_inputs
+
+    backbone = build_tiny("marian")
+    import transformers
+
+    model = transformers.MarianMTModel(backbone.config).double().eval()
+    inputs = tiny_inputs(backbone)
+    found = ikattn.attribute(model, inputs, target=slice(1, None), method="rollout:alti")
+    total = found.scores.sum(-1) + found.prefix_scores.sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+    with pytest.raises(ValueError, match='"rollout:alti" is the only rollout'):
+        ikattn.attribute(model, inputs, target=slice(1, None), method="rollout:encoder")

@@ -317,6 +317,57 @@ def test_both_inputs_of_an_encoder_decoder_have_parts() -> None:
     assert float(found.bias.abs()) < 1e-8  # T5 has no biases
 
 
+def test_a_source_that_adds_nothing_has_scores_of_zero() -> None:
+    model = seq2seq()
+    for block in model.decoder.block:
+        torch.nn.init.zeros_(block.layer[1].EncDecAttention.o.weight)
+    inputs = {"input_ids": PROMPT, "decoder_input_ids": torch.tensor([[0, 4, 5]])}
+    found = ikattn.attribute(model, inputs, target=slice(1, 3))
+    assert found.scores.shape == PROMPT.shape
+    assert not found.scores.any()
+    assert found.prefix_scores.shape == (1, 3)
+    assert found.prefix_scores.any()
+
+
+def test_the_source_is_the_encoders_whatever_the_order_of_modules() -> None:
+    model = seq2seq()
+    inputs = {"input_ids": PROMPT, "decoder_input_ids": torch.tensor([[0, 4, 5]])}
+    expected = ikattn.attribute(model, inputs, target=slice(1, 3))
+    encoder = model._modules.pop("encoder")
+    model._modules["encoder"] = encoder  # the last of the modules now
+    found = ikattn.attribute(model, inputs, target=slice(1, 3))
+    torch.testing.assert_close(found.scores, expected.scores)
+    torch.testing.assert_close(found.prefix_scores, expected.prefix_scores)
+
+
+def test_a_class_is_no_token() -> None:
+    class Tokenizer:
+        all_special_ids: tuple[int, ...] = ()
+
+        def __len__(self) -> int:
+            return 40
+
+        def convert_ids_to_tokens(self, ids: Any) -> Any:
+            return [str(i) for i in ids]
+
+    found = ikattn.attribute(classifier(), PROMPT, 1, tokenizer=Tokenizer())
+    assert found.tokens is not None
+    assert found.target_tokens is None
+
+
+@pytest.mark.parametrize("method", ["alti_logit", "rollout:alti"])
+def test_attention_that_pools_beside_the_blocks_is_not_rolled_out(method: str) -> None:
+    config = build_tiny("siglip_vision_model").config
+    config.num_labels = 3
+    own = transformers.SiglipConfig(vision_config=config.to_dict())
+    own.num_labels = 3
+    model = transformers.SiglipForImageClassification(own).eval()
+    picture = {"pixel_values": torch.randn(1, 3, config.image_size, config.image_size)}
+    found = ikattn.attribute(model, picture, 1, method=method)
+    assert bool(found.scores.isfinite().all())
+    assert bool(found.scores.any())
+
+
 # --- Methods
 
 

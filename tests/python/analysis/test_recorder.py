@@ -206,8 +206,12 @@ def test_autocast_maps_are_float32_of_the_rounded_projections() -> None:
         assert_close(found, expected, 2e-2, name)
 
 
-def test_half_precision_maps_are_float32() -> None:
-    model = encoder().bfloat16()
+@pytest.mark.parametrize("kernel", ["stock", "rbf", "implicit"])
+def test_half_precision_maps_are_float32(kernel: str) -> None:
+    model = encoder()
+    if kernel != "stock":
+        ikattn.convert(model, kernel)
+    model = model.bfloat16()
     with torch.no_grad(), record(model, maps=None) as recording:
         model(torch.randn(2, 5, 16, dtype=torch.bfloat16))
     assert recording["layers.1.self_attn"].encoder.dtype == torch.float32

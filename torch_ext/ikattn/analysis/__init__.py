@@ -15,6 +15,7 @@ from ikattn.analysis.alignment import (
     word_alignment,
     words_of_subwords,
 )
+from ikattn.analysis.alti_plus import alti_plus
 from ikattn.analysis.attribution import (
     Attribution,
     Estimate,
@@ -70,6 +71,7 @@ __all__ = [
     "alignment_error_rate",
     "alignment_scores",
     "alti",
+    "alti_plus",
     "attention_flow",
     "attribute",
     "block_maps",

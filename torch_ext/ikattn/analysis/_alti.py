@@ -35,7 +35,7 @@ def alti(
     distance: Literal["l1", "l2"] = "l1",
     query_padding: Tensor | None = None,
     key_padding: Tensor | None = None,
-    diagonal: int = 0,
+    diagonal: int | None = 0,
 ) -> Tensor:
     r"""What each token contributes to a layer's output, by how much nearer it brings it.
 
@@ -60,11 +60,13 @@ def alti(
         distance: "l1", which the paper takes, or "l2".
         query_padding: bool ``[B, T]``, True = padding, whose rows are 0.
         key_padding: bool ``[B, S]``, likewise for columns.
-        diagonal: The token of query i is that of key ``i + diagonal``.
+        diagonal: The token of query i is that of key ``i + diagonal``. None: queries are no keys,
+            as in cross-attention, and the residual is a token of its own.
 
     Returns:
         ``[B, T, S]``, rows add up to 1; 0 where a pair is hidden, and a row of zeros where no token
-        brings the output nearer. float64 where value is, otherwise float32.
+        brings the output nearer. Without a diagonal rows lack what the residual brings (ALTI+,
+        Ferrando et al., EMNLP 2022). float64 where value is, otherwise float32.
 
     Raises:
         ValueError: Another distance, or shapes that do not fit.
@@ -100,15 +102,21 @@ def alti(
     if isinstance(divisor, Tensor):
         weights = weights / divisor[:, None, :, None]
     order = 1 if distance == "l1" else 2
-    off = _distances(weights, heads, output, residual, diagonal, order)
-    nearer = (torch.linalg.vector_norm(output, order, -1).unsqueeze(-1) - off).clamp_min(0)
-    own = torch.ones_like(is_hidden).tril(diagonal).triu(diagonal)
-    nearer = nearer.masked_fill(is_hidden & ~own, 0)
+    size = torch.linalg.vector_norm(output, order, -1).unsqueeze(-1)
+    rest: Tensor | float = 0.0  # what the residual brings, where it belongs to no key
+    if diagonal is None:
+        off = torch.linalg.vector_norm(output - residual, order, -1).unsqueeze(-1)
+        rest = (size - off).clamp_min(0)
+        off = _distances(weights, heads, output, torch.zeros_like(residual), 0, order)
+    else:
+        off = _distances(weights, heads, output, residual, diagonal, order)
+        is_hidden &= ~torch.ones_like(is_hidden).tril(diagonal).triu(diagonal)
+    nearer = (size - off).clamp_min(0).masked_fill(is_hidden, 0)
     if query_padding is not None:
         nearer = nearer.masked_fill(query_padding.unsqueeze(-1), 0)
     if key_padding is not None:
         nearer = nearer.masked_fill(key_padding.unsqueeze(-2), 0)
-    total = nearer.sum(-1, keepdim=True)
+    total = nearer.sum(-1, keepdim=True) + rest
     shares: Tensor = nearer / torch.where(total == 0, 1, total)
     return shares
 

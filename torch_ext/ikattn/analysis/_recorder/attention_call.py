@@ -230,7 +230,7 @@ def why_undefined(
         kind: "self", "cross", or None where a call will tell.
         has_run: Whether a run has told all that runs tell.
     """
-    if kind == "cross" and name in ("with_residual", "mixing_ratio", "alti"):
+    if kind == "cross" and name in ("with_residual", "mixing_ratio"):
         return (
             "its queries are not among its keys, so the residual, or a token's own part, has no "
             "column in the map"
@@ -318,7 +318,7 @@ def make_maps(
             output_norm=_in_type_of(around.output_norm),
             query_padding=call.query_padding,
             key_padding=call.key_padding,
-            diagonal=call.diagonal,
+            diagonal=None if call.kind == "cross" else call.diagonal,
         )
     return dataclasses.replace(maps, **ledger)
 

@@ -67,7 +67,7 @@ def torch_call(
             kind="self" if kind == "self" else "cross",
             kernel=getattr(module, "kernel", "dot"),
             p=getattr(module, "p", 2.0),
-            frequencies=frequencies,
+            frequencies=None if frequencies is None else _widened_pair(*frequencies),
             attn_mask=None if masks.attention is None else as_visible(masks.attention),
             key_bias=_key_bias(module, k, masks.padding),
         )
@@ -96,6 +96,10 @@ def out_projection_of(module: StockMultiheadAttention) -> Projection:
                 f"floating-point tensor [E, E] or [E], got {where}, of a {describe(out_proj)}"
             )
     return Projection(weight, bias)
+
+
+def _widened_pair(w1: Tensor, w2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return widened(w1), None if w2 is None else widened(w2)
 
 
 def _are_same_tokens(query: Tensor, key: Tensor) -> bool:

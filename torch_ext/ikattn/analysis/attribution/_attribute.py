@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.record import as_written, recorded
+from ikattn.analysis.alti_plus import alti_plus
 from ikattn.analysis.attribution._alti_logit import Writings
 from ikattn.analysis.attribution._linear import (
     TOLERANCES,
@@ -23,7 +25,9 @@ from ikattn.analysis.attribution._linear import (
     activations_as_one,
 )
 from ikattn.analysis.attribution._model import (
+    Stack,
     alone,
+    attention_of,
     called_linear,
     checkpointed,
     frozen_parameters,
@@ -146,7 +150,8 @@ def attribute(
         else:
             found = _alti_logit(task) if kind == "alti_logit" else _roll_out(task, map_)
     found.method = method
-    found.label(tokenizer, task.source_ids(), task.choice.ids)
+    are_tokens = predicts_next(model)
+    found.label(tokenizer, task.source_ids(), task.choice.ids if are_tokens else [])
     return found
 
 
@@ -255,8 +260,9 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     stacks = stacks_of(model, _CALLER)
     linear = LinearModel(activation)
     with ExitStack() as opened:
+        order: list[Stack] = []  # as they run
         for stack in stacks:
-            opened.enter_context(replaced(stack, lambda x: x.detach().requires_grad_()))
+            opened.enter_context(replaced(stack, partial(_entering, order, stack)))
         if activation_bytes(stacks, task.inputs) > MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
@@ -267,7 +273,7 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
             values = task.values()
         if not values.requires_grad:
             raise RuntimeError("attribute: what is attributed does not depend on the tokens")
-        ran = [stack for stack in stacks if stack.source is not None]
+        ran = order if task.is_seq2seq else [stack for stack in stacks if stack in order]
         sources = [stack.source for stack in ran if stack.source is not None]
         if not sources or values.size(1) != sources[0].size(0):
             wanted = sources[0].size(0) if sources else 0
@@ -291,6 +297,11 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     return found if each else _alone(found)
 
 
+def _entering(order: list[Stack], stack: Stack, x: Tensor) -> Tensor:
+    order.append(stack)
+    return x.detach().requires_grad_()
+
+
 def _found(
     rows: Sequence[Sequence[Tensor]], values: Tensor, expected: Tensor, source: Tensor
 ) -> Attribution:
@@ -306,7 +317,9 @@ def _found(
         RuntimeError: The values are not the same.
     """
     parts = [torch.stack(own, 1) for own in zip(*rows, strict=True)]  # [B, n, S] each
-    used = [part for part in parts if bool((part != 0).any())] or parts[:1]
+    used = parts  # what an encoder adds may be nothing
+    if len(parts) > 2:
+        used = [part for part in parts if bool((part != 0).any())] or parts[:1]
     if len(used) > 2:
         raise RuntimeError(f"attribute: {len(used)} stacks of blocks read tokens, two at most can")
     size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
@@ -390,47 +403,63 @@ def _alti_logit(task: _Task) -> Attribution:
         raise ValueError(
             'attribute: "alti_logit" is of decoders, not of an encoder-decoder: take "decompx"'
         )
-    gradient, _, values = _hidden_gradients(task)
-    writings = Writings(gradient)
-    with torch.no_grad(), recorded(task.model, ("alti",), to_cpu=False, on_run=writings.note):
+    stack, gradient, values = _hidden_gradients(task)
+    writings, layers = Writings(gradient), attention_of(task.model, stack)
+    recording = recorded(task.model, ("alti",), layers=layers, to_cpu=False, on_run=writings.note)
+    with torch.no_grad(), recording:
         task.values()
     scores = writings.followed_back()
     return Attribution(scores, values, values - scores.sum(-1))
 
 
 def _roll_out(task: _Task, map_: str) -> Attribution:
+    stack, gradient, values = _hidden_gradients(task)
+    share = _shares(gradient)
+    nothing = values.new_full(values.shape, float("nan"))
     if task.is_seq2seq:
-        raise ValueError(
-            'attribute: "rollout" is of one stack of blocks, not of an encoder-decoder: take '
-            '"decompx"'
-        )
-    _, share, values = _hidden_gradients(task)
+        if map_ != "alti":
+            raise ValueError(
+                'attribute: of an encoder-decoder "rollout:alti" is the only rollout, got '
+                f'"rollout:{map_}"'
+            )
+        with torch.no_grad(), recorded(task.model, ("alti",)) as recording:
+            task.values()
+        pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(recording))
+        scores, prefix = (x[:, 0] for x in pair)
+        return Attribution(scores, values, nothing, prefix_scores=prefix)
     if map_ == "value_zeroing":
         flow = rollout(value_zeroing(task.model, task.inputs))
     else:
-        with torch.no_grad(), recorded(task.model, (map_,)) as recording:
+        own = attention_of(task.model, stack)
+        with torch.no_grad(), recorded(task.model, (map_,), layers=own) as recording:
             task.values()
         layers = [name for name, layer in recording.layers.items() if layer.kind == "self"]
         residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
         flow = rollout(recording, map=map_, layers=layers, residual=residual)
     scores = (share.to(flow).unsqueeze(1) @ flow)[:, 0]
-    return Attribution(scores, values, values.new_full(values.shape, float("nan")))
+    return Attribution(scores, values, nothing)
 
 
-def _hidden_gradients(task: _Task) -> tuple[Tensor, Tensor, Tensor]:
+def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
     """How the target depends on what the last block makes.
 
     Returns:
-        The gradient ``[B, T, D]`` with the norm after it fixed; each token's share of it by its
-        norm, ``[B, T]``, rows add up to 1; and the values ``[B]``.
+        The stack of that block; the gradient ``[B, T, D]`` with the norm after it fixed; and the
+        values ``[B]``.
     """
-    stack = stacks_of(task.model, _CALLER)[-1]  # whose output the head reads
-    linear = LinearModel()
-    with last_hidden(stack) as made, called_linear(task.model, linear):
+    stacks, linear = stacks_of(task.model, _CALLER), LinearModel()
+    with last_hidden(stacks) as made, called_linear(task.model, linear):
         values = task.values()
         if not values.requires_grad:
             raise RuntimeError("attribute: what is attributed does not depend on the last block")
-        (gradient,) = torch.autograd.grad(values.sum(), made)
+        stack, leaf = made[-1]
+        (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    return stack, gradient, values.detach().sum(0)
+
+
+def _shares(gradient: Tensor) -> Tensor:
+    """Each token's share of a gradient ``[B, T, D]`` by its norm, ``[B, T]``."""
     size = gradient.norm(dim=-1)
     total = size.sum(-1, keepdim=True)
-    return gradient, size / torch.where(total == 0, 1, total), values.detach().sum(0)
+    shares: Tensor = size / torch.where(total == 0, 1, total)
+    return shares

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ikattn.analysis.attribution._linear import LinearModel, activations_as_one
 __all__ = [
     "Stack",
     "alone",
+    "attention_of",
     "called_linear",
     "checkpointed",
     "frozen_parameters",
@@ -144,23 +146,33 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def last_hidden(stack: Stack) -> Iterator[list[Tensor]]:
-    """What the stack's last block makes, ``[B, T, D]``, as a leaf that requires gradients."""
-    found: list[Tensor] = []
+def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
+    """What each stack makes, ``[B, T, D]``, as a leaf that requires gradients, as they run."""
+    found: list[tuple[Stack, Tensor]] = []
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def hook(stack: Stack, module: nn.Module, args: Any, output: Any) -> Any:
         x = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(x, Tensor):
             return None
         leaf = x.detach().requires_grad_()
-        found[:] = [leaf]
+        found.append((stack, leaf))
         return (leaf, *output[1:]) if isinstance(output, (tuple, list)) else leaf
 
-    handle = stack.blocks[-1].register_forward_hook(Hook(hook))
+    handles = [
+        stack.blocks[-1].register_forward_hook(Hook(partial(hook, stack))) for stack in stacks
+    ]
     try:
         yield found
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def attention_of(model: nn.Module, stack: Stack) -> list[str]:
+    """The names of the attention in a stack's blocks."""
+    blocks = set(stack.blocks)
+    sites = find_attention(model)
+    return [site.name for site in sites if blocks & {site.module, *site.ancestors}]
 
 
 @contextmanager

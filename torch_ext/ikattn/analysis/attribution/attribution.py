@@ -47,8 +47,11 @@ class Attribution:
         """Names the tokens, by a tokenizer of transformers, and those that were attributed."""
         if tokenizer is None:
             return
-        for name, own in zip(("tokens", "prefix_tokens"), ids, strict=False):
-            if isinstance(own, Tensor):
+        places = (("tokens", self.scores), ("prefix_tokens", self.prefix_scores))
+        for (name, scores), own in zip(places, ids, strict=False):
+            if own is None or scores is None:
+                continue
+            if own.size(-1) == scores.size(-1):  # the first stack may have read an image
                 setattr(self, name, [readable_tokens(tokenizer, row) for row in own.tolist()])
         if any(targets) and self.tokens is not None and len(targets[0]) > 0:
             vocabulary = len(tokenizer)
