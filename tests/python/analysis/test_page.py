@@ -338,6 +338,143 @@ def test_large_page_stays_quick(tab: Tab, tmp_path: Path) -> None:
     assert tab.complaints == []
 
 
+def test_long_text_is_drawn_whole(tab: Tab, tmp_path: Path) -> None:
+    recording_of({"layer": torch.rand(1, 700, 700)}).to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    reach = "(() => { const c = document.querySelector('#right canvas'); const l = c.layout;"
+    reach += "return [l.left + 700 * l.cell, c.clientWidth, l.cell]; })()"
+    end, width, cell = tab.evaluate(reach)
+    assert cell < 2
+    assert end <= width
+
+
+# --- The flow through layers
+
+
+def recording_of(summed: dict[str, torch.Tensor]) -> Recording:
+    """Of an encoder whose layers have these maps N, ``[1, T, T]``."""
+    layers = {name: Layer(name, "self", "encoder", 1, "post", "bert") for name in summed}
+    maps = {name: ikattn.Contributions(summed=x) for name, x in summed.items()}
+    return Recording("M", ("summed",), layers, [Batch(maps)])
+
+
+def set_least(tab: Tab, place: int) -> None:
+    tab.evaluate(f"byId('least').value = {place}; byId('least').dispatchEvent(new Event('input'))")
+
+
+def test_flow_is_the_row_of_the_rollout(tab: Tab, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    recording = recording_of({str(i): torch.rand(1, 6, 6) ** 4 for i in range(4)})
+    recording.to_html(tmp_path / "maps.html", tokens=list("abcdef"))
+    open_page(tab, tmp_path / "maps.html")
+    expected = ikattn.rollout(recording, map="summed")[0]
+    for target in (0, 4):
+        flow = tab.evaluate(f"flowInto({target}, stackOfLayers(), 0)")
+        shares = [flow["shares"][0][str(j)] for j in range(6)]
+        torch.testing.assert_close(torch.tensor(shares), expected[target], rtol=1e-3, atol=0)
+        assert flow["carried"] == pytest.approx(1)  # with nothing left out
+        click(tab, "queries", target)
+        j = int(expected[target].argmax())
+        said = text_of(tab, "#flow-sources").replace("\u00a0", " ")
+        assert said.startswith(f"{'abcdef'[target]} comes from {'abcdef'[j]} ")
+        assert float(said.split()[4]) == pytest.approx(100 * shares[j], rel=0.06)
+
+
+def test_flow_shows_the_ribbons_that_hang_together_with_the_target(
+    tab: Tab, tmp_path: Path
+) -> None:
+    lower = torch.tensor([[[9.0, 1, 0], [0, 5, 5], [1, 1, 6]]])
+    upper = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0.9, 0.06, 0.04]]])
+    recording_of({"a": lower, "b": upper}).to_html(tmp_path / "maps.html", tokens=["x", "y", "z"])
+    open_page(tab, tmp_path / "maps.html")
+    flow = tab.evaluate("flowInto(2, stackOfLayers(), 0.02)")
+    found = {(r["column"], r["i"], r["j"]): r["flow"] for r in flow["ribbons"]}
+    above = {(1, 2, 0): 0.9, (1, 2, 1): 0.06, (1, 2, 2): 0.04}
+    below = {(0, 0, 0): 0.81, (0, 0, 1): 0.09, (0, 1, 1): 0.03, (0, 1, 2): 0.03, (0, 2, 2): 0.03}
+    assert found == pytest.approx(above | below, rel=1e-3)
+    assert flow["carried"] == pytest.approx(0.99, rel=1e-3)
+    flow = tab.evaluate("flowInto(2, stackOfLayers(), 0.07)")  # y and z hang on nothing then
+    assert [(r["column"], r["i"], r["j"]) for r in flow["ribbons"]] == [
+        *((1, 2, 0), (0, 0, 0), (0, 0, 1))
+    ]
+    click(tab, "queries", 2)
+    for place, count in ((3, 8), (4, 4), (6, 2)):  # from 2, 5 and 20 % on
+        set_least(tab, place)
+        assert tab.evaluate("document.querySelectorAll('#flow path').length") == count
+    assert tab.complaints == []
+
+
+def test_arrow_keys_move_the_target_of_the_flow(tab: Tab, tmp_path: Path) -> None:
+    encoder_recording().to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    tab.evaluate("document.querySelector('#flow svg').focus()")
+    label = "document.querySelector('#flow svg').getAttribute('aria-label')"
+    for key, target in (
+        ("End", 4),
+        ("ArrowDown", 4),
+        ("ArrowUp", 3),
+        ("ArrowLeft", 2),
+        ("Home", 0),
+    ):
+        tab.press(key)
+        assert text_of(tab, "#pair").startswith(f"b0t{target} ({target}) reads ")
+        assert tab.evaluate(label).startswith(f"Flow into b0t{target}, ")
+        assert text_of(tab, "#flow-sources").startswith(f"b0t{target} comes from ")
+    assert tab.evaluate("document.activeElement.tagName") == "svg"
+
+
+def test_flow_needs_several_layers_of_the_same_tokens(tab: Tab, tmp_path: Path) -> None:
+    translation_recording().to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    for layer in range(3):  # one of the encoder, one of the decoder, one between them
+        click(tab, "layer", layer)
+        assert tab.evaluate("byId('flow').hidden")
+    steps = [ikattn.Contributions(summed=torch.rand(1, T, S)) for T, S in ((3, 3), (1, 4))]
+    layers = {name: Layer(name, "self", "decoder", 1, "pre", "gpt2") for name in "ab"}
+    batches = [Batch(dict.fromkeys("ab", step)) for step in steps]
+    Recording("M", (), layers, batches).to_html(tmp_path / "maps.html")
+    open_page(tab, tmp_path / "maps.html")
+    assert not tab.evaluate("byId('flow').hidden")
+    tab.evaluate("set({ sequence: 1 })")  # one token after those in a cache
+    assert tab.evaluate("byId('flow').hidden")
+    assert tab.complaints == []
+
+
+def test_flow_says_what_ends_in_rows_without_a_sum(tab: Tab, tmp_path: Path) -> None:
+    lower = torch.eye(3)[None].clone()
+    lower[0, 1, 1] = math.nan
+    lower[0, 2, 2] = 0
+    upper = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
+    recording_of({"a": lower, "b": upper}).to_html(tmp_path / "maps.html", tokens=["x", "y", "z"])
+    open_page(tab, tmp_path / "maps.html")
+    said = text_of(tab, "#flow-sources").replace("\u00a0", " ")
+    assert "comes from x 50 %. " in said
+    assert "50 % ends in rows that are 0 or not finite." in said
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_is_wider_than_a_small_screen(tab: Tab, tmp_path: Path, theme: str) -> None:
+    layers = {f"encoder.{i}": torch.rand(1, 30, 30) for i in range(24)}
+    tokens = ["<s>", "\u0642\u0637\u0629", "\U0001f600" * 20, "x" * 200, *map(str, range(26))]
+    recording_of(layers).to_html(tmp_path / "maps.html", tokens=tokens)
+    tab.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
+    )
+    tab.call(
+        "Emulation.setDeviceMetricsOverride",
+        **{"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": True},
+    )
+    try:
+        open_page(tab, tmp_path / "maps.html")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+        assert tab.evaluate("document.documentElement.dataset.theme") == theme
+        cut = "[...document.querySelectorAll('#flow text')].filter(t => t.getBBox().x < 0).length"
+        assert tab.evaluate(cut) == 0
+    finally:
+        tab.call("Emulation.clearDeviceMetricsOverride")
+        tab.call("Emulation.setEmulatedMedia", features=[])
+
+
 @pytest.mark.full
 def test_example_writes_a_page_of_a_pretrained_model(
     tab: Tab, tmp_path: Path, source_tree: Path

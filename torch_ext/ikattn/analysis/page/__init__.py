@@ -1,21 +1,18 @@
 """One page of HTML to look at a recording: the maps inside it, nothing outside it.
 
-page/ holds its parts: page.html, page.css and page.js. A number travels as two bytes, the rounded
-logarithm, between the smallest and the largest of its array: the relative error is the same for
-small and large numbers, and the page says how large it is.
+page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css and base.js, which it
+shares with the index of many lines. A number travels as two bytes, the rounded logarithm, between
+the smallest and the largest of its array: the relative error is the same for small and large
+numbers, and the page says how large it is.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
@@ -28,9 +25,10 @@ from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.files._common import raw_bytes
 from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.page.template import template
 from ikattn.analysis.tokens import Tokens
 
-__all__ = ["write_page"]
+__all__ = ["describe", "write_page", "write_page_to"]
 
 _LAST_CODE = 65534  # 0 is zero, 65535 no finite number
 _NOT_FINITE = 65535
@@ -61,56 +59,51 @@ def write_page(
         >>> recording.to_html(path, tokens=["a", "b", "c"]) == len(open(path, "rb").read())
         True
     """
-    before, between, after = _template(title or _short(recording.model) or "Attention maps")
     with whole_file(path) as file:
-        file.write(before)
-        arrays = _Arrays(file)
-        layers = list(recording.layers.values())
-        shown = [
-            _sequence_contents(layers, sequence, arrays)
-            for sequence in sequences(recording, tokens, target_tokens)
-        ]
-        if not any(layer for sequence in shown for layer in sequence["layers"]):
-            raise ValueError("to_html: the recording holds no map of any sequence to show")
-        contents = {
-            "about": _about(recording),
-            "precision": arrays.precision(),
-            "layers": [
-                {"name": layer.name, "label": label, "kind": layer.kind, "heads": layer.heads}
-                for layer, label in zip(layers, _layer_labels(layers), strict=True)
-            ],
-            "sequences": shown,
-        }
-        file.write(between + _script_text(json.dumps(contents)).encode() + after)
+        write_page_to(file, recording, tokens, target_tokens, title=title)
         return file.tell()
 
 
-_PLACE = re.compile(r"\{\{(policy|title|style|script)\}\}")
+def write_page_to(
+    file: BinaryIO,
+    recording: RecordedMaps,
+    tokens: Tokens | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+) -> None:
+    """Writes the page to an open file.
 
-
-def _template(title: str) -> tuple[bytes, bytes, bytes]:
-    """The page before its arrays, from there to its contents, and after them."""
-    folder = files("ikattn.analysis") / "page"
-    page, style, script = (
-        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
-    )
-    # Whatever should get into the page all the same: it may neither run nor load anything.
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    parts = {"policy": policy, "title": html.escape(title), "style": style, "script": script}
-    before, rest = page.split("{{arrays}}")
-    between, after = rest.split("{{contents}}")
-    pieces = [
-        _PLACE.sub(lambda place: parts[place[1]], x).encode() for x in (before, between, after)
+    Raises:
+        ValueError: As :func:`write_page`; the file then holds a part of a page.
+    """
+    title = title or _short(recording.model) or "Attention maps"
+    before, between, after = template("page", title, ("flow",))
+    file.write(before)
+    arrays = _Arrays(file)
+    layers = list(recording.layers.values())
+    shown = [
+        _sequence_contents(layers, sequence, arrays)
+        for sequence in sequences(recording, tokens, target_tokens)
     ]
-    return pieces[0], pieces[1], pieces[2]
-
-
-def _hash(source: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+    if not any(layer for sequence in shown for layer in sequence["layers"]):
+        raise ValueError("to_html: the recording holds no map of any sequence to show")
+    contents = {
+        "about": describe(recording),
+        "precision": arrays.precision(),
+        "layers": [
+            {
+                "name": layer.name,
+                "label": label,
+                "kind": layer.kind,
+                "side": layer.side,
+                "heads": layer.heads,
+            }
+            for layer, label in zip(layers, _layer_labels(layers), strict=True)
+        ],
+        "sequences": shown,
+    }
+    file.write(between + _script_text(json.dumps(contents)).encode() + after)
 
 
 def _script_text(text: str) -> str:
@@ -118,7 +111,8 @@ def _script_text(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _about(recording: RecordedMaps) -> str:
+def describe(recording: RecordedMaps) -> str:
+    """One line about a recording: the model, its layers and heads, and who wrote the page."""
     heads = sorted({layer.heads for layer in recording.layers.values()})
     counts = (
         "-".join(str(count) for count in dict.fromkeys((heads[0], heads[-1]))) if heads else "0"

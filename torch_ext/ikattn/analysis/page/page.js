@@ -1,21 +1,10 @@
-// Draws the maps that the page carries. Every text of a recording reaches the page through
-// textContent or fillText, never as markup.
+// Draws the maps that the page carries.
 //
 // An array is base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
 // exp(lo + step (c - 1)). T queries are rows, S keys are columns, H heads.
-"use strict";
 
-const contents = JSON.parse(document.getElementById("contents").textContent);
-const byId = (id) => document.getElementById(id);
+const contents = JSON.parse(byId("contents").textContent);
 
-const WEIGHT_COLOURS = {
-  light: ["#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563"],
-  dark: ["#1d2228", "#1f3850", "#25557f", "#3678ab", "#5a9fd2", "#93c6ec", "#dcefff"],
-};
-const NORM_COLOURS = {
-  light: ["#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d"],
-  dark: ["#1d2228", "#43301f", "#6e4a24", "#a06a2d", "#cf9145", "#f0bb7d", "#ffe8cb"],
-};
 const MAPS = [
   ["norms", "N", "Contribution N"],
   ["with_residual", "N + residual", "N_Res"],
@@ -41,9 +30,7 @@ const decoded = new Map();
 
 function decode(entry) {
   if (!decoded.has(entry.id)) {
-    const text = atob(byId(entry.id).textContent.trim());
-    const bytes = Uint8Array.from(text, (character) => character.charCodeAt(0));
-    const codes = new Uint16Array(bytes.buffer);
+    const codes = new Uint16Array(bytesOf(byId(entry.id).textContent.trim()).buffer);
     const values = new Float32Array(codes.length);
     for (let i = 0; i < codes.length; i++) {
       const code = codes[i];
@@ -52,13 +39,6 @@ function decode(entry) {
     decoded.set(entry.id, values);
   }
   return decoded.get(entry.id);
-}
-
-const derived = new Map();
-
-function once(key, compute) {
-  if (!derived.has(key)) derived.set(key, compute());
-  return derived.get(key);
 }
 
 function layerOf(layer = state.layer) {
@@ -129,23 +109,7 @@ function normsPlate(layer = state.layer, head = state.head) {
 
 const plates = () => ({ left: weightsPlate(), right: normsPlate() });
 
-// --- Colours and numbers -----------------------------------------------------------------------------
-
-const dark = () => document.documentElement.dataset.theme === "dark";
-
-function ramp(norms) {
-  const stops = (norms ? NORM_COLOURS : WEIGHT_COLOURS)[dark() ? "dark" : "light"];
-  return once(`ramp/${norms}/${dark()}`, () => {
-    const parts = stops.map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16)));
-    return Array.from({ length: 256 }, (_, level) => {
-      const position = (level / 255) * (parts.length - 1);
-      const low = Math.min(Math.floor(position), parts.length - 2);
-      return parts[low].map((part, c) => Math.round(part + (parts[low + 1][c] - part) * (position - low)));
-    });
-  });
-}
-
-const css = (colour) => `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
+// --- Levels and numbers ------------------------------------------------------------------------------
 
 function isSelf(layer = state.layer) {
   return contents.layers[layer].kind === "self";
@@ -228,12 +192,6 @@ function tokensOf() {
 }
 
 // --- Parts of the page -------------------------------------------------------------------------------
-
-function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
 
 // A row of buttons of which one is chosen: arrow keys move, Tab leaves.
 function radios(container, items, chosen, choose) {
@@ -398,7 +356,7 @@ function layoutOf(width, T, S, queries, keys, context) {
     top = 66;
     cell = (width - left - 4) / S;
   }
-  cell = Math.max(2, cell >= 4 ? Math.floor(cell) : cell);
+  if (cell >= 4) cell = Math.floor(cell);
   return { left, top, cell, labelled, width, height: top + cell * T + 2 };
 }
 
@@ -441,7 +399,7 @@ function draw(figure, plate) {
 
   const cells = element("canvas", { width: S, height: T });
   paintCells(cells.getContext("2d"), plate, state.layer);
-  context.imageSmoothingEnabled = false;
+  context.imageSmoothingEnabled = cell < 1;  // else some cells would not be seen at all
   context.drawImage(cells, left, top, cell * S, cell * T);
   if (cell >= 14) rule(context, layout, T, S);
 
@@ -508,8 +466,8 @@ function showLedger() {
   const { queries, keys } = tokensOf();
   const [q, k] = pair();
   const heads = contents.layers[state.layer].heads;
-  byId("pair").replaceChildren(element("b", { className: "reader" }, readable(queries[q])), ` (${q}) reads `,
-    element("b", {}, readable(keys[k])), ` (${k})`);
+  byId("pair").replaceChildren(element("b", { className: "reader" }, element("bdi", {}, readable(queries[q]))), ` (${q}) reads `,
+    element("b", {}, element("bdi", {}, readable(keys[k]))), ` (${k})`);
 
   const pairOf = (values) => values && ((head) => values[(head * T + q) * S + k]);
   const keyOf = (values) => values && ((head) => values[head * S + k]);
@@ -613,6 +571,7 @@ function showPair() {
   draw(byId("left"), left);
   draw(byId("right"), right);
   showLedger();
+  showFlow();
 }
 
 let waiting = false;
@@ -685,10 +644,10 @@ function listen() {
       pin([Math.max(0, Math.min(T - 1, q + step[0])), Math.max(0, Math.min(S - 1, k + step[1]))]);
     });
   }
+  listenToFlow();
   byId("sequence").addEventListener("change", (event) => set({ sequence: Number(event.target.value) }));
   byId("scale").addEventListener("change", (event) => set({ scale: event.target.value }));
   byId("diagonal").addEventListener("change", (event) => set({ diagonal: event.target.checked }));
-  byId("theme").addEventListener("click", () => setTheme(dark() ? "light" : "dark"));
   window.addEventListener("resize", () => showPair());
   document.addEventListener("keydown", (event) => {
     if (event.target.tagName === "SELECT" || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -704,19 +663,12 @@ function move(strip, step) {
   if (next) next.click();
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-pressed", String(theme === "dark"));
-  if (state.map !== null) set({});
-}
-
 function start() {
   byId("about").textContent = contents.about;
   byId("precision").textContent = contents.precision;
   byId("sequence").replaceChildren(...contents.sequences.map((sequence, i) =>
     element("option", { value: String(i) }, `${i + 1}  ${isolated(sequence.title)}`)));
-  setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  startTheme(() => set({}));
   listen();
   // With many tokens most numbers are small against the largest.
   if (contents.sequences[0].layers.some((layer) => layer && layer.S > 100)) byId("scale").value = state.scale = "root";

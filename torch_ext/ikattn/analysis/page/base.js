@@ -1,0 +1,61 @@
+// What the pages share: colours, and how elements are made. Texts reach a page through textContent or
+// fillText, never as markup.
+"use strict";
+
+const byId = (id) => document.getElementById(id);
+
+const WEIGHT_COLOURS = {
+  light: ["#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563"],
+  dark: ["#1d2228", "#1f3850", "#25557f", "#3678ab", "#5a9fd2", "#93c6ec", "#dcefff"],
+};
+const NORM_COLOURS = {
+  light: ["#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d"],
+  dark: ["#1d2228", "#43301f", "#6e4a24", "#a06a2d", "#cf9145", "#f0bb7d", "#ffe8cb"],
+};
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const derived = new Map();
+
+function once(key, compute) {
+  if (!derived.has(key)) derived.set(key, compute());
+  return derived.get(key);
+}
+
+const dark = () => document.documentElement.dataset.theme === "dark";
+
+function ramp(norms) {
+  const stops = (norms ? NORM_COLOURS : WEIGHT_COLOURS)[dark() ? "dark" : "light"];
+  return once(`ramp/${norms}/${dark()}`, () => {
+    const parts = stops.map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16)));
+    return Array.from({ length: 256 }, (_, level) => {
+      const position = (level / 255) * (parts.length - 1);
+      const low = Math.min(Math.floor(position), parts.length - 2);
+      return parts[low].map((part, c) => Math.round(part + (parts[low + 1][c] - part) * (position - low)));
+    });
+  });
+}
+
+const css = (colour) => `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
+
+// The theme the reader's system has, until they press the button.
+function startTheme(redraw) {
+  const show = (theme) => {
+    document.documentElement.dataset.theme = theme;
+    byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
+    byId("theme").setAttribute("aria-pressed", String(theme === "dark"));
+  };
+  show(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  byId("theme").addEventListener("click", () => {
+    show(dark() ? "light" : "dark");
+    redraw();
+  });
+}
+
+function bytesOf(text) {
+  return Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+}
