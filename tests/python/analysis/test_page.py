@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import html
 import json
 import math
 import re
@@ -21,6 +22,7 @@ import torch
 import ikattn
 from chromium import Tab, browser_tab, find_chromium
 from ikattn.analysis import Batch, Layer, Recording
+from ikattn.analysis.page import page_bytes
 from recordings import encoder_recording, random_maps, tokens_of, translation_recording
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
@@ -150,6 +152,56 @@ def test_page_names_the_model_but_not_its_directory(tmp_path: Path) -> None:
     text = (tmp_path / "maps.html").read_text(encoding="utf-8")
     assert "someone" not in text
     assert "<title>BertModel models/tiny</title>" in text
+
+
+# --- In a notebook
+
+
+def test_notebook_shows_the_page_in_a_frame_that_may_do_nothing_but_draw(tmp_path: Path) -> None:
+    recording = encoder_recording()
+    recording.to_html(tmp_path / "maps.html")
+    shown = recording._repr_html_()
+    frame = re.fullmatch(
+        r'<iframe sandbox="allow-scripts" .* srcdoc="([^"]*)"></iframe>', shown, re.S
+    )
+    assert frame is not None
+    assert html.unescape(frame[1]) == (tmp_path / "maps.html").read_text(encoding="utf-8")
+
+
+def test_size_of_a_page_is_known_without_making_it(tmp_path: Path) -> None:
+    recording = encoder_recording(batches=2)
+    recording.to_html(tmp_path / "maps.html")
+    text = (tmp_path / "maps.html").read_text(encoding="utf-8")
+    arrays = re.findall(r'<script type="text/plain" id="array-\d+">(.*?)</script>', text)
+    exact = sum(len(array.rstrip("=")) for array in arrays)
+    assert abs(page_bytes(recording) - exact) <= len(arrays)
+
+
+def test_notebook_shows_a_table_in_place_of_a_large_page() -> None:
+    layers = {f"<{i}>": Layer(f"<{i}>", "self", "encoder", 12, "post", "bert") for i in range(20)}
+    maps = ikattn.Contributions(weights=torch.ones(1, 1, 1, 1).expand(1, 12, 200, 200))
+    recording = Recording("Model", ("weights",), layers, [Batch(dict.fromkeys(layers, maps))])
+    shown = recording._repr_html_()
+    assert "iframe" not in shown
+    assert "recording.to_html(path)" in shown
+    assert "<td>&lt;3&gt;</td><td>encoder, self</td><td>12</td>" in shown
+    assert "weights [1, 12, 200, 200]" in shown
+    assert "and 8 more" in shown
+    assert len(shown) < 3000
+
+
+def test_notebook_says_why_there_is_no_page() -> None:
+    layer = Layer("layer", "self", "encoder", 2, "none", "torch")
+    assert "nothing was recorded" in Recording("M", ())._repr_html_()
+    assert "handed to on_layer" in Recording("M", (), {"layer": layer})._repr_html_()
+    assert "recording.graphs" in Recording("M", (), graphs=[{}, {}])._repr_html_()
+    norms = ikattn.Contributions(value_norms=torch.ones(1, 2, 3))
+    without_pairs = Recording("M", (), {"layer": layer}, [Batch({"layer": norms})])
+    assert "holds no map of any sequence" in without_pairs._repr_html_()
+    assert "value_norms [1, 2, 3]" in without_pairs._repr_html_()
+    wrong = encoder_recording()
+    wrong.batches[0].tokens = [["a"], ["b"]]
+    assert "tokens of sequence 0 of batch 0 must be 5" in wrong._repr_html_()
 
 
 # --- What a reader sees and does

@@ -10,6 +10,7 @@ from ikattn.analysis import files, page, pictures
 from ikattn.analysis._joined import groups_of_calls, joined_calls
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.maps import RecordedMaps
+from ikattn.analysis.page.notebook import notebook_view
 from ikattn.analysis.tokens import Tokens
 
 __all__ = ["Recording", "load_maps"]
@@ -110,6 +111,10 @@ class Recording(RecordedMaps):
             OSError: The path cannot be written, or the disk is full.
         """
         return page.write_page(self, path, tokens, target_tokens, title=title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, or a table where that would take more than 2 MB."""
+        return notebook_view(self, len(self.graphs))
 
     def plot(
         self,

@@ -28,7 +28,7 @@ from ikattn.analysis.maps import Layer, RecordedMaps
 from ikattn.analysis.page.template import template
 from ikattn.analysis.tokens import Tokens
 
-__all__ = ["describe", "write_page", "write_page_to"]
+__all__ = ["describe", "page_bytes", "write_page", "write_page_to"]
 
 _LAST_CODE = 65534  # 0 is zero, 65535 no finite number
 _NOT_FINITE = 65535
@@ -104,6 +104,21 @@ def write_page_to(
         "sequences": shown,
     }
     file.write(between + _script_text(json.dumps(contents)).encode() + after)
+
+
+def page_bytes(recording: RecordedMaps) -> int:
+    """What the numbers of a recording take in its page, from shapes and padding alone."""
+    numbers = 0
+    for batch in recording.batches:
+        for maps in batch.values():
+            kept = {"T": maps.query_padding, "S": maps.key_padding}
+            lengths = {axis: (~x).sum(1) for axis, x in kept.items() if x is not None}
+            for name, tensor in _shown_maps(maps).items():
+                size = torch.ones(tensor.shape[0], dtype=torch.int64, device=tensor.device)
+                for axis, length in zip(AXES.get(name, "T"), tensor.shape[1:], strict=True):
+                    size *= lengths[axis].to(size.device) if axis in lengths else length
+                numbers += int(size.sum())
+    return numbers * 8 // 3  # two bytes each, as base64
 
 
 def _script_text(text: str) -> str:
