@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from ikattn import cli
+from ikattn import Contributions, cli
 from ikattn._command import analyze as analyzing
 from ikattn._command import results
-from ikattn.analysis import load_maps, record
+from ikattn._command.index import overview
+from ikattn.analysis import Batch, Layer, Recording, load_maps, record
 from ikattn.integrations.transformers import use_implicit_attention
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
@@ -170,8 +172,89 @@ def test_all_formats_and_an_index_of_pages(tmp_path: Path, bert: Path) -> None:
     assert [Path(name).suffix for name in second["files"]] == [".npz", ".safetensors", ".json"]
     assert all((out / name).stat().st_size for name in first["files"] + third["files"])
     index = (out / "index.html").read_text()
-    assert '<li value=1><a href="line-000001.html">water &lt;b&gt;</a>' in index
-    assert "<li value=2><i>empty</i>" in index
+    assert '<a href="line-000001.html" dir="auto">water &lt;b&gt;</a>' in index
+    assert '<li value="2"><div class="text"><span dir="auto"><i>empty</i></span></div>' in index
+
+
+def test_what_the_index_shows_of_a_line_is_of_its_maps(
+    tmp_path: Path, bert: Path, text: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ("--maps", "weights,mixing_ratio", "--format", "npz", "--batch-size", 3)
+    assert analyze("--model", bert, "--file", text, "--out", out, *options) == 0
+    nothing, *entries = sorted(entries_in(out), key=lambda entry: not entry["empty"])
+    empty = dict.fromkeys(("map", "entropy", "mixing_ratio", "thumbnail"))
+    assert nothing["overview"] == empty
+    for entry in entries:
+        found = recorded_alone(bert, entry["text"], ("weights", "mixing_ratio"))
+        weights = torch.stack([found[name].weights[0] for name in found.names])
+        bits = -(weights * weights.log2()).sum(-1).mean()
+        ratios = torch.stack([found[name].mixing_ratio["encoder"][0] for name in found.names])
+        view = entry["overview"]
+        assert view["map"] == "weights"
+        assert view["entropy"] == pytest.approx(float(bits), rel=1e-4)
+        assert view["mixing_ratio"] == pytest.approx(float(ratios.mean()), rel=1e-4)
+        T, S, codes = view["thumbnail"].split()
+        mean = weights.mean((0, 1))
+        assert (int(T), int(S)) == mean.shape
+        levels = torch.tensor(list(base64.b64decode(codes))).view(mean.shape)
+        expected = 255 * (mean / mean.max()).sqrt()
+        torch.testing.assert_close(levels.float(), expected, rtol=0, atol=0.51)
+
+
+def recording_of(kind: str = "self", **maps: Any) -> Recording:
+    layer = Layer("layer", kind, "encoder", 1, "post", "bert")  # type: ignore[arg-type]
+    batch = Batch({"layer": Contributions(**maps)})
+    return Recording("Model", tuple(maps), {"layer": layer}, [batch])
+
+
+def test_a_small_map_of_a_long_line_is_its_average() -> None:
+    x = torch.rand(1, 64, 32)
+    view = overview(recording_of(summed=x), ["summed"])
+    T, S, codes = view["thumbnail"].split()
+    assert (T, S) == ("16", "16")
+    blocks = (x[0] / x[0].sum(-1, keepdim=True)).view(16, 4, 16, 2).mean((1, 3))
+    expected = 255 * (blocks / blocks.max()).sqrt()
+    levels = torch.tensor(list(base64.b64decode(codes))).view(16, 16).float()
+    torch.testing.assert_close(levels, expected, rtol=0, atol=0.51)
+    assert len(json.dumps(view)) < 450
+
+
+def test_rows_that_see_nothing_are_left_out_of_the_entropy() -> None:
+    x = torch.tensor([[[0.5, 0.5], [0.0, 0.0]]])
+    assert overview(recording_of(summed=x), ["summed"])["entropy"] == 1
+    nothing = overview(recording_of(summed=0 * x), ["summed"])
+    assert (nothing["entropy"], nothing["thumbnail"]) == (None, None)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_has_no_number_in_the_index(wrong: float) -> None:
+    x = torch.ones(1, 3, 3)
+    x[0, 1, 1] = wrong
+    recording = recording_of(summed=x, mixing_ratio={"summed": x[:, 1]})
+    assert overview(recording, ["weights", "summed"]) == {
+        **{"map": "summed", "entropy": None, "mixing_ratio": None, "thumbnail": None}
+    }
+
+
+def test_index_shows_entries_that_an_earlier_version_wrote(
+    tmp_path: Path, bert: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("--model", bert, "--file", text, "--out", out, "--format", "html")
+    with monkeypatch.context() as patched:
+        stop_after(patched, 1)
+        assert analyze(*arguments) == 130
+    entries = entries_in(out)
+    del entries[0]["overview"]
+    (out / "lines.jsonl").write_text(json.dumps(entries[0]) + "\n")
+    assert analyze(*arguments) == 0
+    index = (out / "index.html").read_text()
+    items = re.findall(r'<li value="(\d)"( data-map="weights \d+ \d+ [\w+/=]+")?>(.*)</li>', index)
+    assert [int(number) for number, _, _ in items] == [1, 2, 3, 4, 5]
+    assert [bool(drawing) for _, drawing, _ in items] == [False, False, True, True, True]
+    numbers = "".join(re.findall(r"<data.*?</data>", items[0][2]))
+    assert numbers == '<data value="9">9 tokens</data><data></data><data></data>'
 
 
 def test_long_line_is_cut_with_a_notice(

@@ -3,7 +3,8 @@
     DIR/manifest.json      what was asked for; a run with other wishes is refused
     DIR/lines.jsonl        one entry for each finished line, in the order they were finished
     DIR/line-000017.npz    the maps of line 17, its padding cut off; other formats likewise
-    DIR/index.html         the lines with links to their pages, where pages were asked for
+    DIR/index.html         the lines, to find and sort, with links to their pages, where pages
+                           were asked for
 
 A line's files are written whole, each under its final name at once; only then does its entry go to
 lines.jsonl, and to the disk. So whatever stops a run, its entries tell what is finished, and the
@@ -22,9 +23,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ikattn._command.index import overview, write_index
 from ikattn._command.job import AnalyzeError, Job, Line, Source, drawable_maps, read_lines
 from ikattn._command.model import AnalyzedModel
-from ikattn._command.results import Ledger, open_results, write_index
+from ikattn._command.results import Ledger, open_results
 from ikattn.analysis.maps import Batch
 from ikattn.analysis.recording import Recording
 
@@ -71,7 +73,7 @@ def analyze(job: Job, say: Callable[[str], None]) -> int:
                 "found: it must not change meanwhile"
             )
         if "html" in job.formats:
-            write_index(job.out, ledger)
+            write_index(job, ledger)
         return ledger.count
 
 
@@ -142,6 +144,7 @@ def _write_line(job: Job, line: Line, recording: Recording, truncated: bool) -> 
         "truncated": truncated,
         "tokens": None if batch.tokens is None else list(batch.tokens[0]),
         "target_tokens": None if batch.target_tokens is None else list(batch.target_tokens[0]),
+        "overview": overview(recording, job.maps),
         "files": names,
     }
 

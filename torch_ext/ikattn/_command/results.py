@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import html
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from ikattn._command.job import FORMATS, AnalyzeError, Job, Source
 from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 
-__all__ = ["Ledger", "open_results", "write_index"]
+__all__ = ["Ledger", "open_results"]
 
 
 class Ledger:
@@ -207,38 +206,3 @@ def _entries(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
 def _has_files(folder: Path, entry: dict[str, Any]) -> bool:
     paths = [folder / name for name in entry["files"]]
     return all(path.is_file() and path.stat().st_size > 0 for path in paths)
-
-
-def write_index(out: Path, ledger: Ledger) -> None:
-    """A page with a link to each line's own, in the order of the lines."""
-    places = {}
-    with ledger.path.open("rb") as lines:
-        offset = 0
-        for written in lines:
-            places[json.loads(written)["line"]] = offset
-            offset += len(written)
-    with whole_file(out / "index.html") as file, ledger.path.open("rb") as lines:
-        file.write(_INDEX_HEAD.encode())
-        for number in sorted(places):
-            lines.seek(places[number])
-            entry = json.loads(lines.readline())
-            text = html.escape(entry["text"].strip()) or "<i>empty</i>"
-            pages = [name for name in entry["files"] if name.endswith(".html")]
-            link = f'<a href="{pages[0]}">{text}</a>' if pages else text
-            file.write(f"<li value={number}>{link}</li>\n".encode())
-        file.write(b"</ol>\n</html>\n")
-
-
-_INDEX_HEAD = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Attention maps</title>
-<style>
-  :root { color-scheme: light dark; }
-  body { max-width: 80ch; margin: 2em auto; padding: 0 1em; font: 16px/1.6 system-ui, sans-serif; }
-</style>
-<h1>Attention maps</h1>
-<ol>
-"""
