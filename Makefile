@@ -49,7 +49,7 @@ export CCACHE_BASEDIR := $(abspath .)
 export CCACHE_NOHASHDIR := 1
 
 sources := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc -type f) \
-  $(shell find torch_ext -name '*.py' -o -path '*/analysis/page/*')
+  $(shell find torch_ext -name '*.py' -o -path '*/page/*')
 sanitizers := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
 cpp_files := $(shell find csrc tests/cpp examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import html
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ikattn.analysis.attribution.page import frame, write_page
 from ikattn.analysis.through_layers import RankedToken
 from ikattn.analysis.tokens import readable_tokens
 
@@ -120,40 +121,34 @@ class Attribution:
             ranked.append([RankedToken(names[i], float(row[i]), i) for i in order.tolist()])
         return ranked
 
+    def to_html(self, path: str | os.PathLike[str], *, title: str | None = None) -> int:
+        """Writes one page that shows the text coloured by its scores, and loads nothing.
+
+        Orange tokens are for the answer and blue ones against it. Where targets are apart, the
+        page shows the scores of those that its reader chooses. Padding is left out.
+
+        Args:
+            path: Of the file, .html.
+            title: Of the page, by default "Attribution".
+
+        Returns:
+            The size of the file in bytes.
+
+        Raises:
+            ValueError: There is no sequence, or tokens are not as many as scores.
+            OSError: The path cannot be written, or the disk is full.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from ikattn.analysis import Attribution
+            >>> scores, tokens = torch.tensor([[0.5, -1.0]]), [["\u0120really", "\u0120late"]]
+            >>> found = Attribution(scores, torch.tensor([0.0]), torch.tensor([0.5]), tokens=tokens)
+            >>> path = tempfile.mkdtemp() + "/scores.html"
+            >>> found.to_html(path, title="Why so late?") == len(open(path, "rb").read())
+            True
+        """
+        return write_page(self, path, title)
+
     def _repr_html_(self) -> str:
-        """The text, each token coloured by its score: orange for, blue against."""
-        shown = []
-        scores = self.scores if self.scores.dim() == 2 else self.scores.sum(1)
-        values = self.value if self.value.dim() == 1 else self.value.sum(1)
-        for b, row in enumerate(scores.detach().float().cpu()):
-            names = self.tokens[b] if self.tokens else [str(j) for j in range(len(row))]
-            lines = [_coloured(names, row)]
-            if self.prefix_scores is not None:
-                own = self.prefix_scores[b].detach().float().cpu()
-                own = own if own.dim() == 1 else own.sum(0)
-                known = self.prefix_tokens
-                lines.append(
-                    _coloured(known[b] if known else [str(j) for j in range(len(own))], own)
-                )
-            target = "" if not self.target_tokens else " ".join(self.target_tokens[b])
-            title = f"{self.method}: {target} ({float(values[b]):.4g})"
-            shown.append(f"<p><small>{html.escape(title)}</small><br>{'<br>'.join(lines)}</p>")
-        return (
-            '<div style="font-family: sans-serif; line-height: 2; color: #111; background: #fff; '
-            f'padding: 4px 8px">{"".join(shown)}</div>'
-        )
-
-
-def _coloured(names: Sequence[str], scores: Tensor) -> str:
-    largest = float(scores.abs().max()) if scores.numel() else 0.0
-    spans = []
-    for name, score in zip(names, scores.tolist(), strict=True):
-        strength = abs(score) / largest if largest > 0 else 0.0
-        colour = "230, 120, 0" if score >= 0 else "0, 110, 200"
-        text = html.escape(name.replace("Ġ", "\u00a0").replace("▁", "\u00a0"))
-        style = (
-            f"background: rgba({colour}, {0.75 * strength:.3f}); border-radius: 3px; "
-            "padding: 1px 2px; margin: 1px; display: inline-block"
-        )
-        spans.append(f'<span title="{score:.4g}" style="{style}">{text}</span>')
-    return "".join(spans)
+        """The page of :meth:`to_html`, small; the coloured text alone where it is too large."""
+        return frame(self)
