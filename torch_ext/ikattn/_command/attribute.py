@@ -69,10 +69,12 @@ def answer(question: Question) -> Attribution:
     except (ValueError, RuntimeError, NotImplementedError, IndexError) as error:
         raise AnalyzeError(str(error)) from error
     if question.out is not None:
-        text = json.dumps(_record(found)) if question.out.suffix == ".json" else _page(found)
         try:
-            with whole_file(question.out) as file:
-                file.write(text.encode())
+            if question.out.suffix == ".html":
+                found.to_html(question.out)
+            else:
+                with whole_file(question.out) as file:
+                    file.write(json.dumps(_record(found)).encode())
         except OSError as error:
             raise AnalyzeError(str(error)) from error
     return found
@@ -209,11 +211,3 @@ def _record(found: Attribution) -> dict[str, Any]:
     names = {"tokens": found.tokens, "prefix_tokens": found.prefix_tokens}
     names |= {"target_tokens": found.target_tokens}
     return {"method": found.method, **numbers, **{n: x and x[0] for n, x in names.items()}}
-
-
-def _page(found: Attribution) -> str:
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{found.method}</title>{found._repr_html_()}</html>\n"
-    )
