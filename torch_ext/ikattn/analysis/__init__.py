@@ -37,6 +37,7 @@ from ikattn.analysis.files import MapFileError, MapWriter
 from ikattn.analysis.flow import attention_flow
 from ikattn.analysis.graphs import EdgeContributions, EdgeMaps, edge_contributions
 from ikattn.analysis.maps import Batch, Layer
+from ikattn.analysis.patches import patch_maps, plot_patches
 from ikattn.analysis.recording import Recording, load_maps
 from ikattn.analysis.summary import (
     Factors,
@@ -85,6 +86,8 @@ __all__ = [
     "layer_mean",
     "ledger_shares",
     "load_maps",
+    "patch_maps",
+    "plot_patches",
     "rank_tokens",
     "read_alignments",
     "read_gold_alignments",
