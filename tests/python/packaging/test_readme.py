@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_examples_of_the_analysis_pages_run_as_shown(
     blocks = code_blocks(page)
     assert blocks
     for block in blocks:
-        run(block)
+        if "transformers" not in block or find_spec("transformers"):
+            run(block)
 
 
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
