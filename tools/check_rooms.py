@@ -62,6 +62,7 @@ HOUSES = (
             {"cli"},
             {"_command"},
             {"conversion"},
+            {"integrations.bertviz", "integrations.captum", "integrations.inseq"},
             {"analysis"},
             {"integrations"},
             {"nn"},
@@ -80,7 +81,10 @@ def room_of(house: House, path: str) -> str:
     if house.folder.startswith("csrc"):
         room, slash, _ = path.partition("/")
         return room if slash else ""
-    room = re.split(r"[/.]", path)[0]
+    room, *rest = re.split(r"[/.]", path)
+    inner = ".".join([room, *rest[:1]])  # a file that is a room of its own
+    if any(inner in rooms for rooms in house.levels):
+        return inner
     return "" if room == "__init__" else room
 
 
