@@ -28,6 +28,9 @@ LIBRARIES = {
     "Lightning": "lightning",
     "DDP and FSDP2": "torch.distributed",
     "timm": "timm",
+    "inseq": "inseq",
+    "Captum": "captum",
+    "BertViz": "bertviz",
 }
 
 
