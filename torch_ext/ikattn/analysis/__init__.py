@@ -27,6 +27,7 @@ from ikattn.analysis.attribution import (
     faithfulness,
     value_zeroing,
 )
+from ikattn.analysis.comparison import Comparison, MapDistance, MapProbe, compare
 from ikattn.analysis.contributions import (
     Contributions,
     NormStats,
@@ -55,6 +56,7 @@ __all__ = [
     "AttentionParts",
     "Attribution",
     "Batch",
+    "Comparison",
     "Contributions",
     "EdgeContributions",
     "EdgeMaps",
@@ -64,7 +66,9 @@ __all__ = [
     "GoldAlignments",
     "Layer",
     "LedgerShares",
+    "MapDistance",
     "MapFileError",
+    "MapProbe",
     "MapWriter",
     "NormStats",
     "RankedToken",
@@ -76,6 +80,7 @@ __all__ = [
     "attention_flow",
     "attribute",
     "block_maps",
+    "compare",
     "contributions",
     "decomposed_norms",
     "edge_contributions",

@@ -1,0 +1,138 @@
+"""The page of a comparison: model A's map, model B's, and their difference.
+
+page.html, page.css and page.js are its parts; colours and controls are those of a recording's page,
+whose style sheet comes first. Both models' rows stand in one array, so that what is the same in
+both is the same in the page.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import os
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ikattn._library import version
+from ikattn._whole_files import whole_file
+from ikattn.analysis._sequences import SequenceMaps, sequences
+from ikattn.analysis.comparison._distances import ROW_MAPS, shares
+from ikattn.analysis.maps import Layer
+from ikattn.analysis.page import (
+    _Arrays,
+    _hash,
+    _layer_labels,
+    _script_text,
+    _text_of,
+)
+from ikattn.analysis.tokens import Tokens
+
+if TYPE_CHECKING:
+    from ikattn.analysis.comparison.comparison import Comparison
+
+__all__ = ["write_page"]
+
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+
+
+def write_page(
+    comparison: Comparison,
+    path: str | os.PathLike[str],
+    tokens: Tokens | None = None,
+    *,
+    title: str | None = None,
+) -> int:
+    """Writes the page of :meth:`Comparison.to_html` and returns its size in bytes."""
+    a, b = comparison.recording_a, comparison.recording_b
+    if not a.batches:
+        raise ValueError("to_html: no text was kept to show: compare with keep=1 or more")
+    layers = [a.layers[name] for name in comparison.pairs]
+    file = io.BytesIO()
+    arrays = _Arrays(file)
+    shown = [
+        _sequence_contents(comparison.pairs, layers, one, other, arrays)
+        for one, other in zip(sequences(a, tokens), sequences(b), strict=True)
+    ]
+    outputs = comparison.output_distance
+    contents = {
+        "about": f"{comparison.sequences} sequences"
+        + ("" if outputs is None else f" · distance of outputs {outputs:.3g}")
+        + f" · ikattn {version()}",
+        "precision": arrays.precision(),
+        "models": comparison.names,
+        "layers": [
+            {"name": layer.name, "label": label, "kind": layer.kind}
+            for layer, label in zip(layers, _layer_labels(layers), strict=True)
+        ],
+        "table": [
+            {name: None if x != x else x for name, x in row.items()}
+            for row in comparison.table(heads=True) + comparison.table()
+        ],
+        "sequences": shown,
+    }
+    page = _page(
+        title or " beside ".join(comparison.names), file.getvalue().decode(), json.dumps(contents)
+    )
+    with whole_file(path) as written:
+        written.write(page)
+        return written.tell()
+
+
+def _page(title: str, arrays: str, contents: str) -> bytes:
+    """The page, its parts in their places."""
+    folder = files("ikattn.analysis.comparison") / "page"
+    page, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    common = files("ikattn.analysis") / "page" / "page.css"
+    style = common.read_text(encoding="utf-8") + style
+    parts = {
+        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'",
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        "arrays": arrays,
+        "contents": _script_text(contents),
+    }
+    return _PLACE.sub(lambda place: parts[place[1]], page).encode()
+
+
+def _sequence_contents(
+    pairs: dict[str, str],
+    layers: list[Layer],
+    a: SequenceMaps,
+    b: SequenceMaps,
+    arrays: _Arrays,
+) -> dict[str, Any]:
+    """What the page knows of one sequence: its tokens once, its arrays by their names."""
+    labels: list[list[str]] = []
+
+    def place_of(tokens: list[str]) -> int:
+        if tokens not in labels:
+            labels.append(tokens)
+        return labels.index(tokens)
+
+    entries: list[dict[str, Any] | None] = []
+    for layer in layers:
+        if layer.name not in a.layers:
+            entries.append(None)
+            continue
+        maps_a, maps_b = a.layers[layer.name], b.layers[pairs[layer.name]]
+        maps = {}
+        for name in ROW_MAPS:
+            one, other = getattr(maps_a, name), getattr(maps_b, name)
+            if one is not None and other is not None and one.numel():
+                both = torch.stack((shares(one), shares(other)))
+                heads = one.shape[0] if one.dim() == 3 else 0
+                maps[name] = {**arrays.add(both), "heads": heads}
+        queries, keys = a.labels(layer)
+        sizes = {"T": len(queries), "S": len(keys)}
+        places = {"queries": place_of(queries), "keys": place_of(keys)}
+        entries.append({**sizes, **places, "maps": maps} if maps else None)
+    text = _text_of(a.tokens or ()) or f"sequence {a.index}, batch {a.batch}"
+    return {"title": text[:120], "labels": labels, "layers": entries}
