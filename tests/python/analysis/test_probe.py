@@ -71,11 +71,12 @@ class Noisy(nn.Module):
         super().__init__()
         self.encoder = ikattn.convert(encoder(enable_nested_tensor=False), spectral="mikan")
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", None)
 
     def forward(self, x: Tensor) -> Tensor:
         assert not self.training
         self.calls += 1
-        self.seen = x
+        self.seen = self.last = x
         random.random(), np.random.rand(), torch.rand(1)
         return self.encoder(x)
 
@@ -94,6 +95,7 @@ def test_everything_is_put_back() -> None:
     assert (torch.rand(1), random.random(), np.random.rand()) == expected
     assert [module.training for module in model.modules()] == modes
     assert model.calls == 0
+    assert model.last is None
     assert not hasattr(model, "seen")
     after = [layer.self_attn.regularization for layer in model.encoder.layers]
     assert all(a is b for a, b in zip(after, regularisers, strict=True))

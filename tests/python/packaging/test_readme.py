@@ -41,12 +41,12 @@ def test_examples_of_the_readme_run_as_shown(
     assert attention["kernels"].forward.algorithm == "quadratic"
 
 
-@pytest.mark.parametrize("page", ["docs/guide/analysis.md", "docs/guide/analysis_aggregation.md"])
+@pytest.mark.parametrize("page", ["analysis", "analysis_aggregation", "comparing"])
 def test_examples_of_the_analysis_pages_run_as_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = code_blocks(page)
+    blocks = code_blocks(f"docs/guide/{page}.md")
     assert blocks
     for block in blocks:
         if "transformers" not in block or find_spec("transformers"):

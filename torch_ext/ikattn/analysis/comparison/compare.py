@@ -73,7 +73,10 @@ def compare(
         ValueError: There are no inputs, a model is in training mode, or layers or maps of the two
             models do not go together; the message says which.
         NotImplementedError: Attention over the edges of a graph.
-        Others: Those of ``ikattn.record``.
+        What ``ikattn.record`` raises.
+
+    Source: S. Jain, B. C. Wallace, "Attention is not Explanation", NAACL 2019, who hold attention
+    to attention by the Jensen-Shannon divergence, and by ranks.
 
     Example:
         >>> import torch, ikattn

@@ -50,6 +50,9 @@ class MapProbe:
     Raises:
         ValueError: A name is no map of pairs.
 
+    Source: S. Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy
+    Collapse", ICML 2023, for the entropy of weights as a sign of training that fails.
+
     Example:
         >>> import torch, ikattn
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
@@ -83,7 +86,7 @@ class MapProbe:
         Raises:
             NotImplementedError: The model's parameters are sharded, so that one process alone
                 cannot run it.
-            Others: Those of ``ikattn.record``.
+            What ``ikattn.record`` raises.
         """
         _check_whole(model)
         with as_it_was(model), torch.no_grad():
@@ -138,7 +141,8 @@ def _check_whole(model: nn.Module) -> None:
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts back what a call in the block changes: modules' attributes, buffers, random numbers."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    attributes += [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.is_cuda}
     numpy: Any = sys.modules.get("numpy")
@@ -150,10 +154,10 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         random.setstate(of_python)
         if numpy:
             numpy.random.set_state(of_numpy)
-        for module, before in attributes:
-            for name in vars(module).keys() - before.keys():
-                del vars(module)[name]
-            vars(module).update(before)
+        for now, before in attributes:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
         with torch.no_grad():
             for buffer, kept in buffers:
                 if not torch.equal(buffer, kept):

@@ -69,19 +69,28 @@ function rowsOf(model) {
   }));
 }
 
+let view = { key: null };
+
+// What the three heat maps show: values [T, S], the colour of a share of the largest, and the cells.
 function plates() {
+  const key = [state.sequence, state.layer, state.map, state.head, state.scale, isDark()].join("/");
+  if (view.key === key) return view.plates;
   const [a, b] = [rowsOf(0), rowsOf(1)];
   const top = Math.max(largest(a), largest(b));
   const apart = a.map((value, i) => b[i] - value);
-  return {
-    a: { values: a, top, caption: "A", meaning: contents.models[0], colour: (x) => colourOf("a", x) },
-    b: { values: b, top, caption: "B", meaning: contents.models[1], colour: (x) => colourOf("b", x) },
+  const [blue, orange] = [ramp("a"), ramp("b")];
+  const shown = {
+    a: { values: a, top, caption: "A", meaning: contents.models[0], colour: blue },
+    b: { values: b, top, caption: "B", meaning: contents.models[1], colour: orange },
     difference: {
       values: apart, top: largest(apart), caption: "B \u2212 A", signed: true,
       meaning: "blue: A takes more, orange: B takes more",
-      colour: (x) => colourOf(x < 0 ? "a" : "b", Math.abs(x)),
+      colour: (share) => share < 0 ? blue(-share) : orange(share),
     },
   };
+  for (const plate of Object.values(shown)) plate.cells = cellsOf(plate);
+  view = { key, plates: shown };
+  return shown;
 }
 
 const largest = (values) => values.reduce((top, value) => Math.max(top, Math.abs(value) || 0), 0);
@@ -91,14 +100,16 @@ const largest = (values) => values.reduce((top, value) => Math.max(top, Math.abs
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const css = (colour) => `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
 
-// Of a share of the largest value, 0 to 1.
-function colourOf(model, share) {
-  if (Number.isNaN(share)) return [190, 40, 120];
-  const stops = once(`stops/${model}/${isDark()}`, () => COLOURS[model][isDark() ? "dark" : "light"]
-    .map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16))));
-  const position = Math.min(share, 1) * (stops.length - 1);
-  const low = Math.min(Math.floor(position), stops.length - 2);
-  return stops[low].map((part, c) => Math.round(part + (stops[low + 1][c] - part) * (position - low)));
+// From a share of the largest value, 0 to 1, to a colour.
+function ramp(model) {
+  const stops = COLOURS[model][isDark() ? "dark" : "light"]
+    .map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16)));
+  const levels = Array.from({ length: 256 }, (_, level) => {
+    const position = (level / 255) * (stops.length - 1);
+    const low = Math.min(Math.floor(position), stops.length - 2);
+    return stops[low].map((part, c) => Math.round(part + (stops[low + 1][c] - part) * (position - low)));
+  });
+  return (share) => Number.isNaN(share) ? [190, 40, 120] : levels[Math.round(255 * Math.min(share, 1))];
 }
 
 function scaled(value, top) {
@@ -223,7 +234,7 @@ function layoutOf(width, T, S, queries, keys, context) {
     [left, top] = [78, 66];
     cell = (width - left - 4) / S;
   }
-  cell = Math.max(1, cell >= 4 ? Math.floor(cell) : cell);
+  cell = cell >= 4 ? Math.floor(cell) : cell;
   return { left, top, cell, labelled, width, height: top + cell * T + 2 };
 }
 
@@ -239,7 +250,7 @@ function draw(figure, plate) {
   Object.assign(canvas.style, { width: `${layout.width}px`, height: `${layout.height}px` });
   context.scale(sharp, sharp);
   context.imageSmoothingEnabled = false;
-  context.drawImage(cellsOf(plate, T, S), left, top, cell * S, cell * T);
+  context.drawImage(plate.cells, left, top, cell * S, cell * T);
 
   const [q, k] = pair();
   const style = getComputedStyle(document.documentElement);
@@ -275,7 +286,8 @@ function draw(figure, plate) {
 }
 
 // One pixel for each cell.
-function cellsOf(plate, T, S) {
+function cellsOf(plate) {
+  const { T, S } = layerOf();
   const cells = element("canvas", { width: S, height: T });
   const context = cells.getContext("2d");
   const image = context.createImageData(S, T);
