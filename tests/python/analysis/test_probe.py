@@ -121,6 +121,13 @@ def test_inputs_follow_the_dtype_of_the_model() -> None:
     assert MapProbe(torch.randn(2, 5, 16))(model)["ikattn/layer.1/summed/drift"] == 0
 
 
+def test_a_model_of_which_a_process_has_a_share_is_refused() -> None:
+    model = Looks()
+    model.attention.in_proj_weight.ds_id = 3  # as DeepSpeed marks them
+    with pytest.raises(NotImplementedError, match="sharded over processes"):
+        MapProbe(TOKENS)(model)
+
+
 @pytest.mark.parametrize("maps", ["value_norms", ["weights", "mixing_ratio"]])
 def test_a_map_without_rows_is_refused(maps: Any) -> None:
     with pytest.raises(ValueError, match="maps must be names out of weights, "):

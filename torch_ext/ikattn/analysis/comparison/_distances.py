@@ -36,13 +36,14 @@ def entropy(p: Tensor) -> Tensor:
     return in_nats / math.log(2)
 
 
-def row_sums(a: Tensor, b: Tensor) -> Sums:
+def row_sums(a: Tensor, b: Tensor, *, ranks: bool = True) -> Sums:
     """Statistics of every pair of rows, added up over the rows.
 
     A row without anything in it, in either map, is no distribution and is left out.
 
     Args:
         a, b: One map of one sequence, of two models: ``[T, S]`` or ``[H, T, S]``.
+        ranks: Whether ranks are wanted, which take longer than all else.
 
     Returns:
         ``total_variation``, ``jensen_shannon``, ``entropy_a`` and ``entropy_b`` over ``rows``, and
@@ -53,6 +54,10 @@ def row_sums(a: Tensor, b: Tensor) -> Sums:
     found: Sums = {}
     for part_a, part_b in zip(a.split(size, -2), b.split(size, -2), strict=True):
         add_to(found, _sums_of_piece(part_a, part_b))
+        if ranks:
+            correlation, has_ranks = rank_correlation(part_a, part_b)
+            found_here = {"rank_correlation": correlation, "ranked": has_ranks.double()}
+            add_to(found, {name: x.sum(-1) for name, x in found_here.items()})
     return found
 
 
@@ -61,7 +66,6 @@ def _sums_of_piece(a: Tensor, b: Tensor) -> Sums:
     counted = (p != 0).any(-1) & (q != 0).any(-1)
     entropy_a, entropy_b = entropy(p), entropy(q)
     between = entropy((p + q) / 2) - (entropy_a + entropy_b) / 2
-    correlation, has_ranks = rank_correlation(p, q)
     rows = {
         "total_variation": (p - q).abs().sum(-1) / 2,
         "jensen_shannon": between.clamp_min(0),  # below it by rounding
@@ -70,31 +74,35 @@ def _sums_of_piece(a: Tensor, b: Tensor) -> Sums:
     }
     found = {name: x.where(counted, 0).sum(-1) for name, x in rows.items()}
     found["rows"] = counted.double().sum(-1)
-    found["rank_correlation"] = correlation.where(has_ranks, 0).sum(-1)
-    found["ranked"] = has_ranks.double().sum(-1)
     return found
 
 
-def rank_correlation(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Spearman's of each pair of rows, and where it exists: both ``[..., T]``.
+def rank_correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Spearman's of each pair of rows, 0 where there is none, and where there is: ``[..., T]``.
 
     It is over keys that either row takes something from, so that keys hidden from a query, which
     both agree on, do not count. A row whose ranks are all the same has none.
     """
-    seen = (p > 0) | (q > 0)
-    x, y = _centred_ranks(p, seen), _centred_ranks(q, seen)
+    seen = (a > 0) | (b > 0)
+    x, y = _centred_ranks(a, seen), _centred_ranks(b, seen)
     norms = x.square().sum(-1) * y.square().sum(-1)
-    return (x * y).sum(-1) / norms.where(norms > 0, 1).sqrt(), norms > 0
+    return (x * y).sum(-1) / norms.masked_fill(norms == 0, 1).sqrt(), norms > 0
 
 
 def _centred_ranks(values: Tensor, seen: Tensor) -> Tensor:
     """Ranks less their mean, 0 where not seen; those that tie have the mean of their ranks."""
-    values = values.where(seen, math.inf).contiguous()
-    ordered = values.sort(-1).values
-    below = torch.searchsorted(ordered, values)
-    up_to = torch.searchsorted(ordered, values, right=True)
-    middle = seen.sum(-1, keepdim=True) / 2
-    return ((below + up_to).double() / 2 - middle).where(seen, 0)
+    values = values.where(seen, math.inf)
+    ordered, order = values.sort(-1)
+    positions = torch.arange(values.shape[-1], dtype=torch.float64, device=values.device)
+    ranks = positions.new_empty(values.shape).scatter_(-1, order, positions.expand_as(values))
+    ties = (ordered[..., 1:] == ordered[..., :-1]) & ordered[..., 1:].isfinite()
+    tied = ties.any(-1)
+    if tied.any():  # few rows, mostly, and the search takes longer than the rest
+        below = torch.searchsorted(ordered[tied], values[tied])
+        up_to = torch.searchsorted(ordered[tied], values[tied], right=True)
+        ranks[tied] = (below + up_to - 1).double() / 2
+    middle = (seen.sum(-1, keepdim=True) - 1) / 2
+    return (ranks - middle).where(seen, 0)
 
 
 def mixing_sums(a: Contributions, b: Contributions, name: str) -> Sums:

@@ -164,7 +164,8 @@ class Comparison:
             title: None: the models' names.
 
         Returns:
-            The size of the page in bytes: 5.4 for each number of a map.
+            The size of the page in bytes: 5.4 for each number of a map. Where texts are long,
+            compare with a smaller ``keep``, or with maps that are not of every head.
 
         Raises:
             ValueError: Tokens that do not match the maps, or no text was kept.

@@ -118,7 +118,7 @@ def _measures(first: list[Tensor], now: list[Tensor], ratios: list[Tensor]) -> d
     """The numbers of one layer's map: a tensor of each sequence, without padding."""
     sums: Sums = {}
     for before, after in zip(first, now, strict=True):
-        add_to(sums, row_sums(before, after))
+        add_to(sums, row_sums(before, after, ranks=False))
     heads = {name: (sums[of] / sums["rows"]).nanmean() for name, of in _MEASURES.items()}
     found = {name: float(mean) for name, mean in heads.items()}
     if ratios:

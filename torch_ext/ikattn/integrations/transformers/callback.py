@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,7 +11,10 @@ from ikattn.integrations.transformers._interface import import_transformers
 
 import_transformers()
 
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["ProbeCallback"]
 
