@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from math import log2, nan, sqrt
+from math import inf, log2, nan, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +153,11 @@ def test_rows_gone_through_in_pieces_add_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_without_anything_are_not_counted_and_numbers_that_are_not_finite_show() -> None:
     a = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     assert float(row_sums(a, torch.ones(2, 2))["rows"]) == 1
-    a[1, 0] = nan
-    assert row_sums(a, torch.ones(2, 2))["total_variation"].isnan()
+    for value in (nan, inf):
+        a[1, 0] = value
+        found = row_sums(a, torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+        assert found["total_variation"].isnan()
+        assert found["rank_correlation"].isnan()
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 0, 0)])

@@ -56,8 +56,8 @@ def row_sums(a: Tensor, b: Tensor, *, ranks: bool = True) -> Sums:
         add_to(found, _sums_of_piece(part_a, part_b))
         if ranks:
             correlation, has_ranks = rank_correlation(part_a, part_b)
-            found_here = {"rank_correlation": correlation, "ranked": has_ranks.double()}
-            add_to(found, {name: x.sum(-1) for name, x in found_here.items()})
+            of_ranks = {"rank_correlation": correlation, "ranked": has_ranks.double()}
+            add_to(found, {name: x.sum(-1) for name, x in of_ranks.items()})
     return found
 
 
@@ -81,12 +81,15 @@ def rank_correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Spearman's of each pair of rows, 0 where there is none, and where there is: ``[..., T]``.
 
     It is over keys that either row takes something from, so that keys hidden from a query, which
-    both agree on, do not count. A row whose ranks are all the same has none.
+    both agree on, do not count. A row whose ranks are all the same has none; that of a row with
+    numbers that are not finite is NaN.
     """
     seen = (a > 0) | (b > 0)
     x, y = _centred_ranks(a, seen), _centred_ranks(b, seen)
     norms = x.square().sum(-1) * y.square().sum(-1)
-    return (x * y).sum(-1) / norms.masked_fill(norms == 0, 1).sqrt(), norms > 0
+    correlation = (x * y).sum(-1) / norms.masked_fill(norms == 0, 1).sqrt()
+    is_finite = (a.isfinite() & b.isfinite()).all(-1)
+    return correlation.masked_fill(~is_finite, math.nan), (norms > 0) | ~is_finite
 
 
 def _centred_ranks(values: Tensor, seen: Tensor) -> Tensor:
