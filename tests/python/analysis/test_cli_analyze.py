@@ -606,10 +606,10 @@ def test_map_that_the_model_has_not_is_said(
 ) -> None:
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     gpt2 = save_model(tmp_path / "gpt2", "GPT2", **sizes)
-    arguments = ("--text", "water", "--maps", "encoder", "--format", "npz", "--out", tmp_path / "o")
-    assert analyze("--model", gpt2, *arguments) == 1
+    arguments = ("--text", "water", "--maps", "with_norm", "--format", "npz")
+    assert analyze("--model", gpt2, *arguments, "--out", tmp_path / "o") == 1
     assert (
-        "has the map 'encoder': its block normalises before the attention"
+        "has the map 'with_norm': its block normalises before the attention"
         in capsys.readouterr().err
     )
 

@@ -192,9 +192,10 @@ def test_layers_of_other_names_are_paired_by_order() -> None:
 def test_a_map_that_one_model_alone_has_is_named() -> None:
     x = torch.randn(2, 5, 16)
     found = compare(encoder(enable_nested_tensor=False), encoder(norm_first=True), x)
-    assert "layers.0.self_attn encoder" in found.left_out
+    assert "layers.0.self_attn with_norm" in found.left_out
     assert "only one model has layers.1.self_attn with_norm" in str(found)
-    assert "encoder" not in found["layers.0.self_attn"]
+    assert "with_norm" not in found["layers.0.self_attn"]
+    assert "encoder" in found["layers.0.self_attn"]
 
 
 class Several(nn.Module):

@@ -115,7 +115,12 @@ def write_index(job: Job, ledger: Ledger) -> None:
             places[json.loads(written)["line"]] = offset
             offset += len(written)
     title = f"Attention maps of {'/'.join(PurePath(job.model).parts[-2:])}"
-    before, after = template("index", title)
+    before, after = template(
+        "page/index.html",
+        title,
+        styles=("page/base.css", "page/index.css"),
+        scripts=("page/base.js", "page/index.js"),
+    )
     with whole_file(job.out / "index.html") as file, ledger.path.open("rb") as lines:
         file.write(before)
         for number in sorted(places):

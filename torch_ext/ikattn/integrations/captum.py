@@ -144,11 +144,6 @@ def _scores_by_input(found: Attribution, named: Mapping[str, Any]) -> dict[str, 
     """The scores of the inputs whose tokens blocks read, by their names."""
     if found.prefix_scores is not None:
         return {"input_ids": found.scores, "decoder_input_ids": found.prefix_scores}
-    if "decoder_input_ids" in named:
-        raise RuntimeError(
-            "attribute: either the encoder's or the decoder's tokens have no part in the target, "
-            "and which of them is not known"
-        )
     return {next(iter(named)): found.scores}
 
 

@@ -161,11 +161,7 @@ def _decomposed(
     found = attribute(model, inputs, targets, each=True, **options)
     if "decoder_input_ids" not in inputs:
         return StepScores(None, found.scores[0])
-    if found.prefix_scores is None:
-        raise RuntimeError(
-            "ikattn.integrations.inseq: either the encoder's or the decoder's tokens have no part "
-            "in the targets, and which of them is not known"
-        )
+    assert found.prefix_scores is not None
     return StepScores(found.scores[0], found.prefix_scores[0])
 
 

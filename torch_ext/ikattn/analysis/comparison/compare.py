@@ -22,7 +22,7 @@ from ikattn.analysis.comparison._distances import ROW_MAPS, Sums, add_to, mixing
 from ikattn.analysis.comparison.comparison import Comparison, MapDistance
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch
-from ikattn.analysis.page import _short as short_name
+from ikattn.analysis.page.labels import short_name
 from ikattn.analysis.recording import Recording
 from ikattn.analysis.tokens import tokens_of_batch
 from ikattn.nn.selection import Selection

@@ -15,7 +15,7 @@ from ikattn.analysis._inputs import Inputs, call
 from ikattn.analysis._recorder.record import record
 from ikattn.analysis._sequences import cut, sequence_count
 from ikattn.analysis.comparison._distances import ROW_MAPS, Sums, add_to, row_sums
-from ikattn.analysis.page import _layer_labels
+from ikattn.analysis.page.labels import layer_labels
 from ikattn.nn.selection import Selection
 
 __all__ = ["MapProbe"]
@@ -99,7 +99,7 @@ class MapProbe:
             )
         layers = list(recording.layers.values())
         found: dict[str, float] = {}
-        for layer, label in zip(layers, _layer_labels(layers), strict=True):
+        for layer, label in zip(layers, layer_labels(layers), strict=True):
             own = [batch[layer.name] for batch in recording.batches if layer.name in batch]
             now = [cut(maps, i) for maps in own for i in range(sequence_count([maps]))]
             name = label.replace(" ", ".") if " " in label else f"layer.{label}"

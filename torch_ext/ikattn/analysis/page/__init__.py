@@ -1,19 +1,15 @@
 """One page of HTML to look at a recording: the maps inside it, nothing outside it.
 
-page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css and base.js, which it
-shares with the index of many lines. A number travels as two bytes, the rounded logarithm, between
+page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css and base.js, which
+other pages share. A number travels as two bytes, the rounded logarithm, between
 the smallest and the largest of its array: the relative error is the same for small and large
 numbers, and the page says how large it is.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 import os
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any, BinaryIO
 
 import torch
@@ -23,15 +19,13 @@ from ikattn._library import version
 from ikattn._whole_files import whole_file
 from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
 from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.files._common import raw_bytes
 from ikattn.analysis.maps import Layer, RecordedMaps
-from ikattn.analysis.page.template import template
+from ikattn.analysis.page.arrays import Arrays
+from ikattn.analysis.page.labels import layer_labels, short_name, text_of
+from ikattn.analysis.page.template import json_in_script, template
 from ikattn.analysis.tokens import Tokens
 
 __all__ = ["describe", "page_bytes", "write_page", "write_page_to"]
-
-_LAST_CODE = 65534  # 0 is zero, 65535 no finite number
-_NOT_FINITE = 65535
 
 
 def write_page(
@@ -77,10 +71,15 @@ def write_page_to(
     Raises:
         ValueError: As :func:`write_page`; the file then holds a part of a page.
     """
-    title = title or _short(recording.model) or "Attention maps"
-    before, between, after = template("page", title, ("flow",))
+    title = title or short_name(recording.model) or "Attention maps"
+    before, between, after = template(
+        "page/page.html",
+        title,
+        styles=("page/base.css", "page/page.css"),
+        scripts=("page/base.js", "page/flow.js", "page/page.js"),
+    )
     file.write(before)
-    arrays = _Arrays(file)
+    arrays = Arrays(file)
     layers = list(recording.layers.values())
     shown = [
         _sequence_contents(layers, sequence, arrays)
@@ -99,11 +98,11 @@ def write_page_to(
                 "side": layer.side,
                 "heads": layer.heads,
             }
-            for layer, label in zip(layers, _layer_labels(layers), strict=True)
+            for layer, label in zip(layers, layer_labels(layers), strict=True)
         ],
         "sequences": shown,
     }
-    file.write(between + _script_text(json.dumps(contents)).encode() + after)
+    file.write(between + json_in_script(contents) + after)
 
 
 def page_bytes(recording: RecordedMaps) -> int:
@@ -121,11 +120,6 @@ def page_bytes(recording: RecordedMaps) -> int:
     return numbers * 8 // 3  # two bytes each, as base64
 
 
-def _script_text(text: str) -> str:
-    """JSON that cannot end the script element it stands in."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def describe(recording: RecordedMaps) -> str:
     """One line about a recording: the model, its layers and heads, and who wrote the page."""
     heads = sorted({layer.heads for layer in recording.layers.values()})
@@ -134,32 +128,15 @@ def describe(recording: RecordedMaps) -> str:
     )
     return " · ".join(
         (
-            _short(recording.model) or "unknown model",
+            short_name(recording.model) or "unknown model",
             f"{len(recording.layers)} layers of attention, {counts} heads",
             f"ikattn {version()}",
         )
     )
 
 
-def _short(model: str) -> str:
-    """The model without the directories above its own: a page travels."""
-    kind, _, source = model.partition(" ")
-    return f"{kind} {'/'.join(PurePath(source).parts[-2:])}".strip() if source else kind
-
-
-def _layer_labels(layers: Sequence[Layer]) -> list[str]:
-    """Numbers in the order the layers ran, for each kind of layer on its own."""
-    kinds = [
-        "cross" if layer.kind == "cross" else {"encoder": "enc", "decoder": "dec"}[layer.side]
-        for layer in layers
-    ]
-    if len(set(kinds)) <= 1:
-        return [str(number) for number in range(len(layers))]
-    return [f"{kind} {kinds[:position].count(kind)}" for position, kind in enumerate(kinds)]
-
-
 def _sequence_contents(
-    layers: Sequence[Layer], sequence: SequenceMaps, arrays: _Arrays
+    layers: Sequence[Layer], sequence: SequenceMaps, arrays: Arrays
 ) -> dict[str, Any]:
     """What the page knows of one sequence: its tokens once, its arrays by their names."""
     labels: list[list[str]] = []
@@ -186,15 +163,8 @@ def _sequence_contents(
                 "maps": {name: arrays.add(tensor) for name, tensor in shown.items()},
             }
         )
-    text = _text_of(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
+    text = text_of(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
     return {"title": text[:120], "labels": labels, "layers": entries}
-
-
-def _text_of(tokens: Sequence[str]) -> str:
-    """The tokens as a text, for a title."""
-    if any(token.startswith(("\u0120", "\u2581")) for token in tokens):
-        return "".join(tokens).replace("\u0120", " ").replace("\u2581", " ").strip()
-    return " ".join(tokens)
 
 
 def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
@@ -204,44 +174,3 @@ def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
         shown.pop("per_head", None)
     shown |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
     return {name: tensor for name, tensor in shown.items() if tensor.numel()}
-
-
-class _Arrays:
-    """Writes arrays into the page and knows how exact they still are."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._count = 0
-        self._coarsest = 0.0
-
-    def add(self, tensor: Tensor) -> dict[str, Any]:
-        codes, lowest, step = _log_codes(tensor)
-        name = f"array-{self._count}"
-        self._count += 1
-        self._coarsest = max(self._coarsest, step)
-        self._file.write(f'<script type="text/plain" id="{name}">'.encode())
-        self._file.write(base64.b64encode(raw_bytes(codes)))
-        self._file.write(b"</script>\n")
-        return {"id": name, "lo": lowest, "step": step}
-
-    def precision(self) -> str:
-        percent = 100 * math.expm1(self._coarsest / 2)
-        return (
-            f"Numbers in this page are within {max(percent, 0.001):.2g} % of those recorded and "
-            "shown with three digits; recording.save keeps them whole."
-        )
-
-
-def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float]:
-    """Codes of the logarithms: exp(lowest + step (code - 1)); their bytes are those of uint16."""
-    x = tensor.detach().cpu().double()
-    finite = x.isfinite()
-    positive = finite & (x > 0)
-    logs = x.where(positive, x.new_ones(())).log()
-    lowest = float(logs[positive].min()) if positive.any() else 0.0
-    highest = float(logs[positive].max()) if positive.any() else 0.0
-    step = (highest - lowest) / (_LAST_CODE - 1)
-    codes = ((logs - lowest) / step if step else torch.zeros_like(logs)).round() + 1
-    codes = codes.where(positive, codes.new_zeros(()))
-    codes = codes.where(finite, codes.new_full((), _NOT_FINITE))
-    return codes.to(torch.int32).to(torch.uint16).contiguous(), lowest, step

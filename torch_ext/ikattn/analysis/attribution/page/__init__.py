@@ -10,9 +10,7 @@ import base64
 import html
 import math
 import os
-import re
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +18,9 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis._html import json_in_script, policy_of
 from ikattn.analysis.attribution.page.text import is_special, text_span, texts_of
 from ikattn.analysis.files._common import raw_bytes
+from ikattn.analysis.page.template import json_in_script, template
 
 if TYPE_CHECKING:
     from ikattn.analysis.attribution.attribution import Attribution
@@ -30,12 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["frame", "write_page"]
 
 _LARGEST_FRAME = 2_000_000  # bytes; a notebook keeps one for every cell that shows one
-_PLACE = re.compile(r"\{\{(kind|policy|title|style|script|contents)\}\}")
 
 
 def write_page(found: Attribution, path: str | os.PathLike[str], title: str | None) -> int:
     """Writes the page of :meth:`Attribution.to_html` and returns its size in bytes."""
-    page = _page(_contents(found), title or "Attribution", "page").encode()
+    page = _page(_contents(found), title or "Attribution", "page")
     with whole_file(path) as file:
         return file.write(page)
 
@@ -45,7 +42,7 @@ def frame(found: Attribution) -> str:
     both = (found.scores, found.prefix_scores)
     if 16 / 3 * sum(x.numel() for x in both if x is not None) < _LARGEST_FRAME:  # base64, float32
         contents = _contents(found)
-        page = html.escape(_page(contents, "Attribution", "small"))
+        page = html.escape(_page(contents, "Attribution", "small").decode())
         if len(page) < _LARGEST_FRAME:
             shown = contents["sequences"]
             longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
@@ -57,20 +54,15 @@ def frame(found: Attribution) -> str:
     return _static_text(found)
 
 
-def _page(contents: dict[str, Any], title: str, kind: str) -> str:
-    folder = files("ikattn.analysis.attribution") / "page"
-    page, style, script = (
-        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+def _page(contents: dict[str, Any], title: str, kind: str) -> bytes:
+    before, after = template(
+        "attribution/page/page.html",
+        title,
+        styles=("attribution/page/page.css",),
+        scripts=("page/base.js", "attribution/page/page.js"),
+        values={"kind": kind},
     )
-    parts = {
-        "kind": kind,
-        "policy": policy_of(script, style),
-        "title": html.escape(title),
-        "style": style,
-        "script": script,
-        "contents": json_in_script(contents),
-    }
-    return _PLACE.sub(lambda place: parts[place[1]], page)
+    return before + json_in_script(contents) + after
 
 
 # --- What the page knows

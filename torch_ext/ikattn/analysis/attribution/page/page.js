@@ -2,10 +2,8 @@
 // textContent, never as markup.
 //
 // A text's scores are base64 of float32 [n, S], n targets and S tokens, little-endian.
-"use strict";
 
 const contents = JSON.parse(document.getElementById("contents").textContent);
-const byId = (id) => document.getElementById(id);
 
 const LONG = 400;  // a text of more tokens scrolls by itself
 const LISTED = 15;  // of the largest parts
@@ -20,8 +18,7 @@ const sequence = () => contents.sequences[state.sequence];
 // --- Numbers -----------------------------------------------------------------------------------------
 
 function decode(base64) {
-  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  return new Float32Array(bytes.buffer);
+  return new Float32Array(bytesOf(base64).buffer);
 }
 
 // [S]: of the chosen targets together.
@@ -55,12 +52,6 @@ function number(value) {
 const signed = (value) => (value > 0 && Number.isFinite(value) ? "+" : "") + number(value);
 
 // --- Tokens ------------------------------------------------------------------------------------------
-
-function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
 
 // What stands before a token, what is coloured of it, and what stands after it.
 function partsOf(text) {

@@ -1,18 +1,14 @@
 """The page of a comparison: model A's map, model B's, and their difference.
 
-page.html, page.css and page.js are its parts; colours and controls are those of a recording's page,
-whose style sheet comes first. Both models' rows stand in one array, so that what is the same in
+page.html, page.css and page.js are its parts, after those of a recording's page for colours and
+controls. Both models' rows stand in one array, so that what is the same in
 both is the same in the page.
 """
 
 from __future__ import annotations
 
-import html
 import io
-import json
 import os
-import re
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,21 +18,15 @@ from ikattn._whole_files import whole_file
 from ikattn.analysis._sequences import SequenceMaps, sequences
 from ikattn.analysis.comparison._distances import ROW_MAPS, shares
 from ikattn.analysis.maps import Layer
-from ikattn.analysis.page import (
-    _Arrays,
-    _hash,
-    _layer_labels,
-    _script_text,
-    _text_of,
-)
+from ikattn.analysis.page.arrays import Arrays
+from ikattn.analysis.page.labels import layer_labels, text_of
+from ikattn.analysis.page.template import json_in_script, template
 from ikattn.analysis.tokens import Tokens
 
 if TYPE_CHECKING:
     from ikattn.analysis.comparison.comparison import Comparison
 
 __all__ = ["write_page"]
-
-_PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def write_page(
@@ -52,7 +42,7 @@ def write_page(
         raise ValueError("to_html: no text was kept to show: compare with keep=1 or more")
     layers = [a.layers[name] for name in comparison.pairs]
     file = io.BytesIO()
-    arrays = _Arrays(file)
+    arrays = Arrays(file)
     shown = [
         _sequence_contents(comparison.pairs, layers, one, other, arrays)
         for one, other in zip(sequences(a, tokens), sequences(b), strict=True)
@@ -66,7 +56,7 @@ def write_page(
         "models": comparison.names,
         "layers": [
             {"name": layer.name, "label": label, "kind": layer.kind}
-            for layer, label in zip(layers, _layer_labels(layers), strict=True)
+            for layer, label in zip(layers, layer_labels(layers), strict=True)
         ],
         "table": [
             {name: None if x != x else x for name, x in row.items()}
@@ -74,32 +64,15 @@ def write_page(
         ],
         "sequences": shown,
     }
-    page = _page(
-        title or " beside ".join(comparison.names), file.getvalue().decode(), json.dumps(contents)
+    before, between, after = template(
+        "comparison/page/page.html",
+        title or " beside ".join(comparison.names),
+        styles=("page/base.css", "page/page.css", "comparison/page/page.css"),
+        scripts=("page/base.js", "comparison/page/page.js"),
     )
     with whole_file(path) as written:
-        written.write(page)
+        written.write(before + file.getvalue() + between + json_in_script(contents) + after)
         return written.tell()
-
-
-def _page(title: str, arrays: str, contents: str) -> bytes:
-    """The page, its parts in their places."""
-    folder = files("ikattn.analysis.comparison") / "page"
-    page, style, script = (
-        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
-    )
-    common = files("ikattn.analysis") / "page" / "page.css"
-    style = common.read_text(encoding="utf-8") + style
-    parts = {
-        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
-        "base-uri 'none'; form-action 'none'",
-        "title": html.escape(title),
-        "style": style,
-        "script": script,
-        "arrays": arrays,
-        "contents": _script_text(contents),
-    }
-    return _PLACE.sub(lambda place: parts[place[1]], page).encode()
 
 
 def _sequence_contents(
@@ -107,7 +80,7 @@ def _sequence_contents(
     layers: list[Layer],
     a: SequenceMaps,
     b: SequenceMaps,
-    arrays: _Arrays,
+    arrays: Arrays,
 ) -> dict[str, Any]:
     """What the page knows of one sequence: its tokens once, its arrays by their names."""
     labels: list[list[str]] = []
@@ -134,5 +107,5 @@ def _sequence_contents(
         sizes = {"T": len(queries), "S": len(keys)}
         places = {"queries": place_of(queries), "keys": place_of(keys)}
         entries.append({**sizes, **places, "maps": maps} if maps else None)
-    text = _text_of(a.tokens or ()) or f"sequence {a.index}, batch {a.batch}"
+    text = text_of(a.tokens or ()) or f"sequence {a.index}, batch {a.batch}"
     return {"title": text[:120], "labels": labels, "layers": entries}

@@ -3,23 +3,9 @@
 //
 // An array is base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
 // exp(lo + step (c - 1)). It holds model A's rows, then model B's: [2, T, S] or [2, H, T, S].
-"use strict";
 
 const contents = JSON.parse(document.getElementById("contents").textContent);
-const byId = (id) => document.getElementById(id);
 
-// What A takes is blue and what B takes orange, also where one takes more than the other: hues that
-// are told apart without red and green, and both ends darker (or lighter) than the middle.
-const COLOURS = {
-  a: {
-    light: ["#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563"],
-    dark: ["#1d2228", "#1f3850", "#25557f", "#3678ab", "#5a9fd2", "#93c6ec", "#dcefff"],
-  },
-  b: {
-    light: ["#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d"],
-    dark: ["#1d2228", "#43301f", "#6e4a24", "#a06a2d", "#cf9145", "#f0bb7d", "#ffe8cb"],
-  },
-};
 const MAPS = {
   weights: "attention weight", per_head: "contribution of a head", similarity: "similarity",
   summed: "contribution N", with_residual: "N with residual (N_Res)",
@@ -35,17 +21,9 @@ const state = { sequence: 0, layer: 0, head: null, map: null, scale: "linear", p
 
 // --- Arrays ------------------------------------------------------------------------------------------
 
-const known = new Map();
-
-function once(key, compute) {
-  if (!known.has(key)) known.set(key, compute());
-  return known.get(key);
-}
-
 function decode(entry) {
   return once(`array/${entry.id}`, () => {
-    const text = atob(byId(entry.id).textContent.trim());
-    const codes = new Uint16Array(Uint8Array.from(text, (letter) => letter.charCodeAt(0)).buffer);
+    const codes = new Uint16Array(bytesOf(byId(entry.id).textContent.trim()).buffer);
     return Float32Array.from(codes, (code) =>
       code === 0 ? 0 : code === 65535 ? NaN : Math.exp(entry.lo + entry.step * (code - 1)));
   });
@@ -73,12 +51,12 @@ let view = { key: null };
 
 // What the three heat maps show: values [T, S], the colour of a share of the largest, and the cells.
 function plates() {
-  const key = [state.sequence, state.layer, state.map, state.head, state.scale, isDark()].join("/");
+  const key = [state.sequence, state.layer, state.map, state.head, state.scale, dark()].join("/");
   if (view.key === key) return view.plates;
   const [a, b] = [rowsOf(0), rowsOf(1)];
   const top = Math.max(largest(a), largest(b));
   const apart = a.map((value, i) => b[i] - value);
-  const [blue, orange] = [ramp("a"), ramp("b")];
+  const [blue, orange] = [colourOf(false), colourOf(true)];
   const shown = {
     a: { values: a, top, caption: "A", meaning: contents.models[0], colour: blue },
     b: { values: b, top, caption: "B", meaning: contents.models[1], colour: orange },
@@ -97,18 +75,10 @@ const largest = (values) => values.reduce((top, value) => Math.max(top, Math.abs
 
 // --- Colours and numbers -----------------------------------------------------------------------------
 
-const isDark = () => document.documentElement.dataset.theme === "dark";
-const css = (colour) => `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
-
-// From a share of the largest value, 0 to 1, to a colour.
-function ramp(model) {
-  const stops = COLOURS[model][isDark() ? "dark" : "light"]
-    .map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16)));
-  const levels = Array.from({ length: 256 }, (_, level) => {
-    const position = (level / 255) * (stops.length - 1);
-    const low = Math.min(Math.floor(position), stops.length - 2);
-    return stops[low].map((part, c) => Math.round(part + (stops[low + 1][c] - part) * (position - low)));
-  });
+// From a share of the largest value, 0 to 1, to a colour. What A takes is blue and what B takes orange,
+// also where one takes more than the other: hues that are told apart without red and green.
+function colourOf(norms) {
+  const levels = ramp(norms);
   return (share) => Number.isNaN(share) ? [190, 40, 120] : levels[Math.round(255 * Math.min(share, 1))];
 }
 
@@ -144,12 +114,6 @@ function fitted(context, token, room) {
 }
 
 // --- Controls ----------------------------------------------------------------------------------------
-
-function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
 
 // A row of buttons of which one is chosen, each with a bar: arrow keys move, Tab leaves.
 function radios(container, items, chosen, choose) {
@@ -393,7 +357,6 @@ function listen() {
   byId("sequence").addEventListener("change", (event) => set({ sequence: Number(event.target.value) }));
   byId("map").addEventListener("change", (event) => set({ map: event.target.value }));
   byId("scale").addEventListener("change", (event) => set({ scale: event.target.value }));
-  byId("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   window.addEventListener("resize", showPair);
   document.addEventListener("keydown", (event) => {
     if (event.target.tagName === "SELECT" || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -402,19 +365,12 @@ function listen() {
   });
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-pressed", String(theme === "dark"));
-  if (state.map !== null) set({});
-}
-
 function start() {
   byId("about").textContent = contents.about;
   byId("precision").textContent = contents.precision;
   byId("sequence").replaceChildren(...contents.sequences.map((sequence, i) =>
     element("option", { value: String(i) }, `${i + 1}  ${isolated(sequence.title)}`)));
-  setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  startTheme(() => set({}));
   listen();
   set({ sequence: 0 });
 }
