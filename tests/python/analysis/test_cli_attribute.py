@@ -122,7 +122,7 @@ def test_a_translation(translator: Path, capsys: pytest.CaptureFixture[str]) -> 
         (("--out", "scores.txt"), r"--out must end in .html or .json"),
         (("--method", "decomp"), r"method must be"),
         (("--against", "good bad"), r"--against must be one token"),
-        (("--target", ""), r"the target must have a token"),
+        (("--target", ""), r"target must have a token"),
         (("--out", "/no/such/folder/a.json"), r"/no/such/folder"),
     ],
 )
@@ -141,4 +141,4 @@ def test_models_and_classes_that_are_not_there(
     assert attribute("--model", classifier, "--prompt", PROMPT, "--target", "fine") == 1
     assert "a class must be a number or one of bad, good" in capsys.readouterr().err
     assert attribute("--model", classifier, "--prompt", PROMPT, "--chat") == 1
-    assert "no chat template" in capsys.readouterr().err
+    assert "needs a tokenizer with a chat template" in capsys.readouterr().err

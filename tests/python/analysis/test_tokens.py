@@ -93,6 +93,76 @@ def test_generate_joined_is_the_map_of_the_whole_sequence(generated: Any) -> Non
     assert len(at_once.joined().batches) == 1
 
 
+def small_gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=4, vocab_size=40, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+MAPS = ("value_norms", "summed", "with_residual", "encoder")
+
+
+@pytest.mark.parametrize("eos", [None, 7])
+def test_sequences_of_a_beam_search_are_followed_through_the_beams(eos: int | None) -> None:
+    model = small_gpt2()
+    with torch.no_grad():
+        model.transformer.wte.weight[7] *= 3  # a token that ends some beams early
+    prompt = torch.tensor([[5, 17, 3, 9], [8, 2, 30, 11]])
+    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "pad_token_id": 0}
+    with record(model, maps=MAPS) as recording:
+        found = model.generate(
+            prompt,
+            max_new_tokens=5,
+            eos_token_id=eos,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+    beams = found.beam_indices
+    assert (beams != torch.arange(6)[::3].repeat_interleave(2)[:, None]).any()
+    assert bool((beams < 0).any()) == (eos is not None)
+    joined = recording.joined(beams)
+    with pytest.raises(ValueError, match=r"changed their places between calls.*beam_indices"):
+        recording.joined()
+    for n, sequence in enumerate(found.sequences):
+        made = int((beams[n] >= 0).sum())
+        whole = sequence[None, : prompt.size(1) + made - 1]
+        with torch.no_grad(), record(model, maps=MAPS) as at_once:
+            model(whole)
+        T = whole.size(1)
+        for name in at_once.names:
+            for map_ in MAPS:
+                expected = getattr(at_once[name], map_)[0]
+                own = getattr(joined[name], map_)[n]
+                own = own[..., :T] if map_ == "value_norms" else own[..., :T, :T]
+                assert_close(own, expected, 1e-9, map_)
+            padding = joined[name].query_padding
+            if padding is not None:
+                assert not padding[n, :T].any()
+                assert padding[n, T:].all()
+    with pytest.raises(ValueError, match=r"beam_indices must be \[N, 5 steps\], got \[4, 2\]"):
+        recording.joined(beams[:, :2])
+
+
+def test_left_padding_of_a_prompt_is_none_of_the_joined_map() -> None:
+    model = small_gpt2()
+    ids, mask = torch.tensor([[0, 0, 17, 3]]), torch.tensor([[0, 0, 1, 1]])
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with record(model, maps=MAPS) as recording:
+        whole = model.generate(ids, attention_mask=mask, **options)
+    joined = recording.joined()
+    with torch.no_grad(), record(model, maps=MAPS) as at_once:
+        model(whole[:, 2:-1])
+    for name in joined.names:
+        for map_ in MAPS:
+            own = getattr(joined[name], map_)
+            own = own[..., 2:] if map_ == "value_norms" else own[..., 2:, 2:]
+            assert_close(own, getattr(at_once[name], map_), 1e-9, map_)
+        assert joined[name].key_padding.tolist() == [[True, True, False, False, False, False]]
+
+
 def test_a_tokenizer_names_the_tokens_of_every_call(
     generated: Any, byte_level: Any, tmp_path: Path
 ) -> None:

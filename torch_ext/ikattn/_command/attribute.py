@@ -15,6 +15,7 @@ from torch import Tensor
 from ikattn._command.job import AnalyzeError
 from ikattn._whole_files import whole_file
 from ikattn.analysis.attribution import Attribution, attribute
+from ikattn.analysis.attribution._texts import encoded, target_of_text, with_first_token
 from ikattn.integrations.transformers import from_pretrained
 from ikattn.integrations.transformers._implicit import settings_of
 
@@ -67,7 +68,7 @@ def answer(question: Question) -> Attribution:
     try:
         found = _ask(question, model, tokenizer)
     except (ValueError, RuntimeError, NotImplementedError, IndexError) as error:
-        raise AnalyzeError(str(error)) from error
+        raise AnalyzeError(str(error).removeprefix("attribute: ")) from error
     if question.out is not None:
         try:
             if question.out.suffix == ".html":
@@ -140,41 +141,31 @@ def _kind_of(transformers: Any, config: Any) -> Any:
 
 
 def _ask(question: Question, model: Any, tokenizer: Any) -> Attribution:
-    inputs = _inputs(question, tokenizer)
-    inputs = {name: x.to(model.device) for name, x in inputs.items()}
+    inputs = _inputs(question, model, tokenizer)
     against = None if question.against is None else _number(question.against, model, tokenizer)
     options: dict[str, Any] = {"method": question.method, "against": against}
     if not model.can_generate():
         target = None if question.target is None else _number(question.target, model, tokenizer)
         return attribute(model, inputs, target, tokenizer=tokenizer, **options)
-    two_sided = bool(model.config.is_encoder_decoder)
-    if question.target is None:
-        ids = _generated(question, model, inputs)
+    answer: Any = None
+    if question.target is not None:
+        inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
     else:
-        argument = "text_target" if two_sided else "text"
-        own = tokenizer(**{argument: question.target}, add_special_tokens=two_sided)["input_ids"]
-        ids = list(own)
-    if not ids:
-        raise AnalyzeError("the target must have a token, got none")
-    if two_sided:
-        start = model.config.decoder_start_token_id
-        inputs["decoder_input_ids"] = torch.tensor([[start]], device=model.device)
-    return attribute(model, inputs, ids, tokenizer=tokenizer, **options)
+        answer = _generated(question, model, inputs)
+        if not answer:
+            raise AnalyzeError("the model answers nothing")
+        inputs = with_first_token(model, inputs)
+    return attribute(model, inputs, answer, tokenizer=tokenizer, **options)
 
 
-def _inputs(question: Question, tokenizer: Any) -> dict[str, Tensor]:
+def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]:
     if question.chat:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise AnalyzeError(f"the tokenizer of {question.model} has no chat template")
         said = [{"role": "user", "content": question.prompt}]
-        made = tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        made = tokenizer(question.prompt, question.pair, return_tensors="pt")
+        return encoded(model, said, tokenizer, "attribute")[0]
+    made = tokenizer(question.prompt, question.pair, return_tensors="pt")
     if made["input_ids"].numel() == 0:
         raise AnalyzeError("the prompt must have a token, got none")
-    return dict(made)
+    return {name: x.to(model.device) for name, x in made.items()}
 
 
 @torch.no_grad()

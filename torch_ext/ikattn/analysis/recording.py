@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from ikattn.analysis import files, page, pictures
-from ikattn.analysis._joined import groups_of_calls, joined_calls
+from ikattn.analysis._joined import followed_beams, groups_of_calls, joined_calls
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.maps import RecordedMaps
 from ikattn.analysis.page.notebook import notebook_view
@@ -46,12 +48,22 @@ class Recording(RecordedMaps):
             )
         return self.graphs[0]
 
-    def joined(self) -> Recording:
+    def joined(self, beam_indices: Tensor | None = None) -> Recording:
         """The calls of one sequence, such as those of ``generate``, as one call.
 
         Each call after the first goes on from a cache: its maps have more keys than queries. Its
         rows come below those of the call before it, whose missing columns are 0; what every key has
         alone, such as value norms, is that of the last call. Calls that begin anew stay apart.
+
+        Args:
+            beam_indices: ``[N, steps]`` of a beam search, as ``generate`` gives them with
+                ``return_dict_in_generate=True, output_scores=True``: the joined call then has the N
+                sequences that came out. Steps after a sequence's end (-1) are padding.
+
+        Raises:
+            ValueError: Sequences changed their places between calls, as those of a beam search
+                do, and no beam_indices were given; or these do not fit the calls. Places are told
+                by ``value_norms``, where they were recorded.
 
         Example:
             >>> import torch, ikattn
@@ -64,6 +76,8 @@ class Recording(RecordedMaps):
             torch.Size([1, 5, 5])
         """
         groups = groups_of_calls(self)
+        if beam_indices is not None:
+            groups = [followed_beams(self.layers, group, beam_indices) for group in groups]
         batches = [joined_calls(self.layers, group) for group in groups]
         return Recording(self.model, self.maps, self.layers, batches, self.left_out)
 

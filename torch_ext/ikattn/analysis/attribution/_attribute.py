@@ -44,6 +44,7 @@ from ikattn.analysis.attribution._targets import (
     predicts_next,
     with_answer,
 )
+from ikattn.analysis.attribution._texts import Conversation, encoded, target_of_text
 from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import MUCH, activation_bytes
 from ikattn.analysis.attribution.zeroing import value_zeroing
@@ -57,7 +58,7 @@ _CALLER = "attribute"
 @takes_memory_for("the attribution")
 def attribute(
     model: nn.Module,
-    inputs: Mapping[str, Any] | Tensor,
+    inputs: Mapping[str, Any] | Tensor | str | Conversation,
     target: Target = None,
     *,
     method: str = "decompx",
@@ -93,21 +94,24 @@ def attribute(
         model: In eval mode; one of transformers, or any module. Its parameters' ``requires_grad``
             is switched off during the call, and it has hooks: nothing else may call it meanwhile
             (several threads may call this function, which takes them one after the other).
-        inputs: What it is called with, by name; a tensor: its only argument.
+        inputs: What it is called with, by name; a tensor: its only argument. With a tokenizer: a
+            text, or a conversation, ``[{"role": "user", "content": ...}, ...]``, for the
+            tokenizer's chat template; an assistant's turn at its end is the ``"answer"``.
         target: Of logits ``[B, V]``: a class, one for each sequence, or None for the predicted one.
             Of a model that predicts the next token: a slice, a span of the tokens it was given (of
             an encoder-decoder: of the decoder's), counted without padding; ``"answer"``, all after
             ``prompt_length``; token ids as a list or tensor, read as the continuation of the
             input; an int, a token that may come next; None, the one that it predicts. Of other
-            logits ``[B, T, V]``: ``(position, class)``, class None: the predicted one. Otherwise a
-            function of the model's output that gives ``[B]``.
+            logits ``[B, T, V]``: ``(position, class)``, class None: the predicted one. With a
+            tokenizer: another text than "answer", which is the continuation or a class's label.
+            Otherwise a function of the model's output that gives ``[B]``.
         method: See above.
         against: A class or token whose logit is taken off: why this one rather than that.
         prompt_length: How many tokens stand before the answer.
         each: Rows for each target by itself, at the cost of a backward pass each ("decompx").
         activation: How "decompx" takes activations: "slope", f(x) = (f(x) / x) x, the paper's, or
             "tangent", f(x) = f'(x) x plus a constant, which counts as a bias.
-        tokenizer: Of transformers, to label tokens.
+        tokenizer: Of transformers, to label tokens and to read texts.
 
     Returns:
         Scores ``[B, S]`` (``[B, n, S]`` with ``each``), and what they add up to.
@@ -144,7 +148,14 @@ def attribute(
     if model.training:
         raise ValueError("attribute: model must be in eval mode, got one in training")
     with alone, torch.inference_mode(False), as_written(model):
-        task = _Task.of(model, inputs, target, against, prompt_length)
+        if isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs):
+            inputs, answer_begins = encoded(model, inputs, tokenizer, _CALLER)
+            if answer_begins is not None and target in (None, "answer"):
+                target, prompt_length = "answer", answer_begins
+        named = _named(model, inputs)
+        if isinstance(target, str) and target != "answer" and tokenizer is not None:
+            named, target = target_of_text(model, named, target, tokenizer, _CALLER)
+        task = _Task.of(model, named, target, against, prompt_length)
         if kind == "decompx":
             found = _decompose(task, each, activation)
         else:
@@ -167,12 +178,11 @@ class _Task(NamedTuple):
     @staticmethod
     def of(
         model: nn.Module,
-        inputs: Any,
+        named: dict[str, Any],
         target: Any,
         against: int | None,
         prompt_length: int | None,
     ) -> _Task:
-        named = _named(model, inputs)
         is_seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         is_next = predicts_next(model)
         name = "decoder_input_ids" if is_seq2seq else "input_ids"
@@ -186,7 +196,8 @@ class _Task(NamedTuple):
             if target != "answer" or prompt_length is None:
                 raise ValueError(
                     'attribute: target must be "answer", with prompt_length, a span, token ids, '
-                    f"a class or a function, got {target!r} and prompt_length={prompt_length}"
+                    "a class, a text with tokenizer=, or a function, got "
+                    f"{target!r} and prompt_length={prompt_length}"
                 )
             target = slice(prompt_length, None)
         mask = named.get("decoder_attention_mask" if is_seq2seq else "attention_mask")

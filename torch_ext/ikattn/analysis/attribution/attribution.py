@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
 from ikattn.analysis.attribution.page import frame, write_page
+from ikattn.analysis.attribution.page.text import texts_of, words_of_text
 from ikattn.analysis.through_layers import RankedToken
 from ikattn.analysis.tokens import readable_tokens
 
@@ -59,18 +61,20 @@ class Attribution:
             if all(i < vocabulary for row in targets for i in row):
                 self.target_tokens = [readable_tokens(tokenizer, row) for row in targets]
 
-    def by_words(self, words: Sequence[Sequence[int | None]]) -> Attribution:
+    def by_words(self, words: Sequence[Sequence[int | None]] | None = None) -> Attribution:
         """The same with scores of words: sums over their tokens.
 
         Args:
             words: For each sequence the number of each token's word, as ``word_ids()`` of a fast
-                tokenizer gives them; tokens without a word (None) are left out.
+                tokenizer gives them; tokens without a word (None) are left out. None: a word
+                begins where the tokens' text has a space or a new line; special tokens are words.
 
         Returns:
             Scores ``[B, W]``, W the largest number of words; ``bias`` takes up what is left out.
+            ``prefix_scores`` stay those of tokens.
 
         Raises:
-            ValueError: As many numbers as tokens are needed.
+            ValueError: As many numbers as tokens are needed, or the tokens' names.
 
         Example:
             >>> import torch
@@ -79,6 +83,49 @@ class Attribution:
             >>> found = Attribution(scores, torch.tensor([4.0]), torch.tensor([0.25]))
             >>> found.by_words([[None, 0, 0, 1]]).scores
             tensor([[3.0000, 0.2500]])
+        """
+        if words is None:
+            words = [words_of_text(names) for names in self._names("by_words")]
+        return self._summed(words, joined="##")
+
+    def by_lines(self) -> Attribution:
+        """The same with scores of the text's lines: sums over their tokens.
+
+        A token that ends a line belongs to it. Of code, or of a conversation, lines often say more
+        than words.
+
+        Returns:
+            Scores ``[B, n]``, n the largest number of lines; ``tokens`` are the lines' texts.
+
+        Raises:
+            ValueError: The tokens' names are not known.
+
+        Example:
+            >>> import torch
+            >>> from ikattn.analysis import Attribution
+            >>> tokens = [["\u0120x", "=1", "\n", "\u0120y", "=2"]]
+            >>> scores = torch.tensor([[0.5, 1.0, 0.0, 2.0, 0.25]])
+            >>> Attribution(scores, scores.sum(-1), torch.zeros(1), tokens=tokens).by_lines().tokens
+            [[' x=1\n', ' y=2']]
+        """
+        lines = []
+        for names in self._names("by_lines"):
+            texts = texts_of(names)
+            before = accumulate((text.count("\n") for text in texts[:-1]), initial=0)
+            lines.append(list(before))
+        return self._summed(lines, joined=None)
+
+    def _names(self, function: str) -> list[list[str]]:
+        if self.tokens is None:
+            raise ValueError(f"{function}: the tokens must have names: attribute with tokenizer=")
+        return self.tokens
+
+    def _summed(self, words: Sequence[Sequence[int | None]], joined: str | None) -> Attribution:
+        """Sums over tokens with the same number.
+
+        Args:
+            words: For each sequence, the numbers.
+            joined: The mark of a token that goes on a word, for names; None: names are text.
         """
         S = self.scores.size(-1)
         if len(words) != self.scores.size(0) or any(len(own) != S for own in words):
@@ -89,11 +136,14 @@ class Attribution:
         sums = self.scores.new_zeros(*self.scores.shape[:-1], count)
         names: list[list[str]] = [[""] * count for _ in words]
         for b, own in enumerate(words):
+            shown = None if self.tokens is None else self.tokens[b]
+            if shown is not None and joined is None:
+                shown = texts_of(shown)
             for j, word in enumerate(own):
                 if word is not None:
                     sums[b, ..., word] += self.scores[b, ..., j]
-                    if self.tokens is not None:
-                        names[b][word] += self.tokens[b][j].removeprefix("##")
+                    if shown is not None:
+                        names[b][word] += shown[j].removeprefix(joined or "")
         rest = self.bias + self.scores.sum(-1) - sums.sum(-1)
         tokens = None if self.tokens is None else names
         return Attribution(

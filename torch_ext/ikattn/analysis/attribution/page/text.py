@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-__all__ = ["is_special", "text_span", "texts_of"]
+__all__ = ["is_special", "text_span", "texts_of", "words_of_text"]
 
 _SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z]+\d*\]")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece, for letters that it does not know
@@ -52,6 +52,23 @@ def texts_of(tokens: Sequence[str]) -> list[str]:
     if rest:  # of a letter that is not whole
         found[-1] += rest
     return found
+
+
+def words_of_text(tokens: Sequence[str]) -> list[int]:
+    """The number of each token's word: one begins at a space, a new line, or a special token.
+
+    Example:
+        >>> from ikattn.analysis.attribution.page.text import words_of_text
+        >>> words_of_text(["[CLS]", "im", "##plicit", "kernel", "[SEP]"])
+        [0, 1, 1, 2, 3]
+    """
+    numbers: list[int] = []
+    ended = True  # what stands before ends a word
+    for token, text in zip(tokens, texts_of(tokens), strict=True):
+        begins = ended or is_special(token) or text[:1].isspace()
+        numbers.append((numbers[-1] if numbers else -1) + begins)
+        ended = is_special(token) or text[-1:].isspace()
+    return numbers
 
 
 def text_span(tokens: Sequence[str], has_part: Sequence[bool]) -> slice:

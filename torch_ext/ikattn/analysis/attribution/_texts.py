@@ -1,0 +1,104 @@
+"""Texts and conversations as what a model is called with, by a tokenizer of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ikattn.analysis.attribution._targets import predicts_next
+
+__all__ = ["Conversation", "encoded", "target_of_text", "with_first_token"]
+
+Conversation: TypeAlias = Sequence[Mapping[str, str]]
+"""Turns of a chat, each with a "role" and its "content"."""
+
+
+def encoded(
+    model: nn.Module, given: str | Conversation, tokenizer: Any, caller: str
+) -> tuple[dict[str, Tensor], int | None]:
+    """What the model is called with, and how many tokens stand before the answer.
+
+    Args:
+        model: Of transformers.
+        given: A text, or a conversation: one that ends with the assistant's turn holds its answer,
+            which ends with that turn's text; after another turn the answer begins.
+        tokenizer: Of transformers.
+        caller: For errors.
+
+    Raises:
+        ValueError: There is no tokenizer, no token, no chat template, or one that writes the turns
+            before an answer otherwise when it follows.
+    """
+    if tokenizer is None:
+        raise ValueError(f"{caller}: inputs that are text need a tokenizer=")
+    length = None
+    if isinstance(given, str):
+        made = dict(tokenizer(given, return_tensors="pt"))
+    else:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(f"{caller}: a conversation needs a tokenizer with a chat template")
+        made = _of_turns(given, tokenizer)
+        if given[-1].get("role") == "assistant":
+            before = _of_turns(given[:-1], tokenizer)["input_ids"]
+            length = before.size(1)
+            if not torch.equal(made["input_ids"][:, :length], before):
+                raise ValueError(
+                    f"{caller}: the chat template writes the turns before the answer otherwise "
+                    "when the answer follows; give token ids and prompt_length"
+                )
+    if made["input_ids"].numel() == 0:
+        raise ValueError(f"{caller}: inputs must hold a token, got {given!r}")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return {name: x.to(device) for name, x in made.items() if isinstance(x, Tensor)}, length
+
+
+def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
+    """A conversation in the tokenizer's template, open for the assistant's words."""
+    is_answered = bool(turns) and turns[-1].get("role") == "assistant"
+    option = "continue_final_message" if is_answered else "add_generation_prompt"
+    return dict(
+        tokenizer.apply_chat_template(
+            list(turns), return_tensors="pt", return_dict=True, **{option: True}
+        )
+    )
+
+
+def target_of_text(
+    model: Any, named: dict[str, Any], text: str, tokenizer: Any, caller: str
+) -> tuple[dict[str, Any], int | list[int]]:
+    """A target that is text: a class by its label, or the tokens of an answer.
+
+    Returns:
+        What the model is called with, with a decoder's first token where it had none; and the class
+        or the tokens.
+
+    Raises:
+        ValueError: No class has the label, or the text has no token.
+    """
+    if not predicts_next(model):
+        labels = getattr(getattr(model, "config", None), "label2id", None) or {}
+        if text not in labels:
+            known = ", ".join(map(repr, labels)) or "none"
+            raise ValueError(
+                f"{caller}: target must be a label of the model, {known}, got {text!r}"
+            )
+        return named, int(labels[text])
+    is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+    argument = "text_target" if is_pair else "text"
+    ids = list(tokenizer(**{argument: text}, add_special_tokens=is_pair)["input_ids"])
+    if not ids:
+        raise ValueError(f"{caller}: target must have a token, got {text!r}")
+    return with_first_token(model, named), ids
+
+
+def with_first_token(model: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with the token that an encoder-decoder's decoder begins with."""
+    is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+    if not is_pair or named.get("decoder_input_ids") is not None:
+        return named
+    tokens = named["input_ids"]
+    start = tokens.new_full((tokens.size(0), 1), model.config.decoder_start_token_id)
+    return {**named, "decoder_input_ids": start}
