@@ -296,7 +296,8 @@ def word_alignment(
     whole row is 0. Special tokens compete one by one.
 
     Args:
-        map: ``[B, T, S]`` of cross-attention: ``weights`` averaged over heads, or ``summed``.
+        map: ``[B, T, S]`` of cross-attention: ``weights`` averaged over heads, ``summed`` or
+            ``alti``; or the first result of :func:`ikattn.analysis.alti_plus`.
         source_words: For each sentence the word of each source token, None for special ones (a
             tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do not
             compete.

@@ -7,7 +7,7 @@ Sources: J. DeYoung et al., "ERASER", ACL 2020, for comprehensiveness, sufficien
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,11 +79,12 @@ def faithfulness(
     replace: Replacement = "mask",
     mask_id: int | None = None,
     keep: Tensor | None = None,
+    output: Callable[[Any], Tensor] | None = None,
 ) -> Faithfulness:
     """Takes the tokens of highest score away, and all others, and looks at what the model says.
 
     Args:
-        model: Gives logits ``[B, V]`` of classes; in eval mode.
+        model: Gives logits ``[B, V]`` of classes; in eval mode. Of other models see ``output``.
         inputs: ``input_ids`` ``[B, S]``, ``attention_mask`` where there is padding, and others.
         scores: ``[B, S]``, for example those of :func:`ikattn.attribute`.
         shares: Of the tokens that may go, rounded up; the same number for every method, so that
@@ -92,6 +93,8 @@ def faithfulness(
             "drop": it is left out, and those after it move up.
         mask_id: Of the mask token, for "mask".
         keep: bool ``[B, S]``, True = never goes, such as special tokens; padding never counts.
+        output: From what the model gives to logits ``[B, V]``: of a model of text, for example,
+            ``lambda out: out.logits[:, -1]``, those of the next token.
 
     Returns:
         Numbers for each text and share.
@@ -129,7 +132,8 @@ def faithfulness(
     free = there if keep is None else there & ~keep
     if not bool(free.any(1).all()):
         raise ValueError(f"{_CALLER}: keep must leave a token of every text that may go")
-    before, classes = _probabilities(model, inputs, there, None, replace, mask_id)
+    asked = _Asked(model, inputs, there, replace, mask_id, output)
+    before, classes = asked.without(None)
     order = scores.masked_fill(~free, -math.inf).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(dim=1)  # 0 for the highest
     count = free.sum(1, keepdim=True)
@@ -137,56 +141,62 @@ def faithfulness(
     for share in shares:
         number = (count * share).ceil().long()
         best = free & (rank < number)
-        without, now = _probabilities(model, inputs, there, best, replace, mask_id, classes)
-        alone, _ = _probabilities(model, inputs, there, free & ~best, replace, mask_id, classes)
+        without, now = asked.without(best, classes)
+        alone, _ = asked.without(free & ~best, classes)
         rows.append((before - without, before - alone, now == classes))
     found = [torch.stack(each, 1) for each in zip(*rows, strict=True)]
     return Faithfulness(tuple(shares), *found)
 
 
-def _probabilities(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    there: Tensor,
-    gone: Tensor | None,
-    replace: Replacement,
-    mask_id: int | None,
-    classes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Of the classes (None: the likeliest) without some tokens, and the likeliest, ``[B]`` each."""
-    changed: dict[str, Any] = dict(inputs)
-    ids = inputs["input_ids"]
-    if gone is None:
-        logits = logits_of(model(**changed), _CALLER)
-    elif replace == "mask":
-        assert mask_id is not None
-        logits = logits_of(
-            model(**{**changed, "input_ids": ids.masked_fill(gone, mask_id)}), _CALLER
-        )
-    elif replace == "zero":
-        embed = model.get_input_embeddings()  # type: ignore[operator]
-        vectors = embed(ids).masked_fill(gone.unsqueeze(-1), 0)
-        del changed["input_ids"]
-        logits = logits_of(model(**changed, inputs_embeds=vectors), _CALLER)
-    else:
-        logits = torch.cat([_dropped(model, inputs, there, gone, b) for b in range(len(ids))])
-    if logits.dim() != 2:
-        raise ValueError(
-            f"{_CALLER}: model must give logits of classes, [B, V], got {list(logits.shape)}"
-        )
-    probabilities = logits.double().softmax(-1)
-    likeliest = probabilities.argmax(-1)
-    chosen = likeliest if classes is None else classes
-    return probabilities.gather(1, chosen[:, None])[:, 0], likeliest
+@dataclass(frozen=True)
+class _Asked:
+    """A model and its inputs, of which tokens are taken away as ``replace`` says."""
 
+    model: nn.Module
+    inputs: Mapping[str, Tensor]
+    there: Tensor  # bool [B, S], no padding
+    replace: Replacement
+    mask_id: int | None
+    output: Callable[[Any], Tensor] | None
 
-def _dropped(
-    model: nn.Module, inputs: Mapping[str, Tensor], there: Tensor, gone: Tensor, b: int
-) -> Tensor:
-    kept = there[b] & ~gone[b]
-    if not bool(kept.any()):
-        raise ValueError(f'{_CALLER}: replace="drop" leaves nothing of text {b}: give keep')
-    shape = inputs["input_ids"].shape
-    own = {name: x[b : b + 1] for name, x in inputs.items()}
-    own = {n: x[:, kept] if x.shape[1:] == shape[1:] else x for n, x in own.items()}
-    return logits_of(model(**own), _CALLER)
+    def without(self, gone: Tensor | None, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities of the classes (None: the likeliest), and the likeliest, ``[B]`` each."""
+        logits = self._logits(gone)
+        if logits.dim() != 2:
+            raise ValueError(
+                f"{_CALLER}: model, or output, must give logits of classes, [B, V], got "
+                f"{list(logits.shape)}"
+            )
+        probabilities = logits.double().softmax(-1)
+        likeliest = probabilities.argmax(-1)
+        chosen = likeliest if classes is None else classes
+        return probabilities.gather(1, chosen[:, None])[:, 0], likeliest
+
+    def _logits(self, gone: Tensor | None) -> Tensor:
+        ids = self.inputs["input_ids"]
+        if gone is None:
+            return self._call(self.inputs)
+        if self.replace == "mask":
+            assert self.mask_id is not None
+            return self._call({**self.inputs, "input_ids": ids.masked_fill(gone, self.mask_id)})
+        if self.replace == "zero":
+            vectors = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+            changed = {**self.inputs, "inputs_embeds": vectors.masked_fill(gone.unsqueeze(-1), 0)}
+            del changed["input_ids"]
+            return self._call(changed)
+        return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
+
+    def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        made = self.model(**inputs)
+        return logits_of(made, _CALLER) if self.output is None else self.output(made)
+
+    def _dropped(self, gone: Tensor, b: int) -> Tensor:
+        kept = self.there[b] & ~gone[b]
+        if not bool(kept.any()):
+            raise ValueError(f'{_CALLER}: replace="drop" leaves nothing of text {b}: give keep')
+        width = self.inputs["input_ids"].shape[1:]
+        own = {name: x[b : b + 1] for name, x in self.inputs.items()}
+        of_source = {
+            n for n, x in own.items() if not n.startswith("decoder_") and x.shape[1:] == width
+        }
+        return self._call({n: x[:, kept] if n in of_source else x for n, x in own.items()})
