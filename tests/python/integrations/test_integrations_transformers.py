@@ -131,6 +131,24 @@ def test_a_saved_model_loads_with_its_frequencies(family: str, tmp_path: Path) -
 
 
 @families
+def test_a_saved_model_loaded_without_its_frequencies_is_never_softmax(
+    family: str, tmp_path: Path
+) -> None:
+    model = convert(build(family))
+    model.save_pretrained(tmp_path)
+    bare = type(model).from_pretrained(tmp_path).to(torch.float64).eval()
+    with pytest.raises(RuntimeError, match='"ikattn_implicit" but no frequencies: call'):
+        bare(**inputs_of(family))
+    again = from_pretrained(type(model), tmp_path)
+    again.save_pretrained(tmp_path / "again")
+    assert '"attn_implementation": "ikattn_implicit"' in (
+        tmp_path / "again" / "config.json"
+    ).read_text(encoding="utf-8")
+    softmax = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert softmax.config._attn_implementation == "sdpa"
+
+
+@families
 def test_each_layer_has_a_kernel_of_its_own_for_each_query_head(family: str) -> None:
     model = build(family)
     weights = dict(model.named_parameters())

@@ -49,7 +49,9 @@ def use_implicit_attention(
     "ikattn_implicit", which reads it: self- and cross-attention, encoders and decoders, with
     caches, grouped heads and every mask. Weights are kept. ``save_pretrained`` saves frequencies
     and options with the model, ``ikattn.integrations.transformers.from_pretrained`` loads them.
-    ``model.set_attn_implementation("sdpa")`` leads back to softmax.
+    Loaded in another way, such as by ``AutoModel`` or ``pipeline``, it raises; with
+    ``attn_implementation="sdpa"`` it has softmax. ``model.set_attn_implementation("sdpa")`` leads
+    back to softmax.
 
     A model's own scaling of query . key acts on the query: the kernel takes query and key such that
     dot-product attention of them would be exp(q . k / sqrt(d)). Where the scaling is 1 / sqrt(d)
@@ -117,8 +119,7 @@ def use_implicit_attention(
     attach_kernels(model, options, seed, sizes)
     register_implicit()
     model.set_attn_implementation(IMPLICIT)  # type: ignore[operator]
-    for config in configs_of(model):
-        setattr(config, _SETTINGS, options)
+    _note_in_configs(model, options)
     for module in model.modules():
         if calls_interface(module):
             # in a model made of models it may have a config that the call above does not reach
@@ -188,12 +189,25 @@ def from_pretrained(
         path, *args, attn_implementation=IMPLICIT, output_loading_info=True, **kwargs
     )
     model.__class__ = model_class
+    _note_in_configs(model, settings)
     for name in info["missing_keys"]:  # of layers that the checkpoint lacks
         path = name.rpartition(".spectral.")[0]
         kernel = model.get_submodule(f"{path}.spectral") if path else None
         if isinstance(kernel, KERNELS):
             kernel.reset_parameters()
     return (model, info) if wants_info else model
+
+
+def _note_in_configs(model: Any, options: dict[str, Any]) -> None:
+    """What is saved with the model: its options, and which attention it must not be loaded without.
+
+    transformers keeps the implementation to itself when it saves a config; under this name it reads
+    one again. So a model loaded without the frequencies, or without ikattn, is an error, and not
+    softmax attention.
+    """
+    for config in configs_of(model):
+        setattr(config, _SETTINGS, options)
+        config.attn_implementation = IMPLICIT
 
 
 def settings_of(config: Any) -> dict[str, Any] | None:
