@@ -208,7 +208,7 @@ def translation(folder: Path, seed: int, quick: bool, count: int) -> Task:
     words = corpus.tokenizer.get_vocab_size()
     mask_id = words
     torch.manual_seed(seed)
-    config = transformers.MarianConfig(
+    config = transformers.MBartConfig(
         vocab_size=words + 1,
         d_model=128,
         encoder_layers=2,
@@ -223,16 +223,18 @@ def translation(folder: Path, seed: int, quick: bool, count: int) -> Task:
         eos_token_id=END,
         decoder_start_token_id=BEGIN,
         scale_embedding=False,
+        init_std=0.08,
+        bos_token_id=BEGIN,
     )
-    model = transformers.MarianMTModel(config)
+    model = transformers.MBartForConditionalGeneration(config)
     pairs = number_pairs(corpus.tokenizer, corpus.train)
     epochs = 1 if quick else 8
     generator, shuffle = torch.Generator().manual_seed(seed), np.random.RandomState(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
     model.train()
     for epoch in range(epochs):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (1 - 0.9 * epoch / epochs)
+            group["lr"] = 2e-3 * (1 - 0.9 * epoch / epochs)
         chunks = list(batches(pairs, by_length(pairs, range(len(pairs)))))
         for i in shuffle.permutation(len(chunks)):
             source, target = gather(pairs, chunks[i])

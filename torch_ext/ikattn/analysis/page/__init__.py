@@ -1,7 +1,7 @@
 """One page of HTML to look at a recording: the maps inside it, nothing outside it.
 
-page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css and base.js, which
-other pages share. A number travels as two bytes, the rounded logarithm, between
+page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css, base.js and
+maps.js, which other pages share. A number travels as two bytes, the rounded logarithm, between
 the smallest and the largest of its array: the relative error is the same for small and large
 numbers, and the page says how large it is.
 """
@@ -76,7 +76,7 @@ def write_page_to(
         "page/page.html",
         title,
         styles=("page/base.css", "page/page.css"),
-        scripts=("page/base.js", "page/flow.js", "page/page.js"),
+        scripts=("page/base.js", "page/maps.js", "page/flow.js", "page/page.js"),
     )
     file.write(before)
     arrays = Arrays(file)

@@ -1,7 +1,6 @@
 // Draws the maps that the page carries.
 //
-// An array is base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
-// exp(lo + step (c - 1)). T queries are rows, S keys are columns, H heads.
+// T queries are rows, S keys are columns, H heads.
 
 const contents = JSON.parse(byId("contents").textContent);
 
@@ -16,7 +15,7 @@ const MEANINGS = {
   with_residual: "the same, with the token itself added on the diagonal",
   with_norm: "the same, through the normalisation that follows",
   encoder: "the same, through the block's second normalisation",
-  alti: "how much nearer a token brings the output, each row sums to 1",
+  alti: "how much nearer a token brings the output, as a share of its row",
 };
 
 const state = {
@@ -25,21 +24,6 @@ const state = {
 };
 
 // --- Arrays ------------------------------------------------------------------------------------------
-
-const decoded = new Map();
-
-function decode(entry) {
-  if (!decoded.has(entry.id)) {
-    const codes = new Uint16Array(bytesOf(byId(entry.id).textContent.trim()).buffer);
-    const values = new Float32Array(codes.length);
-    for (let i = 0; i < codes.length; i++) {
-      const code = codes[i];
-      values[i] = code === 0 ? 0 : code === 65535 ? NaN : Math.exp(entry.lo + entry.step * (code - 1));
-    }
-    decoded.set(entry.id, values);
-  }
-  return decoded.get(entry.id);
-}
 
 function layerOf(layer = state.layer) {
   return contents.sequences[state.sequence].layers[layer];
@@ -165,12 +149,6 @@ function number(value) {
 // --- Tokens ------------------------------------------------------------------------------------------
 
 const FOLDED = 60;  // more tokens than that are two lines that scroll
-const WORD_START = /^[\u0120\u2581]/;  // byte-level BPE, SentencePiece
-
-function readable(token) {
-  const text = token.replace(WORD_START, "").replace(/\u010a/g, "\u21b5");
-  return text === "" ? "\u2423" : text;
-}
 
 // As in a text: pieces of a word stand together, so they need no mark.
 function flowing(token, isJoined) {
@@ -192,35 +170,6 @@ function tokensOf() {
 }
 
 // --- Parts of the page -------------------------------------------------------------------------------
-
-// A row of buttons of which one is chosen: arrow keys move, Tab leaves.
-function radios(container, items, chosen, choose) {
-  const buttons = items.map((item) => {
-    const button = element("button", { type: "button", title: item.title || "", disabled: !!item.disabled });
-    button.setAttribute("role", "radio");
-    button.setAttribute("aria-checked", String(item.value === chosen));
-    button.tabIndex = item.value === chosen ? 0 : -1;
-    if (item.label) button.setAttribute("aria-label", item.label);
-    if (item.className) button.className = item.className;
-    button.append(...(item.children || [element("bdi", {}, item.text)]));
-    button.dataset.value = String(item.value);
-    button.addEventListener("click", () => choose(item.value, true));
-    if (item.hover) button.addEventListener("pointerenter", () => item.hover(true));
-    if (item.hover) button.addEventListener("pointerleave", () => item.hover(false));
-    return button;
-  });
-  const hadFocus = container.contains(document.activeElement);
-  container.replaceChildren(...buttons);
-  if (hadFocus) (buttons.find((button) => button.tabIndex === 0) || buttons[0])?.focus();
-  container.onkeydown = (event) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const open = items.filter((item) => !item.disabled);
-    const at = open.findIndex((item) => item.value === chosen);
-    choose(open[(at + step + open.length) % open.length].value, true);
-  };
-}
 
 function thumbnail(plate, layer) {
   const canvas = element("canvas");
@@ -342,8 +291,6 @@ function legible(background) {
 
 // --- Heat maps ---------------------------------------------------------------------------------------
 
-const labelFont = (size) => `${size}px Inter, "Source Sans 3", system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif`;
-
 function layoutOf(width, T, S, queries, keys, context) {
   context.font = labelFont(12);
   const longest = (tokens) => Math.min(96, Math.max(...tokens.map((token) => context.measureText(shorten(token)).width)) + 8);
@@ -358,25 +305,6 @@ function layoutOf(width, T, S, queries, keys, context) {
   }
   if (cell >= 4) cell = Math.floor(cell);
   return { left, top, cell, labelled, width, height: top + cell * T + 2 };
-}
-
-// Whole letters, an emoji being one; isolated, so that a right-to-left token turns no other.
-function shorten(token) {
-  const letters = Array.from(readable(token));
-  return isolated(letters.length > 14 ? letters.slice(0, 13).join("") + "\u2026" : letters.join(""));
-}
-
-function isolated(text) {
-  return `\u2068${text}\u2069`;
-}
-
-// As much of a token as the room takes, cut at its end.
-function fitted(context, token, room) {
-  const text = shorten(token);
-  if (context.measureText(text).width <= room) return text;
-  let letters = Array.from(readable(token)).slice(0, 13);
-  while (letters.length > 1 && context.measureText(letters.join("") + "\u2026").width > room) letters = letters.slice(0, -1);
-  return isolated(letters.join("") + "\u2026");
 }
 
 function draw(figure, plate) {
@@ -620,15 +548,6 @@ function pin(where) {
   showPair();
 }
 
-function cellAt(canvas, event) {
-  const { left, top, cell } = canvas.layout;
-  const { T, S } = layerOf();
-  const box = canvas.getBoundingClientRect();
-  const s = Math.floor((event.clientX - box.left - left) / cell);
-  const t = Math.floor((event.clientY - box.top - top) / cell);
-  return s >= 0 && s < S && t >= 0 && t < T ? [t, s] : null;
-}
-
 function listen() {
   for (const figure of [byId("left"), byId("right")]) {
     const canvas = figure.querySelector("canvas");
@@ -654,13 +573,6 @@ function listen() {
     const step = { "]": ["layer", 1], "[": ["layer", -1], ".": ["head", 1], ",": ["head", -1] }[event.key];
     if (step) move(...step);
   });
-}
-
-function move(strip, step) {
-  const buttons = [...byId(strip).children].filter((button) => !button.disabled);
-  const at = buttons.findIndex((button) => button.getAttribute("aria-checked") === "true");
-  const next = buttons[at + step];
-  if (next) next.click();
 }
 
 function start() {

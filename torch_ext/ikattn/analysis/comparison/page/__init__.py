@@ -68,7 +68,7 @@ def write_page(
         "comparison/page/page.html",
         title or " beside ".join(comparison.names),
         styles=("page/base.css", "page/page.css", "comparison/page/page.css"),
-        scripts=("page/base.js", "comparison/page/page.js"),
+        scripts=("page/base.js", "page/maps.js", "comparison/page/page.js"),
     )
     with whole_file(path) as written:
         written.write(before + file.getvalue() + between + json_in_script(contents) + after)

@@ -1,8 +1,7 @@
 // Draws two models' maps and their difference. Every text reaches the page through textContent or
 // fillText, never as markup.
 //
-// An array is base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
-// exp(lo + step (c - 1)). It holds model A's rows, then model B's: [2, T, S] or [2, H, T, S].
+// An array holds model A's rows, then model B's: [2, T, S] or [2, H, T, S].
 
 const contents = JSON.parse(document.getElementById("contents").textContent);
 
@@ -20,14 +19,6 @@ const MEASURES = [
 const state = { sequence: 0, layer: 0, head: null, map: null, scale: "linear", pinned: [0, 0], hover: null };
 
 // --- Arrays ------------------------------------------------------------------------------------------
-
-function decode(entry) {
-  return once(`array/${entry.id}`, () => {
-    const codes = new Uint16Array(bytesOf(byId(entry.id).textContent.trim()).buffer);
-    return Float32Array.from(codes, (code) =>
-      code === 0 ? 0 : code === 65535 ? NaN : Math.exp(entry.lo + entry.step * (code - 1)));
-  });
-}
 
 const layerOf = () => contents.sequences[state.sequence].layers[state.layer];
 const tokensOf = (which) => contents.sequences[state.sequence].labels[layerOf()[which]];
@@ -97,52 +88,17 @@ const measure = (value) => value === null || value === undefined ? "" : value.to
 
 // --- Tokens ------------------------------------------------------------------------------------------
 
-function readable(token) {
-  const text = token.replace(/^[\u0120\u2581]/, "").replace(/\u010a/g, "\u21b5");
-  return text === "" ? "\u2423" : text;
-}
-
-// Isolated, so that a right-to-left token turns no other.
-const isolated = (text) => `\u2068${text}\u2069`;
-
-function fitted(context, token, room) {
-  let letters = Array.from(readable(token));
-  if (letters.length <= 14 && context.measureText(letters.join("")).width <= room) return isolated(letters.join(""));
-  letters = letters.slice(0, 13);
-  while (letters.length > 1 && context.measureText(`${letters.join("")}\u2026`).width > room) letters.pop();
-  return isolated(`${letters.join("")}\u2026`);
-}
-
 // --- Controls ----------------------------------------------------------------------------------------
-
-// A row of buttons of which one is chosen, each with a bar: arrow keys move, Tab leaves.
-function radios(container, items, chosen, choose) {
-  const hadFocus = container.contains(document.activeElement);
-  container.replaceChildren(...items.map(({ value, text, title, label, disabled, share }) => {
-    const bar = element("span");
-    bar.style.width = `${100 * (share || 0)}%`;
-    const button = element("button", { type: "button", title: title || "", disabled: !!disabled }, text,
-      element("span", { className: "bar" }, bar));
-    button.setAttribute("role", "radio");
-    button.setAttribute("aria-checked", String(value === chosen));
-    button.setAttribute("aria-label", label);
-    button.tabIndex = value === chosen ? 0 : -1;
-    button.addEventListener("click", () => choose(value));
-    return button;
-  }));
-  if (hadFocus) container.querySelector("[tabindex='0']")?.focus();
-  container.onkeydown = (event) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const open = items.filter((item) => !item.disabled);
-    const at = open.findIndex((item) => item.value === chosen);
-    choose(open[(at + step + open.length) % open.length].value);
-  };
-}
 
 function measured(layer, map, head) {
   return contents.table.find((row) => row.layer === contents.layers[layer].name && row.map === map && row.head === head);
+}
+
+// A name above a bar for a share.
+function withBar(text, share) {
+  const bar = element("span");
+  bar.style.width = `${100 * (share || 0)}%`;
+  return [text, element("span", { className: "bar" }, bar)];
 }
 
 function showControls() {
@@ -157,14 +113,14 @@ function showControls() {
   const shown = contents.sequences[state.sequence].layers;
   radios(byId("layer"), contents.layers.map((layer, value) => {
     const share = measured(value, state.map, null)?.total_variation;
-    return { value, text: layer.label, title: layer.name, disabled: !shown[value], share,
+    return { value, title: layer.name, disabled: !shown[value], children: withBar(layer.label, share),
       label: `Layer ${layer.label}, total variation ${measure(share)}` };
   }), state.layer, (layer) => set({ layer }));
   const choices = [null, ...Array.from({ length: heads }, (_, head) => head)];
   radios(byId("head"), choices.map((value) => {
     const share = measured(state.layer, state.map, value)?.total_variation;
     const text = value === null ? (heads ? "mean" : "all") : String(value);
-    return { value, text, share, label: `Head ${text}, total variation ${measure(share)}` };
+    return { value, children: withBar(text, share), label: `Head ${text}, total variation ${measure(share)}` };
   }), state.head, (head) => set({ head }));
 }
 
@@ -185,8 +141,6 @@ function showMeasures() {
 }
 
 // --- Heat maps ---------------------------------------------------------------------------------------
-
-const labelFont = (size) => `${size}px Inter, "Source Sans 3", system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif`;
 
 function layoutOf(width, T, S, queries, keys, context) {
   context.font = labelFont(12);
@@ -324,20 +278,6 @@ function hover(where) {
 function pin(where) {
   Object.assign(state, { pinned: where, hover: null });
   showPair();
-}
-
-function cellAt(canvas, event) {
-  const { left, top, cell } = canvas.layout;
-  const { T, S } = layerOf();
-  const box = canvas.getBoundingClientRect();
-  const s = Math.floor((event.clientX - box.left - left) / cell);
-  const t = Math.floor((event.clientY - box.top - top) / cell);
-  return s >= 0 && s < S && t >= 0 && t < T ? [t, s] : null;
-}
-
-function move(strip, step) {
-  const buttons = [...byId(strip).children].filter((button) => !button.disabled);
-  buttons[buttons.findIndex((button) => button.getAttribute("aria-checked") === "true") + step]?.click();
 }
 
 function listen() {
