@@ -113,6 +113,27 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(decoder: Any) -> None
         ikattn.attribute(decoder, [QUESTION, ANSWER], tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "target", "message"),
+    [
+        (
+            ["w1 w2", "w3"],
+            None,
+            "inputs must be a text, arguments by name, or, for a decoder, turns",
+        ),
+        ([5, 6], None, "inputs must be a text"),
+        ([ANSWER], None, "begin before the assistant's"),
+        ([QUESTION, {"role": "assistant", "content": ""}], None, "the assistant's turn must have"),
+        ("w1", ["w3"], r"a list as target must hold token ids, got \['w3'\]"),
+    ],
+)
+def test_what_is_no_text_and_no_conversation_is_named(
+    decoder: Any, tokenizer: Any, inputs: Any, target: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ikattn.attribute(decoder, inputs, target, tokenizer=tokenizer)
+
+
 # --- Words and lines
 
 
@@ -126,8 +147,10 @@ def of_tokens(*tokens: str) -> Attribution:
     [
         (("[CLS]", "im", "##plicit", "map", "[SEP]"), ["[CLS]", "implicit", "map", "[SEP]"],
          [1, 6, 8, 16]),
-        (("▁a", "b", "▁c", "</s>"), ["▁ab", "▁c", "</s>"], [3, 4, 8]),
-        (("x", "Ġ=", "Ġ1", "\n", "y"), ["x", "Ġ=", "Ġ1", "\n", "y"], [1, 2, 4, 8, 16]),
+        (("▁a", "b", "▁c", "</s>"), ["ab", "c", "</s>"], [3, 4, 8]),
+        (("hello", "Ġ", "\\xf0", "\\x9f\\x98\\x80", "Ġworld"), ["hello", "😀", "world"],
+         [1, 14, 16]),
+        (("x", "Ġ=", "Ġ1", "\n", "y"), ["x", "=", "1", "\n", "y"], [1, 2, 4, 8, 16]),
     ],
 )  # fmt: skip
 def test_words_are_told_by_the_marks_of_tokens(
@@ -139,11 +162,19 @@ def test_words_are_told_by_the_marks_of_tokens(
     assert float(found.bias) == 1
 
 
+def test_byte_level_texts_without_a_space_are_told_by_their_tokenizer() -> None:
+    found = of_tokens("un", "believ", "able")
+    assert found.by_words().tokens == [["un", "believ", "able"]]
+    found.byte_level = True
+    assert found.by_words().tokens == [["unbelievable"]]
+    assert found.by_lines().tokens == [["unbelievable"]]
+
+
 def test_lines_end_with_the_token_that_ends_them() -> None:
     found = of_tokens("a", "Ġb", "\n\n", "Ġc", "Ċ", "d")
     found = found.by_lines()
     assert found.scores.tolist() == [[7, 0, 24, 32]]  # the second line is empty
-    assert found.tokens == [["a b\n\n", "", " c\n", "d"]]
+    assert found.tokens == [["a b\n\n", "", "c\n", "d"]]
     torch.testing.assert_close(found.scores.sum(-1) + found.bias, found.value)
     with pytest.raises(ValueError, match="by_lines: the tokens must have names"):
         Attribution(torch.ones(1, 2), torch.ones(1), torch.zeros(1)).by_lines()

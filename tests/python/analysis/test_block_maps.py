@@ -67,6 +67,7 @@ def test_maps_are_the_norms_of_the_vectors_of_every_pair(norm_first: bool, sourc
 
 # The module that makes what is added to the residual; of a parallel block, both that do.
 PARTS = {
+    "cohere": ("mlp", "self_attn.o_proj"),
     "bert": ("output.dense",),
     "gpt2": ("mlp",),
     "llama": ("mlp",),
@@ -121,3 +122,11 @@ def test_what_is_no_block_with_a_feed_forward_part_is_refused() -> None:
         block_maps(model, {"x": x}, "ff")
     with pytest.raises(ValueError, match="sources must be 1 or more, got 0"):
         block_maps(model, {"x": x}, sources=0)
+
+
+def test_under_inference_mode() -> None:
+    model, x = encoder(norm_first=True), torch.randn(1, 3, 16, dtype=torch.float64)
+    expected = block_maps(model, {"src": x}), decomposed_norms(model, {"src": x})
+    with torch.inference_mode():
+        found = block_maps(model, {"src": x}), decomposed_norms(model, {"src": x})
+    torch.testing.assert_close(found, expected)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.analysis import faithfulness
+from tiny_texts import tiny_model
 
 IDS = torch.tensor([[1, 5, 3, 4, 2], [1, 3, 5, 2, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -70,3 +71,22 @@ def test_what_makes_no_sense_is_told(options: dict[str, Any], message: str) -> N
         faithfulness(Keyword().eval(), INPUTS, torch.rand(2, 5), **options)
     with pytest.raises(ValueError, match="scores must be"):
         faithfulness(Keyword().eval(), INPUTS, torch.rand(2, 4), replace="zero")
+
+
+def test_vectors_that_the_model_takes_otherwise_than_tokens_are_refused() -> None:
+    model = tiny_model("GPT2ForSequenceClassification", num_labels=3)
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
+    inputs, scores = {"input_ids": ids, "attention_mask": (ids != 0).long()}, torch.rand(2, 5)
+    with pytest.raises(ValueError, match="something else of inputs_embeds than of input_ids"):
+        faithfulness(model, inputs, scores, replace="zero")  # it tells padding by ids
+
+
+def test_dropped_tokens_are_compared_with_the_text_alone() -> None:
+    model = tiny_model("GPT2LMHeadModel")
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
+    scores = torch.tensor([[5.0, 4, 3, 2, 1]] * 2)
+    options = {"replace": "drop", "shares": (0.3,), "output": lambda out: out.logits[:, -1]}
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    found = faithfulness(model, inputs, scores, **options)
+    alone = faithfulness(model, {"input_ids": ids[1:, :3]}, scores[1:, :3], **options)
+    torch.testing.assert_close(found.comprehensiveness[1:], alone.comprehensiveness)

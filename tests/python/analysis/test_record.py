@@ -410,3 +410,55 @@ def test_nested_tensors_change_neither_outputs_nor_maps(kernel: str, lengths: li
             assert_close(one, other, TOLERANCE, map_name)
         assert nested[name].key_padding.equal(padding)
         assert nested[name].query_padding.equal(padding)
+
+
+class CrossAttention(nn.Module):
+    """Of 16 features and 4 heads, by F.scaled_dot_product_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (randomize(nn.Linear(16, 16)) for _ in range(4))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (4, 4)).transpose(1, 2)
+
+    def forward(self, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        memory = encoder_hidden_states
+        query, key, value = (self.heads(y) for y in (self.q(x), self.k(memory), self.v(memory)))
+        made = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.o(made.transpose(1, 2).flatten(2))
+
+
+class CrossBlock(nn.Module):
+    """A pre-norm block with cross-attention whose output is normed, or a quarter is added."""
+
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attention = CrossAttention()
+        self.between, self.last = norm, nn.Linear(16, 16)
+        self.total = torch.empty(0)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = self.attention(self.norm1(x), encoder_hidden_states=memory)
+        self.total = x = x + (0.25 * y if self.between is None else self.between(y))
+        return x + self.last(self.norm2(x))
+
+
+@pytest.mark.parametrize("between", [None, "norm"])
+def test_cross_attention_goes_through_what_stands_before_the_sum(between: str | None) -> None:
+    block = CrossBlock(None if between is None else randomize(nn.LayerNorm(16))).eval()
+    x, memory = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    with torch.no_grad(), record(block, maps="all") as recording:
+        block(x, memory)
+    found = recording["attention"]
+    with torch.no_grad():
+        value = block.attention.heads(block.attention.v(memory))
+        y = vectors(found.weights, value, block.attention.o.weight)
+        if between is None:
+            y = y * 0.25
+        else:
+            made = y.sum(2) + block.attention.o.bias
+            y = through(y, block.between, made)
+        y = through(y, block.norm2, block.total)
+    assert_close(found.encoder, norms(y), TOLERANCE)

@@ -13,6 +13,7 @@ from agreement import assert_close
 from ikattn.analysis import record, words_of_subwords
 from ikattn.analysis._sequences import sequences
 from ikattn.analysis.tokens import readable_tokens
+from tiny_texts import tiny_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -142,8 +143,47 @@ def test_sequences_of_a_beam_search_are_followed_through_the_beams(eos: int | No
             if padding is not None:
                 assert not padding[n, :T].any()
                 assert padding[n, T:].all()
-    with pytest.raises(ValueError, match=r"beam_indices must be \[N, 5 steps\], got \[4, 2\]"):
-        recording.joined(beams[:, :2])
+    with pytest.raises(ValueError, match=r"beam_indices must be \[N, steps\], got \[4, 0\]"):
+        recording.joined(beams[:, :0])
+
+
+def test_beams_of_several_texts_of_an_encoder_decoder_and_of_a_search_that_went_on() -> None:
+    model = tiny_model("T5ForConditionalGeneration")
+    ids = torch.tensor([[5, 6, 7, 8, 2], [5, 6, 9, 2, 0]])
+    options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+    with record(model, maps=("summed", "value_norms")) as recording:
+        found = model.generate(
+            ids, attention_mask=(ids != 0).long(), max_new_tokens=5, eos_token_id=None, **options
+        )
+    of_encoder, of_decoder = recording.joined(found.beam_indices).batches
+    T = found.sequences.size(1) - 1
+    assert all(maps.summed.shape == (2, 5, 5) for maps in of_encoder.values())
+    with torch.no_grad(), record(model, maps=("summed",)) as at_once:
+        model(
+            input_ids=ids,
+            attention_mask=(ids != 0).long(),
+            decoder_input_ids=found.sequences[:, :-1],
+        )
+    for name, maps in of_decoder.items():
+        assert_close(maps.summed[:, :T], at_once[name].summed, 1e-9, name)
+    recording.joined(found.beam_indices[:, :2])  # whose best sequence ended earlier
+
+
+def test_ids_of_calls_that_go_on_stand_one_after_the_other() -> None:
+    model = small_gpt2()
+    with torch.no_grad(), record(model) as recording:
+        cache = model(torch.tensor([[5]]), use_cache=True).past_key_values
+        model(torch.tensor([[8, 9, 10]]), past_key_values=cache)
+    assert recording.joined().batches[0].input_ids.tolist() == [[5, 8, 9, 10]]
+
+
+def test_places_that_cannot_be_seen_are_warned_of() -> None:
+    model, ids = small_gpt2(), torch.tensor([[5, 6], [7, 8]])
+    with torch.no_grad(), record(model, maps=("summed",)) as recording:
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids, past_key_values=cache)
+    with pytest.warns(UserWarning, match="2 sequences without the map 'value_norms'"):
+        recording.joined()
 
 
 def test_left_padding_of_a_prompt_is_none_of_the_joined_map() -> None:

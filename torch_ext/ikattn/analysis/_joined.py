@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -54,15 +55,13 @@ def followed_beams(
         beam_indices: ``[N, steps]``, the row in which each step was made; -1 after the end.
 
     Raises:
-        ValueError: There are not as many steps as calls, or rows beyond the batch.
+        ValueError: There are no steps, or rows beyond the batch.
     """
-    if beam_indices.dim() != 2 or beam_indices.size(1) < len(calls):
-        raise ValueError(
-            f"joined: beam_indices must be [N, {len(calls)} steps], got {list(beam_indices.shape)}"
-        )
+    if beam_indices.dim() != 2 or 0 in beam_indices.shape:
+        raise ValueError(f"joined: beam_indices must be [N, steps], got {list(beam_indices.shape)}")
     rows = beam_indices.cpu()
     found: list[Batch] = []
-    for step, call in enumerate(calls):
+    for step, call in enumerate(calls[: rows.size(1)]):  # a search may go on after its best ended
         count = sequence_count(list(call.values()))
         own, ended = rows[:, step].clamp_min(0), rows[:, step] < 0
         if int(own.max()) >= count:
@@ -145,6 +144,13 @@ def _left_as_it_was(now: Tensor, before: Tensor, ended: Tensor, value: float | b
 
 def _check_places(calls: Sequence[Batch]) -> None:
     """Raises ValueError where the keys of a call are not those of the call before, and its own."""
+    rows = sequence_count(list(calls[0].values()))
+    if rows > 1 and all(maps.value_norms is None for maps in calls[0].values()):
+        warnings.warn(
+            f"joined: {rows} sequences without the map 'value_norms': whether they changed their "
+            "places between calls, as in a beam search, cannot be seen",
+            stacklevel=4,
+        )
     for before, call in pairwise(calls):
         for name, maps in call.items():
             earlier, now = before[name].value_norms, maps.value_norms
@@ -178,11 +184,13 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
         parts = [getattr(call, name) for call in calls]
         if any(part is None for part in parts):
             return None
-        if parts[-1].size(1) >= sum(part.size(1) for part in parts[:-1]):
-            last: Tensor = parts[-1]  # a mask of all tokens so far
-            return last
+        ids = [getattr(call, name.replace("mask", "ids")) for call in calls]
+        count = sum(each.size(1) for each in ids if each is not None)
+        last: Tensor = parts[-1]
+        if name.endswith("mask") and last.size(1) == count:
+            return last  # that of all tokens so far
         joined_parts: Tensor = torch.cat(parts, 1)
-        return joined_parts
+        return joined_parts if joined_parts.size(1) == count else None
 
     return Batch(
         maps,

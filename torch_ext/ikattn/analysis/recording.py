@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ikattn.analysis import files, page, pictures
 from ikattn.analysis._joined import followed_beams, groups_of_calls, joined_calls
+from ikattn.analysis._sequences import sequence_count
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.maps import RecordedMaps
 from ikattn.analysis.page.notebook import notebook_view
@@ -63,7 +64,7 @@ class Recording(RecordedMaps):
         Raises:
             ValueError: Sequences changed their places between calls, as those of a beam search
                 do, and no beam_indices were given; or these do not fit the calls. Places are told
-                by ``value_norms``, where they were recorded.
+                by ``value_norms``; of several sequences without it there is a warning.
 
         Example:
             >>> import torch, ikattn
@@ -77,7 +78,11 @@ class Recording(RecordedMaps):
         """
         groups = groups_of_calls(self)
         if beam_indices is not None:
-            groups = [followed_beams(self.layers, group, beam_indices) for group in groups]
+            counts = [sequence_count(list(group[0].values())) for group in groups]
+            groups = [  # an encoder runs before its texts are repeated for the beams
+                followed_beams(self.layers, group, beam_indices // max(1, max(counts) // count))
+                for group, count in zip(groups, counts, strict=True)
+            ]
         batches = [joined_calls(self.layers, group) for group in groups]
         return Recording(self.model, self.maps, self.layers, batches, self.left_out)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikattn.analysis.maps import Batch
 
-__all__ = ["Tokens", "readable_tokens", "tokens_of_batch"]
+__all__ = ["Tokens", "is_byte_level", "readable_tokens", "tokens_of_batch"]
 
 # For each sequence its tokens; of a single sequence the tokens themselves; or a tokenizer.
 Tokens: TypeAlias = "Sequence[Sequence[str]] | Sequence[str] | Any"
@@ -28,7 +28,7 @@ def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         ids: Of one sequence.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
-    if not _is_byte_level(tokenizer):
+    if not is_byte_level(tokenizer):
         return tokens
     special = set(getattr(tokenizer, "all_special_tokens", ()))
     return [token if token in special else _from_bytes(token) for token in tokens]
@@ -53,7 +53,8 @@ def tokens_of_batch(
     return of(batch.input_ids, batch.input_mask), of(batch.target_ids, batch.target_mask)
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def is_byte_level(tokenizer: Any) -> bool:
+    """Whether a tokenizer writes each byte as a letter of its own."""
     if hasattr(tokenizer, "byte_decoder"):
         return True
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -247,7 +247,10 @@ def why_undefined(
     if name == "encoder" and parts.block == "pre":
         if parts.second_norm is not None or not has_run:
             return None
-        return "no norm that could be followed reads the sum of residual and attention"
+        return (
+            "no norm that could be followed reads the sum of residual and attention; in training "
+            "dropout may hide that sum"
+        )
     if name == "encoder" and parts.second_norm is None:
         return "another attention stands between it and the norm at the end of its block"
     return None
@@ -292,7 +295,7 @@ def make_maps(
         norm, second_norm = second_norm, None
     if call.kind == "cross":
         maps = call.maps(projection, names - set(_THROUGH_NORMS))
-        _fill_cross_maps(maps, call, projection, norm, second_norm, names)
+        _fill_cross_maps(maps, call, *_between(projection, around), norm, second_norm, names)
     elif names & {"mixing_ratio", *_AFTER_RESIDUAL} and around.residual is not None:
         residual = around.residual.to(projection.dtype)
         block = {"residual": residual, "norm": norm, "second_norm": second_norm}
@@ -330,6 +333,18 @@ def _scaled(projection: Tensor, scale: float | Tensor) -> Tensor:
     return projection * scale
 
 
+def _between(projection: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
+    """The out-projection with what stands between it and the sum, and a divisor of rows, [B, T]."""
+    if around.scale is not None:
+        projection = _scaled(projection, around.scale)
+    stats = around.output_norm
+    if stats is None:
+        return projection, None
+    centered = projection - projection.mean(0) if stats.centered else projection
+    divisor = stats.scale.to(projection.dtype)
+    return centered * stats.weight.to(projection.dtype)[:, None], divisor
+
+
 def _through_what_is_between(
     call: AttentionCall,
     projection: Tensor,
@@ -344,14 +359,9 @@ def _through_what_is_between(
     """
     after = set(names) & {"mixing_ratio", *_AFTER_RESIDUAL}
     maps = call.maps(projection, (set(names) - after) | (after & {"mixing_ratio"}))
-    divisor = None
-    if around.scale is not None:
-        projection = _scaled(projection, around.scale)
-    if around.output_norm is not None:
-        stats = around.output_norm
-        centered = projection - projection.mean(0) if stats.centered else projection
-        projection = centered * stats.weight.to(projection.dtype)[:, None]
-        divisor = stats.scale.to(projection.dtype).unsqueeze(-1)
+    projection, divisor = _between(projection, around)
+    if divisor is not None:
+        divisor = divisor.unsqueeze(-1)
         block |= {"residual": block["residual"] * divisor}
     found = call.maps(projection, after | {"with_residual"}, **block)
     for name in after & set(_AFTER_RESIDUAL):
@@ -388,6 +398,7 @@ def _fill_cross_maps(
     maps: Contributions,
     call: AttentionCall,
     projection: Tensor,
+    scale: Tensor | None,
     norm: NormStats | None,
     second_norm: NormStats | None,
     wanted: Collection[str],
@@ -395,9 +406,8 @@ def _fill_cross_maps(
     """Maps of cross-attention through the norms after it.
 
     The residual belongs to no key and touches none of the pairs, so each norm is but a linear map
-    on the out-projection [D, H d_v] and a divisor of the rows.
+    on the out-projection [D, H d_v] and a divisor of the rows, [B, T], like ``scale``.
     """
-    scale = None
     for name, stats in (("with_norm", norm), ("encoder", second_norm)):
         if stats is None:
             return

@@ -759,6 +759,12 @@ class Recorder:
                         "sinks, so that weights are no product of similarity and magnitude"
                     )
             wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
+        around = run.around
+        if "alti" in plan.asked.required and (around.residual is None or around.output is None):
+            raise ValueError(
+                f"record: {plan.name} has no map 'alti': the sum of residual and attention was not "
+                "found; in training dropout may hide it"
+            )
         assert run.projection is not None
         with memory_for("record", f"the maps of layer {run.name}"):
             with self._grad_mode(), without_autocast(attention.query.device):

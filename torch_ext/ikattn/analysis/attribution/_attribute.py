@@ -44,7 +44,12 @@ from ikattn.analysis.attribution._targets import (
     predicts_next,
     with_answer,
 )
-from ikattn.analysis.attribution._texts import Conversation, encoded, target_of_text
+from ikattn.analysis.attribution._texts import (
+    Conversation,
+    encoded,
+    target_of_text,
+    with_first_token,
+)
 from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import MUCH, activation_bytes
 from ikattn.analysis.attribution.zeroing import value_zeroing
@@ -150,6 +155,8 @@ def attribute(
     with alone, torch.inference_mode(False), as_written(model):
         if isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs):
             inputs, answer_begins = encoded(model, inputs, tokenizer, _CALLER)
+            if target is None and predicts_next(model):
+                inputs = with_first_token(model, inputs)
             if answer_begins is not None and target in (None, "answer"):
                 target, prompt_length = "answer", answer_begins
         named = _named(model, inputs)
@@ -189,6 +196,8 @@ class _Task(NamedTuple):
         tokens = named.get(name)
         if isinstance(target, Tensor) and target.dim() == 0:
             target = target.item()
+        if isinstance(target, list) and not all(isinstance(i, int) for i in target):
+            raise ValueError(f"attribute: a list as target must hold token ids, got {target!r:.60}")
         if isinstance(target, (list, Tensor)) and is_next:
             named, target = _with_answer(named, [int(i) for i in target], name)
             tokens = named[name]

@@ -250,8 +250,9 @@ class Replay(LinearModel):
 class BlockReplay(Replay):
     """The linear maps of blocks, each applied to vectors of its own.
 
-    In the first call it finds, in every block, the sum of the feed-forward part and its residual:
-    the last of two tensors of tokens' vectors. The part is the one of the two that was made later.
+    In the first call it finds, in every block, the last sum, and what it adds to the stream: to the
+    block's input and sums with it. In a post-norm block, whose stream ends at a norm, that is the
+    operand made later. What a parallel block adds in several sums is taken together.
 
     Args:
         activation: As of ``LinearModel``.
@@ -263,12 +264,14 @@ class BlockReplay(Replay):
         self._vectors_own: Tensor | None = None
         self._ages: Any = WeakTensorKeyDictionary()  # when tensors were made
         self._age = 0
+        # Tensors of the stream, and what was added last: which sums, and which operand of each.
+        self._stream: Any = WeakTensorKeyDictionary()
         self._first: Any = None
+        self._added: list[tuple[int, int]] | None = None
         self._block, self._sum_count = -1, 0
-        # Of each block, which of its sums it is, and which of the two is the part.
-        self._sums: list[tuple[int, int] | None] = []
+        self._parts: list[list[tuple[int, int]]] = []  # of each block
         self._is_last = False
-        self.found: Tensor | None = None  # the part of the block that ran last, as it goes through
+        self._found: list[Tensor] = []
 
     def begin(self, own: Tensor) -> None:
         super().begin(own)
@@ -278,26 +281,39 @@ class BlockReplay(Replay):
         super().begin_whole()
         self._vectors_own, self._block = None, -1
 
-    def enter_block(self) -> None:
-        """A block is called."""
+    def enter_block(self, x: Tensor) -> None:
+        """A block is called with ``x``."""
         self._own = self._vectors_own
-        self._block, self._sum_count, self._is_last, self.found = self._block + 1, 0, False, None
+        self._block, self._sum_count, self._is_last = self._block + 1, 0, False
+        self._found.clear()
         if self.is_fixing:
-            self._sums.append(None)
+            self._parts.append([])
+            self._stream[x] = []
 
-    def knows_part(self) -> bool:
-        """Whether, in the block that ran last, nothing but norms followed the sum."""
-        return self._sums[self._block] is not None and self._is_last
+    def part(self) -> Tensor | None:
+        """What the block that ran last added with its last sum; None: more than norms followed."""
+        wanted = self._parts[self._block]
+        if not self._is_last or not wanted or len(self._found) != len(wanted):
+            return None
+        total = self._found[0]
+        for more in self._found[1:]:
+            total = total + more
+        return total
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self._first = args[0] if args else None  # a rule gets a copy of what is changed in place
+        self._added = None
         result = super().__torch_function__(func, types, args, kwargs)
         if self.is_fixing and isinstance(result, Tensor):
             self._age += 1
-            is_same = name_of(func) in _SAME and args and isinstance(args[0], Tensor)
-            self._ages[result] = self._age_of(args[0]) if is_same else self._age
+            first = args[0] if args and isinstance(args[0], Tensor) else None
+            is_same = first is not None and name_of(func) in _SAME
+            self._ages[result] = self._age_of(first) if is_same else self._age
+            added = self._stream.get(first) if is_same else self._added
+            if added is not None:
+                self._stream[result] = added
         return result
 
     def _age_of(self, x: Any) -> int:
@@ -309,14 +325,28 @@ class BlockReplay(Replay):
 
     def _sum(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         both = args[:2]
-        if len(both) == 2 and all(self._depends(x) for x in both):
-            if self.is_fixing and both[0].shape == both[1].shape and self._block >= 0:
-                later = int(self._age_of(both[1]) > self._age_of(self._first))
-                self._sums[self._block] = self._sum_count, later
+        if self._block >= 0 and len(both) == 2 and all(self._depends(x) for x in both):
+            if self.is_fixing and both[0].shape == both[1].shape:
+                self._parts[self._block] = self._adds(self._first, both[1])
                 self._is_last = True
-            elif not self.is_fixing and self._block >= 0:
-                where = self._sums[self._block]
-                if where is not None and where[0] == self._sum_count:
-                    self.found, self._is_last = both[where[1]].detach(), True
+            elif not self.is_fixing:
+                places = [at for n, at in self._parts[self._block] if n == self._sum_count]
+                self._found += [both[at].detach() for at in places]
+                last = max((n for n, _ in self._parts[self._block]), default=-1)
+                self._is_last = self._is_last or last == self._sum_count
             self._sum_count += 1
         return super()._sum(func, *args, **kwargs)
+
+    def _adds(self, left: Any, right: Tensor) -> list[tuple[int, int]]:
+        """What a sum adds to the stream, as sums and their operands."""
+        known = [self._stream.get(x) if isinstance(x, Tensor) else None for x in (left, right)]
+        ages = [self._age_of(left), self._age_of(right)]
+        if (known[0] is None) == (known[1] is None):
+            return [(self._sum_count, int(ages[1] > ages[0]))]
+        at = 0 if known[0] is None else 1
+        added = [(self._sum_count, at)]
+        before = known[1 - at]
+        if before and ages[at] < ages[1 - at]:  # made beside what the sum before it added
+            added += before
+        self._added = added
+        return added

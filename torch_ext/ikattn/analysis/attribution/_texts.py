@@ -34,14 +34,30 @@ def encoded(
     """
     if tokenizer is None:
         raise ValueError(f"{caller}: inputs that are text need a tokenizer=")
+    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     length = None
     if isinstance(given, str):
         made = dict(tokenizer(given, return_tensors="pt"))
+        end = getattr(tokenizer, "eos_token_id", None)
+        goes_on = predicts_next(model) and not is_pair and made["input_ids"].size(1) > 1
+        if goes_on and end is not None and int(made["input_ids"][0, -1]) == end:
+            made = {name: x[:, :-1] for name, x in made.items()}
     else:
+        turns = [turn for turn in given if isinstance(turn, Mapping)]
+        turns = [turn for turn in turns if "role" in turn and "content" in turn]
+        is_answered = bool(turns) and turns[-1]["role"] == "assistant"
+        if len(turns) < len(given) or len(turns) < 1 + is_answered or is_pair:
+            raise ValueError(
+                f"{caller}: inputs must be a text, arguments by name, or, for a decoder, turns of "
+                "a chat with 'role' and 'content' that begin before the assistant's, got "
+                f"{given!r:.80}"
+            )
+        if is_answered and not turns[-1]["content"]:
+            raise ValueError(f"{caller}: the assistant's turn must have text, got ''")
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(f"{caller}: a conversation needs a tokenizer with a chat template")
         made = _of_turns(given, tokenizer)
-        if given[-1].get("role") == "assistant":
+        if is_answered:
             before = _of_turns(given[:-1], tokenizer)["input_ids"]
             length = before.size(1)
             if not torch.equal(made["input_ids"][:, :length], before):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ikattn.analysis.attribution.page import frame, write_page
 from ikattn.analysis.attribution.page.text import texts_of, words_of_text
 from ikattn.analysis.through_layers import RankedToken
-from ikattn.analysis.tokens import readable_tokens
+from ikattn.analysis.tokens import is_byte_level, readable_tokens
 
 __all__ = ["Attribution"]
 
@@ -33,6 +33,7 @@ class Attribution:
         method: As it was asked for.
         tokens, prefix_tokens: For each sequence, with padding; None: no tokenizer was given.
         target_tokens: The tokens that were attributed, for each sequence.
+        byte_level: Whether tokens are those of byte-level BPE, whose "Ġ" is a space.
     """
 
     scores: Tensor
@@ -43,6 +44,7 @@ class Attribution:
     tokens: list[list[str]] | None = None
     prefix_tokens: list[list[str]] | None = None
     target_tokens: list[list[str]] | None = None
+    byte_level: bool = False
 
     def label(
         self, tokenizer: Any, ids: Sequence[Tensor | None], targets: Sequence[Sequence[int]]
@@ -56,6 +58,7 @@ class Attribution:
                 continue
             if own.size(-1) == scores.size(-1):  # the first stack may have read an image
                 setattr(self, name, [readable_tokens(tokenizer, row) for row in own.tolist()])
+        self.byte_level = is_byte_level(tokenizer)
         if any(targets) and self.tokens is not None and len(targets[0]) > 0:
             vocabulary = len(tokenizer)
             if all(i < vocabulary for row in targets for i in row):
@@ -85,8 +88,10 @@ class Attribution:
             tensor([[3.0000, 0.2500]])
         """
         if words is None:
-            words = [words_of_text(names) for names in self._names("by_words")]
-        return self._summed(words, joined="##")
+            names = self._names("by_words")
+            words = [words_of_text(own, byte_level=self.byte_level) for own in names]
+            return self._summed(words, are_texts=True)
+        return self._summed(words, are_texts=False)
 
     def by_lines(self) -> Attribution:
         """The same with scores of the text's lines: sums over their tokens.
@@ -106,26 +111,26 @@ class Attribution:
             >>> tokens = [["\u0120x", "=1", "\n", "\u0120y", "=2"]]
             >>> scores = torch.tensor([[0.5, 1.0, 0.0, 2.0, 0.25]])
             >>> Attribution(scores, scores.sum(-1), torch.zeros(1), tokens=tokens).by_lines().tokens
-            [[' x=1\n', ' y=2']]
+            [['x=1\n', 'y=2']]
         """
         lines = []
         for names in self._names("by_lines"):
-            texts = texts_of(names)
+            texts = texts_of(names, byte_level=self.byte_level)
             before = accumulate((text.count("\n") for text in texts[:-1]), initial=0)
             lines.append(list(before))
-        return self._summed(lines, joined=None)
+        return self._summed(lines, are_texts=True)
 
     def _names(self, function: str) -> list[list[str]]:
         if self.tokens is None:
             raise ValueError(f"{function}: the tokens must have names: attribute with tokenizer=")
         return self.tokens
 
-    def _summed(self, words: Sequence[Sequence[int | None]], joined: str | None) -> Attribution:
+    def _summed(self, words: Sequence[Sequence[int | None]], *, are_texts: bool) -> Attribution:
         """Sums over tokens with the same number.
 
         Args:
             words: For each sequence, the numbers.
-            joined: The mark of a token that goes on a word, for names; None: names are text.
+            are_texts: Whether they are named by their text; otherwise by their tokens' names.
         """
         S = self.scores.size(-1)
         if len(words) != self.scores.size(0) or any(len(own) != S for own in words):
@@ -137,13 +142,15 @@ class Attribution:
         names: list[list[str]] = [[""] * count for _ in words]
         for b, own in enumerate(words):
             shown = None if self.tokens is None else self.tokens[b]
-            if shown is not None and joined is None:
-                shown = texts_of(shown)
+            if shown is not None and are_texts:
+                shown = texts_of(shown, byte_level=self.byte_level)
             for j, word in enumerate(own):
                 if word is not None:
                     sums[b, ..., word] += self.scores[b, ..., j]
                     if shown is not None:
-                        names[b][word] += shown[j].removeprefix(joined or "")
+                        names[b][word] += shown[j] if are_texts else shown[j].removeprefix("##")
+            if are_texts:
+                names[b] = [name.strip(" ") for name in names[b]]
         rest = self.bias + self.scores.sum(-1) - sums.sum(-1)
         tokens = None if self.tokens is None else names
         return Attribution(

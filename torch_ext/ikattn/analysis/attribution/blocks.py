@@ -88,7 +88,7 @@ def block_maps(
     stack = the_stack_of(model, inputs, _CALLER)
     items = []
     for item in sequences_of(inputs):
-        with alone, as_written(model):
+        with alone, torch.inference_mode(False), as_written(model):
             items.append(_of_blocks(model, item, stack, scope, activation, sources))
     return torch.stack(items, 1)
 
@@ -144,12 +144,13 @@ def _of_keys(entered: list[Tensor], keys: Tensor, n: int, x: Tensor) -> Tensor:
 def _norms(model: nn.Module, replay: BlockReplay, scope: str, output: Tensor) -> Tensor:
     """The norms ``[K, T]`` of what the block that just ran made, or of its feed-forward part."""
     if scope == "feed_forward":
-        if not replay.knows_part() or replay.found is None:
+        part = replay.part()
+        if part is None:
             raise NotImplementedError(
                 f"{_CALLER}: a block of {type(model).__name__} does not end with the sum of a "
                 "feed-forward part and its residual"
             )
-        output = replay.found.reshape(output.shape)
+        output = part.reshape(output.shape)
     norms: Tensor = torch.linalg.vector_norm(output, dim=-1)
     return norms
 
@@ -166,9 +167,9 @@ def _entered(
         x = first_tensor(args, kwargs)
         if x is None:
             return None
-        replay.enter_block()
         with torch._C.DisableTorchFunction():
             y = make(count, x).requires_grad_()
+        replay.enter_block(y)
         count += 1
         changed = tuple(y if each is x else each for each in args)
         return changed, {name: y if each is x else each for name, each in kwargs.items()}

@@ -93,7 +93,7 @@ def decomposed_norms(
     stack = the_stack_of(model, inputs, _CALLER)
     items = []
     for item in sequences_of(inputs):
-        with alone, as_written(model):
+        with alone, torch.inference_mode(False), as_written(model):
             items.append(_of_sequence(model, item, stack, biases, activation, sources))
     return torch.stack(items, 1)
 

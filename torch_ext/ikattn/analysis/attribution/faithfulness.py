@@ -175,16 +175,40 @@ class _Asked:
     def _logits(self, gone: Tensor | None) -> Tensor:
         ids = self.inputs["input_ids"]
         if gone is None:
-            return self._call(self.inputs)
+            return self._whole()
         if self.replace == "mask":
             assert self.mask_id is not None
             return self._call({**self.inputs, "input_ids": ids.masked_fill(gone, self.mask_id)})
         if self.replace == "zero":
-            vectors = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
-            changed = {**self.inputs, "inputs_embeds": vectors.masked_fill(gone.unsqueeze(-1), 0)}
-            del changed["input_ids"]
-            return self._call(changed)
+            return self._zeroed(gone)
         return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
+
+    def _whole(self) -> Tensor:
+        """Of the texts as they are, in the way in which those without tokens are computed.
+
+        Raises:
+            ValueError: The model makes something else of vectors than of the tokens they are of.
+        """
+        none = torch.zeros_like(self.there)
+        if self.replace == "drop":
+            return torch.cat([self._dropped(none, b) for b in range(len(none))])
+        logits = self._call(self.inputs)
+        if self.replace == "zero":
+            again = self._zeroed(none)
+            size = logits.abs().max().clamp_min(1e-30)
+            if again.shape != logits.shape or float((again - logits).abs().max() / size) > 1e-2:
+                raise ValueError(
+                    f"{_CALLER}: the model makes something else of inputs_embeds than of input_ids "
+                    '(it scales embeddings, or tells padding by ids): take replace="mask" or "drop"'
+                )
+            return again
+        return logits
+
+    def _zeroed(self, gone: Tensor) -> Tensor:
+        vectors = self.model.get_input_embeddings()(self.inputs["input_ids"])  # type: ignore[operator]
+        changed = {**self.inputs, "inputs_embeds": vectors.masked_fill(gone.unsqueeze(-1), 0)}
+        del changed["input_ids"]
+        return self._call(changed)
 
     def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
         made = self.model(**inputs)

@@ -117,14 +117,15 @@ def _sequence(found: Attribution, b: int) -> dict[str, Any]:
             )
         n = len(names)  # of a sequence with fewer targets than others, the rest is 0
     has_two = found.prefix_scores is not None
-    parts = [_text("Encoder" if has_two else "Text", found.tokens, rows[:n], b, "tokens")]
+    kind = found.byte_level
+    parts = [_text("Encoder" if has_two else "Text", found.tokens, rows[:n], b, "tokens", kind)]
     if found.prefix_scores is not None:
         prefix = _rows(found.prefix_scores, b)[:n]
-        parts.append(_text("Decoder", found.prefix_tokens, prefix, b, "prefix_tokens"))
+        parts.append(_text("Decoder", found.prefix_tokens, prefix, b, "prefix_tokens", kind))
     opening = "".join(parts[0]["texts"]).strip()
     return {
         "title": " ".join(opening[:400].split())[:100],
-        "targets": None if names is None else texts_of(names),
+        "targets": None if names is None else texts_of(names, byte_level=found.byte_level),
         "value": _numbers(found.value[b])[:n],
         "bias": _numbers(found.bias[b])[:n],
         "texts": parts,
@@ -132,7 +133,12 @@ def _sequence(found: Attribution, b: int) -> dict[str, Any]:
 
 
 def _text(
-    title: str, tokens: list[list[str]] | None, rows: Tensor, b: int, argument: str
+    title: str,
+    tokens: list[list[str]] | None,
+    rows: Tensor,
+    b: int,
+    argument: str,
+    byte_level: bool,
 ) -> dict[str, Any]:
     """A text without its padding, and ``[n, S]`` of its tokens."""
     S = rows.size(1)
@@ -146,7 +152,7 @@ def _text(
     shown = rows[:, span].contiguous()
     return {
         "title": title,
-        "texts": texts_of(names[span]),
+        "texts": texts_of(names[span], byte_level=byte_level),
         "special": [j for j, name in enumerate(names[span]) if is_special(name)],
         "first": span.start,
         "padding": S - shown.size(1),
@@ -171,10 +177,14 @@ def _numbers(x: Tensor) -> list[float | None]:
 def _static_text(found: Attribution) -> str:
     shown = []
     for b in range(found.scores.size(0)):
-        texts = [_coloured(found.tokens, found.scores, b)]
+        texts = [_coloured(found.tokens, found.scores, b, found.byte_level)]
         if found.prefix_scores is not None:
-            texts.append(_coloured(found.prefix_tokens, found.prefix_scores, b))
-        target = "".join(texts_of(found.target_tokens[b])) if found.target_tokens else ""
+            texts.append(_coloured(found.prefix_tokens, found.prefix_scores, b, found.byte_level))
+        target = (
+            "".join(texts_of(found.target_tokens[b], byte_level=found.byte_level))
+            if found.target_tokens
+            else ""
+        )
         value = float(found.value[b].sum())
         title = html.escape(f"{found.method}: {target} ({value:.4g})")
         shown.append(f"<p><small>{title}</small></p>{''.join(texts)}")
@@ -184,7 +194,7 @@ def _static_text(found: Attribution) -> str:
     )
 
 
-def _coloured(tokens: list[list[str]] | None, scores: Tensor, b: int) -> str:
+def _coloured(tokens: list[list[str]] | None, scores: Tensor, b: int, byte_level: bool) -> str:
     """A text, each token coloured by its score: orange for, blue against."""
     sums = _rows(scores, b).sum(0)  # [S]
     names: Sequence[str] = [str(j) for j in range(len(sums))] if tokens is None else tokens[b]
@@ -193,7 +203,9 @@ def _coloured(tokens: list[list[str]] | None, scores: Tensor, b: int) -> str:
     finite = sums[sums.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     spans = []
-    for text, score in zip(texts_of(names[span]), sums.tolist(), strict=True):
+    for text, score in zip(
+        texts_of(names[span], byte_level=byte_level), sums.tolist(), strict=True
+    ):
         share = abs(score) / largest if largest > 0 and math.isfinite(score) else 0.0
         colour = "230, 120, 0" if score >= 0 else "0, 110, 200"
         style = f"background: rgba({colour}, {0.75 * share:.2f})"

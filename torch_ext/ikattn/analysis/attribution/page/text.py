@@ -19,7 +19,7 @@ def is_special(token: str) -> bool:
     return _SPECIAL.fullmatch(token) is not None and _BYTE.fullmatch(token) is None
 
 
-def texts_of(tokens: Sequence[str]) -> list[str]:
+def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
     """What each token adds to the text; joined they are the text.
 
     Knows the marks of byte-level BPE ("Ġ"), sentencepiece ("▁"), WordPiece ("##"), subword-nmt
@@ -28,6 +28,8 @@ def texts_of(tokens: Sequence[str]) -> list[str]:
 
     Args:
         tokens: Of one sequence, as :func:`ikattn.analysis.tokens.readable_tokens` gives them.
+        byte_level: Whether they are of byte-level BPE, of which a text without spaces bears no
+            mark.
 
     Returns:
         As many texts.
@@ -41,7 +43,7 @@ def texts_of(tokens: Sequence[str]) -> list[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     found: list[str] = []
-    for token, text in zip(tokens, _with_spaces(tokens), strict=True):
+    for token, text in zip(tokens, _with_spaces(tokens, byte_level), strict=True):
         if is_special(token):
             rest = decoder.decode(b"", True)
             decoder.reset()
@@ -54,7 +56,7 @@ def texts_of(tokens: Sequence[str]) -> list[str]:
     return found
 
 
-def words_of_text(tokens: Sequence[str]) -> list[int]:
+def words_of_text(tokens: Sequence[str], *, byte_level: bool = False) -> list[int]:
     """The number of each token's word: one begins at a space, a new line, or a special token.
 
     Example:
@@ -64,10 +66,12 @@ def words_of_text(tokens: Sequence[str]) -> list[int]:
     """
     numbers: list[int] = []
     ended = True  # what stands before ends a word
-    for token, text in zip(tokens, texts_of(tokens), strict=True):
+    for token, text in zip(tokens, texts_of(tokens, byte_level=byte_level), strict=True):
         begins = ended or is_special(token) or text[:1].isspace()
         numbers.append((numbers[-1] if numbers else -1) + begins)
-        ended = is_special(token) or text[-1:].isspace()
+        # a space by itself belongs to what follows it, if only a part of a letter
+        closes = text.endswith("\n") or (bool(text.strip()) and text[-1:].isspace())
+        ended = is_special(token) or closes
     return numbers
 
 
@@ -96,12 +100,12 @@ def text_span(tokens: Sequence[str], has_part: Sequence[bool]) -> slice:
     return slice(start, stop) if start < stop else slice(0, len(tokens))
 
 
-def _with_spaces(tokens: Sequence[str]) -> list[str]:
+def _with_spaces(tokens: Sequence[str], byte_level: bool) -> list[str]:
     """The tokens with spaces in place of the marks that they bear."""
     own = [token for token in tokens if not is_special(token)]
-    if any(token.startswith("▁") for token in own):
+    if not byte_level and any(token.startswith("▁") for token in own):
         return [token.replace("▁", " ") for token in tokens]
-    if any(token.startswith(("Ġ", "Ċ")) for token in own):
+    if byte_level or any(token.startswith(("Ġ", "Ċ")) for token in own):
         return [_of_byte_level(token) for token in tokens]
     if any(token.endswith("</w>") for token in own):
         return [re.sub("</w>$", " ", token) for token in tokens]
