@@ -352,7 +352,7 @@ def test_a_class_is_no_token() -> None:
 
     found = ikattn.attribute(classifier(), PROMPT, 1, tokenizer=Tokenizer())
     assert found.tokens is not None
-    assert found.target_tokens is None
+    assert found.target_tokens == [["LABEL_1"]]
 
 
 @pytest.mark.parametrize("method", ["alti_logit", "rollout:alti"])

@@ -134,6 +134,27 @@ def test_what_is_no_text_and_no_conversation_is_named(
         ikattn.attribute(decoder, inputs, target, tokenizer=tokenizer)
 
 
+def test_what_is_taken_off_may_be_text(decoder: Any, tokenizer: Any) -> None:
+    found = ikattn.attribute(decoder, "w1 w2", "w4", against="w7", tokenizer=tokenizer)
+    own = torch.tensor([ids(tokenizer, "w1 w2")])
+    expected = ikattn.attribute(decoder, own, ids(tokenizer, "w4"), against=11)
+    torch.testing.assert_close(found.scores, expected.scores)
+    with pytest.raises(ValueError, match=r"against must be one token.* got 'w7 w8', which has 2"):
+        ikattn.attribute(decoder, "w1", "w4", against="w7 w8", tokenizer=tokenizer)
+
+
+def test_types_of_tokens_go_on_with_the_answer(decoder: Any, tokenizer: Any) -> None:
+    own = torch.tensor([ids(tokenizer, "w1 w2 w3")])
+    inputs = {"input_ids": own, "token_type_ids": torch.tensor([[4, 4, 5]])}
+    found = ikattn.attribute(decoder, inputs, [9, 8])
+    whole = {
+        "input_ids": torch.cat([own, torch.tensor([[9, 8]])], 1),
+        "token_type_ids": torch.tensor([[4, 4, 5, 5, 5]]),
+    }
+    expected = ikattn.attribute(decoder, whole, slice(3, 5))
+    torch.testing.assert_close(found.scores, expected.scores)
+
+
 # --- Words and lines
 
 

@@ -90,3 +90,10 @@ def test_dropped_tokens_are_compared_with_the_text_alone() -> None:
     found = faithfulness(model, inputs, scores, **options)
     alone = faithfulness(model, {"input_ids": ids[1:, :3]}, scores[1:, :3], **options)
     torch.testing.assert_close(found.comprehensiveness[1:], alone.comprehensiveness)
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    model = tiny_model("BertForSequenceClassification", num_labels=3)
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="scores must be finite, got nan"):
+        faithfulness(model, {"input_ids": ids}, torch.tensor([[1.0, torch.nan, 2]]), mask_id=3)

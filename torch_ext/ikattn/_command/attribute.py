@@ -15,7 +15,7 @@ from torch import Tensor
 from ikattn._command.job import AnalyzeError
 from ikattn._whole_files import whole_file
 from ikattn.analysis.attribution import Attribution, attribute
-from ikattn.analysis.attribution._texts import encoded, target_of_text, with_first_token
+from ikattn.analysis.attribution._texts import encoded, taken_by, target_of_text, with_first_token
 from ikattn.integrations.transformers import from_pretrained
 from ikattn.integrations.transformers._implicit import settings_of
 
@@ -137,6 +137,11 @@ def _kind_of(transformers: Any, config: Any) -> Any:
         return transformers.AutoModelForSeq2SeqLM
     if names[0].endswith("ForSequenceClassification"):
         return transformers.AutoModelForSequenceClassification
+    if names[0] and not names[0].endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")):
+        raise ValueError(
+            f"a {names[0]} has no head to attribute: take a decoder, a classifier of texts, or an "
+            "encoder-decoder"
+        )
     return transformers.AutoModelForCausalLM
 
 
@@ -165,7 +170,7 @@ def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]
     made = tokenizer(question.prompt, question.pair, return_tensors="pt")
     if made["input_ids"].numel() == 0:
         raise AnalyzeError("the prompt must have a token, got none")
-    return {name: x.to(model.device) for name, x in made.items()}
+    return {name: x.to(model.device) for name, x in taken_by(model, dict(made)).items()}
 
 
 @torch.no_grad()

@@ -35,7 +35,8 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     are found by it (Dale et al., ACL 2023).
 
     Args:
-        recording: Of an encoder-decoder, with the map "alti" of every layer of attention.
+        recording: Of one call of an encoder-decoder over the source and the whole translation, with
+            the map "alti" of every layer of attention.
         batch: Which of its calls.
 
     Returns:
@@ -63,7 +64,8 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     if not crossing or crossing[0] < 2:
         raise ValueError(
             "alti_plus: the recording must hold self-attention of an encoder, and a decoder that "
-            f"reads it, got {', '.join(names)}"
+            f"reads it, of one call over both texts (generate runs them apart), got "
+            f"{', '.join(names)}"
         )
     if recording.left_out:
         raise ValueError(

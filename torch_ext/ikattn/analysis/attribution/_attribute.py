@@ -47,6 +47,7 @@ from ikattn.analysis.attribution._targets import (
 from ikattn.analysis.attribution._texts import (
     Conversation,
     encoded,
+    number_of_text,
     target_of_text,
     with_first_token,
 )
@@ -67,7 +68,7 @@ def attribute(
     target: Target = None,
     *,
     method: str = "decompx",
-    against: int | None = None,
+    against: int | str | None = None,
     prompt_length: int | None = None,
     each: bool = False,
     activation: Activation = "slope",
@@ -111,7 +112,8 @@ def attribute(
             tokenizer: another text than "answer", which is the continuation or a class's label.
             Otherwise a function of the model's output that gives ``[B]``.
         method: See above.
-        against: A class or token whose logit is taken off: why this one rather than that.
+        against: A class or token whose logit is taken off: why this one rather than that. With a
+            tokenizer also as text.
         prompt_length: How many tokens stand before the answer.
         each: Rows for each target by itself, at the cost of a backward pass each ("decompx").
         activation: How "decompx" takes activations: "slope", f(x) = (f(x) / x) x, the paper's, or
@@ -162,6 +164,8 @@ def attribute(
         named = _named(model, inputs)
         if isinstance(target, str) and target != "answer" and tokenizer is not None:
             named, target = target_of_text(model, named, target, tokenizer, _CALLER)
+        if isinstance(against, str):
+            against = number_of_text(model, against, tokenizer, _CALLER)
         task = _Task.of(model, named, target, against, prompt_length)
         if kind == "decompx":
             found = _decompose(task, each, activation)
@@ -170,6 +174,10 @@ def attribute(
     found.method = method
     are_tokens = predicts_next(model)
     found.label(tokenizer, task.source_ids(), task.choice.ids if are_tokens else [])
+    names = getattr(getattr(model, "config", None), "id2label", None)
+    if not are_tokens and tokenizer is not None and names and all(task.choice.ids):
+        labels = [[str(names.get(i, i)) for i in own] for own in task.choice.ids]
+        found.target_tokens = labels or None
     return found
 
 

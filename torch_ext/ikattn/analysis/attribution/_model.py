@@ -89,6 +89,8 @@ def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> St
     Raises:
         ValueError: It is not so.
     """
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"{caller}: inputs must be arguments by name, got {type(inputs).__name__}")
     if model.training:
         raise ValueError(f"{caller}: model must be in eval mode, got one in training")
     stacks = stacks_of(model, caller)

@@ -91,7 +91,10 @@ def with_answer(inputs: dict[str, Any], ids: Sequence[int], name: str) -> dict[s
     mask = inputs.get(mask_name)
     if mask is not None:
         changed[mask_name] = torch.cat([mask, mask.new_ones(own.shape)], 1)
-    for other in ("position_ids", "token_type_ids", "cache_position"):
+    types = inputs.get("token_type_ids")
+    if types is not None and name == "input_ids":
+        changed["token_type_ids"] = torch.cat([types, types[:, -1:].expand(own.shape)], 1)
+    for other in ("position_ids", "cache_position"):
         if name == "input_ids" and inputs.get(other) is not None:
             raise ValueError(f"attribute: with token ids as target, inputs must not hold {other!r}")
     return changed

@@ -8,9 +8,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ikattn.analysis.attribution._model import takes
 from ikattn.analysis.attribution._targets import predicts_next
 
-__all__ = ["Conversation", "encoded", "target_of_text", "with_first_token"]
+__all__ = [
+    "Conversation",
+    "encoded",
+    "number_of_text",
+    "taken_by",
+    "target_of_text",
+    "with_first_token",
+]
 
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a chat, each with a "role" and its "content"."""
@@ -67,8 +75,16 @@ def encoded(
                 )
     if made["input_ids"].numel() == 0:
         raise ValueError(f"{caller}: inputs must hold a token, got {given!r}")
+    made = taken_by(model, made)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return {name: x.to(device) for name, x in made.items() if isinstance(x, Tensor)}, length
+
+
+def taken_by(model: nn.Module, made: dict[str, Any]) -> dict[str, Any]:
+    """What a tokenizer made, without what the model does not take, such as types of tokens."""
+    if not takes(model, "input_ids"):
+        return made  # a wrapper, which does not say
+    return {name: x for name, x in made.items() if takes(model, name)}
 
 
 def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
@@ -95,19 +111,40 @@ def target_of_text(
         ValueError: No class has the label, or the text has no token.
     """
     if not predicts_next(model):
-        labels = getattr(getattr(model, "config", None), "label2id", None) or {}
-        if text not in labels:
-            known = ", ".join(map(repr, labels)) or "none"
-            raise ValueError(
-                f"{caller}: target must be a label of the model, {known}, got {text!r}"
-            )
-        return named, int(labels[text])
+        return named, _label(model, text, "target", caller)
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     argument = "text_target" if is_pair else "text"
     ids = list(tokenizer(**{argument: text}, add_special_tokens=is_pair)["input_ids"])
     if not ids:
         raise ValueError(f"{caller}: target must have a token, got {text!r}")
     return with_first_token(model, named), ids
+
+
+def number_of_text(model: Any, text: str, tokenizer: Any, caller: str) -> int:
+    """A class by its label, or the only token of a text.
+
+    Raises:
+        ValueError: There is none, or several tokens.
+    """
+    if not predicts_next(model):
+        return _label(model, text, "against", caller)
+    ids = [] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise ValueError(
+            f"{caller}: against must be one token, by a tokenizer=, got {text!r}, which has "
+            f"{len(ids) or 'none'}"
+        )
+    return int(ids[0])
+
+
+def _label(model: Any, text: str, argument: str, caller: str) -> int:
+    labels = getattr(getattr(model, "config", None), "label2id", None) or {}
+    if text not in labels:
+        known = ", ".join(map(repr, labels)) or "none"
+        raise ValueError(
+            f"{caller}: {argument} must be a label of the model, {known}, got {text!r}"
+        )
+    return int(labels[text])
 
 
 def with_first_token(model: Any, named: dict[str, Any]) -> dict[str, Any]:

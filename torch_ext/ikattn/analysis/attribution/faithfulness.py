@@ -114,10 +114,13 @@ def faithfulness(
         >>> found.comprehensiveness.shape
         torch.Size([1, 4])
     """
-    ids = inputs.get("input_ids")
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(scores, Tensor):
+        raise ValueError(f"{_CALLER}: scores must be a tensor, got {type(scores).__name__}")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or scores.shape != ids.shape:
         raise ValueError(
             f"{_CALLER}: scores must be [B, S] as inputs['input_ids'] is, got {list(scores.shape)}"
+            f" and inputs of {type(inputs).__name__}"
         )
     if model.training:
         raise ValueError(f"{_CALLER}: model must be in eval mode, got one in training")
@@ -133,6 +136,8 @@ def faithfulness(
     if not bool(free.any(1).all()):
         raise ValueError(f"{_CALLER}: keep must leave a token of every text that may go")
     asked = _Asked(model, inputs, there, replace, mask_id, output)
+    if not bool(scores[free].isfinite().all()):
+        raise ValueError(f"{_CALLER}: scores must be finite, got {scores[~scores.isfinite()][0]}")
     before, classes = asked.without(None)
     order = scores.masked_fill(~free, -math.inf).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(dim=1)  # 0 for the highest

@@ -89,7 +89,7 @@ def write_page_to(
         raise ValueError("to_html: the recording holds no map of any sequence to show")
     contents = {
         "about": describe(recording),
-        "precision": arrays.precision(),
+        "precision": f"{arrays.precision()} recording.save keeps them whole.",
         "layers": [
             {
                 "name": layer.name,

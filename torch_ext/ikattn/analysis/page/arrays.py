@@ -36,10 +36,11 @@ class Arrays:
         return {"id": name, "lo": lowest, "step": step}
 
     def precision(self) -> str:
+        """A sentence on it."""
         percent = 100 * math.expm1(self._coarsest / 2)
         return (
             f"Numbers in this page are within {max(percent, 0.001):.2g} % of those recorded and "
-            "shown with three digits; recording.save keeps them whole."
+            "shown with three digits."
         )
 
 
