@@ -94,7 +94,7 @@ class Attribution:
         return self._summed(words, are_texts=False)
 
     def by_lines(self) -> Attribution:
-        """The same with scores of the text's lines: sums over their tokens.
+        r"""The same with scores of the text's lines: sums over their tokens.
 
         A token that ends a line belongs to it. Of code, or of a conversation, lines often say more
         than words.
