@@ -2,7 +2,7 @@
 
 Sizes: B batch, S source tokens, T target tokens.
 Source: J. Ferrando, G. I. Gállego, B. Alastruey, C. Escolano, M. R. Costa-jussà, "Towards Opening
-the Black Box of Neural Machine Translation", EMNLP 2022, equations 9 to 13.
+the Black Box of Neural Machine Translation", EMNLP 2022.
 """
 
 from __future__ import annotations

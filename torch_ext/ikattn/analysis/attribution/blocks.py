@@ -56,7 +56,7 @@ def block_maps(
     have it. Each block is taken alone, from the vectors that enter it; biases stay out.
 
     Source: G. Kobayashi, T. Kuribayashi, S. Yokoi, K. Inui, "Analyzing Feed-Forward Blocks in
-    Transformers through the Lens of Attention Maps", ICLR 2024, equations 9 to 13.
+    Transformers through the Lens of Attention Maps", ICLR 2024.
 
     Args:
         model: As for :func:`decomposed_norms`.
