@@ -20,7 +20,7 @@ from ikattn._whole_files import whole_file
 from ikattn.analysis.contributions import SUMMED_MAPS, Contributions
 from ikattn.analysis.page.template import template
 from ikattn.analysis.recording import Recording
-from ikattn.analysis.summary import full_precision
+from ikattn.analysis.summary import full_precision, row_shares
 
 __all__ = ["overview", "write_index"]
 
@@ -75,9 +75,7 @@ def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
 
 def _shares(x: Tensor) -> Tensor:
     """A map ``[T, S]`` or ``[H, T, S]`` as ``[H or 1, T, S]`` of rows over their sums."""
-    x = full_precision(x if x.dim() == 3 else x[None])
-    sums = x.sum(-1, keepdim=True)
-    return x / sums.where(sums != 0, 1.0)
+    return row_shares(full_precision(x if x.dim() == 3 else x[None]))
 
 
 def _thumbnail(x: Tensor) -> str | None:

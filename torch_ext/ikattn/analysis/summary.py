@@ -46,6 +46,12 @@ def full_precision(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def row_shares(x: Tensor) -> Tensor:
+    """Every row over its sum; rows of zeros stay."""
+    total = x.sum(-1, keepdim=True)
+    return x / torch.where(total == 0, 1, total)
+
+
 def check_padding(padding: Tensor, name: str, shape: Sequence[int], caller: str) -> None:
     """Raises unless padding is bool and has this shape."""
     if padding.dtype != torch.bool or list(padding.shape) != list(shape):

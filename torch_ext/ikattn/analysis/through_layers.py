@@ -24,6 +24,7 @@ from ikattn.analysis.summary import (
     full_precision,
     layer_contributions,
     layer_maps,
+    row_shares,
 )
 from ikattn.nn.selection import describe_unseen
 
@@ -271,7 +272,7 @@ def steps_of(
         )
     ratios = _mixing_ratios(maps, layers, residual, len(found), (B, T), caller)
     return [
-        _with_residual(_row_normalized(x) if normalize else x, ratio, padding)
+        _with_residual(row_shares(x) if normalize else x, ratio, padding)
         for x, ratio in zip(found, ratios, strict=True)
     ]
 
@@ -317,7 +318,7 @@ def _single_step(
             f"map of shape {[B, T, S]}"
         )
     (ratio,) = _mixing_ratios(one, layers, residual, 1, (B, T), caller)
-    step = _row_normalized(found) if normalize else found
+    step = row_shares(found) if normalize else found
     return _with_residual(step, ratio, query_padding), query_padding
 
 
@@ -346,12 +347,6 @@ def padding_of(
         return padding
     first = next(iter(layer_contributions(maps, layers, caller).values()))
     return first.key_padding if first.query_padding is None else first.query_padding
-
-
-def _row_normalized(x: Tensor) -> Tensor:
-    """Every row over its sum; rows of zeros stay."""
-    total = x.sum(-1, keepdim=True)
-    return x / torch.where(total == 0, 1, total)
 
 
 def _mixing_ratios(
@@ -401,7 +396,7 @@ def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | No
     if padding is not None:
         ratio = ratio.masked_fill(padding, 0)
     ratio = ratio.unsqueeze(-1)
-    return ratio * _row_normalized(x * (1 - own)) + (1 - ratio) * own
+    return ratio * row_shares(x * (1 - own)) + (1 - ratio) * own
 
 
 def _share_of_span(

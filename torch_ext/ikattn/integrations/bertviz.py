@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
 from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.summary import row_shares
 from ikattn.analysis.tokens import Tokens
 
 __all__ = ["to_bertviz"]
@@ -138,11 +138,5 @@ def _attention(
                 f"to_bertviz: the map {map!r} of {layer.name!r} must hold finite numbers, "
                 f"got {'others' if values.numel() else 'none'}"
             )
-        found.append(_row_shares(values)[None] if shares else values[None])
+        found.append(row_shares(values)[None] if shares else values[None])
     return found
-
-
-def _row_shares(values: Tensor) -> Tensor:
-    """Rows over their sums; rows of zeros stay."""
-    total = values.sum(-1, keepdim=True)
-    return values / torch.where(total == 0, 1, total)

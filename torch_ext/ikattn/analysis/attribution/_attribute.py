@@ -54,6 +54,7 @@ from ikattn.analysis.attribution._texts import (
 from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import MUCH, activation_bytes
 from ikattn.analysis.attribution.zeroing import value_zeroing
+from ikattn.analysis.summary import row_shares
 from ikattn.analysis.through_layers import rollout
 
 __all__ = ["attribute"]
@@ -442,7 +443,7 @@ def _alti_logit(task: _Task) -> Attribution:
 
 def _roll_out(task: _Task, map_: str) -> Attribution:
     stack, gradient, values = _hidden_gradients(task)
-    share = _shares(gradient)
+    share = row_shares(gradient.norm(dim=-1))  # of each token, [B, T]
     nothing = values.new_full(values.shape, float("nan"))
     if task.is_seq2seq:
         if map_ != "alti":
@@ -483,11 +484,3 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
         stack, leaf = made[-1]
         (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return stack, gradient, values.detach().sum(0)
-
-
-def _shares(gradient: Tensor) -> Tensor:
-    """Each token's share of a gradient ``[B, T, D]`` by its norm, ``[B, T]``."""
-    size = gradient.norm(dim=-1)
-    total = size.sum(-1, keepdim=True)
-    shares: Tensor = size / torch.where(total == 0, 1, total)
-    return shares

@@ -21,6 +21,7 @@ from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.record import as_written
 from ikattn.analysis.attribution._linear import body_of, name_of
 from ikattn.analysis.attribution._model import Stack, alone, takes, the_stack_of
+from ikattn.analysis.summary import row_shares
 
 __all__ = ["value_zeroing"]
 
@@ -83,8 +84,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
             if isinstance(mask, Tensor) and mask.dim() == 2:
                 away = mask[b] == 0
                 maps = maps.masked_fill(away | away[:, None], 0)
-            total = maps.sum(-1, keepdim=True)
-            found.append(maps / torch.where(total == 0, 1, total))
+            found.append(row_shares(maps))
     return torch.stack(found, 1)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.summary import row_shares
 
 __all__ = ["ROW_MAPS", "Sums", "add_to", "entropy", "mixing_sums", "row_sums", "shares"]
 
@@ -25,9 +26,7 @@ _PAIRS_AT_ONCE = 1 << 22  # rows are gone through in pieces of 32 MiB
 
 def shares(x: Tensor) -> Tensor:
     """Rows divided by their sums, float64; a row of zeros stays one."""
-    x = x.double()
-    total = x.sum(-1, keepdim=True)
-    return x / total.masked_fill(total == 0, 1)
+    return row_shares(x.double())
 
 
 def entropy(p: Tensor) -> Tensor:
