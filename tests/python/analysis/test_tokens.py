@@ -10,10 +10,10 @@ import torch
 
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import record, words_of_subwords
+from ikattn.analysis import alti_plus, record, words_of_subwords
 from ikattn.analysis._sequences import sequences
 from ikattn.analysis.tokens import readable_tokens
-from tiny_texts import tiny_model
+from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -155,18 +155,39 @@ def test_beams_of_several_texts_of_an_encoder_decoder_and_of_a_search_that_went_
         found = model.generate(
             ids, attention_mask=(ids != 0).long(), max_new_tokens=5, eos_token_id=None, **options
         )
-    of_encoder, of_decoder = recording.joined(found.beam_indices).batches
+    (joined,) = recording.joined(found.beam_indices).batches
     T = found.sequences.size(1) - 1
-    assert all(maps.summed.shape == (2, 5, 5) for maps in of_encoder.values())
     with torch.no_grad(), record(model, maps=("summed",)) as at_once:
         model(
             input_ids=ids,
             attention_mask=(ids != 0).long(),
             decoder_input_ids=found.sequences[:, :-1],
         )
-    for name, maps in of_decoder.items():
-        assert_close(maps.summed[:, :T], at_once[name].summed, 1e-9, name)
+    for name, maps in joined.items():
+        rows = slice(None) if name.startswith("encoder") else slice(T)
+        assert_close(maps.summed[:, rows], at_once[name].summed, 1e-9, name)
+    assert joined.input_ids.equal(ids)
+    assert joined.target_ids[:, :T].equal(found.sequences[:, :-1])
     recording.joined(found.beam_indices[:, :2])  # whose best sequence ended earlier
+
+
+def test_a_translation_that_was_generated_is_one_call_of_encoder_and_decoder(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("T5ForConditionalGeneration")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with record(model, maps=("alti", "value_norms")) as recording:
+        made = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    joined = recording.joined()
+    with torch.no_grad(), record(model, maps=("alti",)) as at_once:
+        model(input_ids=ids, decoder_input_ids=made[:, :-1])
+    for found, expected in zip(alti_plus(joined), alti_plus(at_once), strict=True):
+        assert_close(found, expected, 1e-9)
+    joined.to_html(tmp_path / "page.html", tokens=tiny_tokenizer())
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for row in (ids, made[:, :-1]):
+        names = tiny_tokenizer().convert_ids_to_tokens(row[0])
+        assert all(f'"{name}"' in page for name in names if name.startswith("w"))
 
 
 def test_ids_of_calls_that_go_on_stand_one_after_the_other() -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ikattn.analysis._beams import rows_of_call
 from ikattn.analysis._sequences import AXES, sequence_count, size_of
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer, RecordedMaps
 
-__all__ = ["followed_beams", "groups_of_calls", "joined_calls"]
+__all__ = ["groups_of_calls", "joined_calls", "with_encoders"]
 
 
 def groups_of_calls(recording: RecordedMaps) -> list[list[Batch]]:
@@ -42,104 +43,6 @@ def _goes_on(layers: Mapping[str, Layer], before: Batch, batch: Batch) -> bool:
         if T is None or S is None or earlier is None or earlier + T != S:
             return False
     return True
-
-
-def followed_beams(
-    layers: Mapping[str, Layer], calls: Sequence[Batch], beam_indices: Tensor
-) -> list[Batch]:
-    """The calls with the rows that became the sequences of a beam search, in their order.
-
-    Args:
-        layers: Of the recording.
-        calls: The prompt and its steps.
-        beam_indices: ``[N, steps]``, the row in which each step was made; -1 after the end.
-
-    Raises:
-        ValueError: There are no steps, or rows beyond the batch.
-    """
-    if beam_indices.dim() != 2 or 0 in beam_indices.shape:
-        raise ValueError(f"joined: beam_indices must be [N, steps], got {list(beam_indices.shape)}")
-    rows = beam_indices.cpu()
-    found: list[Batch] = []
-    for step, call in enumerate(calls[: rows.size(1)]):  # a search may go on after its best ended
-        count = sequence_count(list(call.values()))
-        own, ended = rows[:, step].clamp_min(0), rows[:, step] < 0
-        if int(own.max()) >= count:
-            raise ValueError(
-                f"joined: beam_indices must name one of {count} rows, got {int(own.max())}"
-            )
-        before = found[-1] if found else None
-        found.append(_rows_of_call(layers, call, own, ended, before))
-    return found
-
-
-def _rows_of_call(
-    layers: Mapping[str, Layer], call: Batch, rows: Tensor, ended: Tensor, before: Batch | None
-) -> Batch:
-    """The rows of a call, of which those that have ended are padding.
-
-    Args:
-        layers: Of the recording.
-        call: The call.
-        rows: ``[N]``, where the sequences are in it.
-        ended: bool ``[N]``, those that are over.
-        before: The call before with its rows; None for the first.
-    """
-
-    def taken(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[rows.to(x.device)]
-
-    def of(name: str, maps: Contributions) -> Contributions:
-        found = Contributions(query_padding=taken(maps.query_padding))
-        found.key_padding = taken(maps.key_padding)
-        for part in AXES:
-            setattr(found, part, taken(getattr(maps, part)))
-        for part, ratio in maps.mixing_ratio.items():
-            found.mixing_ratio[part] = ratio[rows.to(ratio.device)]
-        if before is not None and bool(ended.any()):
-            _end(found, before[name], ended, own_keys=layers[name].kind == "self")
-        return found
-
-    found = Batch({name: of(name, maps) for name, maps in call.items()})
-    for name in ("input_ids", "input_mask", "target_ids", "target_mask"):
-        now = taken(getattr(call, name))
-        earlier = None if before is None else getattr(before, name)
-        if name.endswith("mask") and now is not None and earlier is not None:
-            now = _left_as_it_was(now, earlier, ended, 0)
-        setattr(found, name, now)
-    return found
-
-
-def _end(maps: Contributions, before: Contributions, ended: Tensor, *, own_keys: bool) -> None:
-    """Makes a step of sequences that have ended padding: its rows, and its own keys."""
-    for name, axes in AXES.items():
-        x, earlier = getattr(maps, name), getattr(before, name)
-        if x is None:
-            continue
-        if "T" in axes:
-            own = ended.to(x.device).view(-1, *(1,) * (x.dim() - 1))
-            setattr(maps, name, x.masked_fill(own, 0))
-        elif earlier is not None:
-            setattr(maps, name, _left_as_it_was(x, earlier, ended, 0))
-    rows = ended[:, None].expand(-1, size_of(maps, "T") or 0)
-    for name, ratio in maps.mixing_ratio.items():
-        maps.mixing_ratio[name] = ratio.masked_fill(rows.to(ratio.device), 0)
-    known = maps.query_padding
-    maps.query_padding = rows if known is None else known | rows.to(known.device)
-    if own_keys:
-        none = [torch.zeros(len(ended), size_of(each, "S") or 0).bool() for each in (maps, before)]
-        now, earlier = (
-            other if each.key_padding is None else each.key_padding.cpu()
-            for each, other in zip((maps, before), none, strict=True)
-        )
-        maps.key_padding = _left_as_it_was(now, earlier, ended, True)
-
-
-def _left_as_it_was(now: Tensor, before: Tensor, ended: Tensor, value: float | bool) -> Tensor:
-    """``now`` with the rows of ``before`` where sequences have ended, and ``value`` after them."""
-    wide = F.pad(before, (0, now.size(-1) - before.size(-1)), value=value)
-    own = ended.to(now.device).view(-1, *(1,) * (now.dim() - 1))
-    return torch.where(own, wide.to(now), now)
 
 
 def _check_places(calls: Sequence[Batch]) -> None:
@@ -192,6 +95,9 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
         joined_parts: Tensor = torch.cat(parts, 1)
         return joined_parts if joined_parts.size(1) == count else None
 
+    target_mask = along("target_mask")
+    if target_mask is None:  # transformers gives none; sequences that have ended are padding
+        target_mask = _mask_of_decoder(layers, maps)
     return Batch(
         maps,
         calls[-1].tokens,
@@ -199,7 +105,59 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
         along("input_ids"),
         along("input_mask"),
         along("target_ids"),
-        along("target_mask"),
+        target_mask,
+    )
+
+
+def _mask_of_decoder(
+    layers: Mapping[str, Layer], maps: Mapping[str, Contributions]
+) -> Tensor | None:
+    for name, own in maps.items():
+        if layers[name].side == "decoder" and layers[name].kind == "self":
+            return None if own.query_padding is None else (~own.query_padding).long()
+    return None
+
+
+def with_encoders(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> list[Batch]:
+    """Calls of which those of an encoder, and of the decoder that reads it, are one.
+
+    ``generate`` runs the encoder of each text once, and the decoder for several sequences of it.
+    """
+    found: list[Batch] = []
+    for call in calls:
+        before = found[-1] if found else None
+        if before is not None and _reads(layers, before, call):
+            found[-1] = _as_one(before, call)
+        else:
+            found.append(call)
+    return found
+
+
+def _reads(layers: Mapping[str, Layer], encoder: Batch, decoder: Batch) -> bool:
+    """Whether the one call is an encoder's alone, and the other of a decoder with its keys."""
+    crossing = [maps for name, maps in decoder.items() if layers[name].kind == "cross"]
+    if not crossing or any(layers[name].kind == "cross" for name in encoder):
+        return False
+    if set(encoder) & set(decoder):
+        return False
+    counts = [sequence_count(list(call.values())) for call in (encoder, decoder)]
+    keys = size_of(crossing[0], "S")
+    fits = all(size_of(maps, "T") == keys for maps in encoder.values())
+    return fits and counts[0] > 0 and counts[1] % counts[0] == 0
+
+
+def _as_one(encoder: Batch, decoder: Batch) -> Batch:
+    each = sequence_count(list(decoder.values())) // sequence_count(list(encoder.values()))
+    rows = torch.arange(sequence_count(list(encoder.values()))).repeat_interleave(each)
+    source = rows_of_call(encoder, rows)
+    return Batch(
+        {**source.layers, **decoder.layers},
+        source.tokens,
+        decoder.target_tokens,
+        source.input_ids,
+        source.input_mask,
+        decoder.target_ids,
+        decoder.target_mask,
     )
 
 

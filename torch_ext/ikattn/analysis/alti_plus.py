@@ -35,8 +35,8 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     are found by it (Dale et al., ACL 2023).
 
     Args:
-        recording: Of one call of an encoder-decoder over the source and the whole translation, with
-            the map "alti" of every layer of attention.
+        recording: Of an encoder-decoder, with the map "alti" of every layer of attention: of a call
+            over the source and the whole translation, or ``joined()`` of those of ``generate``.
         batch: Which of its calls.
 
     Returns:
@@ -64,7 +64,7 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     if not crossing or crossing[0] < 2:
         raise ValueError(
             "alti_plus: the recording must hold self-attention of an encoder, and a decoder that "
-            f"reads it, of one call over both texts (generate runs them apart), got "
+            "reads it, of one call over both texts or recording.joined() of generate's, got "
             f"{', '.join(names)}"
         )
     if recording.left_out:

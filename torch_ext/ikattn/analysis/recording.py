@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ikattn.analysis import files, page, pictures
-from ikattn.analysis._joined import followed_beams, groups_of_calls, joined_calls
+from ikattn.analysis._beams import followed_beams
+from ikattn.analysis._joined import groups_of_calls, joined_calls, with_encoders
 from ikattn.analysis._sequences import sequence_count
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.maps import RecordedMaps
@@ -54,7 +55,8 @@ class Recording(RecordedMaps):
 
         Each call after the first goes on from a cache: its maps have more keys than queries. Its
         rows come below those of the call before it, whose missing columns are 0; what every key has
-        alone, such as value norms, is that of the last call. Calls that begin anew stay apart.
+        alone, such as value norms, is that of the last call. An encoder's call and those of the
+        decoder that reads it are one. Calls that begin anew stay apart.
 
         Args:
             beam_indices: ``[N, steps]`` of a beam search, as ``generate`` gives them with
@@ -84,6 +86,7 @@ class Recording(RecordedMaps):
                 for group, count in zip(groups, counts, strict=True)
             ]
         batches = [joined_calls(self.layers, group) for group in groups]
+        batches = with_encoders(self.layers, batches)
         return Recording(self.model, self.maps, self.layers, batches, self.left_out)
 
     def save(self, path: str | os.PathLike[str]) -> None:

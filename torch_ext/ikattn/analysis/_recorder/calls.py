@@ -92,7 +92,8 @@ def note_ids(
         return to_cpu(x.detach()) if isinstance(x, Tensor) and x.dim() == 2 else None
 
     ids = kwargs.get("input_ids", args[0] if args else None)
-    if is_ids(ids) and batch.input_ids is None:
+    # where the targets are known and no source was given, a decoder is called with the targets
+    if is_ids(ids) and batch.input_ids is None and batch.target_ids is None:
         batch.input_ids, batch.input_mask = kept(ids), kept(mask)
     targets = kwargs.get("decoder_input_ids")
     if is_ids(targets) and batch.target_ids is None:

@@ -63,7 +63,8 @@ def record(
         model: Any module that holds attention.
         maps: Names of maps: "value_norms", "per_head", "summed" (N), "with_residual" (N_Res),
             "with_norm" (N_ResLN), "encoder" (N_Enc), "alti" (:func:`ikattn.analysis.alti`, through
-            the norm after the residual sum where there is one), "mixing_ratio" (of each map from
+            the norm after the residual sum where there is one; of cross-attention the residual has
+            the rest of a row), "mixing_ratio" (of each map from
             "summed" to "encoder" that the layer has), "weights", "similarity", "magnitude";
             "ledger" stands for the last three with "value_norms" and "per_head", and "all" for all
             of these that a layer has. None: what a layer has, except those for every head, those of
