@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from chromium import Tab, browser_tab, find_chromium
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """One thread, for the workers share the cores; what tests threads sets their number itself.
@@ -78,3 +80,14 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    """A tab of a headless Chromium, for the tests of pages."""
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no chromium is installed: apt-get install chromium")
+    pytest.importorskip("websocket", reason="pip install websocket-client")
+    with browser_tab(program) as opened:
+        yield opened

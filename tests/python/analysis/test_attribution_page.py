@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chromium import Tab, browser_tab, find_chromium
+from chromium import Tab
 from ikattn.analysis import Attribution
 from ikattn.analysis.attribution.page.text import text_span, texts_of
 from ikattn.analysis.tokens import readable_tokens
@@ -214,16 +214,6 @@ def test_a_large_result_is_coloured_text_in_a_notebook() -> None:
 
 
 # --- What a reader sees and does
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip("no chromium is installed: apt-get install chromium")
-    pytest.importorskip("websocket", reason="pip install websocket-client")
-    with browser_tab(program) as opened:
-        yield opened
 
 
 def opened(tab: Tab, found: Attribution, folder: Path, title: str | None = None) -> None:

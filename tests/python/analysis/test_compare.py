@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
 from math import inf, log2, nan, sqrt
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ikattn
-from chromium import Tab, browser_tab, find_chromium
+from chromium import Tab
 from ikattn.analysis import compare
 from ikattn.analysis.comparison._distances import row_sums
 from recorded_models import encoder
@@ -356,16 +355,6 @@ def test_the_page_holds_both_models_rows_and_asks_for_nothing(page: Path) -> Non
     assert [one["labels"] for one in contents["sequences"]] == [[["<b>one", "two"]], [["alone"]]]
     assert contents["table"][0]["rank_correlation"] is None
     assert contents["table"][0]["total_variation"] == pytest.approx(1 / 6)
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip("no chromium is installed: apt-get install chromium")
-    pytest.importorskip("websocket", reason="pip install websocket-client")
-    with browser_tab(program) as opened:
-        yield opened
 
 
 def text_of(tab: Tab, selector: str) -> str:

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 import torch
 
 import ikattn
-from chromium import Tab, browser_tab, find_chromium
+from chromium import Tab
 from ikattn._command.index import write_index
 from ikattn._command.job import Job
 from ikattn._command.results import Ledger
@@ -209,16 +208,6 @@ def test_notebook_says_why_there_is_no_page() -> None:
 
 
 # --- What a reader sees and does
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip("no chromium is installed: apt-get install chromium")
-    pytest.importorskip("websocket", reason="pip install websocket-client")
-    with browser_tab(program) as opened:
-        yield opened
 
 
 def open_page(tab: Tab, path: Path) -> None:
