@@ -42,6 +42,20 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+@torch.no_grad()
+def alti_maps(config: Any, length: int) -> None:
+    """ALTI's maps of as many layers of the model's shape, from their weights and values."""
+    H, D = config.num_attention_heads, config.hidden_size
+    weights = torch.randn(1, H, length, length).softmax(-1)
+    value, residual = torch.randn(1, H, length, D // H), torch.randn(1, length, D)
+    projection, norm = torch.randn(D, D) / D**0.5, torch.nn.LayerNorm(D)
+    total = residual + (weights @ value).transpose(1, 2).flatten(2) @ projection.mT
+    stats = ikattn.analysis.NormStats.of(norm, total)
+    output = norm(total)
+    for _ in range(config.num_hidden_layers):
+        ikattn.analysis.alti(weights, value, projection, output, residual=residual, norm=stats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("bert", "qwen"), default="bert")
@@ -49,7 +63,10 @@ def main() -> None:
     parser.add_argument("--span", type=int, default=64, help="tokens of the answer, of a decoder")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--methods", default="decompx,alti_logit,rollout:alti")
+    methods = "alti,decompx,alti_logit,rollout:alti"
+    parser.add_argument(
+        "--methods", default=methods, help="alti: the maps of all layers, once they are recorded"
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model = build(given.model, given.length)
@@ -64,15 +81,16 @@ def main() -> None:
     print("estimate:", ikattn.analysis.estimate(model, given.length, targets=given.span))
     forward()
     for method in given.methods.split(","):
-        if method == "alti_logit" and given.model == "bert":
+        if method == ("alti_logit" if given.model == "bert" else "alti"):
             continue
+        call = partial(ikattn.attribute, model, ids, target, method=method)
+        if method == "alti":
+            call = partial(alti_maps, model.config, given.length)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         ratios = []
         for _ in range(given.rounds):
             base = seconds(forward)
-            ratios.append(
-                seconds(partial(ikattn.attribute, model, ids, target, method=method)) / base
-            )
+            ratios.append(seconds(call) / base)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(
             f"{method}: {sorted(ratios)[len(ratios) // 2]:.2f} of a forward pass of {base:.2f} s, "
