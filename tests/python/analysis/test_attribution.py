@@ -225,6 +225,21 @@ def test_what_depends_on_tokens_is_no_bias(branch: Callable[[Tensor], Tensor]) -
         ikattn.attribute(Model().eval(), torch.randn(1, 4, 8), target=lambda y: y[:, 0, 0])
 
 
+@pytest.mark.parametrize("method", ["decompx", "alti_logit", "rollout:alti"])
+def test_a_head_through_which_no_gradient_comes_is_refused(method: str) -> None:
+    model = decoder("gpt2").float()  # its only nn.Linear is the head
+    model.lm_head = nn.Sequential(model.lm_head, Detached())
+    with pytest.raises(RuntimeError, match=r"not add up|does not depend"):
+        ikattn.attribute(model, PROMPT, slice(3, 5), method=method)
+
+
+class Detached(nn.Module):
+    """As a quantised module is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() + 0
+
+
 def test_under_inference_mode() -> None:
     model = classifier()
     expected = ikattn.attribute(model, PROMPT, 1)

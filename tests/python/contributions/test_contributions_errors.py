@@ -253,3 +253,8 @@ def test_the_backward_refuses_gradients_of_other_maps() -> None:
             call(torch.ones(sizes))
     with pytest.raises(RuntimeError, match="the gradient of input 1 is wanted"):
         call(torch.ones(2, 6, 6), wanted=1)
+
+
+def test_a_norm_whose_weight_is_offloaded_is_named() -> None:
+    with pytest.raises(TypeError, match="weight of a LayerNorm is offloaded"):
+        ikattn.analysis.NormStats.of(torch.nn.LayerNorm(4, device="meta"), torch.randn(1, 2, 4))

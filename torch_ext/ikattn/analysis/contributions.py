@@ -82,6 +82,11 @@ class NormStats:
             raise TypeError(refusal)
         if weight is None:
             weight = norm_input.new_ones(size)
+        if weight.is_meta and not norm_input.is_meta:
+            raise TypeError(
+                f"NormStats.of: the weight of a {type(module).__name__} is offloaded (a meta "
+                "tensor): keep norms on a device, or leave out maps that go through them"
+            )
         centered, offset = type(module) is nn.LayerNorm, 0
         if type(module) not in (nn.LayerNorm, nn.RMSNorm):
             try:

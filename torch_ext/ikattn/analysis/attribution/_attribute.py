@@ -475,12 +475,19 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
     Returns:
         The stack of that block; the gradient ``[B, T, D]`` with the norm after it fixed; and the
         values ``[B]``.
+
+    Raises:
+        RuntimeError: What follows the last block does not add up to the values.
     """
     stacks, linear = stacks_of(task.model, _CALLER), LinearModel()
     with last_hidden(stacks) as made, called_linear(task.model, linear):
         values = task.values()
         if not values.requires_grad:
             raise RuntimeError("attribute: what is attributed does not depend on the last block")
-        stack, leaf = made[-1]
-        (gradient,) = torch.autograd.grad(values.sum(), leaf)
-    return stack, gradient, values.detach().sum(0)
+        leaves = [leaf for _, leaf in made]
+        gradients = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        _check_sum(_parts(gradients, leaves), float(values.detach().sum()), linear, leaves[-1])
+    gradient = gradients[-1]
+    if gradient is None:
+        raise RuntimeError("attribute: what is attributed does not depend on the last block")
+    return made[-1][0], gradient, values.detach().sum(0)
