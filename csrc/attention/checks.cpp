@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "attention/arguments.h"
+#include "support/philox.h"
 
 namespace ikattn {
 namespace {
@@ -132,10 +133,11 @@ void check_dropout(const char* function, double dropout_p,
                     ": dropout_seed must be given with dropout_p > 0 "
                     "(ikattn.draw_dropout_seed makes one)");
   if (has_symbols({&*dropout_seed})) return;
-  TORCH_CHECK(dropout_seed->scalar_type() == at::kLong && dropout_seed->numel() == 2 &&
-                  dropout_seed->dim() == 1,
-              function, ": dropout_seed must be an int64 tensor of shape [2], got ",
-              dropout_seed->scalar_type(), " ", dropout_seed->sizes());
+  const bool is_known =
+      dropout_seed->numel() == kDropoutNumbers || dropout_seed->numel() == kPlacedDropoutNumbers;
+  TORCH_CHECK(dropout_seed->scalar_type() == at::kLong && is_known && dropout_seed->dim() == 1,
+              function, ": dropout_seed must be an int64 tensor of shape [2], or [7] of a part of ",
+              "a larger call, got ", dropout_seed->scalar_type(), " ", dropout_seed->sizes());
 }
 
 AttentionSizes check_attention(const char* function, const at::Tensor& query, const at::Tensor& key,

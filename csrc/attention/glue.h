@@ -67,6 +67,24 @@ inline bool has_bias_per_query_head(const AttentionOptions& options, const Atten
   return heads == sizes.H && heads != sizes.G;
 }
 
+// seed is contiguous, and outlives the state. Where it is on a GPU its numbers are not looked at.
+inline DropoutState dropout_state(const at::Tensor& seed, int64_t H) {
+  const int64_t* numbers = seed.const_data_ptr<int64_t>();
+  const bool is_placed = seed.numel() == kPlacedDropoutNumbers;
+  if (is_placed && seed.is_cpu()) {
+    TORCH_CHECK_VALUE(
+        numbers[2] >= 0 && numbers[3] >= 0 && numbers[4] >= numbers[3] + H && numbers[5] >= 0 &&
+            numbers[5] % 16 == 0 && numbers[6] >= 0 && numbers[6] % 16 == 0,
+        "dropout_seed: of seven numbers the last five must be batch item, head, heads "
+        ">= head + ",
+        H,
+        ", query and key, not negative, the last two multiples of "
+        "16, got ",
+        at::IntArrayRef(numbers + 2, 5));
+  }
+  return {numbers, is_placed, static_cast<uint32_t>(H)};
+}
+
 // What a call's params point to beside its arguments.
 struct Kept {
   at::Tensor bias, dropout_seed, log_normalizer;
@@ -99,7 +117,7 @@ inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
   if (options.dropout_p > 0) {
     params.dropout_threshold = dropout_threshold(options.dropout_p);
     kept.dropout_seed = options.dropout_seed->contiguous();
-    params.dropout_state = kept.dropout_seed.const_data_ptr<int64_t>();
+    params.dropout = dropout_state(kept.dropout_seed, sizes.H);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "support/array.h"
+#include "support/philox.h"
 
 namespace ikattn {
 
@@ -41,9 +42,8 @@ struct AttentionParams {
   bool allow_bfloat16 = false;  // on the CPU: value, dO and weights, to one bfloat16
   LinearTime linear_time = LinearTime::kAuto;
 
-  uint32_t dropout_threshold = 0;                 // 0: no dropout
-  uint64_t dropout_seed = 0, dropout_offset = 0;  // on the CPU
-  const int64_t* dropout_state = nullptr;         // on a GPU: both, where the kernel reads them
+  uint32_t dropout_threshold = 0;  // 0: no dropout
+  DropoutState dropout;
 
   bool stationary() const { return !w2; }
   // Whether products over pairs may be of 16 bits on the CPU: what they are off by is averaged over

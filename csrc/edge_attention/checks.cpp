@@ -108,6 +108,11 @@ void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies
   check_numbers(function, options.p, options.eps, options.magnitude_scale);
   if (is_present(ends.w1)) check_eps(function, options.eps, type);
   check_dropout(function, options.dropout_p, options.dropout_seed);
+  if (options.dropout_p > 0) {
+    TORCH_CHECK(options.dropout_seed->sym_numel() == 2, function,
+                ": dropout_seed must be an int64 tensor of shape [2], got ",
+                options.dropout_seed->sym_sizes());
+  }
   if (is_readable(ends.rowptr) && is_readable(ends.col)) {
     check_edges(function, ends.rowptr, ends.col, N_k);
   }

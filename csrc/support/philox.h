@@ -12,6 +12,19 @@
 #include "support/host_device.h"
 
 namespace ikattn {
+
+// What the mask of a call is a function of: its dropout_seed, where the kernel reads it. Two
+// numbers are seed and offset. With seven the call is a part of a larger one, whose mask it takes:
+// the others are the batch item and the head that it begins with, the heads of the larger call, and
+// the query and the key that it begins with, multiples of 16.
+constexpr int kDropoutNumbers = 2, kPlacedDropoutNumbers = 7;
+
+struct DropoutState {
+  const int64_t* numbers = nullptr;
+  bool is_placed = false;  // seven numbers
+  uint32_t heads = 1;      // of the call itself
+};
+
 namespace {
 
 struct PhiloxBlock {
@@ -35,12 +48,20 @@ IKATTN_HOST_DEVICE inline PhiloxBlock philox4x32_7(PhiloxBlock counter, uint64_t
 }
 
 // The sixteen bytes of one 4 x 4 group. row_group = i / 16 * 4 + a, column_group = j / 16 * 4 + b.
-IKATTN_HOST_DEVICE inline PhiloxBlock dropout_group(uint64_t seed, uint64_t offset,
-                                                    int64_t batch_head, int64_t row_group,
-                                                    int64_t column_group) {
-  return philox4x32_7({{static_cast<uint32_t>(row_group), static_cast<uint32_t>(column_group),
-                        static_cast<uint32_t>(batch_head), static_cast<uint32_t>(offset)}},
-                      seed);
+IKATTN_HOST_DEVICE inline PhiloxBlock dropout_group(const DropoutState& state, int64_t batch_head,
+                                                    int64_t row_group, int64_t column_group) {
+  const int64_t* numbers = state.numbers;
+  uint32_t row = static_cast<uint32_t>(row_group), column = static_cast<uint32_t>(column_group);
+  uint32_t head = static_cast<uint32_t>(batch_head);
+  if (state.is_placed) {
+    const uint32_t batch = head / state.heads + static_cast<uint32_t>(numbers[2]);
+    head = head % state.heads + static_cast<uint32_t>(numbers[3]);
+    head += batch * static_cast<uint32_t>(numbers[4]);
+    row += static_cast<uint32_t>(numbers[5] / 4);
+    column += static_cast<uint32_t>(numbers[6] / 4);
+  }
+  return philox4x32_7({{row, column, head, static_cast<uint32_t>(numbers[1])}},
+                      static_cast<uint64_t>(numbers[0]));
 }
 
 // Position inside a 16-block of the index-th member (0..3) of group a: {2a, 2a+1, 2a+8, 2a+9}.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikattn.ops.attention import draw_dropout_seed
+from ikattn.ops.dropout import draw_dropout_seed
 
 __all__ = [
     "attention_from_features",

@@ -48,36 +48,25 @@ Params with_settings(Params params, at::ScalarType type) {
 
 struct Cpu {
   static void forward(const AttentionParams& given, const at::Tensor& query, double work) {
-    const AttentionParams params = with_context(given, query);
+    const AttentionParams params = with_settings(given, query.scalar_type());
     const SixteenBitKernels* narrow = sixteen_bit_kernels(params, false);
     const auto forward = narrow ? narrow->forward : kernels().forward[compute_index(query)];
     forward(params, TorchExecutor("implicit_kernel_attention", work));
   }
   static void backward(const AttentionBackwardParams& given, const at::Tensor& query, double work) {
-    const AttentionBackwardParams params = with_context(given, query);
+    const AttentionBackwardParams params = with_settings(given, query.scalar_type());
     const SixteenBitKernels* narrow = sixteen_bit_kernels(params, true);
     const auto backward = narrow ? narrow->backward : kernels().backward[compute_index(query)];
     backward(params, TorchExecutor("implicit_kernel_attention_backward", work));
   }
   static void weights(const WeightsParams& params, const at::Tensor& query, double work) {
-    kernels().weights[compute_index(query)](with_context(params, query),
+    kernels().weights[compute_index(query)](with_settings(params, query.scalar_type()),
                                             TorchExecutor("implicit_kernel_weights", work));
   }
   static void features(const FeaturesParams& params, bool backward, const at::Tensor& x,
                        double work) {
     const char* function = backward ? "spectral_features_backward" : "spectral_features";
     kernels().features[compute_index(x)](params, backward, TorchExecutor(function, work));
-  }
-
- private:
-  template <typename Params>
-  static Params with_context(const Params& given, const at::Tensor& query) {
-    Params params = with_settings(given, query.scalar_type());
-    if (params.dropout_state != nullptr) {
-      params.dropout_seed = static_cast<uint64_t>(params.dropout_state[0]);
-      params.dropout_offset = static_cast<uint64_t>(params.dropout_state[1]);
-    }
-    return params;
   }
 };
 
@@ -111,14 +100,13 @@ at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int6
   const at::Tensor keep = whole_keep_mask(dropout_seed, B, H, L, S);
   if (dropout_p == 0) return keep;
   const at::Tensor numbers = dropout_seed.contiguous();
-  const auto seed = static_cast<uint64_t>(numbers.const_data_ptr<int64_t>()[0]);
-  const auto offset = static_cast<uint64_t>(numbers.const_data_ptr<int64_t>()[1]);
+  const DropoutState state = dropout_state(numbers, H);
   const uint32_t threshold = dropout_threshold(dropout_p);
   bool* out = keep.mutable_data_ptr<bool>();
   for (int64_t bh = 0; bh < B * H; ++bh, out += L * S) {
     for (int64_t row_group = 0; row_group < (L + 15) / 16 * 4; ++row_group) {
       for (int64_t column_group = 0; column_group < (S + 15) / 16 * 4; ++column_group) {
-        const PhiloxBlock random = dropout_group(seed, offset, bh, row_group, column_group);
+        const PhiloxBlock random = dropout_group(state, bh, row_group, column_group);
         for (int index = 0; index < 16; ++index) {
           const int64_t i =
               row_group / 4 * 16 + dropout_group_member(static_cast<int>(row_group % 4), index / 4);

@@ -59,7 +59,7 @@ at::Tensor dropout_keep_mask_cuda(const at::Tensor& dropout_seed, int64_t B, int
   params.L = L;
   params.S = S;
   params.dropout_threshold = dropout_threshold(dropout_p);
-  params.dropout_state = state.const_data_ptr<int64_t>();
+  params.dropout = dropout_state(state, H);
   const cuda::Call call("dropout_keep_mask", keep);
   call.check(cuda::dropout_keep_mask(
       params, reinterpret_cast<uint8_t*>(keep.mutable_data_ptr<bool>()), call.stream()));

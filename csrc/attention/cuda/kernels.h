@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 
 // Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
-// float64. Dropout reads its seed and offset from params.dropout_state, on the device.
+// float64. Dropout reads its seed from params.dropout, on the device.
 struct AttentionKernels {
   const char* (*forward[2])(const AttentionParams&, const DeviceExecutor&);
   const char* (*backward[2])(const AttentionBackwardParams&, const DeviceExecutor&);
@@ -18,7 +18,7 @@ struct AttentionKernels {
 
 extern const AttentionKernels attention_kernels;
 
-// keep [B, H, L, S]: what dropout keeps, from B, H, L, S, dropout_threshold and dropout_state.
+// keep [B, H, L, S]: what dropout keeps, from B, H, L, S, dropout_threshold and dropout.
 const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep, Stream stream);
 
 }  // namespace ikattn::cuda

@@ -119,9 +119,7 @@ class Call {
     params.linear_time = c.linear_time;
     if (c.dropout > 0) {
       params.dropout_threshold = dropout_threshold(c.dropout);
-      params.dropout_state = state_;
-      params.dropout_seed = static_cast<uint64_t>(state_[0]);
-      params.dropout_offset = static_cast<uint64_t>(state_[1]);
+      params.dropout = {state_, false, static_cast<uint32_t>(params.H)};
     }
   }
 

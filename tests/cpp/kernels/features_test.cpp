@@ -113,7 +113,7 @@ TEST(DropoutOnDevice, TheMaskIsThatOfTheDefinition) {
     params.S = 131;
     params.dropout_threshold = dropout_threshold(dropout_p);
     const int64_t state[2] = {-1234567890123, 7};
-    params.dropout_state = state;
+    params.dropout = {state, false, static_cast<uint32_t>(params.H)};
     std::vector<uint8_t> keep(params.B * params.H * params.L * params.S + 1, 9);
     ASSERT_STREQ(cuda::dropout_keep_mask(params, keep.data(), nullptr), nullptr);
     EXPECT_EQ(keep.back(), 9);
@@ -122,8 +122,7 @@ TEST(DropoutOnDevice, TheMaskIsThatOfTheDefinition) {
     for (int64_t bh = 0; bh < params.B * params.H; ++bh) {
       for (int64_t group = 0; group < 5 * 4 * 9 * 4; ++group) {
         const int64_t rows = group / 36, columns = group % 36;
-        const PhiloxBlock block = dropout_group(static_cast<uint64_t>(state[0]),
-                                                static_cast<uint64_t>(state[1]), bh, rows, columns);
+        const PhiloxBlock block = dropout_group(params.dropout, bh, rows, columns);
         for (int byte = 0; byte < 16; ++byte) {
           const int64_t i = rows / 4 * 16 + dropout_group_member(rows % 4, byte / 4);
           const int64_t j = columns / 4 * 16 + dropout_group_member(columns % 4, byte % 4);

@@ -37,10 +37,10 @@ from ikattn.nn._softmax import (
     softmax_attention,
 )
 from ikattn.ops.attention import (
-    draw_dropout_seed,
     implicit_kernel_attention,
     implicit_kernel_weights,
 )
+from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.magnitude import LearnedOrder
 
 __all__ = ["multi_head_attention_forward"]

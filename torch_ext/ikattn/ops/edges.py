@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ikattn.ops.attention import draw_dropout_seed
+from ikattn.ops.dropout import draw_dropout_seed
 
 __all__ = [
     "Edges",

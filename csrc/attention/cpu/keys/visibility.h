@@ -130,9 +130,8 @@ void fill_keep(const AttentionParams& params, const TilePosition& at, T kept, T*
     for (int64_t c0 = 0; c0 < kPanel; c0 += 16) {
       for (int group = 0; group < 16; ++group) {
         const int a = group / 4, b = group % 4;
-        const PhiloxBlock random =
-            dropout_group(params.dropout_seed, params.dropout_offset, batch_head,
-                          (at.i0 + r0) / 16 * 4 + a, (at.j0 + c0) / 16 * 4 + b);
+        const PhiloxBlock random = dropout_group(
+            params.dropout, batch_head, (at.i0 + r0) / 16 * 4 + a, (at.j0 + c0) / 16 * 4 + b);
         for (int index = 0; index < 16; ++index) {
           const int64_t r = r0 + dropout_group_member(a, index / 4);
           const int64_t c = c0 + dropout_group_member(b, index % 4);

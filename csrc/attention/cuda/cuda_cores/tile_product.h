@@ -149,9 +149,8 @@ struct Dropout {
                      int query_lane, int key_lane, bool queries_in_rows)
       : threshold(params.dropout_threshold), rows_are_queries(queries_in_rows) {
     if (threshold == 0) return;
-    bytes = dropout_group(static_cast<uint64_t>(params.dropout_state[0]),
-                          static_cast<uint64_t>(params.dropout_state[1]), batch_head,
-                          i0 / 16 * 4 + query_lane, j0 / 16 * 4 + key_lane);
+    bytes =
+        dropout_group(params.dropout, batch_head, i0 / 16 * 4 + query_lane, j0 / 16 * 4 + key_lane);
   }
   __device__ __forceinline__ bool keeps(int r, int c) const {
     if (threshold == 0) return true;

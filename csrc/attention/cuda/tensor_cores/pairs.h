@@ -77,9 +77,8 @@ struct FragmentDropout {
     if (params.dropout_threshold == 0) return;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const PhiloxBlock bytes =
-        dropout_group(static_cast<uint64_t>(params.dropout_state[0]),
-                      static_cast<uint64_t>(params.dropout_state[1]), bh,
-                      query / 16 * 4 + (turned ? t : g / 2), key / 16 * 4 + (turned ? g / 2 : t));
+        dropout_group(params.dropout, bh, query / 16 * 4 + (turned ? t : g / 2),
+                      key / 16 * 4 + (turned ? g / 2 : t));
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll

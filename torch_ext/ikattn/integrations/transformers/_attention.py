@@ -21,10 +21,10 @@ from ikattn.integrations.transformers._interface import (
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.nn._masks import padded
 from ikattn.ops.attention import (
-    draw_dropout_seed,
     implicit_kernel_attention,
     implicit_kernel_weights,
 )
+from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.spectral import Mikan
 
 __all__ = ["register_implicit", "scaled_query"]
