@@ -124,7 +124,7 @@ def test_nested_tensors_with_masks_or_mixed_with_padded_ones_are_refused(kernel)
     nested = torch.nested.as_nested_tensor(list(x))
     with pytest.raises(AssertionError, match="takes no masks"):
         module(nested, nested, nested, padding)
-    with pytest.raises(AssertionError, match="must all be nested"):
+    with pytest.raises(AssertionError, match="must all be nested, of one layout"):
         module(nested, x, x)
     module.batch_first = False
     with pytest.raises(AssertionError, match="needs batch_first=True"):
@@ -251,3 +251,47 @@ def test_other_peoples_blocks_equal_the_formulas_and_revert(kernel, block):
     model(x, padding).square().sum().backward()
     assert all(w.grad is not None and w.grad.isfinite().all() for w in model.parameters())
     assert torch.equal(ikattn.revert(model)(x, padding), stock(x, padding))
+
+
+def jagged(pieces):
+    return torch.nested.nested_tensor(list(pieces), layout=torch.jagged)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@each_kernel
+def test_jagged_tensors(kernel, need_weights):
+    module, (x, padding) = encoder_layer(kernel).self_attn.eval(), sources()
+    pieces = [row[~hidden] for row, hidden in zip(x, padding, strict=True)]
+    tokens = torch.cat(pieces).requires_grad_()
+    ends = torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0)
+    nested = torch.nested.nested_tensor_from_jagged(tokens, offsets=ends)
+    output, weights = module(nested, nested, nested, need_weights=need_weights)
+    expected = [module(piece, piece, piece) for piece in pieces]
+    assert output.layout == torch.jagged
+    assert output.shape == nested.shape
+    torch.testing.assert_close(output.values(), torch.cat([row for row, _ in expected]))
+    (gradient,) = torch.autograd.grad(output.values().square().sum(), tokens)
+    assert gradient.isfinite().all()
+    assert gradient.any()
+    assert (weights is not None) == need_weights
+    if need_weights:
+        torch.testing.assert_close(weights[0, : len(pieces[0]), : len(pieces[0])], expected[0][1])
+
+
+def test_jagged_queries_may_attend_to_others_and_have_holes():
+    module, (x, padding) = encoder_layer("implicit").self_attn.eval(), sources()
+    pieces = [row[~hidden] for row, hidden in zip(x, padding, strict=True)]
+    queries = [x[0, :2], x[1], x[2, :3]]
+    memory = jagged(pieces)
+    output, _ = module(jagged(queries), memory, memory, need_weights=False)
+    for row, query, piece in zip(output.unbind(), queries, pieces, strict=True):
+        torch.testing.assert_close(row, module(query, piece, piece)[0])
+    starts, lengths = torch.tensor([1, 0, 1]), torch.tensor([2, 3, 2])
+    holes = torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged)
+    output, _ = module(holes, holes, holes, need_weights=False)
+    row = x[2, 1:3]
+    torch.testing.assert_close(output.unbind()[2], module(row, row, row)[0])
+    with pytest.raises(AssertionError, match="of one layout"):
+        module(memory, memory, x, need_weights=False)
+    with pytest.raises(AssertionError, match="key and value must have the same lengths"):
+        module(memory, memory, jagged(pieces[::-1]), need_weights=False)

@@ -1,4 +1,4 @@
-"""Nested tensors, which nn.TransformerEncoder makes of padded input in eval mode without grad."""
+"""Nested tensors: those nn.TransformerEncoder makes of padded input, and those of layout jagged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,73 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ikattn.nn._projection import Projection
+from ikattn.ops._jagged import have_same_lengths, nested_of, tokens_of
+from ikattn.ops.packed import implicit_kernel_attention_varlen
+
+__all__ = ["are_jagged", "attend_packed", "attend_padded"]
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+def are_jagged(*inputs: Tensor) -> bool:
+    """Whether all of them are nested tensors of the jagged layout."""
+    return all(x.is_nested and x.layout == torch.jagged for x in inputs)
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projection: Projection,
+    frequencies: Callable[..., tuple[Tensor, Tensor | None]],
+    magnitude: Callable[[Tensor], Tensor] | None,
+    out_proj: Callable[[Tensor], Tensor],
+    *,
+    p: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """Attends with the implicit kernel within each sequence, without padding.
+
+    Args:
+        query: Nested [N, *, E] of the jagged layout, as the others.
+        key: Nested [N, *, kdim].
+        value: Nested [N, *, vdim].
+        projection: From packed tokens [1, T, .] to heads [1, H, T, d].
+        frequencies: Called with heads of query and key, and two Nones: w1 and w2.
+        magnitude: From heads of keys to what learned orders add to logits, [1, H, T]; or None.
+        out_proj: From the merged heads [T, E] to the output.
+        p: Order of the norm in a key's magnitude; None: no magnitude, or learned orders.
+        dropout_p: Probability on the normalised weights, below 1.
+
+    Returns:
+        The output, nested like query.
+
+    Raises:
+        AssertionError: Key and value differ in lengths, or sizes do not fit the weights.
+    """
+    # by identity: self-attention stays one tensor, which is projected at once
+    packed = {id(x): tokens_of(x) for x in (query, key, value)}
+    (_, of_queries), (_, of_keys), (_, of_values) = (packed[id(x)] for x in (query, key, value))
+    if not have_same_lengths(of_values, of_keys):
+        raise AssertionError("with NestedTensor input, key and value must have the same lengths")
+    rows = {number: tokens.unsqueeze(0) for number, (tokens, _) in packed.items()}
+    q, k, v = projection(rows[id(query)], rows[id(key)], rows[id(value)], True)
+    w1, w2 = frequencies(q, k, None, None)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+    output = implicit_kernel_attention_varlen(
+        q,
+        k,
+        v,
+        w1,
+        w2,
+        of_queries,
+        of_keys,
+        p=p,
+        key_bias=None if magnitude is None else magnitude(k.transpose(0, 1)[None]).squeeze(0),
+        dropout_p=dropout_p,
+    )
+    return nested_of(out_proj(output.flatten(1)), of_queries)
 
 
 def attend_padded(
@@ -18,7 +84,7 @@ def attend_padded(
     Args:
         attend: Called with padded query, key, value, and what is padding, True = is: of keys
             [N, S], and of queries [N, L].
-        query: Nested [N, *, E], of the strided layout, as the others.
+        query: Nested [N, *, E], of the layout of the others.
         key: Nested [N, *, kdim].
         value: Nested [N, *, vdim].
 
@@ -26,13 +92,13 @@ def attend_padded(
         The output, nested like query, and what else ``attend`` returned, padded.
 
     Raises:
-        AssertionError: Not all three are nested tensors of the strided layout.
+        AssertionError: Not all three are nested tensors of one layout.
     """
     inputs = (query, key, value)
-    if not all(x.is_nested and x.layout == torch.strided for x in inputs):
+    jagged = are_jagged(*inputs)
+    if not jagged and not all(x.is_nested and x.layout == torch.strided for x in inputs):
         raise AssertionError(
-            "with NestedTensor input, query, key and value must all be nested, of layout "
-            "torch.strided"
+            "with NestedTensor input, query, key and value must all be nested, of one layout"
         )
     # by identity: self-attention stays one tensor, which is projected at once
     padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}
@@ -40,6 +106,8 @@ def attend_padded(
     of_keys, of_queries = _beyond_ends(key, k.size(1)), _beyond_ends(query, q.size(1))
     output, weights = attend(q, k, v, of_keys, of_queries)
     rows = [row[: x.size(0)] for row, x in zip(output, query.unbind(), strict=True)]
+    if jagged:
+        return nested_of(torch.cat(rows), tokens_of(query)[1]), weights
     return torch.nested.as_nested_tensor(rows), weights
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn.nn._fused_layer import StepByStep, has_values
 from ikattn.nn._masks import Masks, check_hint, check_types
-from ikattn.nn._nested import attend_padded
+from ikattn.nn._nested import are_jagged, attend_packed, attend_padded
 from ikattn.nn._projection import InProjection, Projection, check_axes, project
 from ikattn.nn._with_kernel import WithKernel
 from ikattn.nn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend
@@ -187,7 +187,9 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
         """Attends from queries to keys and values, like nn.MultiheadAttention.forward.
 
         Args:
-            query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E].
+            query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E]. With
+                ``batch_first`` it may be nested, [N, *, E], of layout torch.jagged or
+                torch.strided, and key and value are then, too, without masks.
             key: [S, N, kdim], [N, S, kdim] or [S, kdim].
             value: [S, N, vdim], [N, S, vdim] or [S, vdim].
             key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point:
@@ -311,9 +313,14 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends over nested tensors [N, *, E]; weights come padded, [N, L, S]."""
+        """Attends over nested tensors [N, *, E]; weights come padded, [N, L, S].
+
+        Of the jagged layout nothing is padded where weights are not wanted, no keys are added, and
+        frequencies depend on no whole sequence.
+        """
         check_hint(is_causal, attn_mask)
-        if self.kernel == "dot":
+        jagged = are_jagged(query, key, value)
+        if self.kernel == "dot" and not jagged:
             return _stock_forward(
                 self,
                 query,
@@ -327,6 +334,26 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
             )
         if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
+        dropout_p = self.dropout if self.training else 0.0
+        has_extra_keys = self.bias_k is not None or self.add_zero_attn
+        if (
+            jagged
+            and self.kernel == "implicit"
+            and not (need_weights or has_extra_keys or getattr(self.spectral, "pools", False))
+            and dropout_p < 1.0
+        ):
+            output = attend_packed(
+                query,
+                key,
+                value,
+                self._projection(),
+                self._frequencies,
+                self.magnitude,
+                self.out_proj,
+                p=self.p,
+                dropout_p=dropout_p,
+            )
+            return output, None
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor, of_queries: Tensor

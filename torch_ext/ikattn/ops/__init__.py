@@ -8,13 +8,12 @@ from ikattn.ops import _flops  # noqa: F401  (flops of the operators)
 from ikattn.ops._decompositions import decompositions
 from ikattn.ops.attention import (
     attention_from_features,
-    draw_dropout_seed,
-    dropout_keep_mask,
     implicit_kernel_attention,
     implicit_kernel_weights,
     similarity_and_magnitude,
     spectral_features,
 )
+from ikattn.ops.dropout import draw_dropout_seed, dropout_keep_mask, place_dropout_seed
 from ikattn.ops.edges import (
     Edges,
     gat_edge_attention,
@@ -24,6 +23,7 @@ from ikattn.ops.edges import (
 from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
+from ikattn.ops.packed import implicit_kernel_attention_varlen
 
 __all__ = [
     "Edges",
@@ -37,8 +37,10 @@ __all__ = [
     "dropout_keep_mask",
     "gat_edge_attention",
     "implicit_kernel_attention",
+    "implicit_kernel_attention_varlen",
     "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
+    "place_dropout_seed",
     "similarity_and_magnitude",
     "softmax_edge_attention",
     "spectral_features",

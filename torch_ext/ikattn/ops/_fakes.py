@@ -64,12 +64,11 @@ def _gradients(
     tokens: Sequence[Tensor], others: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """Gradients laid out as the tokens, contiguous for the others, an empty tensor if unwanted."""
+    first = next(tensor for tensor in (*tokens, *others) if tensor is not None)
     results = [torch.empty_like(tensor) for tensor in tokens]
-    results += [
-        tokens[0] if tensor is None else tensor.new_empty(tensor.shape) for tensor in others
-    ]
+    results += [first if tensor is None else tensor.new_empty(tensor.shape) for tensor in others]
     return tuple(
-        result if want else tokens[0].new_empty((0,))
+        result if want else first.new_empty((0,))
         for result, want in zip(results, wanted, strict=True)
     )
 
@@ -91,6 +90,35 @@ def _attention_backward(
     **_: Any,
 ) -> tuple[Tensor, ...]:
     return _gradients((query, key, value), (w1, w2, key_bias, attn_mask), wanted)
+
+
+@_fake("implicit_kernel_attention_varlen")
+def _packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _size = query.shape
+    return (
+        query.new_empty((tokens, heads, value.shape[-1])),
+        query.new_empty((heads, tokens), dtype=torch.float64),
+    )
+
+
+@_fake("implicit_kernel_attention_varlen_backward")
+def _packed_attention_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    log_normalizer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    *_: Any,
+    key_bias: Tensor | None = None,
+    wanted: Sequence[bool],
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    return _gradients((), (query, key, value, w1, w2, key_bias), wanted)
 
 
 @_fake("implicit_kernel_weights")

@@ -6,7 +6,7 @@ Symbols as in ``ikattn.ops``; F = 2 M features, E = F (F / 2 + 1) products of tw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,6 +78,57 @@ def _attention_backward(
         keys = key.size(0) * key.size(1) * S
         return around + 5 * (heads * L + keys) * entries * (d_v + 1)
     return around + 2 * _pairs(L, S, heads, options) * (3 * F + 2 * d_v)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """The sum over the sequences of a pack, each taken as it would be alone."""
+    return sum(
+        _attention(*tensors, w1, w2, **options)
+        for tensors in _sequences((query, key, value), cu_seqlens_q, cu_seqlens_k)
+    )
+
+
+def _packed_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    log_normalizer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    return sum(
+        _attention_backward(grad_output, *tensors, w1, w2, **options)
+        for tensors in _sequences((query, key, value), cu_seqlens_q, cu_seqlens_k)
+    )
+
+
+def _sequences(
+    tensors: tuple[Tensor, Tensor, Tensor], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Query, key and value of each sequence, as a batch of one."""
+    of_queries, of_keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
+    for n in range(len(of_queries) - 1):
+        rows, columns = slice(*of_queries[n : n + 2]), slice(*of_keys[n : n + 2])
+        yield query[:, :, rows], key[:, :, columns], value[:, :, columns]
 
 
 def _pairs(L: int, S: int, heads: int, options: dict[str, Any]) -> int:
@@ -205,6 +256,8 @@ def _register() -> None:
     formulas: dict[str, Callable[..., int]] = {
         "implicit_kernel_attention": _attention,
         "implicit_kernel_attention_backward": _attention_backward,
+        "implicit_kernel_attention_varlen": _packed,
+        "implicit_kernel_attention_varlen_backward": _packed_backward,
         "implicit_kernel_weights": _weights,
         "implicit_kernel_weights_backward": _weights_backward,
         "spectral_features": _spectral,

@@ -17,12 +17,12 @@ from torch import Tensor
 from ikattn._memory import takes_memory_for
 from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from ikattn.ops._decompositions import operator
+from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.magnitude import check_order, log_magnitude
+from ikattn.ops.packed import attend_jagged
 
 __all__ = [
     "attention_from_features",
-    "draw_dropout_seed",
-    "dropout_keep_mask",
     "implicit_kernel_attention",
     "implicit_kernel_weights",
     "similarity_and_magnitude",
@@ -98,7 +98,9 @@ def implicit_kernel_attention(
     for float64 inputs).
 
     Args:
-        query: ``[B, H, L, d]``; float64, float32, bfloat16 or float16, any strides.
+        query: ``[B, H, L, d]``; float64, float32, bfloat16 or float16, any strides. Or nested, of
+            layout torch.jagged, ``[B, H, j, d]``; then key and value are nested, too, without
+            masks and biases, and so is the output.
         key: ``[B, G, S, d]``.
         value: ``[B, G, S, d_v]``.
         w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, optionally with a leading batch axis, in
@@ -118,7 +120,8 @@ def implicit_kernel_attention(
         magnitude_scale: Factor of ``|k|_p^2``. None: ``1 / (2 sqrt(d))``, the paper's. The authors'
             code computes ``1 / (2 d ** 0.25)``.
         dropout_seed: int64 ``[2]`` on query's device, seed and offset (modulo 2^32) of the dropout
-            mask: the same mask on every device. None: drawn from torch's default generator.
+            mask: the same mask on every device. None: drawn from torch's default generator. Of a
+            part of a larger call: ``[7]``, of :func:`ikattn.ops.place_dropout_seed`.
 
     Returns:
         ``[B, H, L, d_v]`` in the dtype of query. A row that sees no key is zero. Differentiable in
@@ -135,6 +138,23 @@ def implicit_kernel_attention(
         >>> ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=True).shape
         torch.Size([2, 4, 10, 16])
     """
+    if query.is_nested or key.is_nested or value.is_nested:
+        return attend_jagged(
+            query,
+            key,
+            value,
+            w1,
+            w2,
+            p=p,
+            key_bias=key_bias,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            enable_gqa=enable_gqa,
+            eps=eps,
+            magnitude_scale=magnitude_scale,
+            dropout_seed=dropout_seed,
+        )
     if dropout_p > 0 and dropout_seed is None:
         dropout_seed = draw_dropout_seed(query.device)
     output, _ = operator("implicit_kernel_attention")(
@@ -302,54 +322,6 @@ def attention_from_features(
     """
     return operator("attention_from_features")(  # type: ignore[no-any-return]
         query_features, key_features, logits, value, eps
-    )
-
-
-def draw_dropout_seed(device: torch.device | str = "cpu") -> Tensor:
-    """A fresh seed and offset for dropout, from torch's default generator of the device.
-
-    Args:
-        device: Where the seed is to be.
-
-    Returns:
-        int64 ``[2]``.
-
-    Example:
-        >>> import ikattn
-        >>> ikattn.ops.draw_dropout_seed().shape
-        torch.Size([2])
-    """
-    return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=device)
-
-
-def dropout_keep_mask(
-    dropout_seed: Tensor, shape: tuple[int, int, int, int], dropout_p: float
-) -> Tensor:
-    """Which weights dropout keeps for a seed.
-
-    The mask is a function of seed, offset and position alone: Philox4x32-7 (Salmon et al., SC
-    2011), one call per group of 4 x 4 weights, one byte per weight, dropped where the byte is below
-    ``round(256 dropout_p)``.
-
-    Args:
-        dropout_seed: int64 ``[2]``, as for :func:`implicit_kernel_attention`.
-        shape: ``(B, H, L, S)`` of the weights.
-        dropout_p: Probability in [0, 1).
-
-    Returns:
-        Bool ``[B, H, L, S]``, True where the weight is kept.
-
-    Raises:
-        RuntimeError, ValueError: dropout_seed or dropout_p is not as described.
-
-    Example:
-        >>> import torch, ikattn
-        >>> keep = ikattn.ops.dropout_keep_mask(torch.tensor([1, 0]), (1, 2, 64, 64), 0.25)
-        >>> abs(keep.float().mean().item() - 0.75) < 0.02
-        True
-    """
-    return torch.ops.ikattn.dropout_keep_mask(  # type: ignore[no-any-return]
-        dropout_seed, *shape, dropout_p
     )
 
 

@@ -19,12 +19,14 @@ from ikattn.integrations.transformers._interface import (
     register_attention,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
+from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
 from ikattn.nn._masks import padded
 from ikattn.ops.attention import (
     implicit_kernel_attention,
     implicit_kernel_weights,
 )
 from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
 
 __all__ = ["register_implicit", "scaled_query"]
@@ -72,6 +74,12 @@ def _implicit_attention(
     kernel = kernel_of(module)
     query = scaled_query(query, scaling)
     visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
+    packed = _sequences(module, query, key, visibility, options)
+    if packed is not None and isinstance(getattr(kernel, "spectral", None), Mikan):
+        raise NotImplementedError(
+            f'{IMPLICIT}: spectral="mikan" averages over whole rows, where {type(module).__name__} '
+            'got several sequences in one; use spectral="ikan", or rows of one sequence'
+        )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
     arguments: dict[str, Any] = {
         "p": kernel.p,
@@ -82,6 +90,8 @@ def _implicit_attention(
         "enable_gqa": key.size(1) != query.size(1),
     }
     output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
+    if output is None and packed is not None:
+        return _packed_attention(packed, query, key, value, w1, w2, kernel.p, dropout), None
     if output is None:
         output = implicit_kernel_attention(query, key, value, w1, w2, **arguments)
     output = output.transpose(1, 2).contiguous()
@@ -121,6 +131,71 @@ def _from_kept_features(
         # with as many keys as queries, the only case left, the operator's is_causal is the same
         causal_lower_right=arguments.get("is_causal", False),
     )
+
+
+def _sequences(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    visibility: dict[str, Any],
+    options: dict[str, Any],
+) -> Sequences | None:
+    """The sequences of a packed batch; None: it is none, or the mask serves better.
+
+    Raises:
+        ValueError, NotImplementedError: The call's options say of sequences what cannot be done.
+    """
+    mask = visibility.get("attn_mask")
+    seen = sequences_in(mask, query, key)
+    begins = given_sequences(module, query, options)
+    if begins is not None:
+        if mask is not None and seen is None:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q beside a mask that hides "
+                "more than other sequences; expected one of the two"
+            )
+        if options.get("sliding_window") is not None:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q with a sliding window; "
+                "pass position_ids that restart in its place"
+            )
+        causal = bool(visibility["is_causal"]) if seen is None else seen.is_causal
+        seen = Sequences(*begins, causal)
+    if seen is not None and options.get("output_attentions"):
+        if mask is None:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q with output_attentions; "
+                "pass position_ids that restart in its place"
+            )
+        return None
+    return seen
+
+
+def _packed_attention(
+    sequences: Sequences,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    p: float | None,
+    dropout: float,
+) -> Tensor:
+    """The output [B, T, H, d_v] of sequences that are packed in rows, one or more of them."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    output = implicit_kernel_attention_varlen(
+        q,
+        k,
+        v,
+        w1,
+        w2,
+        sequences.queries,
+        sequences.keys,
+        dropout_p=dropout,
+        causal=sequences.is_causal,
+        p=p,
+    )
+    return output.view(query.size(0), query.size(2), *output.shape[1:])
 
 
 def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:

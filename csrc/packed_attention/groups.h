@@ -1,0 +1,35 @@
+// Which sequences one call of attention over a batch takes together.
+#pragma once
+
+#include "packed_attention/arguments.h"
+
+namespace ikattn {
+
+struct Group {
+  std::vector<int64_t> sequences;
+  int64_t L = 0, S = 0;  // queries and keys of the longest
+};
+
+enum class Grouping {
+  // Neighbours of equal lengths: nothing is copied, and nothing is computed twice.
+  kRuns,
+  // Sequences of similar lengths, wherever they are, the shorter ones padded: few calls, as a GPU
+  // wants them, of at most twice the pairs.
+  kPadded,
+};
+
+// Every sequence is in one group. Of sequences that causality treats apart, those with as many keys
+// as queries and the others, only equal ones come together.
+std::vector<Group> groups_of(const Boundaries& boundaries, Grouping grouping, bool is_causal);
+
+// The operators, one call of dense attention a group.
+PackedResults attend_groups(const PackedCall& call, const Boundaries& boundaries,
+                            const std::vector<Group>& groups);
+PackedGradients gradients_of_groups(const at::Tensor& grad_output, const PackedResults& results,
+                                    const PackedCall& call, const Boundaries& boundaries,
+                                    const std::vector<Group>& groups, PackedWanted wanted);
+
+// The mathematics in differentiable ATen, as attention/reference.h.
+PackedResults reference_packed_attention(const PackedCall& call);
+
+}  // namespace ikattn

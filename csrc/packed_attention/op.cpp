@@ -1,0 +1,230 @@
+// Packed attention: schemas, kernels, autograd, autocast, vmap, typed access, the C++ function.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "attention/arguments.h"
+#include "packed_attention/groups.h"
+#include "support/autograd.h"
+#include "support/dispatch.h"
+#include "support/memory.h"
+
+namespace ikattn {
+namespace {
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("implicit_kernel_attention_varlen" IKATTN_PACKED_SCHEMA
+        " -> (Tensor output, Tensor log_normalizer)",
+        tags);
+  m.def("implicit_kernel_attention_varlen_backward" IKATTN_PACKED_BACKWARD_SCHEMA
+        " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_w1, "
+        "Tensor grad_w2, Tensor grad_key_bias)",
+        tags);
+  m.def("check_implicit_kernel_attention_varlen" IKATTN_PACKED_SCHEMA " -> ()");
+  m.def("check_implicit_kernel_attention_varlen_backward" IKATTN_PACKED_BACKWARD_SCHEMA " -> ()");
+}
+
+// --- Every device: calls of dense attention
+
+Grouping grouping_of(const PackedCall& call) {
+  // Padded groups are not of neighbours, whose dropout one seed tells.
+  return call.query.is_cpu() || call.options.dropout_p > 0 ? Grouping::kRuns : Grouping::kPadded;
+}
+
+PackedResults packed_attention(IKATTN_PACKED_PARAMETERS) {
+  const PackedCall call IKATTN_PACKED_CALL;
+  check_packed_attention(kPackedAttention, call);
+  const Boundaries boundaries = boundaries_of(kPackedAttention, call);
+  return attend_groups(call, boundaries, groups_of(boundaries, grouping_of(call), is_causal));
+}
+
+PackedGradients packed_attention_backward(const at::Tensor& grad_output, const at::Tensor& output,
+                                          const at::Tensor& log_normalizer,
+                                          IKATTN_PACKED_PARAMETERS, PackedWanted wanted) {
+  const PackedCall call IKATTN_PACKED_CALL;
+  check_packed_attention_backward(grad_output, {output, log_normalizer}, call);
+  const Boundaries boundaries = boundaries_of(kPackedAttentionBackward, call);
+  return gradients_of_groups(grad_output, {output, log_normalizer}, call, boundaries,
+                             groups_of(boundaries, grouping_of(call), is_causal), wanted);
+}
+
+void check(IKATTN_PACKED_PARAMETERS) {
+  check_packed_attention(kPackedAttention, IKATTN_PACKED_CALL);
+}
+
+void check_backward(const at::Tensor& grad_output, const at::Tensor& output,
+                    const at::Tensor& log_normalizer, IKATTN_PACKED_PARAMETERS,
+                    PackedWanted /*wanted*/) {
+  check_packed_attention_backward(grad_output, {output, log_normalizer}, IKATTN_PACKED_CALL);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
+  implement<"implicit_kernel_attention_varlen", packed_attention>(m);
+  implement<"implicit_kernel_attention_varlen_backward", packed_attention_backward>(m);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  m.impl("check_implicit_kernel_attention_varlen", check);
+  m.impl("check_implicit_kernel_attention_varlen_backward", check_backward);
+}
+
+// --- Gradients
+
+class PackedAttention : public torch::autograd::Function<PackedAttention> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const at::Tensor& w1,
+                               const std::optional<at::Tensor>& w2,
+                               const std::optional<at::Tensor>& key_bias, const PackedCall& call) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [output, log_normalizer] = call_packed_attention(call);
+    const PackedAttentionOptions& options = call.options;
+    ctx->save_for_backward({query, key, value, w1, or_undefined(w2), or_undefined(key_bias),
+                            call.cu_seqlens_q, call.cu_seqlens_k,
+                            or_undefined(options.dropout_seed), output, log_normalizer});
+    ctx->saved_data["numbers"] =
+        c10::ivalue::Tuple::create(options.p, options.dropout_p, options.is_causal,
+                                   options.enable_gqa, options.eps, options.magnitude_scale);
+    ctx->mark_non_differentiable({log_normalizer});
+    ctx->set_materialize_grads(false);
+    return {output, log_normalizer};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list result(kPackedGradients + 1);  // the inputs, then the call
+    if (!grads[0].defined()) return result;
+    const variable_list saved = ctx->get_saved_variables();
+    const std::vector<at::IValue> numbers =
+        ctx->saved_data["numbers"].toTupleRef().elements().vec();
+    // The longest lengths were looked at in the forward.
+    const PackedCall call{saved[0],
+                          saved[1],
+                          saved[2],
+                          saved[3],
+                          or_none(saved[4]),
+                          saved[6],
+                          saved[7],
+                          std::nullopt,
+                          std::nullopt,
+                          {.p = numbers[0].toOptional<double>(),
+                           .key_bias = or_none(saved[5]),
+                           .dropout_p = numbers[1].toDouble(),
+                           .is_causal = numbers[2].toBool(),
+                           .enable_gqa = numbers[3].toBool(),
+                           .eps = numbers[4].toDouble(),
+                           .magnitude_scale = numbers[5].toOptional<double>(),
+                           .dropout_seed = or_none(saved[8])}};
+    const std::array<at::Tensor, kPackedGradients> inputs = {saved[0], saved[1], saved[2],
+                                                             saved[3], saved[4], saved[5]};
+    const auto wanted = wanted_gradients<kPackedGradients>(ctx, inputs);
+    std::array<at::Tensor, kPackedGradients> gradients;
+    if (at::GradMode::is_enabled()) {
+      const at::Tensor output = std::get<0>(reference_packed_attention(call));
+      gradients = differentiable_gradients<kPackedGradients>({output}, {grads[0]}, inputs, wanted);
+    } else {
+      gradients = only_wanted<kPackedGradients>(
+          call_packed_attention_backward(grads[0], {saved[9], saved[10]}, call, wanted), wanted);
+    }
+    std::move(gradients.begin(), gradients.end(), result.begin());
+    return result;
+  }
+};
+
+PackedResults packed_autograd(IKATTN_PACKED_PARAMETERS) {
+  const PackedCall call IKATTN_PACKED_CALL;
+  check_packed_attention(kPackedAttention, call);
+  if (any_transformed({&query, &key, &value, &w1}, {&w2, &key_bias})) {
+    return reference_packed_attention(call);
+  }
+  if (!is_recorded({&query, &key, &value, &w1}, {&w2, &key_bias})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_packed_attention(call);
+  }
+  variable_list result = PackedAttention::apply(query, key, value, w1, w2, key_bias, call);
+  return {std::move(result[0]), std::move(result[1])};
+}
+
+TORCH_LIBRARY_IMPL(ikattn, Autograd, m) {
+  implement<"implicit_kernel_attention_varlen", packed_autograd>(m);
+}
+
+// --- vmap: the reference, where it is not the boundaries that are stacked
+
+PackedResults packed_reference(IKATTN_PACKED_PARAMETERS) {
+  const PackedCall call IKATTN_PACKED_CALL;
+  check_packed_attention(kPackedAttention, call);
+  return reference_packed_attention(call);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
+  implement<"implicit_kernel_attention_varlen", packed_reference>(m);
+}
+
+// --- Autocast: query, key and value in the lower precision, as attention's
+
+template <c10::DeviceType kDevice, c10::DispatchKey kKey>
+PackedResults packed_autocast(IKATTN_PACKED_PARAMETERS) {
+  c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  PackedCall call IKATTN_PACKED_CALL;
+  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+  for (at::Tensor* tensor : {&call.query, &call.key, &call.value}) {
+    *tensor = at::autocast::cached_cast(type, *tensor, kDevice);
+  }
+  return call_packed_attention(call);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) {
+  implement<"implicit_kernel_attention_varlen",
+            packed_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>>(m);
+}
+TORCH_LIBRARY_IMPL(ikattn, Autocast, m) {
+  implement<"implicit_kernel_attention_varlen",
+            packed_autocast<c10::DeviceType::CUDA, c10::DispatchKey::Autocast>>(m);
+}
+
+}  // namespace
+
+#define IKATTN_PACKED_FIELDS(call)                                                     \
+  (call).query, (call).key, (call).value, (call).w1, (call).w2, (call).cu_seqlens_q,   \
+      (call).cu_seqlens_k, (call).max_seqlen_q, (call).max_seqlen_k, (call).options.p, \
+      (call).options.key_bias, (call).options.dropout_p, (call).options.is_causal,     \
+      (call).options.enable_gqa, (call).options.eps, (call).options.magnitude_scale,   \
+      (call).options.dropout_seed
+
+PackedResults call_packed_attention(const PackedCall& call) {
+  static const auto op = find_operator<PackedSignature>("ikattn::implicit_kernel_attention_varlen");
+  return op.call(IKATTN_PACKED_FIELDS(call));
+}
+
+PackedGradients call_packed_attention_backward(const at::Tensor& grad_output,
+                                               const PackedResults& results, const PackedCall& call,
+                                               PackedWanted wanted) {
+  static const auto op =
+      find_operator<PackedBackwardSignature>("ikattn::implicit_kernel_attention_varlen_backward");
+  return op.call(grad_output, std::get<0>(results), std::get<1>(results),
+                 IKATTN_PACKED_FIELDS(call), wanted);
+}
+
+at::Tensor implicit_kernel_attention_varlen(const at::Tensor& query, const at::Tensor& key,
+                                            const at::Tensor& value, const at::Tensor& w1,
+                                            const std::optional<at::Tensor>& w2,
+                                            const PackedSequences& sequences,
+                                            const PackedAttentionOptions& options) {
+  PackedCall call{query,
+                  key,
+                  value,
+                  w1,
+                  w2,
+                  sequences.cu_seqlens_q,
+                  sequences.cu_seqlens_k,
+                  sequences.max_seqlen_q,
+                  sequences.max_seqlen_k,
+                  options};
+  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
+    call.options.dropout_seed = draw_dropout_seed(query.device());
+  }
+  return std::get<0>(call_packed_attention(call));
+}
+
+}  // namespace ikattn

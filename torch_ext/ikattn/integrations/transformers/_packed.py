@@ -1,0 +1,87 @@
+"""Packed batches of transformers: several sequences in one row, told apart by mask or by lengths.
+
+transformers tells an attention function of them in two ways. Positions that restart make a mask,
+[B, 1, T, T], whose blocks on the diagonal are the sequences; ``FlashAttentionKwargs`` are where
+they begin. Sizes: B batch, H query heads, G key/value heads, T tokens, N sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Sequences", "given_sequences", "sequences_in"]
+
+# From masks that have been looked at to what was found: the layers of a model share a mask.
+_FOUND = WeakTensorKeyDictionary()
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of a packed batch begin, and whether attention in them is causal."""
+
+    queries: Tensor  # [N + 1]
+    keys: Tensor  # [N + 1]
+    is_causal: bool
+
+
+def given_sequences(
+    module: nn.Module, query: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """What ``FlashAttentionKwargs`` say: (cu_seq_lens_q, cu_seq_lens_k); None: nothing.
+
+    Raises:
+        ValueError: One of the two is missing, or the batch has more than one row.
+    """
+    of_queries, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if of_queries is None and of_keys is None:
+        return None
+    if of_queries is None or of_keys is None:
+        name = "cu_seq_lens_q" if of_queries is None else "cu_seq_lens_k"
+        raise ValueError(f"{type(module).__name__}: {name} must be given with the other one")
+    if query.size(0) != 1:
+        raise ValueError(
+            f"{type(module).__name__}: with cu_seq_lens_q the batch must be one row of packed "
+            f"sequences, got {query.size(0)} rows"
+        )
+    return of_queries, of_keys
+
+
+def sequences_in(mask: Tensor | None, query: Tensor, key: Tensor) -> Sequences | None:
+    """The sequences that a mask keeps apart; None where it is no mask of packed sequences.
+
+    Args:
+        mask: Bool [B, 1, T, T], True = may attend; any other is none of packed sequences.
+        query: [B, H, T, d].
+        key: [B, G, T, d].
+
+    Returns:
+        Where sequences begin in the B * T tokens of the batch, row after row.
+    """
+    T = query.size(2)
+    shape = (query.size(0), 1, T, T)
+    if mask is None or mask.dtype != torch.bool or mask.shape != shape or key.size(2) != T:
+        return None
+    if T < 2 or torch.compiler.is_compiling():
+        return None
+    if mask not in _FOUND:
+        _FOUND[mask] = _look_at(mask[:, 0])
+    return _FOUND[mask]  # type: ignore[no-any-return]
+
+
+def _look_at(mask: Tensor) -> Sequences | None:
+    """The same of a mask [B, T, T] that nobody has looked at."""
+    sees_last = mask.diagonal(-1, 1, 2)  # [B, T - 1]: whether token t + 1 sees token t
+    if bool(sees_last.all()):
+        return None
+    begins = torch.nn.functional.pad(~sees_last, (1, 0), value=True)  # [B, T]
+    number = begins.cumsum(1)
+    together = number[:, :, None] == number[:, None, :]
+    is_causal = torch.equal(mask, together.tril())
+    if not is_causal and not torch.equal(mask, together):
+        return None
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([begins.numel()])]).cpu()
+    return Sequences(ends, ends, is_causal)
