@@ -1,0 +1,236 @@
+"""Attention over ranks in quadratic time: keys and values go round a ring of all ranks.
+
+Every rank keeps its queries. Outputs of the parts are merged by their normalisers; the backward
+pass takes the whole output and normaliser for each part, so that the parts' gradients add up. Sizes
+as in ``ikattn.ops``; L queries and S keys are those of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ikattn.ops.dropout import place_dropout_seed
+from ikattn.parallel._layout import Block, Layout
+from ikattn.parallel._ranks import Exchange, Ranks
+
+__all__ = ["Call", "Merged", "ring_attention"]
+
+
+@dataclass
+class Call:
+    """What is not a tensor with a gradient in a call of attention over ranks.
+
+    Attributes:
+        ranks, layout: Who shares the sequence, and how.
+        is_causal: Whether a query sees keys up to its own place alone.
+        options: Of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p.
+        dropout_seed: int64 [2], that of the whole call; None without dropout.
+    """
+
+    ranks: Ranks
+    layout: Layout
+    is_causal: bool
+    options: dict[str, Any]
+    dropout_seed: Tensor | None = None
+
+    def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
+        """What this rank computes with the keys of rank ``source``."""
+        return self.layout.blocks(
+            self.ranks.number,
+            source,
+            queries,
+            keys,
+            is_causal=self.is_causal,
+            apart=self.dropout_seed is not None,
+        )
+
+    def options_of(self, block: Block, heads: int, key_bias: Tensor | None) -> dict[str, Any]:
+        """The operator's options for a block; key_bias is that of the block's rank."""
+        options = dict(self.options, is_causal=block.is_causal)
+        if key_bias is not None:
+            options["key_bias"] = key_bias[:, :, block.keys]
+        if self.dropout_seed is not None:
+            options["dropout_seed"] = place_dropout_seed(
+                self.dropout_seed, heads=heads, query=block.first_query, key=block.first_key
+            )
+        return options
+
+
+@dataclass
+class Merged:
+    """Outputs and normalisers of queries over the keys that came so far.
+
+    Attributes:
+        output: [B, H, L, d_v], in the arithmetic type.
+        log_normalizer: float64 [B, H, L], -inf before the first key.
+    """
+
+    output: Tensor
+    log_normalizer: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log_normalizer = torch.full(
+            self.output.shape[:3], -torch.inf, dtype=torch.float64, device=self.output.device
+        )
+
+    def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
+        """Takes in the output of some queries over further keys."""
+        before = self.log_normalizer[:, :, rows]
+        both = torch.logaddexp(before, log_normalizer)
+        finite = both.masked_fill(both == -torch.inf, 0.0)
+        shares = ((x - finite).exp().unsqueeze(-1) for x in (before, log_normalizer))
+        old, new = (share.to(self.output.dtype) for share in shares)
+        self.output[:, :, rows] = self.output[:, :, rows] * old + output * new
+        self.log_normalizer[:, :, rows] = both
+
+
+def ring_attention(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    key_bias: Tensor | None,
+) -> Tensor:
+    """The output [B, H, L, d_v] of this rank's queries over the keys of all ranks.
+
+    Args:
+        call: Who takes part, and the options.
+        query: [B, H, L, d], this rank's.
+        key: [B, G, S, d], this rank's, as value and key_bias.
+        value: [B, G, S, d_v].
+        w1, w2: Frequencies [H or G, d, M], those of all ranks; w2 None: stationary.
+        key_bias: [B, heads, S], or None.
+
+    Gradients of frequencies are this rank's part: those of all ranks add up, as with every
+    parameter of a model that gets a part of the tokens.
+    """
+    output: Tensor = _Ring.apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        w1: Tensor,
+        w2: Tensor | None,
+        key_bias: Tensor | None,
+    ) -> Tensor:
+        B, H, L, _ = query.shape
+        merged = Merged(
+            query.new_zeros((B, H, L, value.size(3)), dtype=_arithmetic(query.dtype))
+        )
+        for source, held in _sources(call.ranks, _present(key, value, key_bias)):
+            bias = held[2] if key_bias is not None else None
+            for block in call.blocks(source, L, key.size(2)):
+                output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(
+                    query[:, :, block.queries],
+                    held[0][:, :, block.keys],
+                    held[1][:, :, block.keys],
+                    w1,
+                    w2,
+                    **call.options_of(block, H, bias),
+                )
+                merged.add(block.queries, output, log_normalizer)
+        output = merged.output.to(query.dtype)
+        ctx.call = call
+        ctx.save_for_backward(
+            query, key, value, w1, w2, key_bias, output, merged.log_normalizer
+        )
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        return (None, *_ring_backward(ctx.call, grad_output, wanted, *ctx.saved_tensors))
+
+
+def _sources(ranks: Ranks, held: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yields, rank after rank, whose tensors are here, and these; the next are on their way."""
+    for step in range(ranks.size):
+        last = step == ranks.size - 1
+        coming: Exchange | None = None if last else ranks.send_on(held)
+        yield (ranks.number - step) % ranks.size, held
+        if coming is not None:
+            held = coming.wait()
+
+
+def _ring_backward(
+    call: Call,
+    grad_output: Tensor,
+    wanted: tuple[bool, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    key_bias: Tensor | None,
+    output: Tensor,
+    log_normalizer: Tensor,
+) -> list[Tensor | None]:
+    """The gradients of query, key, value, w1, w2 and key_bias."""
+    dtype, (H, L) = _arithmetic(query.dtype), query.shape[1:3]
+    likes = [query, key, value, w1, w2, key_bias]
+    w1, w2 = w1.to(_arithmetic(w1.dtype)), None if w2 is None else w2.to(_arithmetic(w2.dtype))
+    # what was made of one tensor's parts is rounded once
+    of_query = torch.zeros_like(query, dtype=dtype)
+    of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)
+    travelling: Exchange | None = None
+    of_held: list[Tensor] = []
+    for source, held in _sources(call.ranks, _present(key, value, key_bias)):
+        bias = held[2] if key_bias is not None else None
+        of_held = [
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in held
+        ]
+        for block in call.blocks(source, L, key.size(2)):
+            rows, columns = block.queries, block.keys
+            gradients = torch.ops.ikattn.implicit_kernel_attention_backward(
+                grad_output[:, :, rows],
+                query[:, :, rows],
+                held[0][:, :, columns],
+                held[1][:, :, columns],
+                w1,
+                w2,
+                output[:, :, rows],
+                log_normalizer[:, :, rows],
+                **call.options_of(block, H, bias),
+                wanted=[*wanted, False],
+            )
+            into = [of_query[:, :, rows], *(x[:, :, columns] for x in of_held[:2]), of_w1, of_w2]
+            into += [x[:, :, columns] for x in of_held[2:]]
+            for total, part, want in zip(into, gradients, wanted, strict=False):
+                if want:
+                    total += part
+        if travelling is not None:  # what the ranks before found for these keys
+            for own, other in zip(of_held, travelling.wait(), strict=True):
+                own += other
+        travelling = call.ranks.send_on(of_held, 8) if call.ranks.size > 1 else None
+    if travelling is not None:
+        of_held = travelling.wait()
+    results = [of_query, *of_held[:2], of_w1, of_w2, *of_held[2:]]
+    results += [of_query] * (len(likes) - len(results))  # for a bias that is not there
+    return [
+        x.to(like.dtype) if want and like is not None else None
+        for x, like, want in zip(results, likes, wanted, strict=True)
+    ]

@@ -1,0 +1,394 @@
+"""Attention of a sequence whose tokens are shared out over ranks.
+
+Symbols as in ``ikattn.ops``; W ranks. L queries and S keys are those of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ikattn.integrations.transformers._kernels import KERNELS
+from ikattn.nn._over_ranks import attending_by
+from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.ops.kernels import which_kernels
+from ikattn.parallel._layout import Layout, LayoutName
+from ikattn.parallel._ranks import Ranks
+from ikattn.parallel._ring import Call, ring_attention
+from ikattn.parallel._sums import sums_attention
+
+__all__ = ["Algorithm", "ContextParallel", "context_parallel", "context_parallel_attention"]
+
+Algorithm: TypeAlias = Literal["quadratic", "linear"]
+Group: TypeAlias = "DeviceMesh | dist.ProcessGroup | None"
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None = None,
+    *,
+    group: Group = None,
+    layout: LayoutName = "zigzag",
+    algorithm: Algorithm | None = None,
+    p: float | None = 2.0,
+    key_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    eps: float = 1e-5,
+    magnitude_scale: float | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Implicit-kernel attention where every rank has a part of the tokens.
+
+    Every rank calls it with its own tokens, and gets the output of its own queries over the keys of
+    all ranks: what one process computes, to rounding. In quadratic time keys and values go round
+    all ranks, the next on their way while a part is computed. In linear time ranks exchange sums of
+    one size for any length: not causal, one all-reduce of moments; causal, one scan.
+
+    Before anything else the ranks compare what they were called with, so that an error is the same
+    sentence on all of them, and none waits for another.
+
+    Args:
+        query: ``[B, H, L, d]``, of this rank.
+        key: ``[B, G, S, d]``, of this rank; causal: L = S.
+        value: ``[B, G, S, d_v]``, of this rank.
+        w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, the same on all ranks.
+        w2: As w1, or None.
+        group: The ranks: a ``DeviceMesh`` of one dimension, a process group, or None for all.
+        layout: Which tokens rank r has: "contiguous", chunk r of W; "zigzag", chunks r and
+            2W - 1 - r of 2W, one after the other, so that in causal calls all ranks have as much to
+            do. :class:`ContextParallel` has ``shard`` for both.
+        algorithm: "quadratic" or "linear"; None: as one process would take the whole.
+        key_bias: Broadcastable to ``[B, H, S]`` or ``[B, G, S]``, for this rank's keys.
+        attn_mask: Must be None.
+        dropout_p, dropout_seed: As in :func:`ikattn.implicit_kernel_attention`. The mask is that of
+            the whole, whatever the number of ranks; chunks must be multiples of 16 tokens. Without
+            a seed the first rank draws one for all.
+        is_causal: Whether a query sees keys up to its own place alone.
+        p, enable_gqa, eps, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
+
+    Returns:
+        ``[B, H, L, d_v]``. Differentiable once, on all ranks together, in query, key, value, w1, w2
+        and key_bias. Gradients of frequencies are this rank's part; those of all ranks add up.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised; or a rank does not answer, which the
+            message names.
+        NotImplementedError: attn_mask is given.
+        ValueError: Ranks differ in shapes, dtypes, frequencies or options; or what one process
+            would refuse.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from ikattn.parallel import context_parallel_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
+        >>> w1 = 0.1 * torch.randn(2, 8, 16)
+        >>> context_parallel_attention(q, k, v, w1, is_causal=True).shape
+        torch.Size([1, 2, 64, 8])
+        >>> dist.destroy_process_group()
+    """
+    function = "context_parallel_attention"
+    ranks = Ranks(group)
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"{function}: attn_mask must be None, got {list(attn_mask.shape)}: a rank has not the "
+            "pairs that a mask is of; is_causal and key_bias are supported"
+        )
+    if algorithm not in (None, "quadratic", "linear"):
+        raise ValueError(
+            f'{function}: algorithm must be "quadratic", "linear" or None, got {algorithm!r}'
+        )
+    call = Call(
+        ranks,
+        Layout(layout, ranks.size),
+        is_causal,
+        {
+            "p": p,
+            "eps": eps,
+            "magnitude_scale": magnitude_scale,
+            "enable_gqa": enable_gqa,
+            "dropout_p": dropout_p,
+        },
+    )
+    if dropout_p > 0:
+        call.dropout_seed = draw_dropout_seed() if dropout_seed is None else dropout_seed
+    tensors = (query, key, value, w1, w2, key_bias)
+    _check_here(call, tensors, algorithm)
+    _agree(call, tensors, algorithm, drawn=dropout_seed is None)
+    bias = None
+    if key_bias is not None:
+        shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
+        bias = key_bias.expand(shape)
+    attend = sums_attention if _is_linear(call, query, key, value, w1, w2, algorithm) else None
+    return (attend or ring_attention)(call, query, key, value, w1, w2, bias)
+
+
+def _check_here(call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None) -> None:
+    """What one process would refuse, in its words, and what cannot be shared out."""
+    query, key, value, w1, w2, key_bias = tensors
+    options = dict(call.options, is_causal=call.is_causal, key_bias=key_bias)
+    if call.dropout_seed is not None:
+        options["dropout_seed"] = call.dropout_seed
+    torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **options)
+    assert query is not None
+    assert key is not None
+    chunks = len(call.layout.chunks(0))
+    for name, tokens in (("query", query.size(2)), ("key", key.size(2))):
+        if tokens % chunks != 0:
+            raise ValueError(
+                f"context_parallel_attention: {name} must have a multiple of {chunks} tokens on "
+                f"each rank, the chunks of layout={call.layout.name!r}, got {tokens}"
+            )
+        if call.dropout_seed is not None and tokens // chunks % 16 != 0:
+            raise ValueError(
+                f"context_parallel_attention: with dropout {name} must have a multiple of "
+                f"{16 * chunks} tokens on each rank, got {tokens}"
+            )
+    if call.is_causal and query.size(2) != key.size(2):
+        raise ValueError(
+            "context_parallel_attention: with is_causal, a rank must have as many keys as queries, "
+            f"{query.size(2)}, got {key.size(2)}"
+        )
+    if algorithm == "linear" and call.dropout_seed is not None:
+        raise ValueError(
+            'context_parallel_attention: algorithm="linear" takes no dropout, got '
+            f"dropout_p={call.options['dropout_p']}"
+        )
+
+
+def _agree(
+    call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None, *, drawn: bool
+) -> None:
+    """Compares what the ranks were called with, before anything else is exchanged.
+
+    Raises:
+        ValueError: They differ; the same sentence on every rank.
+    """
+    query, key, value, w1, w2, key_bias = tensors
+    assert query is not None
+    signature: dict[str, float] = {}
+    for name, x in zip(("query", "key", "value", "w1", "w2", "key_bias"), tensors, strict=True):
+        sizes = () if x is None else tuple(x.shape)
+        for axis in range(4):
+            signature[f"size {axis} of {name}"] = sizes[axis] if axis < len(sizes) else -1
+        signature[f"dtype of {name}"] = -1 if x is None else _number_of(x.dtype)
+        signature[f"requires_grad of {name}"] = (
+            torch.is_grad_enabled() and x is not None and x.requires_grad
+        )
+    for name, w in (("w1", w1), ("w2", w2)):
+        wide = torch.zeros(1) if w is None else w.detach().double()
+        signature[f"the sum of {name}"] = float(wide.sum())
+        signature[f"the sum of |{name}|"] = float(wide.abs().sum())
+    for name, option in call.options.items():
+        signature[name] = -1.0 if option is None else float(option)
+    signature["is_causal"] = call.is_causal
+    signature["layout"] = call.layout.count
+    signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)  # type: ignore[arg-type]
+    seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
+    halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
+    if not drawn:
+        signature |= {f"dropout_seed, part {n}": half for n, half in enumerate(halves)}
+    numbers = [*map(float, signature.values()), *map(float, halves)]
+    row = torch.tensor(numbers, dtype=torch.float64, device=query.device)
+    rows = call.ranks.gather(row).cpu()
+    for place, name in enumerate(signature):
+        column = rows[:, place]
+        differs = (column != column[0]) & ~(column.isnan() & column[0].isnan())
+        if differs.any():
+            other = int(differs.nonzero()[0])
+            raise ValueError(
+                f"context_parallel_attention: ranks must agree on {name}, got "
+                f"{_told(name, column[0])} on rank 0 and {_told(name, column[other])} on rank {other}"
+            )
+    if call.dropout_seed is not None:
+        low1, high1, low2, high2 = (int(x) for x in rows[0, -4:])
+        numbers_of_first = [low1 | high1 << 32, low2 | high2 << 32]
+        signed = [n - (1 << 64) if n >= 1 << 63 else n for n in numbers_of_first]
+        call.dropout_seed = torch.tensor(signed, device=query.device)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    return _DTYPES.index(dtype)
+
+
+def _told(name: str, number: Tensor) -> str:
+    """A number of a signature as the argument it stands for."""
+    value = float(number)
+    if name.startswith("dtype"):
+        return "none" if value < 0 else str(_DTYPES[int(value)])
+    if name == "algorithm":
+        return str(("quadratic", "linear", None)[int(value)])
+    return f"{value:.17g}"
+
+
+def _is_linear(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w1: Tensor,
+    w2: Tensor | None,
+    algorithm: str | None,
+) -> bool:
+    """Whether one process would take linear time for the whole, or the caller asks for it."""
+    if algorithm is not None:
+        return algorithm == "linear"
+    if call.dropout_seed is not None or 0 in (*query.shape, *key.shape, *value.shape):
+        return False
+
+    def whole(x: Tensor) -> Tensor:  # one token for all: nobody reads them
+        return x.detach()[:, :, :1].expand(-1, -1, x.size(2) * call.ranks.size, -1)
+
+    kernels = which_kernels(
+        whole(query),
+        whole(key),
+        whole(value),
+        w1.detach(),
+        None if w2 is None else w2.detach(),
+        is_causal=call.is_causal,
+        enable_gqa=call.options["enable_gqa"],
+    )
+    return kernels.forward.algorithm == "linear"
+
+
+class ContextParallel:
+    """A model whose attention goes over the tokens of all ranks, while entered.
+
+    Made by :func:`context_parallel`.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: Group, layout: LayoutName, algorithm: Algorithm | None
+    ) -> None:
+        self._ranks = Ranks(group)
+        self._layout = Layout(layout, self._ranks.size)
+        self._modules = _attention_in(model)
+        self._options: dict[str, Any] = {
+            "group": self._ranks.group,
+            "layout": layout,
+            "algorithm": algorithm,
+        }
+        self._handles: list[Any] = []
+
+    def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole sequence, such as ids, positions, labels or padding masks.
+
+        Args:
+            whole: The same on every rank.
+            dim: The axis of tokens, a multiple of W of them, or of 2W with layout="zigzag".
+
+        Raises:
+            ValueError: The length is another one.
+        """
+        return self._layout.shard(whole, dim, self._ranks.number)
+
+    def unshard(self, part: Tensor, dim: int = 1) -> Tensor:
+        """The whole of what the ranks have, on every rank; without gradients."""
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._ranks.size)]
+        dist.all_gather(parts, part, group=self._ranks.group)
+        return self._layout.unshard(parts, dim)
+
+    def __enter__(self) -> ContextParallel:
+        for module in self._modules:
+            self._handles += attending_by(module, context_parallel_attention, self._options)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def context_parallel(
+    model: nn.Module,
+    mesh: Group = None,
+    *,
+    layout: LayoutName = "zigzag",
+    algorithm: Algorithm | None = None,
+) -> ContextParallel:
+    """Makes the attention of a model go over the tokens of all ranks.
+
+    Every rank calls the model with its part of the tokens; what is not attention works token by
+    token and knows nothing of it. Positions must be told, for a rank's first token is not the
+    sequence's: ``position_ids=context.shard(positions)``. Each rank's gradients are of its own
+    tokens; those of all ranks add up to the whole's.
+
+    Args:
+        model: With ``ikattn.MultiheadAttention``, as ``ikattn.convert`` makes, or of transformers,
+            after ``use_implicit_attention``.
+        mesh: The ranks: a ``DeviceMesh`` of one dimension, a process group, or None for all.
+        layout: Which tokens a rank has; see :func:`context_parallel_attention`.
+        algorithm: "quadratic", "linear", or None: what is faster for the whole.
+
+    Returns:
+        A context manager, with ``shard`` and ``unshard``. The model is as before outside of it.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: No module of the model has an implicit kernel, one has a kernel of another kind,
+            or frequencies that depend on whole sequences.
+
+    Example:
+        >>> import torch, torch.distributed as dist, ikattn
+        >>> from ikattn.parallel import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        >>> model = ikattn.convert(layer)
+        >>> with context_parallel(model) as context:
+        ...     model(context.shard(torch.randn(2, 64, 16))).shape
+        torch.Size([2, 64, 16])
+        >>> dist.destroy_process_group()
+    """
+    return ContextParallel(model, mesh, layout, algorithm)
+
+
+def _attention_in(model: nn.Module) -> list[nn.Module]:
+    """The modules whose attention is to be shared out.
+
+    Raises:
+        ValueError: There is none, or one that cannot be.
+    """
+    found: list[nn.Module] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) or isinstance(
+            getattr(module, "spectral", None), KERNELS
+        ):
+            where = f"context_parallel: {name or 'model'} "
+            if getattr(module, "kernel", "implicit" if not isinstance(module, nn.MultiheadAttention) else "dot") != "implicit":
+                raise ValueError(
+                    f"{where}must have the implicit kernel, got a {type(module).__name__} with "
+                    "another; ikattn.convert changes it"
+                )
+            source = module.spectral
+            if getattr(source, "pools", False) or getattr(getattr(source, "spectral", None), "pools", False):
+                raise ValueError(
+                    f"{where}has frequencies that depend on whole sequences, which no rank has"
+                )
+            found.append(module)
+    if not found:
+        raise ValueError(
+            "context_parallel: expected a model with ikattn.MultiheadAttention, or of transformers "
+            f"after use_implicit_attention, got {type(model).__name__} without either"
+        )
+    return found
