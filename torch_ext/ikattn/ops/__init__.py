@@ -24,6 +24,7 @@ from ikattn.ops.edges import (
 from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
+from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
 
 __all__ = [
     "Edges",
@@ -32,6 +33,7 @@ __all__ = [
     "KeyFeatures",
     "LearnedOrder",
     "attention_from_features",
+    "attention_from_moments",
     "decompositions",
     "draw_dropout_seed",
     "dropout_keep_mask",
@@ -39,6 +41,8 @@ __all__ = [
     "implicit_kernel_attention",
     "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
+    "key_moments",
+    "merge_moments",
     "similarity_and_magnitude",
     "softmax_edge_attention",
     "spectral_features",
