@@ -10,6 +10,9 @@
 
 // The arguments of each operator, which the one that only checks them takes, too.
 #define IKATTN_KEY_MOMENTS_SCHEMA "(Tensor key_features, Tensor logits, Tensor value)"
+#define IKATTN_ADD_KEY_MOMENTS_SCHEMA                                               \
+  "(Tensor(a!) moments, Tensor(b!) reference, Tensor key_features, Tensor logits, " \
+  "Tensor value)"
 #define IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA                                   \
   "(Tensor grad_moments, Tensor key_features, Tensor logits, Tensor value, " \
   "Tensor reference, bool[3] wanted)"
@@ -28,6 +31,9 @@ using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 using KeyMomentsSignature = TwoTensors(const at::Tensor& key_features, const at::Tensor& logits,
                                        const at::Tensor& value);
+using AddKeyMomentsSignature = void(at::Tensor& moments, at::Tensor& reference,
+                                    const at::Tensor& key_features, const at::Tensor& logits,
+                                    const at::Tensor& value);
 using KeyMomentsBackwardSignature = ThreeTensors(const at::Tensor& grad_moments,
                                                  const at::Tensor& key_features,
                                                  const at::Tensor& logits, const at::Tensor& value,
@@ -43,6 +49,9 @@ using FromMomentsBackwardSignature =
 // Typed access to the operators through the dispatcher.
 TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                             const at::Tensor& value);
+void call_add_key_moments(at::Tensor& moments, at::Tensor& reference,
+                          const at::Tensor& key_features, const at::Tensor& logits,
+                          const at::Tensor& value);
 ThreeTensors call_key_moments_backward(const at::Tensor& grad_moments,
                                        const at::Tensor& key_features, const at::Tensor& logits,
                                        const at::Tensor& value, const at::Tensor& reference,
@@ -70,6 +79,9 @@ KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tens
                                   const at::Tensor& value, const char* function = "key_moments");
 void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,
                             const at::Tensor& value);
+KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value);
 KeyMomentsSizes check_key_moments_backward(const at::Tensor& grad_moments,
                                            const at::Tensor& key_features, const at::Tensor& logits,
                                            const at::Tensor& value, const at::Tensor& reference);

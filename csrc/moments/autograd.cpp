@@ -3,6 +3,7 @@
 #include "support/autograd.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
 #include "moments/arguments.h"
@@ -98,6 +99,20 @@ TwoTensors key_moments_autograd(const at::Tensor& key_features, const at::Tensor
   return {std::move(result[0]), std::move(result[1])};
 }
 
+void add_key_moments_autograd(at::Tensor& moments, at::Tensor& reference,
+                              const at::Tensor& key_features, const at::Tensor& logits,
+                              const at::Tensor& value) {
+  TORCH_CHECK(!is_recorded({&moments, &key_features, &logits, &value}, {}),
+              "add_key_moments_: no gradient would reach what requires one; call it under "
+              "torch.no_grad(), or key_moments and merge_moments");
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    call_add_key_moments(moments, reference, key_features, logits, value);
+  }
+  torch::autograd::increment_version(moments);
+  torch::autograd::increment_version(reference);
+}
+
 TwoTensors from_moments_autograd(const at::Tensor& query_features, const at::Tensor& moments,
                                  const at::Tensor& reference, double eps) {
   check_placement("attention_from_moments", "query_features", query_features,
@@ -116,6 +131,7 @@ TwoTensors from_moments_autograd(const at::Tensor& query_features, const at::Ten
 
 TORCH_LIBRARY_IMPL(ikattn, Autograd, m) {
   implement<"key_moments", key_moments_autograd>(m);
+  implement<"add_key_moments_", add_key_moments_autograd>(m);
   implement<"attention_from_moments", from_moments_autograd>(m);
 }
 

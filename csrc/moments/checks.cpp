@@ -62,6 +62,18 @@ void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& lo
   check_key_moments(key_features, logits, value);
 }
 
+KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value) {
+  const char* function = "add_key_moments_";
+  const KeyMomentsSizes sizes = check_key_moments(key_features, logits, value, function);
+  check_like(function, "moments", moments, {sizes.B, sizes.K, sizes.entries(), sizes.d_v + 1},
+             compute_type(key_features.scalar_type()), key_features.device());
+  check_like(function, "reference", reference, {sizes.B, sizes.K}, at::kDouble,
+             key_features.device());
+  return sizes;
+}
+
 KeyMomentsSizes check_key_moments_backward(const at::Tensor& grad_moments,
                                            const at::Tensor& key_features, const at::Tensor& logits,
                                            const at::Tensor& value, const at::Tensor& reference) {
@@ -121,6 +133,17 @@ FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
 
 namespace {
 
+void add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
+                     const at::Tensor& key_features, const at::Tensor& logits,
+                     const at::Tensor& value) {
+  const char* function = "add_key_moments_";
+  place_keys(function, key_features, logits, value);
+  check_placement(function, "key_features", key_features,
+                  {{"moments", &moments}, {"reference", &reference}});
+  if (has_symbols({&moments, &reference, &key_features, &logits, &value})) return;
+  check_add_key_moments(moments, reference, key_features, logits, value);
+}
+
 void key_moments_backward(const at::Tensor& grad_moments, const at::Tensor& key_features,
                           const at::Tensor& logits, const at::Tensor& value,
                           const at::Tensor& reference, std::array<bool, 3>) {
@@ -151,6 +174,10 @@ void from_moments_backward(const at::Tensor& grad_output, const at::Tensor& quer
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("check_key_moments" IKATTN_KEY_MOMENTS_SCHEMA " -> ()", check_key_moments_call);
+  m.def(
+      "check_add_key_moments_(Tensor moments, Tensor reference, Tensor key_features, Tensor "
+      "logits, Tensor value) -> ()",
+      add_key_moments);
   m.def("check_key_moments_backward" IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA " -> ()",
         key_moments_backward);
   m.def("check_attention_from_moments" IKATTN_FROM_MOMENTS_SCHEMA " -> ()",

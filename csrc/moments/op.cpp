@@ -16,6 +16,7 @@ namespace {
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def("key_moments" IKATTN_KEY_MOMENTS_SCHEMA " -> (Tensor moments, Tensor reference)", tags);
+  m.def("add_key_moments_" IKATTN_ADD_KEY_MOMENTS_SCHEMA " -> ()", tags);
   m.def("key_moments_backward" IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA
         " -> (Tensor grad_key_features, Tensor grad_logits, Tensor grad_value)",
         tags);
@@ -66,9 +67,8 @@ void check_mergeable(const at::Tensor& moments, const at::Tensor& reference,
   }
 }
 
-TwoTensors merge_moments_op(const at::Tensor& moments, const at::Tensor& reference,
-                            const at::Tensor& other_moments, const at::Tensor& other_reference) {
-  check_mergeable(moments, reference, other_moments, other_reference);
+TwoTensors merged(const at::Tensor& moments, const at::Tensor& reference,
+                  const at::Tensor& other_moments, const at::Tensor& other_reference) {
   const at::Tensor largest = at::maximum(reference, other_reference).detach();
   const at::Tensor base =
       at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
@@ -79,10 +79,26 @@ TwoTensors merge_moments_op(const at::Tensor& moments, const at::Tensor& referen
   return {rescaled(moments, reference) + rescaled(other_moments, other_reference), largest};
 }
 
+TwoTensors merge_moments_op(const at::Tensor& moments, const at::Tensor& reference,
+                            const at::Tensor& other_moments, const at::Tensor& other_reference) {
+  check_mergeable(moments, reference, other_moments, other_reference);
+  return merged(moments, reference, other_moments, other_reference);
+}
+
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"key_moments_reference", key_moments_reference_op>(m);
   implement<"attention_from_moments_reference", from_moments_reference_op>(m);
   implement<"merge_moments", merge_moments_op>(m);
+}
+
+void add_key_moments_anywhere(at::Tensor& moments, at::Tensor& reference,
+                              const at::Tensor& key_features, const at::Tensor& logits,
+                              const at::Tensor& value) {
+  check_add_key_moments(moments, reference, key_features, logits, value);
+  const auto [own, own_reference] = key_moments_in_blocks(key_features, logits, value);
+  const auto [sums, largest] = merged(moments, reference, own, own_reference);
+  moments.copy_(sums);
+  reference.copy_(largest);
 }
 
 ThreeTensors key_moments_backward_anywhere(const at::Tensor& grad_moments,
@@ -106,6 +122,7 @@ TwoTensors from_moments_backward_anywhere(const at::Tensor& grad_output,
 // Where no kernel is.
 TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
   implement<"key_moments", key_moments_in_blocks>(m);
+  implement<"add_key_moments_", add_key_moments_anywhere>(m);
   implement<"key_moments_backward", key_moments_backward_anywhere>(m);
   implement<"attention_from_moments", from_moments_in_blocks>(m);
   implement<"attention_from_moments_backward", from_moments_backward_anywhere>(m);
@@ -154,6 +171,13 @@ TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& lo
   return op.call(key_features, logits, value);
 }
 
+void call_add_key_moments(at::Tensor& moments, at::Tensor& reference,
+                          const at::Tensor& key_features, const at::Tensor& logits,
+                          const at::Tensor& value) {
+  static const auto op = find_operator<AddKeyMomentsSignature>("ikattn::add_key_moments_");
+  op.call(moments, reference, key_features, logits, value);
+}
+
 ThreeTensors call_key_moments_backward(const at::Tensor& grad_moments,
                                        const at::Tensor& key_features, const at::Tensor& logits,
                                        const at::Tensor& value, const at::Tensor& reference,
@@ -183,6 +207,12 @@ KeyMoments key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                        const at::Tensor& value) {
   auto [moments, reference] = call_key_moments(key_features, logits, value);
   return {moments, reference};
+}
+
+void add_key_moments(const KeyMoments& keys, const at::Tensor& key_features,
+                     const at::Tensor& logits, const at::Tensor& value) {
+  at::Tensor moments = keys.moments, reference = keys.reference;
+  call_add_key_moments(moments, reference, key_features, logits, value);
 }
 
 std::tuple<at::Tensor, at::Tensor> attention_from_moments(const at::Tensor& query_features,

@@ -15,6 +15,7 @@ struct KeyMomentsParams {
   Array value{};                                       // [B, G, S, d_v]
   Array moments{};                                     // [B, K, E, d_v + 1]
   Array reference{};                                   // [B, K], float64
+  bool grows = false;                                  // both hold those of keys before
   Array grad_features{};                               // [B, K, S, F]
   Array grad_logits{};                                 // [B, K, S]
   Array grad_value{};                                  // [B, K, S, d_v]

@@ -50,8 +50,8 @@ constexpr const char* kOperators[] = {
 
 // Those that are composed of torch's operators where there are no kernels.
 constexpr const char* kComposed[] = {"attention_from_features", "key_moments",
-                                     "key_moments_backward", "attention_from_moments",
-                                     "attention_from_moments_backward"};
+                                     "add_key_moments_",        "key_moments_backward",
+                                     "attention_from_moments",  "attention_from_moments_backward"};
 
 // A call with tensors that are not dense, which is checked before it comes here but in inference
 // mode and in a backward: the check names the argument.

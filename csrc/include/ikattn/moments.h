@@ -33,6 +33,10 @@ struct KeyMoments {
 KeyMoments key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                        const at::Tensor& value);
 
+// The same with the keys of `keys` before them, whose tensors are written to. No gradients.
+void add_key_moments(const KeyMoments& keys, const at::Tensor& key_features,
+                     const at::Tensor& logits, const at::Tensor& value);
+
 // Attention of queries to the keys that moments are of: output [B, H, L, d_v] in the type of
 // query_features [B, H, L, F], and log Z [B, H, L] in float64, which has no gradient. A query
 // without keys gets zeros, and log Z = -inf. eps: added to the squared similarity; positive.

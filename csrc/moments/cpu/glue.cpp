@@ -61,6 +61,17 @@ TwoTensors key_moments_cpu(const at::Tensor& key_features, const at::Tensor& log
   return {moments, reference};
 }
 
+void add_key_moments_cpu(at::Tensor& moments, at::Tensor& reference, const at::Tensor& key_features,
+                         const at::Tensor& logits, const at::Tensor& value) {
+  const KeyMomentsSizes sizes =
+      check_add_key_moments(moments, reference, key_features, logits, value);
+  KeyMomentsParams params = key_params(sizes, key_features, logits, value, moments, reference);
+  params.grows = true;
+  kernels().key_moments[compute_index(key_features)](
+      params, TorchExecutor("add_key_moments_",
+                            work_of(sizes.B * sizes.K * (sizes.S + 1), sizes.F, sizes.d_v)));
+}
+
 ThreeTensors key_moments_backward_cpu(const at::Tensor& grad_moments,
                                       const at::Tensor& key_features, const at::Tensor& logits,
                                       const at::Tensor& value, const at::Tensor& reference,
@@ -135,6 +146,7 @@ TwoTensors from_moments_backward_cpu(const at::Tensor& grad_output,
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
   implement<"key_moments", key_moments_cpu>(m);
+  implement<"add_key_moments_", add_key_moments_cpu>(m);
   implement<"key_moments_backward", key_moments_backward_cpu>(m);
   implement<"attention_from_moments", from_moments_cpu>(m);
   implement<"attention_from_moments_backward", from_moments_backward_cpu>(m);

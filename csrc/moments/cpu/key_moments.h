@@ -12,9 +12,12 @@ inline MomentsHead head_of(const KeyMomentsParams& params, int64_t unit) {
   return {unit / params.K, unit % params.K};
 }
 
-// The largest finite logit of a head, -inf where there is none.
+// The largest finite logit of a head, of keys before too; -inf where there is none.
 inline double largest_finite_logit(const KeyMomentsParams& params, const MomentsHead& head) {
-  double logits[kPanel], largest = -infinity<double>();
+  double logits[kPanel];
+  double largest = params.grows
+                       ? load_element<double>(params.reference, head.offset(params.reference))
+                       : -infinity<double>();
   for (int64_t first = 0; first < params.S; first += kPanel) {
     const int64_t count = min_of(kPanel, params.S - first), stride = params.logits.stride[2];
     load_row(params.logits, head.offset(params.logits) + first * stride, stride, count, logits);
@@ -87,10 +90,15 @@ void sum_key_moments(const KeyMomentsParams& params, const MomentsPlan<T>& plan,
       },
       own.products, own.sums);
   const int64_t offset = head.offset(params.moments);
-  store_table(table, params.moments, offset, panels, Counted::kOfKeys, own.sums);
-  if (group != 0) return;
-  own.constant.store_to(table, params.moments, offset, T(1));
-  store_element(params.reference, head.offset(params.reference), reference);
+  Earlier<T> earlier;
+  if (params.grows) {
+    const double before = load_element<double>(params.reference, head.offset(params.reference));
+    earlier = {
+        before == -infinity<double>() ? T(0) : exponential(static_cast<T>(before - reference)),
+        own.out};
+  }
+  store_table(table, params.moments, offset, panels, Counted::kOfKeys, own.sums, earlier);
+  if (group == 0) own.constant.store_to(table, params.moments, offset, T(1), earlier);
 }
 
 template <typename T>
@@ -98,8 +106,14 @@ void key_moments(const KeyMomentsParams& params, const Executor& executor) {
   MomentsPlan<T> plan{executor, {{params.M}, params.d_v}, params.B * params.K};
   plan.allocate(false, false);
   run_stages(executor, plan.schedule(),
-             Stage{plan.groups.count(), [&](const Place& at, int64_t group, int thread) {
+             Stage{plan.groups.count(),
+                   [&](const Place& at, int64_t group, int thread) {
                      sum_key_moments(params, plan, at.unit, group, plan.scratch[thread]);
+                   }},
+             Stage{1, [&](const Place& at, int64_t, int) {  // which all groups have read
+                     const MomentsHead head = head_of(params, at.unit);
+                     store_element(params.reference, head.offset(params.reference),
+                                   largest_finite_logit(params, head));
                    }});
 }
 

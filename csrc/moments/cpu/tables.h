@@ -81,12 +81,35 @@ void load_table(const Table& table, const Array& array, int64_t offset, const Pa
   if (held.by_value) held.transpose(panels);
 }
 
+// What a table holds before it is stored to, times a factor, stays in it; null: nothing does.
+template <typename T>
+struct Earlier {
+  T factor = 0;
+  T* tiles = nullptr;  // [value panels][64][64], a copy
+
+  template <typename Load>
+  void add_to(int64_t count, T* sums, const Load& load_earlier) const {
+    if (tiles == nullptr) return;
+    load_earlier(tiles);
+    for (int64_t i = 0; i < count; i += kLanes<T>) {
+      store<T>(sums + i, load(sums + i) + load(tiles + i) * factor);
+    }
+  }
+};
+
 template <typename T>
 void store_table(const Table& table, const Array& array, int64_t offset, const Panels& panels,
-                 Counted counted, const Moments<T>& held) {
+                 Counted counted, const Moments<T>& held, const Earlier<T>& earlier = {}) {
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
     const int64_t rows = table.rows(panel), at = offset + panel * kPanel * array.stride[2];
     multiply_entries(table, counted, panel, held);
+    earlier.add_to(
+        table.value_panels() * kPanel * kPanel, held.by_entry + held.tile(panel, 0), [&](T* tiles) {
+          load_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v, tiles, kPanel);
+        });
+    earlier.add_to(kPanel, held.total(panel), [&](T* tiles) {
+      load_row(array, at + table.d_v * array.stride[3], array.stride[2], rows, tiles);
+    });
     store_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v,
                  held.by_entry + held.tile(panel, 0), kPanel);
     store_row(array, at + table.d_v * array.stride[3], array.stride[2], rows, held.total(panel));
@@ -128,9 +151,14 @@ struct ConstantEntry {
     load_row(array, at, array.stride[3], table.d_v, values);
     load_row(array, at + table.d_v * array.stride[3], 1, 1, &total);
   }
-  void store_to(const Table& table, const Array& array, int64_t offset, T factor) {
+  void store_to(const Table& table, const Array& array, int64_t offset, T factor,
+                const Earlier<T>& earlier = {}) {
     const int64_t at = offset + table.products_of_two() * array.stride[2];
     for (int64_t c = 0; c < table.d_v; ++c) values[c] *= factor;
+    earlier.add_to(table.value_panels() * kPanel, values,
+                   [&](T* tiles) { load_row(array, at, array.stride[3], table.d_v, tiles); });
+    if (earlier.tiles)
+      total += load_element<T>(array, at + table.d_v * array.stride[3]) * earlier.factor;
     store_row(array, at, array.stride[3], table.d_v, values);
     store_element(array, at + table.d_v * array.stride[3], total * factor);
   }

@@ -175,6 +175,24 @@ def test_moments_of_two_sets_of_keys_add() -> None:
 
 
 @pytest.mark.operators
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+@pytest.mark.parametrize("cut", [0, 30, 64])
+def test_keys_are_added_in_place(case: Case, cut: int) -> None:
+    _, key, logits, value = drawn(case)
+    logits = logits + torch.arange(case.S)
+    moments, reference = key_moments(key[:, :, :cut], logits[:, :, :cut], value[:, :, :cut])
+    version = moments._version
+    rest = key[:, :, cut:], logits[:, :, cut:], value[:, :, cut:]
+    OPERATORS.add_key_moments_(moments, reference, *rest)
+    expected = key_moments(key, logits, value)
+    assert_close(moments, expected[0], 1e-12)
+    assert torch.equal(reference, expected[1])
+    assert moments._version > version
+    with pytest.raises(RuntimeError, match="no gradient would reach"):
+        OPERATORS.add_key_moments_(moments, reference, *rest[:2], rest[2].requires_grad_())
+
+
+@pytest.mark.operators
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
 def test_gradients_of_parts_add_up_with_the_output_and_normalizer_of_all(case: Case) -> None:
     query, key, logits, value = drawn(case)
@@ -268,6 +286,9 @@ def test_compositions_in_blocks_are_the_kernels(case: Case) -> None:
         "attention_from_moments_backward",
         *(grad, query, moments, reference, output, log_z, 1e-5, [True, True]),
     )
+    grown = [x.clone() for x in (moments, reference)]
+    OPERATORS.add_key_moments_.default._op_dk(explicit, *grown, key, logits, value)
+    assert_close(grown[0], 2 * moments, 1e-12)
     both("key_moments_backward", grad_moments, key, logits, value, reference, [True] * 3)
 
 
@@ -283,6 +304,10 @@ def test_opcheck() -> None:
     moments, reference = (x.detach() for x in key_moments(key, logits, value))
     operator = OPERATORS.attention_from_moments.default
     torch.library.opcheck(operator, (query.requires_grad_(), moments.requires_grad_(), reference))
+    torch.library.opcheck(
+        OPERATORS.add_key_moments_.default,
+        (moments.detach().clone(), reference, key.detach(), logits.detach(), value.detach()),
+    )
     torch.library.opcheck(OPERATORS.merge_moments.default, (moments, reference) * 2)
     output, log_z = (x.detach() for x in attention_from_moments(query, moments, reference))
     query, moments, key, logits, value = (x.detach() for x in (query, moments, key, logits, value))

@@ -25,6 +25,7 @@ from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fas
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
+from ikattn.ops.recurrent_state import RecurrentState
 
 __all__ = [
     "Edges",
@@ -32,6 +33,7 @@ __all__ = [
     "Kernels",
     "KeyFeatures",
     "LearnedOrder",
+    "RecurrentState",
     "attention_from_features",
     "attention_from_moments",
     "decompositions",

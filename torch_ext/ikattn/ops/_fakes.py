@@ -170,6 +170,13 @@ def _key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[T
     )
 
 
+@_fake("add_key_moments_")
+def _add_key_moments(
+    moments: Tensor, reference: Tensor, key_features: Tensor, logits: Tensor, value: Tensor
+) -> None:
+    return None
+
+
 @_fake("key_moments_backward")
 def _key_moments_backward(
     grad_moments: Tensor,

@@ -226,6 +226,7 @@ def _register() -> None:
         "spectral_features_backward": _spectral_backward,
         "attention_from_features": _from_features,
         "key_moments": _moments(0, 1),
+        "add_key_moments_": _moments(2, 1),
         "key_moments_backward": _moments(1, 2),
         "attention_from_moments": _moments(0, 1),
         "attention_from_moments_backward": _moments(1, 2),
