@@ -1,7 +1,7 @@
 """Fails where a room of the code knows one above it. A part of `make lint`.
 
-Rooms are folders, and files that stand alone: those of csrc/attention/cpu and cuda, as
-their README.md have them, and those of torch_ext/ikattn, as CONTRIBUTING.md has them.
+Rooms are folders, and files that stand alone: those of csrc, those of csrc/attention/cpu
+and cuda, as their README.md have them, and those of torch_ext/ikattn, as CONTRIBUTING.md has them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,18 @@ class House(NamedTuple):
 
 
 HOUSES = (
+    House(
+        "csrc",
+        r"\.(cu|h|cpp)$",
+        r'#include "((?:attention|contributions|edge_attention|moments|nn|support)/[^"]+)"',
+        [
+            {"nn"},
+            {"contributions", "edge_attention", "moments"},
+            {"attention"},
+            {"support"},
+            {"include"},
+        ],
+    ),
     House(
         "csrc/attention/cuda",
         r"\.(cu|h|cpp)$",

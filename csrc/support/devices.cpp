@@ -48,6 +48,11 @@ constexpr const char* kOperators[] = {
     "dropout_keep_mask",          "contribution_maps",
     "streamed_contribution_maps", "contribution_maps_backward"};
 
+// Those that are composed of torch's operators where there are no kernels.
+constexpr const char* kComposed[] = {"attention_from_features", "key_moments",
+                                     "add_key_moments_",        "key_moments_backward",
+                                     "attention_from_moments",  "attention_from_moments_backward"};
+
 // A call with tensors that are not dense, which is checked before it comes here but in inference
 // mode and in a backward: the check names the argument.
 void refuse_layout(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -60,7 +65,9 @@ void refuse_layout(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
 }
 
 void refuse_layouts(torch::Library& m) {
-  m.impl("attention_from_features", torch::CppFunction::makeFromBoxedFunction<refuse_layout>());
+  for (const char* name : kComposed) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<refuse_layout>());
+  }
   for (const char* name : kOperators) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<refuse_layout>());
   }

@@ -18,11 +18,16 @@ from ikattn.analysis import (
     streamed_contributions,
 )
 from ikattn.conversion import calibrate, conversion_report, convert, revert
-from ikattn.integrations.transformers import feature_cache, use_implicit_attention
+from ikattn.integrations.transformers import (
+    feature_cache,
+    state_cache,
+    use_implicit_attention,
+)
 from ikattn.nn import MultiheadAttention, multi_head_attention_forward
 from ikattn.ops import (
     Edges,
     KeyFeatures,
+    RecurrentState,
     attention_from_features,
     decompositions,
     gat_edge_attention,
@@ -43,6 +48,7 @@ __all__ = [
     "Edges",
     "KeyFeatures",
     "MultiheadAttention",
+    "RecurrentState",
     "__version__",
     "analysis",
     "attention_from_features",
@@ -75,6 +81,7 @@ __all__ = [
     "softmax_edge_attention",
     "spectral",
     "spectral_features",
+    "state_cache",
     "streamed_contributions",
     "use_implicit_attention",
     "which_kernels",

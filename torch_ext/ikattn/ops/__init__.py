@@ -23,7 +23,9 @@ from ikattn.ops.edges import (
 from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
+from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
 from ikattn.ops.packed import implicit_kernel_attention_varlen
+from ikattn.ops.recurrent_state import RecurrentState
 
 __all__ = [
     "Edges",
@@ -31,7 +33,9 @@ __all__ = [
     "Kernels",
     "KeyFeatures",
     "LearnedOrder",
+    "RecurrentState",
     "attention_from_features",
+    "attention_from_moments",
     "decompositions",
     "draw_dropout_seed",
     "dropout_keep_mask",
@@ -40,6 +44,8 @@ __all__ = [
     "implicit_kernel_attention_varlen",
     "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
+    "key_moments",
+    "merge_moments",
     "place_dropout_seed",
     "similarity_and_magnitude",
     "softmax_edge_attention",

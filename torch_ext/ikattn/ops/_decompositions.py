@@ -17,12 +17,19 @@ _WITH_REFERENCE = (
     "implicit_kernel_weights",
     "spectral_features",
     "attention_from_features",
+    "key_moments",
+    "attention_from_moments",
     "edge_attention_from_features",
     "contribution_maps",
     "streamed_contribution_maps",
 )
 # Compositions themselves, of these operators and torch's.
-_COMPOSED = ("implicit_kernel_edge_attention", "softmax_edge_attention", "gat_edge_attention")
+_COMPOSED = (
+    "merge_moments",
+    "implicit_kernel_edge_attention",
+    "softmax_edge_attention",
+    "gat_edge_attention",
+)
 
 
 def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:

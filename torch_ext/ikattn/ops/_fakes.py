@@ -187,6 +187,63 @@ def _from_features(
     return value.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
 
 
+@_fake("key_moments")
+def _key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, _keys, features = key_features.shape
+    entries = features * (features + 1) // 2 + 1
+    dtype = torch.promote_types(key_features.dtype, torch.float32)
+    return (
+        key_features.new_empty((batch, heads, entries, value.shape[3] + 1), dtype=dtype),
+        key_features.new_empty((batch, heads), dtype=torch.float64),
+    )
+
+
+@_fake("add_key_moments_")
+def _add_key_moments(
+    moments: Tensor, reference: Tensor, key_features: Tensor, logits: Tensor, value: Tensor
+) -> None:
+    return None
+
+
+@_fake("key_moments_backward")
+def _key_moments_backward(
+    grad_moments: Tensor,
+    key_features: Tensor,
+    logits: Tensor,
+    value: Tensor,
+    reference: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty_like(tensor) if want else tensor.new_empty((0,))
+        for tensor, want in zip((key_features, logits, value), wanted, strict=True)
+    )
+
+
+@_fake("attention_from_moments")
+def _from_moments(
+    query_features: Tensor, moments: Tensor, reference: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _features = query_features.shape
+    output = query_features.new_empty((batch, length, heads, moments.shape[3] - 1)).transpose(1, 2)
+    return output, query_features.new_empty((batch, heads, length), dtype=torch.float64)
+
+
+@_fake("attention_from_moments_backward")
+def _from_moments_backward(
+    grad_output: Tensor,
+    query_features: Tensor,
+    moments: Tensor,
+    reference: Tensor,
+    output: Tensor,
+    log_normalizer: Tensor,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    features = torch.empty_like(query_features) if wanted[0] else query_features.new_empty((0,))
+    return features, moments.new_empty(moments.shape if wanted[1] else (0,))
+
+
 @_fake("dropout_keep_mask")
 def _dropout_keep_mask(
     dropout_seed: Tensor, B: int, H: int, L: int, S: int, dropout_p: float

@@ -187,6 +187,21 @@ def _from_features(
     return 2 * B * H * L * key_features.size(2) * (F + value.size(-1))
 
 
+def _moments(at: int, products: int) -> Callable[..., int]:
+    """Of so many products of the entries of tokens, features being argument ``at``, with values.
+
+    ``at`` is 1 in a backward, which begins with a gradient.
+    """
+
+    def formula(*tensors: Any, out_val: Any = None, **_: Any) -> int:
+        B, H, N, F = tensors[at].shape
+        has_keys = tensors[at + 1].dim() == 3  # logits and values, where queries have moments
+        columns = int(tensors[at + 2].size(3) + 1 if has_keys else tensors[at + 1].size(3))
+        return int(2 * products * B * H * N * (F * (F + 1) // 2 + 1) * columns)
+
+    return formula
+
+
 def _by_target(products: int) -> Callable[..., int]:
     """Of a pass over the edges by target, with so many products of features ``[N, H, F]``."""
 
@@ -263,6 +278,11 @@ def _register() -> None:
         "spectral_features": _spectral,
         "spectral_features_backward": _spectral_backward,
         "attention_from_features": _from_features,
+        "key_moments": _moments(0, 1),
+        "add_key_moments_": _moments(2, 1),
+        "key_moments_backward": _moments(1, 2),
+        "attention_from_moments": _moments(0, 1),
+        "attention_from_moments_backward": _moments(1, 2),
         "edge_attention_from_features": _by_target(1),
         "edge_query_gradients": _by_target(2),
         "edge_key_gradients": _by_source,

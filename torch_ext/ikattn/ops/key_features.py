@@ -7,22 +7,29 @@ head size, d_v that of values, M frequencies; K is the heads of the frequencies,
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
-from ikattn.ops.attention import attention_from_features, spectral_features
-from ikattn.ops.magnitude import check_order, log_magnitude
+from ikattn.ops._fixed_kernel import (
+    FixedKernel,
+    added,
+    as_they_are,
+    check_broadcasts,
+    check_floating,
+    to_heads,
+    with_heads,
+)
+from ikattn.ops.attention import attention_from_features
 
 __all__ = ["KeyFeatures"]
 
 _FIRST_CAPACITY = 64  # tokens
 
 
-class KeyFeatures:
+class KeyFeatures(FixedKernel):
     """Features and log magnitudes of keys, made once, for queries that come one after the other.
 
     In decoding every new query meets all keys before it. The features of a key cost as much as some
@@ -69,27 +76,8 @@ class KeyFeatures:
         p: float | None = 2.0,
         magnitude_scale: float | None = None,
     ) -> None:
-        if w1.dim() != 3:
-            raise ValueError(
-                f"KeyFeatures: w1 must have shape [H, d, M] or [G, d, M], got {list(w1.shape)}; "
-                "frequencies of each batch item cannot be kept"
-            )
-        _check_floating("KeyFeatures", w1=w1, w2=w2)
-        if w2 is not None and w2.shape != w1.shape:
-            raise ValueError(
-                f"KeyFeatures: w2 must have the shape of w1, {list(w1.shape)}, got {list(w2.shape)}"
-            )
-        check_order("KeyFeatures", p)
-        if magnitude_scale is not None and not math.isfinite(magnitude_scale):
-            raise ValueError(f"KeyFeatures: magnitude_scale must be finite, got {magnitude_scale}")
-        self.w1 = w1
-        self.w2 = w2
-        self.p = p
-        self.magnitude_scale = magnitude_scale
+        super().__init__(w1, w2, p, magnitude_scale)
         self._length = 0
-        self._frequencies: dict[
-            tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
-        ] = {}
         self._kept: _Kept | None = None
 
     def __len__(self) -> int:
@@ -133,14 +121,14 @@ class KeyFeatures:
             TypeError: key is not floating point.
             ValueError: The shape of key is not that of the keys before, or does not fit w1.
         """
-        self._check_key(key)
+        before = None
+        if self._kept is not None:
+            before = (*self._kept.magnitudes.shape[:2], self._kept.features.dtype)
+        self._check_key("append", key, before)
         # Ordinary tensors, also from below inference_mode: a later call may write to them.
-        with torch.inference_mode(False), torch.no_grad(), _as_they_are(key):
-            heads, groups = self.w1.size(0), key.size(1)
-            wide = key if key.dtype == torch.float64 else key.float()
-            spread = wide if heads == groups else wide.repeat_interleave(heads // groups, 1)
-            features = spectral_features(spread, *self._frequencies_for(heads, spread))
-            magnitudes = log_magnitude(key.double(), self.p, self.magnitude_scale)
+        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+            dtype = torch.promote_types(key.dtype, torch.float32)
+            features, magnitudes = self._of_keys(key, dtype)
             kept = self._kept or _Kept.of(features[:, :, :0], magnitudes[:, :, :0])
             kept = kept.with_room(self._length, self._length + key.size(2))
             kept.write(self._length, features, magnitudes)
@@ -181,32 +169,31 @@ class KeyFeatures:
                 gradient would be lost. Masks of 0 and 1 are no masks: ``mask.bool()`` is one.
         """
         self._refuse_gradients("attend", query, value)
-        _check_floating("KeyFeatures.attend", query=query, value=value, key_bias=key_bias)
+        function = "KeyFeatures.attend"
+        check_floating(function, query=query, value=value, key_bias=key_bias)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
-            _check_floating("KeyFeatures.attend", "bool or floating point", attn_mask=attn_mask)
+            check_floating(function, "bool or floating point", attn_mask=attn_mask)
         kept, length = self._known(), self._length
         features, logits = kept.features[:, :, :length], kept.logits[:, :, None, :length]
-        self._check_query(query, features.size(0), logits.size(1))
+        self._check_query("attend", query, features.size(0), logits.size(1))
         heads, groups = query.size(1), logits.size(1)
         shape = (query.size(0), heads, query.size(2), length)
-        spread = _to_heads(logits, heads)
+        spread = to_heads(logits, heads)
         if key_bias is not None:
-            bias = key_bias.reshape((1,) * max(0, 3 - key_bias.dim()) + tuple(key_bias.shape))
-            of_heads = bias.size(1) if bias.dim() == 3 and bias.size(1) in (1, groups) else heads
-            _check_broadcasts("key_bias", key_bias, (shape[0], of_heads, length))
-            spread = _added(spread, _to_heads(bias.unsqueeze(-2), heads))
+            bias, of_heads = with_heads(key_bias, heads, groups)
+            check_broadcasts(function, "key_bias", key_bias, (shape[0], of_heads, length))
+            spread = added(spread, to_heads(bias.unsqueeze(-2), heads))
         if attn_mask is not None:
-            _check_broadcasts("attn_mask", attn_mask, shape)
+            check_broadcasts(function, "attn_mask", attn_mask, shape)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
-            spread = _added(spread, attn_mask)
+            spread = added(spread, attn_mask)
         elif attn_mask is not None:
             spread = torch.where(attn_mask, spread, -math.inf)
         if causal_lower_right and query.size(2) > 1:
             later = torch.ones(shape[2:], dtype=torch.bool, device=query.device)
             spread = spread.masked_fill(later.triu(length - query.size(2) + 1), -math.inf)
-        with _as_they_are(query):
-            wide = query.to(features.dtype)
-            queries = spectral_features(wide, *self._frequencies_for(heads, wide))
+        with as_they_are(query):
+            queries = self._of_queries(query, features.dtype)
             logits = spread.to(features.dtype)
             return attention_from_features(queries, features, logits, value, eps=eps)
 
@@ -237,58 +224,6 @@ class KeyFeatures:
         if self._kept is None:
             raise ValueError("KeyFeatures: no key was appended yet")
         return self._kept
-
-    def _refuse_gradients(self, method: str, *tensors: Tensor) -> None:
-        inputs = (*tensors, self.w1, self.w2)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-            raise RuntimeError(
-                f"KeyFeatures.{method}: no gradient would reach what requires one; call it under "
-                "torch.no_grad(), or call ikattn.implicit_kernel_attention"
-            )
-
-    def _check_key(self, key: Tensor) -> None:
-        heads, size, _ = self.w1.shape
-        self._refuse_gradients("append", key)
-        _check_floating("KeyFeatures.append", key=key)
-        if key.dim() != 4 or key.size(3) != size or key.size(1) < 1 or heads % key.size(1):
-            raise ValueError(
-                f"KeyFeatures.append: key must have shape [B, G, new, d] with d = {size} and G a "
-                f"divisor of the heads of w1, {heads}, got {list(key.shape)}"
-            )
-        if self._kept is not None:
-            expected = (*self._kept.magnitudes.shape[:2], self._kept.features.dtype)
-            found = (*key.shape[:2], torch.promote_types(key.dtype, torch.float32))
-            if found != expected:
-                raise ValueError(
-                    "KeyFeatures.append: key must have batch size, heads and type of the keys "
-                    f"before, {expected}, got {found}"
-                )
-
-    def _check_query(self, query: Tensor, batch: int, groups: int) -> None:
-        own, size, _ = self.w1.shape
-        if query.dim() != 4 or query.size(0) != batch or query.size(3) != size:
-            raise ValueError(
-                f"KeyFeatures.attend: query must have shape [B, H, L, d] with B = {batch} and d = "
-                f"{size}, got {list(query.shape)}"
-            )
-        heads = query.size(1)
-        if heads % groups or heads not in (own, heads // groups * own):
-            raise ValueError(
-                f"KeyFeatures.attend: query must have the heads of w1, {own}, or a multiple of "
-                f"those of the keys, {groups}, got {heads}"
-            )
-
-    def _frequencies_for(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """w1 and w2 for so many heads, of the type and on the device of a tensor; made once."""
-
-        def prepared(w: Tensor) -> Tensor:
-            return w.detach().to(like).repeat_interleave(heads // w.size(0), 0)
-
-        key = (heads, like.dtype, like.device)
-        if key not in self._frequencies:
-            w2 = None if self.w2 is None else prepared(self.w2)
-            self._frequencies[key] = (prepared(self.w1), w2)
-        return self._frequencies[key]
 
 
 class _Kept(NamedTuple):
@@ -353,38 +288,3 @@ class _Kept(NamedTuple):
     def select(self, indices: Tensor) -> _Kept:
         """The buffers of some batch items."""
         return _Kept(*(x.index_select(0, indices.to(x.device)) for x in self))
-
-
-def _as_they_are(like: Tensor) -> AbstractContextManager[Any]:
-    """No autocast: features of a lower precision would change weights by as much."""
-    if not torch.is_autocast_enabled(like.device.type):
-        return nullcontext()
-    return torch.autocast(like.device.type, enabled=False)
-
-
-def _check_floating(function: str, kind: str = "floating point", **tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and not x.is_floating_point():
-            raise TypeError(f"{function}: {name} must be {kind}, got {x.dtype}")
-
-
-def _check_broadcasts(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    own = tuple(x.shape)
-    fits = len(own) <= len(shape) and all(
-        size in (1, of) for size, of in zip(own[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"KeyFeatures.attend: {name} must broadcast to {list(shape)}, got {list(own)}"
-        )
-
-
-def _added(logits: Tensor, bias: Tensor) -> Tensor:
-    """Their sum; -inf in the bias hides a key whatever its logit is."""
-    return torch.where(bias == -math.inf, -math.inf, logits + bias)
-
-
-def _to_heads(x: Tensor, heads: int) -> Tensor:
-    """x [B, heads or a divisor, L, S] with each head repeated for the query heads it serves."""
-    own = x.size(1)
-    return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)

@@ -137,9 +137,7 @@ class _Ring(torch.autograd.Function):
         key_bias: Tensor | None,
     ) -> Tensor:
         B, H, L, _ = query.shape
-        merged = Merged(
-            query.new_zeros((B, H, L, value.size(3)), dtype=_arithmetic(query.dtype))
-        )
+        merged = Merged(query.new_zeros((B, H, L, value.size(3)), dtype=_arithmetic(query.dtype)))
         for source, held in _sources(call.ranks, _present(key, value, key_bias)):
             bias = held[2] if key_bias is not None else None
             for block in call.blocks(source, L, key.size(2)):
@@ -154,9 +152,7 @@ class _Ring(torch.autograd.Function):
                 merged.add(block.queries, output, log_normalizer)
         output = merged.output.to(query.dtype)
         ctx.call = call
-        ctx.save_for_backward(
-            query, key, value, w1, w2, key_bias, output, merged.log_normalizer
-        )
+        ctx.save_for_backward(query, key, value, w1, w2, key_bias, output, merged.log_normalizer)
         return output
 
     @staticmethod

@@ -161,9 +161,7 @@ class _Causal(torch.autograd.Function):
             merged.add(rows, *inputs.attend(call, block))
             if state is not None:
                 queries = inputs.phi_q[:, :, rows]
-                merged.add(
-                    rows, *attention_from_moments(queries, *state, eps=call.options["eps"])
-                )
+                merged.add(rows, *attention_from_moments(queries, *state, eps=call.options["eps"]))
         ctx.call, ctx.before, ctx.references = call, before, [state.reference for state in own]
         ctx.save_for_backward(*inputs, merged.output, merged.log_normalizer)
         return merged.output.to(inputs.query.dtype)
@@ -194,7 +192,10 @@ class _Causal(torch.autograd.Function):
                 _add_of_keys(block.keys, inputs, of_moments, own, totals)
         return (
             None,
-            *(None if x is None else x.to(like.dtype) for x, like in zip(totals, inputs, strict=True)),  # type: ignore[union-attr]
+            *(
+                None if x is None else x.to(like.dtype)
+                for x, like in zip(totals, inputs, strict=True)
+            ),  # type: ignore[union-attr]
         )
 
 

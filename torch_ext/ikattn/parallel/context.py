@@ -5,7 +5,6 @@ Symbols as in ``ikattn.ops``; W ranks. L queries and S keys are those of one ran
 
 from __future__ import annotations
 
-import math
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ikattn.integrations.transformers._kernels import KERNELS
 from ikattn.nn._over_ranks import attending_by
-from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.kernels import which_kernels
 from ikattn.parallel._layout import Layout, LayoutName
@@ -375,13 +373,22 @@ def _attention_in(model: nn.Module) -> list[nn.Module]:
             getattr(module, "spectral", None), KERNELS
         ):
             where = f"context_parallel: {name or 'model'} "
-            if getattr(module, "kernel", "implicit" if not isinstance(module, nn.MultiheadAttention) else "dot") != "implicit":
+            if (
+                getattr(
+                    module,
+                    "kernel",
+                    "implicit" if not isinstance(module, nn.MultiheadAttention) else "dot",
+                )
+                != "implicit"
+            ):
                 raise ValueError(
                     f"{where}must have the implicit kernel, got a {type(module).__name__} with "
                     "another; ikattn.convert changes it"
                 )
             source = module.spectral
-            if getattr(source, "pools", False) or getattr(getattr(source, "spectral", None), "pools", False):
+            if getattr(source, "pools", False) or getattr(
+                getattr(source, "spectral", None), "pools", False
+            ):
                 raise ValueError(
                     f"{where}has frequencies that depend on whole sequences, which no rank has"
                 )

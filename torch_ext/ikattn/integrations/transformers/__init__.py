@@ -2,17 +2,20 @@
 
 ``use_implicit_attention`` gives a model the attention implementation "ikattn_implicit" and
 ``from_pretrained`` loads such a model again; ``feature_cache`` makes it decode as fast as with
-softmax. transformers is imported when they are called. ``ikattn.analysis.register_norms`` adds
-"ikattn_norms", which returns contribution maps where attention weights would be.
+softmax, ``state_cache`` in constant memory. transformers is imported when they are called.
+``ikattn.analysis.register_norms`` adds "ikattn_norms", which returns contribution maps where
+attention weights would be.
 """
 
 from ikattn.integrations.transformers._cache import feature_cache
 from ikattn.integrations.transformers._implicit import from_pretrained, use_implicit_attention
 from ikattn.integrations.transformers._kernels import ImplicitKernel
+from ikattn.integrations.transformers._state_cache import state_cache
 
 __all__ = [
     "ImplicitKernel",
     "feature_cache",
     "from_pretrained",
+    "state_cache",
     "use_implicit_attention",
 ]

@@ -20,6 +20,7 @@ from ikattn.integrations.transformers._interface import (
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
+from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.nn._masks import padded
 from ikattn.ops.attention import (
     implicit_kernel_attention,
@@ -73,6 +74,11 @@ def _implicit_attention(
     _refuse(module, options)
     kernel = kernel_of(module)
     query = scaled_query(query, scaling)
+    layer = None if torch.compiler.is_compiling() else state_layer_of(key)
+    if layer is not None:
+        tokens = (query, key, value)
+        decoded = _from_state(module, kernel, layer, tokens, attention_mask, options)
+        return decoded.transpose(1, 2).contiguous(), None
     visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
     packed = _sequences(module, query, key, visibility, options)
     if packed is not None and isinstance(getattr(kernel, "spectral", None), Mikan):
@@ -98,6 +104,32 @@ def _implicit_attention(
     if not options.get("output_attentions"):
         return output, None
     return output, implicit_kernel_weights(query, key, w1, w2, **arguments)
+
+
+def _from_state(
+    module: nn.Module,
+    kernel: Any,
+    layer: Any,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The output [B, H, T, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
+    reasons = {
+        "output_attentions": options.get("output_attentions"),
+        "position_bias": options.get("position_bias") is not None,
+        "training": module.training or torch.is_grad_enabled(),
+        "spectral": type(kernel) is not ImplicitKernel,
+        "is_causal=False": not is_causal(module, Given(*tokens, mask, IMPLICIT, options))
+        and tokens[0].size(2) > 1,
+    }
+    wrong = [name for name, holds in reasons.items() if holds]
+    if wrong:
+        raise NotImplementedError(
+            f"{IMPLICIT}: a state_cache decodes causally, in eval mode, under torch.no_grad(), and "
+            f"makes no weights; {type(module).__name__} has {', '.join(wrong)}"
+        )
+    return layer.attend(kernel, kernel(*tokens[:2], None), tokens, mask)  # type: ignore[no-any-return]
 
 
 def _from_kept_features(

@@ -88,7 +88,7 @@ def layer_of(key: Tensor) -> Any:
     return layer if layer is not None and layer.keys is key else None
 
 
-def _state_of(w: Tensor) -> tuple[Any, ...]:
+def state_of(w: Tensor) -> tuple[Any, ...]:
     """What is another after w has changed; a tensor of inference mode counts no changes."""
     return w.data_ptr(), w.dtype, 0 if w.is_inference() else w._version
 
@@ -114,7 +114,7 @@ def _layer_class() -> type[Any]:
 
         def features_of(self, kernel: Any, w1: Tensor, w2: Tensor | None) -> KeyFeatures:
             """Features of all keys; those that are new are made now."""
-            state = (kernel.p, *map(_state_of, kernel.parameters()))
+            state = (kernel.p, *map(state_of, kernel.parameters()))
             before, features = self.kept.get(kernel, (None, None))
             if features is None or before != state:
                 features = KeyFeatures(w1, w2, p=kernel.p)

@@ -1,0 +1,99 @@
+// The arguments of the operators of moments inside the library, and their checks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <tuple>
+
+#include "ikattn/moments.h"
+
+// The arguments of each operator, which the one that only checks them takes, too.
+#define IKATTN_KEY_MOMENTS_SCHEMA "(Tensor key_features, Tensor logits, Tensor value)"
+#define IKATTN_ADD_KEY_MOMENTS_SCHEMA                                               \
+  "(Tensor(a!) moments, Tensor(b!) reference, Tensor key_features, Tensor logits, " \
+  "Tensor value)"
+#define IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA                                   \
+  "(Tensor grad_moments, Tensor key_features, Tensor logits, Tensor value, " \
+  "Tensor reference, bool[3] wanted)"
+#define IKATTN_FROM_MOMENTS_SCHEMA \
+  "(Tensor query_features, Tensor moments, Tensor reference, float eps=1e-05)"
+#define IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA                                        \
+  "(Tensor grad_output, Tensor query_features, Tensor moments, Tensor reference, " \
+  "Tensor output, Tensor log_normalizer, float eps, bool[2] wanted)"
+#define IKATTN_MERGE_MOMENTS_SCHEMA \
+  "(Tensor moments, Tensor reference, Tensor other_moments, Tensor other_reference)"
+
+namespace ikattn {
+
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+using KeyMomentsSignature = TwoTensors(const at::Tensor& key_features, const at::Tensor& logits,
+                                       const at::Tensor& value);
+using AddKeyMomentsSignature = void(at::Tensor& moments, at::Tensor& reference,
+                                    const at::Tensor& key_features, const at::Tensor& logits,
+                                    const at::Tensor& value);
+using KeyMomentsBackwardSignature = ThreeTensors(const at::Tensor& grad_moments,
+                                                 const at::Tensor& key_features,
+                                                 const at::Tensor& logits, const at::Tensor& value,
+                                                 const at::Tensor& reference,
+                                                 std::array<bool, 3> wanted);
+using FromMomentsSignature = TwoTensors(const at::Tensor& query_features, const at::Tensor& moments,
+                                        const at::Tensor& reference, double eps);
+using FromMomentsBackwardSignature =
+    TwoTensors(const at::Tensor& grad_output, const at::Tensor& query_features,
+               const at::Tensor& moments, const at::Tensor& reference, const at::Tensor& output,
+               const at::Tensor& log_normalizer, double eps, std::array<bool, 2> wanted);
+
+// Typed access to the operators through the dispatcher.
+TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
+                            const at::Tensor& value);
+void call_add_key_moments(at::Tensor& moments, at::Tensor& reference,
+                          const at::Tensor& key_features, const at::Tensor& logits,
+                          const at::Tensor& value);
+ThreeTensors call_key_moments_backward(const at::Tensor& grad_moments,
+                                       const at::Tensor& key_features, const at::Tensor& logits,
+                                       const at::Tensor& value, const at::Tensor& reference,
+                                       std::array<bool, 3> wanted);
+TwoTensors call_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
+                             const at::Tensor& reference, double eps);
+TwoTensors call_from_moments_backward(const at::Tensor& grad_output,
+                                      const at::Tensor& query_features, const at::Tensor& moments,
+                                      const at::Tensor& reference, const at::Tensor& output,
+                                      const at::Tensor& log_normalizer, double eps,
+                                      std::array<bool, 2> wanted);
+
+// Sizes of a checked call.
+struct KeyMomentsSizes {
+  int64_t B, K, G, S, F, d_v;
+  int64_t entries() const { return F * (F + 1) / 2 + 1; }
+};
+struct FromMomentsSizes {
+  int64_t B, H, K, L, F, d_v;
+};
+
+// Throw, naming the argument, what was expected and what came. Of a call whose sizes are symbols of
+// torch.compile the functions *_call look at layouts and devices only.
+KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
+                                  const at::Tensor& value, const char* function = "key_moments");
+void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,
+                            const at::Tensor& value);
+KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value);
+KeyMomentsSizes check_key_moments_backward(const at::Tensor& grad_moments,
+                                           const at::Tensor& key_features, const at::Tensor& logits,
+                                           const at::Tensor& value, const at::Tensor& reference);
+FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
+                                    const at::Tensor& reference, double eps,
+                                    const char* function = "attention_from_moments");
+void check_from_moments_call(const at::Tensor& query_features, const at::Tensor& moments,
+                             const at::Tensor& reference, double eps);
+FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
+                                             const at::Tensor& query_features,
+                                             const at::Tensor& moments, const at::Tensor& reference,
+                                             const at::Tensor& output,
+                                             const at::Tensor& log_normalizer, double eps);
+
+}  // namespace ikattn

@@ -1,0 +1,190 @@
+// Argument checks of the operators of moments, and operators that do nothing else: what every fake
+// kernel begins with.
+#include "support/checks.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "attention/arguments.h"
+#include "moments/arguments.h"
+
+namespace ikattn {
+namespace {
+
+void check_float(const char* function, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(is_supported_float(tensor.scalar_type()), function, ": ", name,
+                   " must be float64, float32, bfloat16 or float16, got ", tensor.scalar_type());
+}
+
+void check_features(const char* function, const char* name, const at::Tensor& features,
+                    const char* shape) {
+  check_float(function, name, features);
+  TORCH_CHECK(features.dim() == 4 && features.size(1) >= 1 && features.size(3) >= 2 &&
+                  features.size(3) % 2 == 0,
+              function, ": ", name, " must have shape ", shape,
+              " with at least one head and an even number F of features, got ", features.sizes());
+}
+
+void place_keys(const char* function, const at::Tensor& key_features, const at::Tensor& logits,
+                const at::Tensor& value) {
+  check_placement(function, "key_features", key_features, {{"logits", &logits}, {"value", &value}});
+}
+
+void place_queries(const char* function, const at::Tensor& query_features,
+                   const at::Tensor& moments, const at::Tensor& reference) {
+  check_placement(function, "query_features", query_features,
+                  {{"moments", &moments}, {"reference", &reference}});
+}
+
+}  // namespace
+
+KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
+                                  const at::Tensor& value, const char* function) {
+  place_keys(function, key_features, logits, value);
+  check_features(function, "key_features", key_features, "[B, K, S, F]");
+  const int64_t B = key_features.size(0), K = key_features.size(1), S = key_features.size(2);
+  check_float(function, "logits", logits);
+  TORCH_CHECK(logits.sizes() == at::IntArrayRef({B, K, S}), function,
+              ": logits must have shape [B, K, S] = [", B, ", ", K, ", ", S, "], got ",
+              logits.sizes());
+  check_float(function, "value", value);
+  TORCH_CHECK(value.dim() == 4 && value.size(0) == B && value.size(1) >= 1 &&
+                  K % value.size(1) == 0 && value.size(2) == S,
+              function, ": value must have shape [B, G, S, d_v] with B = ", B,
+              ", heads that divide K = ", K, " and S = ", S, ", got ", value.sizes());
+  return {B, K, value.size(1), S, key_features.size(3), value.size(3)};
+}
+
+void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,
+                            const at::Tensor& value) {
+  place_keys("key_moments", key_features, logits, value);
+  if (has_symbols({&key_features, &logits, &value})) return;
+  check_key_moments(key_features, logits, value);
+}
+
+KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value) {
+  const char* function = "add_key_moments_";
+  const KeyMomentsSizes sizes = check_key_moments(key_features, logits, value, function);
+  check_like(function, "moments", moments, {sizes.B, sizes.K, sizes.entries(), sizes.d_v + 1},
+             compute_type(key_features.scalar_type()), key_features.device());
+  check_like(function, "reference", reference, {sizes.B, sizes.K}, at::kDouble,
+             key_features.device());
+  return sizes;
+}
+
+KeyMomentsSizes check_key_moments_backward(const at::Tensor& grad_moments,
+                                           const at::Tensor& key_features, const at::Tensor& logits,
+                                           const at::Tensor& value, const at::Tensor& reference) {
+  const char* function = "key_moments_backward";
+  const KeyMomentsSizes sizes = check_key_moments(key_features, logits, value, function);
+  check_like(function, "grad_moments", grad_moments,
+             {sizes.B, sizes.K, sizes.entries(), sizes.d_v + 1},
+             compute_type(key_features.scalar_type()), key_features.device());
+  check_like(function, "reference", reference, {sizes.B, sizes.K}, at::kDouble,
+             key_features.device());
+  return sizes;
+}
+
+FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
+                                    const at::Tensor& reference, double eps, const char* function) {
+  place_queries(function, query_features, moments, reference);
+  check_features(function, "query_features", query_features, "[B, H, L, F]");
+  const int64_t B = query_features.size(0), H = query_features.size(1), F = query_features.size(3);
+  const int64_t E = F * (F + 1) / 2 + 1;
+  const at::ScalarType type = compute_type(query_features.scalar_type());
+  TORCH_CHECK_TYPE(moments.scalar_type() == type, function, ": moments must be ", type, " for ",
+                   query_features.scalar_type(), " features, got ", moments.scalar_type());
+  TORCH_CHECK(moments.dim() == 4 && moments.size(0) == B && moments.size(1) >= 1 &&
+                  H % moments.size(1) == 0 && moments.size(2) == E && moments.size(3) >= 1,
+              function, ": moments must have shape [B, K, E, d_v + 1] with B = ", B,
+              ", heads that divide H = ", H, " and E = F (F + 1) / 2 + 1 = ", E, ", got ",
+              moments.sizes());
+  const int64_t K = moments.size(1);
+  check_like(function, "reference", reference, {B, K}, at::kDouble, query_features.device());
+  check_numbers(function, std::nullopt, eps, std::nullopt);
+  return {B, H, K, query_features.size(2), F, moments.size(3) - 1};
+}
+
+void check_from_moments_call(const at::Tensor& query_features, const at::Tensor& moments,
+                             const at::Tensor& reference, double eps) {
+  place_queries("attention_from_moments", query_features, moments, reference);
+  if (has_symbols({&query_features, &moments, &reference})) return;
+  check_from_moments(query_features, moments, reference, eps);
+}
+
+FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
+                                             const at::Tensor& query_features,
+                                             const at::Tensor& moments, const at::Tensor& reference,
+                                             const at::Tensor& output,
+                                             const at::Tensor& log_normalizer, double eps) {
+  const char* function = "attention_from_moments_backward";
+  const FromMomentsSizes sizes =
+      check_from_moments(query_features, moments, reference, eps, function);
+  const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
+  const at::ScalarType type = query_features.scalar_type();
+  check_like(function, "output", output, output_sizes, type, query_features.device());
+  check_like(function, "log_normalizer", log_normalizer, {sizes.B, sizes.H, sizes.L}, at::kDouble,
+             query_features.device());
+  check_like(function, "grad_output", grad_output, output_sizes, type, query_features.device());
+  return sizes;
+}
+
+namespace {
+
+void add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
+                     const at::Tensor& key_features, const at::Tensor& logits,
+                     const at::Tensor& value) {
+  const char* function = "add_key_moments_";
+  place_keys(function, key_features, logits, value);
+  check_placement(function, "key_features", key_features,
+                  {{"moments", &moments}, {"reference", &reference}});
+  if (has_symbols({&moments, &reference, &key_features, &logits, &value})) return;
+  check_add_key_moments(moments, reference, key_features, logits, value);
+}
+
+void key_moments_backward(const at::Tensor& grad_moments, const at::Tensor& key_features,
+                          const at::Tensor& logits, const at::Tensor& value,
+                          const at::Tensor& reference, std::array<bool, 3>) {
+  const char* function = "key_moments_backward";
+  place_keys(function, key_features, logits, value);
+  check_placement(function, "key_features", key_features,
+                  {{"grad_moments", &grad_moments}, {"reference", &reference}});
+  if (has_symbols({&grad_moments, &key_features, &logits, &value, &reference})) return;
+  check_key_moments_backward(grad_moments, key_features, logits, value, reference);
+}
+
+void from_moments_backward(const at::Tensor& grad_output, const at::Tensor& query_features,
+                           const at::Tensor& moments, const at::Tensor& reference,
+                           const at::Tensor& output, const at::Tensor& log_normalizer, double eps,
+                           std::array<bool, 2>) {
+  const char* function = "attention_from_moments_backward";
+  place_queries(function, query_features, moments, reference);
+  check_placement(
+      function, "query_features", query_features,
+      {{"grad_output", &grad_output}, {"output", &output}, {"log_normalizer", &log_normalizer}});
+  if (has_symbols(
+          {&grad_output, &query_features, &moments, &reference, &output, &log_normalizer})) {
+    return;
+  }
+  check_from_moments_backward(grad_output, query_features, moments, reference, output,
+                              log_normalizer, eps);
+}
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  m.def("check_key_moments" IKATTN_KEY_MOMENTS_SCHEMA " -> ()", check_key_moments_call);
+  m.def(
+      "check_add_key_moments_(Tensor moments, Tensor reference, Tensor key_features, Tensor "
+      "logits, Tensor value) -> ()",
+      add_key_moments);
+  m.def("check_key_moments_backward" IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA " -> ()",
+        key_moments_backward);
+  m.def("check_attention_from_moments" IKATTN_FROM_MOMENTS_SCHEMA " -> ()",
+        check_from_moments_call);
+  m.def("check_attention_from_moments_backward" IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA " -> ()",
+        from_moments_backward);
+}
+
+}  // namespace
+}  // namespace ikattn

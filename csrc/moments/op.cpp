@@ -1,0 +1,229 @@
+// Schemas of the operators of moments, the operators where no kernel is, typed access, the public
+// C++ functions, autocast.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "moments/arguments.h"
+#include "moments/reference.h"
+#include "support/checks.h"
+#include "support/dispatch.h"
+#include "support/memory.h"
+
+namespace ikattn {
+namespace {
+
+TORCH_LIBRARY_FRAGMENT(ikattn, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("key_moments" IKATTN_KEY_MOMENTS_SCHEMA " -> (Tensor moments, Tensor reference)", tags);
+  m.def("add_key_moments_" IKATTN_ADD_KEY_MOMENTS_SCHEMA " -> ()", tags);
+  m.def("key_moments_backward" IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA
+        " -> (Tensor grad_key_features, Tensor grad_logits, Tensor grad_value)",
+        tags);
+  m.def("attention_from_moments" IKATTN_FROM_MOMENTS_SCHEMA
+        " -> (Tensor output, Tensor log_normalizer)",
+        tags);
+  m.def("attention_from_moments_backward" IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA
+        " -> (Tensor grad_query_features, Tensor grad_moments)",
+        tags);
+  m.def("key_moments_reference" IKATTN_KEY_MOMENTS_SCHEMA " -> (Tensor moments, Tensor reference)",
+        tags);
+  m.def("attention_from_moments_reference" IKATTN_FROM_MOMENTS_SCHEMA
+        " -> (Tensor output, Tensor log_normalizer)",
+        tags);
+  m.def("merge_moments" IKATTN_MERGE_MOMENTS_SCHEMA " -> (Tensor moments, Tensor reference)", tags);
+}
+
+TwoTensors key_moments_reference_op(const at::Tensor& key_features, const at::Tensor& logits,
+                                    const at::Tensor& value) {
+  check_key_moments_call(key_features, logits, value);
+  return reference_key_moments(key_features, logits, value);
+}
+
+TwoTensors from_moments_reference_op(const at::Tensor& query_features, const at::Tensor& moments,
+                                     const at::Tensor& reference, double eps) {
+  check_from_moments_call(query_features, moments, reference, eps);
+  return reference_from_moments(query_features, moments, reference, eps);
+}
+
+void check_mergeable(const at::Tensor& moments, const at::Tensor& reference,
+                     const at::Tensor& other_moments, const at::Tensor& other_reference) {
+  const char* function = "merge_moments";
+  check_placement(function, "moments", moments,
+                  {{"reference", &reference},
+                   {"other_moments", &other_moments},
+                   {"other_reference", &other_reference}});
+  if (has_symbols({&moments, &reference, &other_moments, &other_reference})) return;
+  const at::ScalarType type = moments.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
+                   ": moments must be float32 or float64, got ", type);
+  TORCH_CHECK(moments.dim() == 4, function, ": moments must have shape [B, K, E, d_v + 1], got ",
+              moments.sizes());
+  check_like(function, "other_moments", other_moments, moments.sizes(), type, moments.device());
+  for (const auto& [name, tensor] :
+       {NamedTensor{"reference", &reference}, NamedTensor{"other_reference", &other_reference}}) {
+    check_like(function, name, *tensor, {moments.size(0), moments.size(1)}, at::kDouble,
+               moments.device());
+  }
+}
+
+TwoTensors merged(const at::Tensor& moments, const at::Tensor& reference,
+                  const at::Tensor& other_moments, const at::Tensor& other_reference) {
+  const at::Tensor largest = at::maximum(reference, other_reference).detach();
+  const at::Tensor base =
+      at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
+  const auto rescaled = [&](const at::Tensor& own, const at::Tensor& from) {
+    const at::Tensor factor = at::exp(from.detach() - base).to(own.scalar_type());
+    return own * factor.unsqueeze(-1).unsqueeze(-1);
+  };
+  return {rescaled(moments, reference) + rescaled(other_moments, other_reference), largest};
+}
+
+TwoTensors merge_moments_op(const at::Tensor& moments, const at::Tensor& reference,
+                            const at::Tensor& other_moments, const at::Tensor& other_reference) {
+  check_mergeable(moments, reference, other_moments, other_reference);
+  return merged(moments, reference, other_moments, other_reference);
+}
+
+TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
+  implement<"key_moments_reference", key_moments_reference_op>(m);
+  implement<"attention_from_moments_reference", from_moments_reference_op>(m);
+  implement<"merge_moments", merge_moments_op>(m);
+}
+
+void add_key_moments_anywhere(at::Tensor& moments, at::Tensor& reference,
+                              const at::Tensor& key_features, const at::Tensor& logits,
+                              const at::Tensor& value) {
+  check_add_key_moments(moments, reference, key_features, logits, value);
+  const auto [own, own_reference] = key_moments_in_blocks(key_features, logits, value);
+  const auto [sums, largest] = merged(moments, reference, own, own_reference);
+  moments.copy_(sums);
+  reference.copy_(largest);
+}
+
+ThreeTensors key_moments_backward_anywhere(const at::Tensor& grad_moments,
+                                           const at::Tensor& key_features, const at::Tensor& logits,
+                                           const at::Tensor& value, const at::Tensor& reference,
+                                           std::array<bool, 3> wanted) {
+  return key_moments_backward_in_blocks(grad_moments, key_features, logits, value, reference,
+                                        wanted);
+}
+
+TwoTensors from_moments_backward_anywhere(const at::Tensor& grad_output,
+                                          const at::Tensor& query_features,
+                                          const at::Tensor& moments, const at::Tensor& reference,
+                                          const at::Tensor& output,
+                                          const at::Tensor& log_normalizer, double eps,
+                                          std::array<bool, 2> wanted) {
+  return from_moments_backward_in_blocks(grad_output, query_features, moments, reference, output,
+                                         log_normalizer, eps, wanted);
+}
+
+// Where no kernel is.
+TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
+  implement<"key_moments", key_moments_in_blocks>(m);
+  implement<"add_key_moments_", add_key_moments_anywhere>(m);
+  implement<"key_moments_backward", key_moments_backward_anywhere>(m);
+  implement<"attention_from_moments", from_moments_in_blocks>(m);
+  implement<"attention_from_moments_backward", from_moments_backward_anywhere>(m);
+}
+
+// vmap: the reference instead of a loop over the batch.
+TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
+  implement<"key_moments", key_moments_reference_op>(m);
+  implement<"attention_from_moments", from_moments_reference_op>(m);
+}
+
+// Autocast: features come lowered under it, and sums of their products are made in float32.
+template <c10::DeviceType kDevice>
+struct Autocast {
+  static c10::DispatchKeySet keys() {
+    return c10::DispatchKeySet(kDevice == c10::DeviceType::CUDA ? c10::DispatchKey::Autocast
+                                                                : c10::DispatchKey::AutocastCPU);
+  }
+  static at::Tensor wide(const at::Tensor& tensor) {
+    return tensor.to(compute_type(tensor.scalar_type()));
+  }
+  static TwoTensors key_moments(const at::Tensor& key_features, const at::Tensor& logits,
+                                const at::Tensor& value) {
+    c10::impl::ExcludeDispatchKeyGuard guard(keys());
+    return call_key_moments(wide(key_features), wide(logits), value);
+  }
+  static TwoTensors from_moments(const at::Tensor& query_features, const at::Tensor& moments,
+                                 const at::Tensor& reference, double eps) {
+    c10::impl::ExcludeDispatchKeyGuard guard(keys());
+    return call_from_moments(wide(query_features), moments, reference, eps);
+  }
+  static void register_in(torch::Library& m) {
+    implement<"key_moments", key_moments>(m);
+    implement<"attention_from_moments", from_moments>(m);
+  }
+};
+
+TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) { Autocast<c10::DeviceType::CPU>::register_in(m); }
+TORCH_LIBRARY_IMPL(ikattn, Autocast, m) { Autocast<c10::DeviceType::CUDA>::register_in(m); }
+
+}  // namespace
+
+TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
+                            const at::Tensor& value) {
+  static const auto op = find_operator<KeyMomentsSignature>("ikattn::key_moments");
+  return op.call(key_features, logits, value);
+}
+
+void call_add_key_moments(at::Tensor& moments, at::Tensor& reference,
+                          const at::Tensor& key_features, const at::Tensor& logits,
+                          const at::Tensor& value) {
+  static const auto op = find_operator<AddKeyMomentsSignature>("ikattn::add_key_moments_");
+  op.call(moments, reference, key_features, logits, value);
+}
+
+ThreeTensors call_key_moments_backward(const at::Tensor& grad_moments,
+                                       const at::Tensor& key_features, const at::Tensor& logits,
+                                       const at::Tensor& value, const at::Tensor& reference,
+                                       std::array<bool, 3> wanted) {
+  static const auto op = find_operator<KeyMomentsBackwardSignature>("ikattn::key_moments_backward");
+  return op.call(grad_moments, key_features, logits, value, reference, wanted);
+}
+
+TwoTensors call_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
+                             const at::Tensor& reference, double eps) {
+  static const auto op = find_operator<FromMomentsSignature>("ikattn::attention_from_moments");
+  return op.call(query_features, moments, reference, eps);
+}
+
+TwoTensors call_from_moments_backward(const at::Tensor& grad_output,
+                                      const at::Tensor& query_features, const at::Tensor& moments,
+                                      const at::Tensor& reference, const at::Tensor& output,
+                                      const at::Tensor& log_normalizer, double eps,
+                                      std::array<bool, 2> wanted) {
+  static const auto op =
+      find_operator<FromMomentsBackwardSignature>("ikattn::attention_from_moments_backward");
+  return op.call(grad_output, query_features, moments, reference, output, log_normalizer, eps,
+                 wanted);
+}
+
+KeyMoments key_moments(const at::Tensor& key_features, const at::Tensor& logits,
+                       const at::Tensor& value) {
+  auto [moments, reference] = call_key_moments(key_features, logits, value);
+  return {moments, reference};
+}
+
+void add_key_moments(const KeyMoments& keys, const at::Tensor& key_features,
+                     const at::Tensor& logits, const at::Tensor& value) {
+  at::Tensor moments = keys.moments, reference = keys.reference;
+  call_add_key_moments(moments, reference, key_features, logits, value);
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_from_moments(const at::Tensor& query_features,
+                                                          const KeyMoments& keys, double eps) {
+  return call_from_moments(query_features, keys.moments, keys.reference, eps);
+}
+
+KeyMoments merge_moments(const KeyMoments& keys, const KeyMoments& others) {
+  auto [moments, reference] =
+      merge_moments_op(keys.moments, keys.reference, others.moments, others.reference);
+  return {moments, reference};
+}
+
+}  // namespace ikattn

@@ -1,0 +1,144 @@
+"""Decoding of tiny transformers models with a cache of one size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agreement import assert_close
+from ikattn.integrations.transformers import state_cache, use_implicit_attention
+from transformers_models import GENERATORS, build, convert
+from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+pytestmark = pytest.mark.usefixtures("float64_by_default")
+
+DECODERS = ["gpt2", "llama"]
+PADDED = torch.tensor([[5, 6, 7, 8], [0, 0, 13, 14]])  # on the left
+
+
+def decoder(family: str = "llama") -> Any:
+    return convert(build(family, head=GENERATORS[family]))
+
+
+def in_parts(model: Any, tokens: Tensor, cache: Any, cuts: list[int]) -> Tensor:
+    steps = []
+    for part in tokens.tensor_split(cuts, 1):
+        steps.append(model(input_ids=part, past_key_values=cache).logits)
+    return torch.cat(steps, 1)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("cuts", [[2, 3], [1], [4], []])
+def test_a_state_cache_changes_no_number(family: str, cuts: list[int]) -> None:
+    model, tokens = decoder(family), torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
+    with torch.no_grad():
+        found = in_parts(model, tokens, state_cache(model), cuts)
+        assert_close(found, model(input_ids=tokens).logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_takes_the_same_tokens(family: str, beams: int) -> None:
+    model = decoder(family)
+    inputs = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long()}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(
+        model.generate(**inputs, **options, past_key_values=state_cache(model)), expected
+    )
+
+
+def test_its_size_does_not_grow() -> None:
+    model = decoder()
+    cache, sizes = state_cache(model), []
+    with torch.no_grad():
+        for tokens in torch.randint(3, 30, (1, 12)).tensor_split([4, 5, 6], 1):
+            model(input_ids=tokens, past_key_values=cache)
+            sizes.append(sum(layer.state.nbytes for layer in cache.layers))
+            assert all(layer.keys is None and layer.handed is None for layer in cache.layers)
+    assert len(set(sizes)) == 1
+    assert cache.get_seq_length() == 12
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_a_prompt_is_shared_by_copies_and_by_more_sequences() -> None:
+    model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
+    with torch.no_grad():
+        full = model(input_ids=tokens).logits
+        cache = state_cache(model)
+        model(input_ids=tokens[:, :3], past_key_values=cache)
+        first = in_parts(model, tokens[:, 3:], copy.deepcopy(cache), [1])
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        both = in_parts(model, tokens[:, 3:].expand(2, -1), cache, [1])
+    assert_close(first, full[:, 3:], TOLERANCE)
+    assert_close(both, full[:, 3:].expand(2, -1, -1), TOLERANCE)
+
+
+def test_models_without_a_state_are_refused() -> None:
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        state_cache(torch.nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match="DynamicSlidingWindowLayer"):
+        state_cache(decoder("mistral"))
+    with pytest.raises(NotImplementedError, match="encoder-decoder"):
+        state_cache(decoder("bart"))
+    with pytest.raises(NotImplementedError, match="which needs all keys"):
+        state_cache(build("llama", head="ForCausalLM"))
+    generated = use_implicit_attention(build("llama", head="ForCausalLM"), spectral="ikan")
+    with pytest.raises(NotImplementedError, match="depend on its input"):
+        state_cache(generated)
+
+
+def test_calls_that_a_state_cannot_answer_are_refused() -> None:
+    model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
+    cache = state_cache(model)
+    with pytest.raises(NotImplementedError, match="has training"):  # a gradient would be lost
+        model(input_ids=tokens, past_key_values=cache)
+    with torch.no_grad():
+        cache = state_cache(model)
+        model(input_ids=tokens, past_key_values=cache)
+        with pytest.raises(NotImplementedError, match="a state forgets no token"):
+            cache.crop(-1)
+        one = torch.tensor([[3]])
+        hidden = torch.tensor([[0, 1, 1, 1, 1, 1]])
+        with pytest.raises(NotImplementedError, match="that it showed when they came"):
+            model(input_ids=one, past_key_values=copy.deepcopy(cache), attention_mask=hidden)
+        blocks = torch.ones(1, 1, 2, 7, dtype=torch.bool)  # sees the future
+        both = torch.tensor([[3, 4]])
+        with pytest.raises(NotImplementedError, match="differs by query"):
+            model(input_ids=both, past_key_values=copy.deepcopy(cache), attention_mask=blocks)
+        with pytest.raises(NotImplementedError, match="has output_attentions"):
+            model(input_ids=one, past_key_values=copy.deepcopy(cache), output_attentions=True)
+        for weight in model.parameters():
+            weight.mul_(1.5)
+        with pytest.raises(NotImplementedError, match="with other frequencies"):
+            model(input_ids=one, past_key_values=cache)
+
+
+def test_another_attention_implementation_is_found_out() -> None:
+    model, tokens = decoder(), torch.tensor([[1, 4, 3]])
+    cache = state_cache(model)
+    with torch.no_grad():
+        model(input_ids=tokens, past_key_values=cache)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="tokens do not reach the attention function"):
+            model(input_ids=tokens[:, :1], past_key_values=cache)
+
+
+def test_assisted_generation_is_refused() -> None:
+    model = decoder()
+    with pytest.raises((ValueError, NotImplementedError)):
+        model.generate(
+            PADDED[:1],
+            assistant_model=decoder(),
+            past_key_values=state_cache(model),
+            max_new_tokens=4,
+            do_sample=False,
+        )

@@ -1,0 +1,395 @@
+"""Moments of keys, attention from them, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import ikattn
+from agreement import assert_close, assert_identical
+from ikattn.ops import attention_from_moments, key_moments, merge_moments
+
+OPERATORS = torch.ops.ikattn
+
+
+class Case(NamedTuple):
+    """Sizes of a call, letters as in ikattn.ops.moments."""
+
+    name: str
+    B: int = 2
+    H: int = 4
+    K: int = 4
+    G: int = 4
+    L: int = 5
+    S: int = 70
+    M: int = 4
+    d_v: int = 6
+    hidden: float = 0.3
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("short"),
+    Case("grouped", K=2, G=1, L=70),
+    Case("one frequency", M=1, d_v=1, S=65, L=1),
+    Case("blocks of tokens, panels of values", B=1, H=2, K=2, G=1, S=300, L=200, M=7, d_v=70),
+    Case("entries of many panels", B=1, H=2, K=1, G=1, S=130, L=66, M=33, d_v=5),
+    Case("no values", d_v=0),
+    Case("no key", S=0),
+    Case("no query", L=0),
+    Case("all hidden", hidden=1.1),
+]
+
+
+def drawn(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Features of queries and keys, logits, values. Hidden keys hold NaN."""
+    generator = torch.Generator().manual_seed(case.S + case.M)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query = draw(case.B, case.H, case.L, 2 * case.M)
+    key = draw(case.B, case.K, case.S, 2 * case.M)
+    logits = 3 * draw(case.B, case.K, case.S)
+    value = draw(case.B, case.G, case.S, case.d_v)
+    is_hidden = torch.rand(logits.shape, generator=generator) < case.hidden
+    logits = logits.masked_fill(is_hidden, -math.inf)
+    key = key.masked_fill(is_hidden.unsqueeze(-1), math.nan)
+    return tuple(x.to(dtype) for x in (query, key, logits, value))
+
+
+def whole(query: Tensor, key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
+    """Attention by pairs."""
+    spread = logits.repeat_interleave(query.size(1) // logits.size(1), 1).unsqueeze(-2)
+    return ikattn.reference.attention_from_features(query, key, spread, value)
+
+
+def by_moments(query: Tensor, key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
+    return attention_from_moments(query, *key_moments(key, logits, value))[0]
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_from_moments_is_attention(case: Case) -> None:
+    arguments = drawn(case)
+    assert_close(by_moments(*arguments), whole(*arguments), 1e-12)
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_are_the_compositions(case: Case) -> None:
+    query, key, logits, value = drawn(case)
+    moments, reference = key_moments(key, logits, value)
+    expected, expected_reference = OPERATORS.key_moments_reference(key, logits, value)
+    assert_close(moments, expected, 1e-13)
+    assert torch.equal(reference, expected_reference)
+    output, log_z = attention_from_moments(query, moments, reference)
+    expected, expected_log_z = OPERATORS.attention_from_moments_reference(query, moments, reference)
+    assert_close(output, expected, 1e-12)
+    assert_close(log_z, expected_log_z, 1e-12)
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_sums_of_narrow_types_are_in_float32(case: Case, dtype: torch.dtype) -> None:
+    arguments = drawn(case, dtype)
+    query, key, logits, value = arguments
+    moments, reference = key_moments(key, logits, value)
+    assert moments.dtype == torch.float32
+    assert reference.dtype == torch.float64
+    output, log_z = attention_from_moments(query, moments, reference)
+    assert output.dtype == dtype
+    assert log_z.dtype == torch.float64
+    exact = whole(*(x.double() for x in arguments))
+    assert_close(output, exact, 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+def test_the_entries_are_products_of_two_features_and_one() -> None:
+    _, key, logits, value = drawn(Case("entries", B=1, H=1, K=1, G=1, S=3, M=2, hidden=0))
+    moments, reference = key_moments(key, logits, value)
+    entries = [key[0, 0, :, b] * key[0, 0, :, (b + r) % 4] for r in range(3) for b in range(4)][:10]
+    psi = torch.stack([*entries, torch.ones_like(entries[0])])
+    weights = (logits - reference.unsqueeze(-1)).exp()[0, 0]
+    rows = torch.cat([value[0, 0], torch.ones(3, 1, dtype=torch.float64)], 1)
+    assert_close(moments[0, 0], (psi * weights) @ rows, 1e-14)
+
+
+def test_log_normalizers_are_those_of_the_attention_operator() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(3))
+    w1, w2 = (0.1 * torch.randn(2, 8, 4, dtype=torch.float64) for _ in range(2))
+    phi_q, phi_k = (ikattn.spectral_features(x, w1, w2) for x in (q, k))
+    logits = k.square().sum(-1) / (2 * math.sqrt(8))
+    output, log_z = attention_from_moments(phi_q, *key_moments(phi_k, logits, v))
+    expected, expected_log_z = OPERATORS.implicit_kernel_attention(q, k, v, w1, w2)
+    assert_close(output, expected, 1e-12)
+    assert_close(log_z, expected_log_z, 1e-13)
+
+
+@pytest.mark.operators
+def test_bits_do_not_depend_on_threads() -> None:
+    query, key, logits, value = drawn(CASES[4], torch.float32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            moments, reference = key_moments(key, logits, value)
+            output, log_z = attention_from_moments(query, moments, reference)
+            grads = OPERATORS.attention_from_moments_backward(
+                output, query, moments, reference, output, log_z, 1e-5, [True, True]
+            )
+            of_keys = OPERATORS.key_moments_backward(
+                grads[1], key, logits, value, reference, [True, True, True]
+            )
+            found.append([moments, output, log_z, *grads, *of_keys])
+    finally:
+        torch.set_num_threads(before)
+    assert_identical(*found)
+
+
+# --- Parts of the keys ----------------------------------------------------------------------------
+
+
+def test_moments_of_two_sets_of_keys_add() -> None:
+    _, key, logits, value = drawn(CASES[0])
+    logits = logits + 40 * torch.arange(70)  # later keys outweigh all before
+    parts = [
+        key_moments(key[:, :, part], logits[:, :, part], value[:, :, part])
+        for part in (slice(0, 30), slice(30, 30), slice(30, 70))
+    ]
+    merged = merge_moments(*merge_moments(*parts[0], *parts[1]), *parts[2])
+    expected = key_moments(key, logits, value)
+    assert_close(merged[0], expected[0], 1e-12)
+    assert torch.equal(merged[1], expected[1])
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+@pytest.mark.parametrize("cut", [0, 30, 64])
+def test_keys_are_added_in_place(case: Case, cut: int) -> None:
+    _, key, logits, value = drawn(case)
+    logits = logits + torch.arange(case.S)
+    moments, reference = key_moments(key[:, :, :cut], logits[:, :, :cut], value[:, :, :cut])
+    version = moments._version
+    rest = key[:, :, cut:], logits[:, :, cut:], value[:, :, cut:]
+    OPERATORS.add_key_moments_(moments, reference, *rest)
+    expected = key_moments(key, logits, value)
+    assert_close(moments, expected[0], 1e-12)
+    assert torch.equal(reference, expected[1])
+    assert moments._version > version
+    with pytest.raises(RuntimeError, match="no gradient would reach"):
+        OPERATORS.add_key_moments_(moments, reference, *rest[:2], rest[2].requires_grad_())
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
+def test_gradients_of_parts_add_up_with_the_output_and_normalizer_of_all(case: Case) -> None:
+    query, key, logits, value = drawn(case)
+    moments, reference = key_moments(key, logits, value)
+    output, log_z = attention_from_moments(query, moments, reference)
+    grad_output = torch.randn_like(output)
+
+    def backward(part: slice) -> tuple[Tensor, tuple[Tensor, ...]]:
+        keys = key[:, :, part], logits[:, :, part], value[:, :, part]
+        own, own_reference = key_moments(*keys)
+        grad_query, grad_moments = OPERATORS.attention_from_moments_backward(
+            grad_output, query, own, own_reference, output, log_z, 1e-5, [True, True]
+        )
+        of_keys = OPERATORS.key_moments_backward(grad_moments, *keys, own_reference, [True] * 3)
+        return grad_query, of_keys
+
+    of_all, keys_of_all = backward(slice(None))
+    parts = [backward(part) for part in (slice(0, 33), slice(33, None))]
+    assert_close(parts[0][0] + parts[1][0], of_all, 1e-12)
+    for first, second, expected in zip(parts[0][1], parts[1][1], keys_of_all, strict=True):
+        assert_close(torch.cat([first, second], 2), expected, 1e-12)
+
+
+# --- Gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_those_of_attention(case: Case) -> None:
+    leaves = [x.requires_grad_() for x in drawn(case)]
+    found, expected = by_moments(*leaves), whole(*leaves)
+    direction = torch.randn_like(found)
+    for name, own, truth in zip(
+        ("query", "key", "logits", "value"),
+        torch.autograd.grad(found, leaves, direction),
+        torch.autograd.grad(expected, leaves, direction),
+        strict=True,
+    ):
+        assert_close(own, truth, 1e-11, f"gradient of {name}")
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,)])
+def test_gradients_one_by_one_are_those_of_all(wanted: tuple[int]) -> None:
+    _, key, logits, value = drawn(CASES[1])
+    moments, reference = key_moments(key, logits, value)
+    grad = torch.randn_like(moments)
+    every = OPERATORS.key_moments_backward(grad, key, logits, value, reference, [True] * 3)
+    flags = [i in wanted for i in range(3)]
+    some = OPERATORS.key_moments_backward(grad, key, logits, value, reference, flags)
+    assert torch.equal(some[wanted[0]], every[wanted[0]])
+    assert all(some[i].numel() == 0 for i in range(3) if i not in wanted)
+
+
+def test_gradcheck_twice() -> None:
+    query, key, logits, value = drawn(Case("check", B=1, H=2, K=2, G=1, L=2, S=3, M=2, hidden=0))
+    leaves = [x.requires_grad_() for x in (key, logits, value)]
+    reference = logits.detach().amax(-1)
+
+    def moments(key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
+        # relative to a constant: what the perturbed call subtracts, it adds again
+        own, own_reference = key_moments(key, logits, value)
+        return own * (own_reference - reference).exp()[..., None, None]
+
+    assert torch.autograd.gradcheck(moments, leaves)
+    held = key_moments(key, logits, value)[0].detach().requires_grad_()
+    call = lambda q, m: attention_from_moments(q, m, reference)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(call, [query.requires_grad_(), held])
+    assert torch.autograd.gradgradcheck(call, [query, held])
+    assert torch.autograd.gradgradcheck(moments, leaves)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_compositions_in_blocks_are_the_kernels(case: Case) -> None:
+    """What runs on devices without kernels."""
+    query, key, logits, value = drawn(case)
+    key = key.nan_to_num(0.0)  # of hidden ones, for the comparison below
+    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
+
+    def both(name: str, *arguments: object) -> tuple[Tensor, ...]:
+        operator = getattr(OPERATORS, name).default
+        found = operator._op_dk(explicit, *arguments)
+        for own, expected in zip(found, operator(*arguments), strict=True):
+            assert_close(own, expected, 1e-11, name)
+        return tuple(found)
+
+    moments, reference = both("key_moments", key, logits, value)
+    output, log_z = both("attention_from_moments", query, moments, reference)
+    grad = torch.randn_like(output)
+    _, grad_moments = both(
+        "attention_from_moments_backward",
+        *(grad, query, moments, reference, output, log_z, 1e-5, [True, True]),
+    )
+    grown = [x.clone() for x in (moments, reference)]
+    OPERATORS.add_key_moments_.default._op_dk(explicit, *grown, key, logits, value)
+    assert_close(grown[0], 2 * moments, 1e-12)
+    both("key_moments_backward", grad_moments, key, logits, value, reference, [True] * 3)
+
+
+# --- Transformations and wrong arguments ----------------------------------------------------------
+
+
+def test_opcheck() -> None:
+    query, key, logits, value = drawn(Case("opcheck", K=2, G=1, S=20), torch.float32)
+    key = key.nan_to_num(0.0)
+    operator = OPERATORS.key_moments.default
+    torch.library.opcheck(operator, (key, logits, value))
+    torch.library.opcheck(operator, tuple(x.requires_grad_() for x in (key, logits, value)))
+    moments, reference = (x.detach() for x in key_moments(key, logits, value))
+    operator = OPERATORS.attention_from_moments.default
+    torch.library.opcheck(operator, (query.requires_grad_(), moments.requires_grad_(), reference))
+    torch.library.opcheck(
+        OPERATORS.add_key_moments_.default,
+        (moments.detach().clone(), reference, key.detach(), logits.detach(), value.detach()),
+    )
+    torch.library.opcheck(OPERATORS.merge_moments.default, (moments, reference) * 2)
+    output, log_z = (x.detach() for x in attention_from_moments(query, moments, reference))
+    query, moments, key, logits, value = (x.detach() for x in (query, moments, key, logits, value))
+    torch.library.opcheck(
+        OPERATORS.attention_from_moments_backward.default,
+        (output, query, moments, reference, output, log_z, 1e-5, [True, False]),
+    )
+    torch.library.opcheck(
+        OPERATORS.key_moments_backward.default,
+        (moments, key, logits, value, reference, [True, False, True]),
+    )
+
+
+def test_flops_are_those_of_the_products() -> None:
+    query, key, logits, value = drawn(Case("flops", hidden=0))
+    columns, entries = 7, 37
+    with FlopCounterMode(display=False) as counter:
+        moments, reference = key_moments(key, logits, value)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 70 * columns * entries
+    with FlopCounterMode(display=False) as counter:
+        attention_from_moments(query.requires_grad_(), moments, reference)[0].sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 2 * 4 * 5 * columns * entries
+
+
+def test_vmap_and_functional_gradients_go_through_the_reference() -> None:
+    arguments = drawn(Case("vmap", B=3, hidden=0))
+    stacked = torch.func.vmap(lambda *x: by_moments(*(y.unsqueeze(0) for y in x)).squeeze(0))
+    assert_close(stacked(*arguments), by_moments(*arguments), 1e-12)
+    gradient = torch.func.grad(lambda v: by_moments(*arguments[:3], v).sum())(arguments[3])
+    value = arguments[3].requires_grad_()
+    (expected,) = torch.autograd.grad(by_moments(*arguments[:3], value).sum(), value)
+    assert_close(gradient, expected, 1e-12)
+
+
+def test_autocast_keeps_features_and_sums_in_float32() -> None:
+    query, key, logits, value = drawn(CASES[0], torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moments, reference = key_moments(key.bfloat16(), logits, value)
+        output, _ = attention_from_moments(query.bfloat16(), moments, reference)
+    assert moments.dtype == output.dtype == torch.float32
+
+
+def test_a_key_that_is_seen_and_not_finite_reaches_every_query() -> None:
+    query, key, logits, value = drawn(Case("poison", hidden=0))
+    logits[0, 0, 3] = math.nan
+    output = by_moments(query, key, logits, value)
+    assert output[0, 0].isnan().all()
+    assert output[0, 1:].isfinite().all()
+    assert output[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (slice(None), slice(None), slice(None), slice(0, 3))}, "even number F"),
+        ({"logits": (slice(None), slice(0, 1))}, r"logits must have shape \[B, K, S\] = \[2, 4"),
+        ({"value": (slice(None), slice(0, 3))}, "value must have shape .* that divide K = 4"),
+    ],
+)
+def test_wrong_keys_are_refused(change: dict[str, tuple[slice, ...]], message: str) -> None:
+    _, key, logits, value = drawn(CASES[0])
+    arguments = {"key": key, "logits": logits, "value": value}
+    for name, index in change.items():
+        arguments[name] = arguments[name][index]
+    with pytest.raises(RuntimeError, match=message):
+        key_moments(*arguments.values())
+    with pytest.raises(RuntimeError, match=message):
+        key_moments(*(x.to("meta") for x in arguments.values()))
+
+
+def test_wrong_moments_are_refused() -> None:
+    query, key, logits, value = drawn(CASES[0])
+    moments, reference = key_moments(key, logits, value)
+    with pytest.raises(TypeError, match="moments must be Double for Double features, got Float"):
+        attention_from_moments(query, moments.float(), reference)
+    with pytest.raises(RuntimeError, match=r"E = F \(F \+ 1\) / 2 \+ 1 = 37, got"):
+        attention_from_moments(query, moments[:, :, 1:], reference)
+    with pytest.raises(ValueError, match="eps must be finite and positive, got 0"):
+        attention_from_moments(query, moments, reference, eps=0.0)
+    with pytest.raises((RuntimeError, TypeError), match="reference must"):
+        attention_from_moments(query, moments, reference.float())
+    with pytest.raises(RuntimeError, match="other_moments must be Double of shape"):
+        merge_moments(moments, reference, moments[:, :, 1:], reference)
+    with pytest.raises(TypeError, match="logits must be float64"):
+        key_moments(key, logits.long(), value)

@@ -1,0 +1,284 @@
+"""Decoding in constant memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close, assert_identical
+
+reference = ikattn.reference.implicit_kernel_attention
+SUMS = [torch.float64, torch.float32]
+
+
+def drawn(
+    length: int = 40, groups: int = 4, heads: int | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
+    """query, key, value, w1, w2: B = 2, H = 4, d = 8, d_v = 6, M = 5."""
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tokens = draw(2, 4, length, 8), draw(2, groups, length, 8), draw(2, groups, length, 6)
+    w1, w2 = (0.1 * draw(heads or 4, 8, 5) for _ in range(2))
+    return tuple(x.to(dtype) for x in (*tokens, w1, w2))
+
+
+def token_by_token(
+    state: ikattn.RecurrentState, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    outputs = []
+    for t in range(key.size(2)):
+        token = slice(t, t + 1)
+        state.update(key[:, :, token], value[:, :, token])
+        outputs.append(state.attend(query[:, :, token], **options))
+    return torch.cat(outputs, 2)
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize(("groups", "heads"), [(4, 4), (2, 4), (2, 2), (1, 1)])
+def test_token_by_token_is_causal(groups: int, heads: int) -> None:
+    query, key, value, w1, w2 = drawn(groups=groups, heads=heads)
+    state = ikattn.RecurrentState(w1, w2, p=3.0, magnitude_scale=0.2)
+    options = {"p": 3.0, "magnitude_scale": 0.2, "eps": 1e-4, "enable_gqa": True}
+    found = token_by_token(state, query, key, value, eps=1e-4)
+    assert_close(found, reference(query, key, value, w1, w2, is_causal=True, **options), 1e-11)
+    assert len(state) == 40
+
+
+@pytest.mark.parametrize("sums", SUMS, ids=str)
+def test_float32_keys_are_as_accurate_as_their_sums(sums: torch.dtype) -> None:
+    arguments = drawn(length=300, dtype=torch.float32)
+    query, key, value, w1, w2 = arguments
+    found = token_by_token(ikattn.RecurrentState(w1, w2, dtype=sums), query, key, value)
+    exact = reference(*(x.double() for x in arguments), is_causal=True)
+    assert found.dtype == torch.float32
+    assert_close(found, exact, 1e-6 if sums == torch.float64 else 1e-3)
+
+
+@pytest.mark.parametrize("sums", SUMS, ids=str)
+def test_magnitudes_that_grow_by_1000_are_rescaled(sums: torch.dtype) -> None:
+    query, key, value, w1, w2 = drawn(length=50, dtype=torch.float32)
+    # g from below 1 to above 1000, where exp(g) is no float32, and back
+    growth = torch.cat([torch.linspace(1, 60, 25), torch.linspace(60, 1, 25)])
+    key = key * growth[:, None]
+    state = ikattn.RecurrentState(w1, w2, dtype=sums)
+    found = token_by_token(state, query, key, value)
+    assert (state.reference > 1000).all()
+    exact = reference(*(x.double() for x in (query, key, value, w1, w2)), is_causal=True)
+    assert_close(found, exact, 1e-6 if sums == torch.float64 else 1e-2)
+
+
+def test_keys_smaller_than_all_before_change_nothing_they_must_not() -> None:
+    query, key, value, w1, w2 = drawn(length=4)
+    key[:, :, :1] *= 30
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key[:, :, :1], value[:, :, :1])
+    first = state.reference.clone()
+    state.update(key[:, :, 1:], value[:, :, 1:])
+    assert torch.equal(state.reference, first)
+    assert_close(state.attend(query), reference(query, key, value, w1, w2), 1e-11)
+
+
+@pytest.mark.parametrize("cuts", [[40], [7, 8, 40], [1, 2, 3, 40], [20, 20, 40]])
+def test_prompts_in_parts_are_causal(cuts: list[int]) -> None:
+    query, key, value, w1, w2 = drawn(groups=2)
+    bias = torch.zeros(2, 1, 40, dtype=torch.float64)
+    bias[0, 0, :9] = -math.inf  # padding on the left
+    key[0, :, :9] = math.nan
+    state, outputs = ikattn.RecurrentState(w1, w2), []
+    for begin, end in zip([0, *cuts], cuts, strict=False):
+        part = slice(begin, end)
+        tokens = (x[:, :, part] for x in (query, key, value))
+        outputs.append(state.extend(*tokens, key_bias=bias[..., part]))
+    expected = reference(query, key, value, w1, w2, key_bias=bias, is_causal=True, enable_gqa=True)
+    found = torch.cat(outputs, 2)
+    assert_close(found, expected, 1e-11)
+    assert not found[0, :, :9].any()
+
+
+@pytest.mark.parametrize("shape", [(), (40,), (2, 1, 40), (2, 40), (2, 2, 40), (4, 40)])
+def test_biases_broadcast(shape: tuple[int, ...]) -> None:
+    query, key, value, w1, w2 = drawn(groups=2)
+    bias = torch.randn(shape, dtype=torch.float64)
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key, value, bias)
+    expected = reference(query, key, value, w1, w2, key_bias=bias, enable_gqa=True)
+    assert_close(state.attend(query), expected, 1e-11)
+
+
+def test_a_state_without_visible_keys_gives_zeros() -> None:
+    query, key, value, w1, w2 = drawn()
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key * math.nan, value * math.nan, torch.tensor(-math.inf))
+    assert not state.attend(query).any()
+    state.update(key, value)
+    assert_close(state.attend(query), reference(query, key, value, w1, w2), 1e-11)
+
+
+def test_memory_does_not_grow() -> None:
+    _, key, value, w1, w2 = drawn()
+    state = ikattn.RecurrentState(w1, w2)
+    assert state.nbytes == 0
+    state.update(key[:, :, :1], value[:, :, :1])
+    first = state.nbytes
+    assert first == 2 * 4 * (56 * 7 + 1) * 8
+    state.update(key, value)
+    assert state.nbytes == first
+
+
+# --- What is done with a state --------------------------------------------------------------------
+
+
+def test_beams_are_reordered() -> None:
+    query, key, value, w1, w2 = drawn()
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key, value)
+    order = torch.tensor([1, 1, 0])
+    state.reorder(order)
+    assert_close(state.attend(query[order]), reference(query, key, value, w1, w2)[order], 1e-11)
+
+
+def test_states_of_two_parts_add() -> None:
+    query, key, value, w1, w2 = drawn()
+    states = [ikattn.RecurrentState(w1, w2) for _ in range(3)]
+    states[0].update(key[:, :, :10], value[:, :, :10])
+    states[1].update(key[:, :, 10:], value[:, :, 10:])
+    for other in states[:2]:
+        states[2].merge(other)
+    assert len(states[2]) == 40
+    assert len(states[0]) == 10
+    assert_close(states[2].attend(query), reference(query, key, value, w1, w2), 1e-11)
+    states[2].merge(ikattn.RecurrentState(w1, w2))
+    assert len(states[2]) == 40
+
+
+def test_states_are_saved_copied_and_loaded() -> None:
+    query, key, value, w1, w2 = drawn()
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key[:, :, :10], value[:, :, :10])
+    file, whole = io.BytesIO(), io.BytesIO()
+    torch.save(state.state_dict(), file)
+    torch.save(state, whole)
+    copied = copy.deepcopy(state)
+    before = state.attend(query)
+    state.update(key[:, :, 10:], value[:, :, 10:])
+    file.seek(0), whole.seek(0)
+    loaded = ikattn.RecurrentState(w1, w2)
+    loaded.load_state_dict(torch.load(file))
+    others = (loaded, copied, torch.load(whole, weights_only=False))
+    for other in others:
+        assert len(other) == 10
+        assert_identical([other.attend(query)], [before])
+        other.update(key[:, :, 10:], value[:, :, 10:])
+        assert_identical([other.attend(query)], [state.attend(query)])
+
+
+def test_it_moves_to_a_device() -> None:
+    _, key, value, w1, w2 = drawn()
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key, value)
+    assert state.to("meta") is state
+    assert {state.moments.device.type, state.reference.device.type, state.w1.device.type} == {
+        "meta"
+    }
+
+
+def test_autocast_and_inference_mode_do_not_change_it() -> None:
+    query, key, value, w1, w2 = drawn(dtype=torch.float32)
+    plain = token_by_token(ikattn.RecurrentState(w1, w2), query, key, value)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        state = ikattn.RecurrentState(w1, w2)
+        found = token_by_token(state, query, key, value)
+    assert_identical([found], [plain])
+    state.update(key, value)  # outside of inference mode
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tokens_of_16_bits(dtype: torch.dtype) -> None:
+    query, key, value, w1, w2 = drawn(dtype=dtype)
+    found = token_by_token(ikattn.RecurrentState(w1, w2), query, key, value)
+    exact = reference(*(x.double() for x in (query, key, value, w1, w2)), is_causal=True)
+    assert found.dtype == dtype
+    assert_close(found, exact, torch.finfo(dtype).eps)
+
+
+# --- Wrong arguments ------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused_and_change_nothing() -> None:
+    query, key, value, w1, w2 = drawn()
+    state = ikattn.RecurrentState(w1, w2)
+    with pytest.raises(ValueError, match="no key came yet"):
+        state.attend(query)
+    state.update(key, value)
+    before = state.state_dict()
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((key[:1], value[:1]), "batch size, heads and type of the keys before"),
+        ((key[:, :2], value[:, :2]), "batch size, heads and type"),
+        ((key[..., :4], value), r"\[B, G, new, d\] with d = 8"),
+        ((key, value[..., :3]), "value must have shape"),
+        ((key, value[:, :, :3]), "value must have shape"),
+        ((key, value, torch.zeros(3)), "key_bias must broadcast to"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            state.update(*arguments)
+    with pytest.raises(TypeError, match="key_bias must be floating point"):
+        state.update(key, value, torch.ones(40, dtype=torch.bool))
+    with pytest.raises(ValueError, match="query must have the heads"):
+        state.attend(query[:, :3])
+    with pytest.raises(ValueError, match="as many tokens"):
+        state.extend(query[:, :, :3], key, value)
+    with pytest.raises(RuntimeError, match="no gradient would reach"):
+        state.update(key.clone().requires_grad_(), value)
+    after = state.state_dict()
+    assert_identical(
+        [before["moments"], before["reference"]], [after["moments"], after["reference"]]
+    )
+    assert before["length"] == after["length"]
+
+
+def test_other_kernels_are_refused() -> None:
+    _, key, value, w1, w2 = drawn()
+    states = [
+        ikattn.RecurrentState(w1, w2),
+        ikattn.RecurrentState(w1, w1),
+        ikattn.RecurrentState(w1),
+        ikattn.RecurrentState(w1, w2, p=1.0),
+    ]
+    for state in states:
+        state.update(key, value)
+    for other in states[1:]:
+        with pytest.raises(ValueError, match="same frequencies, p and magnitude_scale"):
+            states[0].merge(other)
+    narrow = ikattn.RecurrentState(w1[..., :3])
+    with pytest.raises(ValueError, match="K = 4 and E = 22"):
+        narrow.load_state_dict(states[0].state_dict())
+    with pytest.raises(ValueError, match="frequencies of each batch item"):
+        ikattn.RecurrentState(w1.expand(2, 4, 8, 5))
+    with pytest.raises(ValueError, match="dtype must be float32 or float64"):
+        ikattn.RecurrentState(w1, dtype=torch.bfloat16)
+
+
+def test_float32_refuses_eps_that_its_rounding_would_drown() -> None:
+    query, key, value, w1, w2 = drawn(dtype=torch.float32)
+    state = ikattn.RecurrentState(w1, w2, dtype=torch.float32)
+    state.update(key, value)
+    with pytest.raises(ValueError, match=r"eps must be at least 1e-06 .* dtype=torch.float64"):
+        state.attend(query, eps=1e-8)
+    wide = ikattn.RecurrentState(w1, w2)
+    wide.update(key, value)
+    exact = reference(*(x.double() for x in (query, key, value, w1, w2)), eps=1e-8)
+    assert_close(wide.attend(query, eps=1e-8), exact, 1e-6)

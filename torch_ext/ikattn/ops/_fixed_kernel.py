@@ -1,0 +1,160 @@
+"""What KeyFeatures and RecurrentState share: a kernel that stays as it is, and tokens that meet it.
+
+Sizes as in ``ikattn.ops``: B batch, H query heads, G key/value heads, d head size, M frequencies; K
+is the heads of the frequencies, H or G.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikattn.ops.attention import spectral_features
+from ikattn.ops.magnitude import check_order, log_magnitude
+
+__all__ = ["FixedKernel", "as_they_are", "check_floating"]
+
+
+class FixedKernel:
+    """Frequencies ``[K, d, M]`` and the magnitude of keys; errors name the class made of it."""
+
+    def __init__(
+        self, w1: Tensor, w2: Tensor | None, p: float | None, magnitude_scale: float | None
+    ) -> None:
+        name = type(self).__name__
+        if w1.dim() != 3:
+            raise ValueError(
+                f"{name}: w1 must have shape [H, d, M] or [G, d, M], got {list(w1.shape)}; "
+                "frequencies of each batch item cannot be kept"
+            )
+        check_floating(name, w1=w1, w2=w2)
+        if w2 is not None and w2.shape != w1.shape:
+            raise ValueError(
+                f"{name}: w2 must have the shape of w1, {list(w1.shape)}, got {list(w2.shape)}"
+            )
+        check_order(name, p)
+        if magnitude_scale is not None and not math.isfinite(magnitude_scale):
+            raise ValueError(f"{name}: magnitude_scale must be finite, got {magnitude_scale}")
+        self.w1 = w1
+        self.w2 = w2
+        self.p = p
+        self.magnitude_scale = magnitude_scale
+        self._frequencies: dict[
+            tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
+        ] = {}
+
+    def _refuse_gradients(self, method: str, *tensors: Tensor) -> None:
+        inputs = (*tensors, self.w1, self.w2)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method}: no gradient would reach what requires one; call "
+                "it under torch.no_grad(), or call ikattn.implicit_kernel_attention"
+            )
+
+    def _check_key(
+        self,
+        method: str,
+        key: Tensor,
+        before: tuple[int, int, torch.dtype] | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """``before``: batch, heads and type of the keys before, which is ``dtype`` or wider."""
+        heads, size, _ = self.w1.shape
+        name = f"{type(self).__name__}.{method}"
+        self._refuse_gradients(method, key)
+        check_floating(name, key=key)
+        if key.dim() != 4 or key.size(3) != size or key.size(1) < 1 or heads % key.size(1):
+            raise ValueError(
+                f"{name}: key must have shape [B, G, new, d] with d = {size} and G a divisor of "
+                f"the heads of w1, {heads}, got {list(key.shape)}"
+            )
+        found = (*key.shape[:2], torch.promote_types(key.dtype, dtype))
+        if before is not None and found != before:
+            raise ValueError(
+                f"{name}: key must have batch size, heads and type of the keys before, {before}, "
+                f"got {found}"
+            )
+
+    def _check_query(self, method: str, query: Tensor, batch: int, groups: int) -> None:
+        own, size, _ = self.w1.shape
+        name = f"{type(self).__name__}.{method}"
+        if query.dim() != 4 or query.size(0) != batch or query.size(3) != size:
+            raise ValueError(
+                f"{name}: query must have shape [B, H, L, d] with B = {batch} and d = {size}, got "
+                f"{list(query.shape)}"
+            )
+        heads = query.size(1)
+        if heads % groups or heads not in (own, heads // groups * own):
+            raise ValueError(
+                f"{name}: query must have the heads of w1, {own}, or a multiple of those of the "
+                f"keys, {groups}, got {heads}"
+            )
+
+    def _of_keys(self, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Features ``[B, K, S, 2 M]`` in ``dtype``, log magnitudes ``[B, G, S]`` in float64."""
+        heads, groups = self.w1.size(0), key.size(1)
+        wide = key.to(dtype)
+        spread = wide if heads == groups else wide.repeat_interleave(heads // groups, 1)
+        features = spectral_features(spread, *self._frequencies_for(heads, spread))
+        return features, log_magnitude(key.double(), self.p, self.magnitude_scale)
+
+    def _of_queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
+        """Features ``[B, H, L, 2 M]``."""
+        wide = query.to(dtype)
+        return spectral_features(wide, *self._frequencies_for(query.size(1), wide))
+
+    def _frequencies_for(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """w1 and w2 for so many heads, of the type and on the device of a tensor; made once."""
+
+        def prepared(w: Tensor) -> Tensor:
+            return w.detach().to(like).repeat_interleave(heads // w.size(0), 0)
+
+        key = (heads, like.dtype, like.device)
+        if key not in self._frequencies:
+            w2 = None if self.w2 is None else prepared(self.w2)
+            self._frequencies[key] = (prepared(self.w1), w2)
+        return self._frequencies[key]
+
+
+def as_they_are(like: Tensor) -> AbstractContextManager[Any]:
+    """No autocast: features of a lower precision would change weights by as much."""
+    if not torch.is_autocast_enabled(like.device.type):
+        return nullcontext()
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def check_floating(function: str, kind: str = "floating point", **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{function}: {name} must be {kind}, got {x.dtype}")
+
+
+def check_broadcasts(function: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    own = tuple(x.shape)
+    fits = len(own) <= len(shape) and all(
+        size in (1, of) for size, of in zip(own[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{function}: {name} must broadcast to {list(shape)}, got {list(own)}")
+
+
+def added(logits: Tensor, bias: Tensor) -> Tensor:
+    """Their sum; -inf in the bias hides a key whatever its logit is."""
+    return torch.where(bias == -math.inf, -math.inf, logits + bias)
+
+
+def to_heads(x: Tensor, heads: int) -> Tensor:
+    """x [B, heads or a divisor, ..] with each head repeated for the query heads it serves."""
+    own = x.size(1)
+    return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)
+
+
+def with_heads(bias: Tensor, heads: int, groups: int) -> tuple[Tensor, int]:
+    """A key bias with all three axes, and which heads it has to have: these, or their groups."""
+    whole = bias.reshape((1,) * max(0, 3 - bias.dim()) + tuple(bias.shape))
+    of_groups = whole.dim() == 3 and whole.size(1) in (1, groups)
+    return whole, groups if of_groups else heads

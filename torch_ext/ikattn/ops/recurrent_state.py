@@ -1,0 +1,409 @@
+"""Decoding in constant memory: a state of one size that holds any number of keys and values.
+
+Sizes as in ``ikattn.ops``: B batch, H query heads, G key/value heads, L queries, d head size, d_v
+that of values, M frequencies; K is the heads of the frequencies, H or G. E = M (2 M + 1) + 1
+entries, as of :func:`ikattn.ops.key_moments`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikattn._memory import takes_memory_for
+from ikattn.ops._decompositions import operator
+from ikattn.ops._fixed_kernel import (
+    FixedKernel,
+    added,
+    as_they_are,
+    check_broadcasts,
+    check_floating,
+    to_heads,
+    with_heads,
+)
+from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
+
+__all__ = ["RecurrentState"]
+
+_LEAST_EPS = 1e-6  # whose share of a sum float32 still holds to some per cent
+
+
+class RecurrentState(FixedKernel):
+    """All that queries need to know of the keys and values before them, in ``B K E (d_v + 1)``
+    numbers.
+
+    The squared similarity is a polynomial in the features of a key, so that what a query makes of
+    all keys is linear in sums over them (:func:`ikattn.ops.key_moments`). A new key adds to the
+    sums; neither memory nor the time of a token grows with their number. Sums are relative to
+    exp of the largest log magnitude so far, and rescaled when a larger one comes.
+
+    :class:`ikattn.KeyFeatures` keeps each key in 2 M + d_v numbers. It is the faster one for less
+    than some M^2 tokens, takes masks of pairs, and forgets tokens (``crop``). Here keys can be
+    hidden when they come, and never leave: no sliding window, no mask that differs by query but
+    :meth:`extend`'s causal one, no way back by a token. Frequencies are the same for every input:
+    no generators that depend on it.
+
+    Sums are made in float64, under autocast too. In float32 a state is half as large, and a token
+    takes some 0.6 of the time, but errors of single tokens add up: to some 1e-5 of an output after
+    32768, and to as much as 6e-8 / eps where all scores of a query are near zero.
+
+    Nothing has a gradient: call it under ``torch.no_grad()``.
+
+    Args:
+        w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, which must stay as they are.
+        w2: As w1; None: stationary.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
+        magnitude_scale: Factor of ``|k|_p^2``, by default ``1 / (2 sqrt d)``.
+        dtype: Of the sums: float64, or float32, which is float64 for float64 keys all the same.
+
+    Raises:
+        TypeError: Frequencies are not floating point.
+        ValueError: p, magnitude_scale, dtype or the shape of the frequencies is wrong.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147).
+
+    Example:
+        >>> import torch, ikattn
+        >>> q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+        >>> w1, w2 = (0.1 * torch.randn(2, 8, 4) for _ in range(2))
+        >>> state, outputs = ikattn.RecurrentState(w1, w2), []
+        >>> for t in range(10):  # token by token
+        ...     state.update(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        ...     outputs.append(state.attend(q[:, :, t : t + 1]))
+        >>> whole = ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=True)
+        >>> torch.allclose(torch.cat(outputs, 2), whole, atol=1e-5)
+        True
+        >>> state.nbytes  # of 10 tokens, as of a million
+        5344
+    """
+
+    def __init__(
+        self,
+        w1: Tensor,
+        w2: Tensor | None = None,
+        *,
+        p: float | None = 2.0,
+        magnitude_scale: float | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__(w1, w2, p, magnitude_scale)
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"RecurrentState: dtype must be float32 or float64, got {dtype}")
+        self.dtype = dtype
+        self._length = 0
+        self._groups = 0  # G
+        self._moments: Tensor | None = None  # [B, K, E, d_v + 1]
+        self._reference: Tensor | None = None  # [B, K]
+
+    def __len__(self) -> int:
+        """The keys that came, hidden ones included."""
+        return self._length
+
+    def __repr__(self) -> str:
+        heads, size, frequencies = self.w1.shape
+        return (
+            f"RecurrentState({self._length} keys, {heads} heads of size {size}, "
+            f"num_frequencies={frequencies}, p={self.p})"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums; 0 before the first key."""
+        return sum(x.nbytes for x in (self._moments, self._reference) if x is not None)
+
+    @property
+    def moments(self) -> Tensor:
+        """The sums ``[B, K, E, d_v + 1]``; those of :func:`ikattn.ops.key_moments`.
+
+        Raises:
+            ValueError: No key came yet.
+        """
+        return self._known()[0]
+
+    @property
+    def reference(self) -> Tensor:
+        """What the sums are relative to the exponential of, float64 ``[B, K]``.
+
+        Raises:
+            ValueError: No key came yet.
+        """
+        return self._known()[1]
+
+    @takes_memory_for("moments of keys", function="RecurrentState.update")
+    def update(self, key: Tensor, value: Tensor, key_bias: Tensor | None = None) -> None:
+        """Adds keys and values.
+
+        Args:
+            key: ``[B, G, new, d]``.
+            value: ``[B, G, new, d_v]``, in any floating type.
+            key_bias: Added to a key's logit, broadcastable to ``[B, K, new]`` or ``[B, G, new]``;
+                -inf hides the key, whatever it holds.
+
+        Raises:
+            RuntimeError: A gradient would be lost, or memory is not enough; nothing has changed.
+            TypeError: An argument is not floating point.
+            ValueError: A shape is wrong, or not that of the tokens before.
+        """
+        self._check_tokens("update", key, value, key_bias)
+        # Ordinary tensors, also from below inference_mode.
+        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+            keys = self._keys_of(key, key_bias)
+            if self._moments is None:
+                self._moments, self._reference = key_moments(*keys, value)
+            else:
+                torch.ops.ikattn.add_key_moments_(*self._known(), *keys, value)
+        self._length += key.size(2)
+        self._groups = key.size(1)
+
+    @takes_memory_for("features and the output", function="RecurrentState.attend")
+    def attend(self, query: Tensor, *, eps: float = 1e-5) -> Tensor:
+        """Attention of queries to all keys that came.
+
+        Args:
+            query: ``[B, H, L, d]``.
+            eps: Added to the squared similarity; positive, at least 1e-6 unless sums are float64.
+
+        Returns:
+            ``[B, H, L, d_v]`` in the type of query. A query for which no key is visible gets zero.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: An argument has a wrong shape, type or value, or a
+                gradient would be lost.
+        """
+        return self._read("attend", query, eps)[0].to(query.dtype)
+
+    @takes_memory_for("features and the output", function="RecurrentState.extend")
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None = None,
+        *,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Causal attention of new tokens, which are added: a prompt, or a part of one.
+
+        A query sees all keys before and the new ones up to its own.
+
+        Args:
+            query: ``[B, H, new, d]``.
+            key: As of :meth:`update`, as value and key_bias.
+            value: ``[B, G, new, d_v]``.
+            key_bias: Broadcastable to ``[B, K, new]`` or ``[B, G, new]``.
+            eps: As of :meth:`attend`.
+
+        Returns:
+            ``[B, H, new, d_v]`` in the type of query.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: As of :meth:`update` and :meth:`attend`.
+        """
+        if query.dim() != 4 or key.dim() != 4 or query.size(2) != key.size(2):
+            raise ValueError(
+                "RecurrentState.extend: query and key must be of as many tokens, got "
+                f"{list(query.shape)} and {list(key.shape)}"
+            )
+        if key.size(2) == 1:
+            self._check_eps("extend", eps)
+            self._check_query("extend", query, key.size(0), key.size(1))
+            self.update(key, value, key_bias)
+            return self.attend(query, eps=eps)
+        self._check_tokens("extend", key, value, key_bias)
+        before = self._read("extend", query, eps) if self._moments is not None else None
+        output, log_z = self._among_themselves(query, key, value, key_bias, eps)
+        if before is not None:
+            output, _ = _joined(before, (output.to(before[0].dtype), log_z))
+        self.update(key, value, key_bias)
+        return output.to(query.dtype)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Makes the batch items ``indices``, int64 ``[new B]``, the batch: to reorder beams.
+
+        Raises:
+            RuntimeError, IndexError: An index is out of range.
+        """
+        if self._moments is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            new = [x.index_select(0, indices.to(x.device)) for x in self._known()]
+        self._moments, self._reference = new
+
+    def merge(self, other: RecurrentState) -> None:
+        """Adds the keys of another state of the same kernel: of a part of the tokens.
+
+        Raises:
+            ValueError: Kernels, batch sizes, heads or types of the two differ.
+        """
+        _check_same_kernel(self, other)
+        if other._moments is None:
+            return
+        if self._moments is None:
+            self.load_state_dict(other.state_dict())
+            return
+        own, others = self._known(), other._known()
+        found = [
+            (x[0].shape, x[0].dtype, x[0].device, y) for x, y in ((own, self), (others, other))
+        ]
+        kinds = [(*kind[:3], kind[3]._groups) for kind in found]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"RecurrentState.merge: other must have moments as these, {kinds[0]}, got "
+                f"{kinds[1]}"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._moments, self._reference = merge_moments(*own, *others)
+        self._length += other._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of the keys: tensors ``moments`` and ``reference``, and integers.
+
+        Tensors are copies. Frequencies are not in it; ``torch.save(state, ..)`` saves them, too.
+        """
+        moments, reference = (
+            None if x is None else x.clone() for x in (self._moments, self._reference)
+        )
+        return {
+            "moments": moments,
+            "reference": reference,
+            "length": self._length,
+            "groups": self._groups,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes what :meth:`state_dict` gave, of the same kernel, the state.
+
+        Raises:
+            KeyError: An entry is missing.
+            ValueError: Shapes are those of another kernel.
+        """
+        moments, reference = state["moments"], state["reference"]
+        length, groups = int(state["length"]), int(state["groups"])
+        heads, _, frequencies = self.w1.shape
+        entries = frequencies * (2 * frequencies + 1) + 1
+        if moments is not None and (
+            moments.dim() != 4
+            or moments.shape[1:3] != (heads, entries)
+            or reference.shape != moments.shape[:2]
+        ):
+            raise ValueError(
+                f"RecurrentState.load_state_dict: moments must have shape [B, K, E, d_v + 1] with "
+                f"K = {heads} and E = {entries}, and reference [B, K], got {list(moments.shape)} "
+                f"and {list(reference.shape)}"
+            )
+        self._moments, self._reference = moments, reference
+        self._length, self._groups = length, groups
+
+    def to(self, device: torch.device | str) -> RecurrentState:
+        """Moves sums and frequencies; returns the state itself."""
+        w2 = None if self.w2 is None else self.w2.to(device)
+        w1 = self.w1.to(device)
+        kept = [None if x is None else x.to(device) for x in (self._moments, self._reference)]
+        self.w1, self.w2 = w1, w2
+        self._moments, self._reference = kept
+        self._frequencies.clear()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_frequencies": {}}  # which are made again
+
+    def _known(self) -> tuple[Tensor, Tensor]:
+        if self._moments is None or self._reference is None:
+            raise ValueError("RecurrentState: no key came yet")
+        return self._moments, self._reference
+
+    def _keys_of(self, key: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Features and logits for each head of the sums."""
+        features, logits = self._of_keys(key, torch.promote_types(key.dtype, self.dtype))
+        if key_bias is not None:
+            bias, heads = with_heads(key_bias, self.w1.size(0), key.size(1))
+            logits = added(to_heads(logits, heads), to_heads(bias, heads))
+        return features, to_heads(logits, self.w1.size(0)).expand(features.shape[:3])
+
+    def _read(self, method: str, query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Output in the type of the sums, and log Z."""
+        self._refuse_gradients(method, query)
+        check_floating(f"RecurrentState.{method}", query=query)
+        self._check_eps(method, eps)
+        moments, reference = self._known()
+        self._check_query(method, query, moments.size(0), self._groups)
+        with as_they_are(query):
+            features = self._of_queries(query, moments.dtype)
+            return attention_from_moments(features, moments, reference, eps=eps)
+
+    def _among_themselves(
+        self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of new tokens to each other, and log Z."""
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        if key_bias is not None:
+            key_bias = to_heads(*with_heads(key_bias, query.size(1), key.size(1)))
+        with as_they_are(query):
+            wide = query.to(dtype)
+            found: tuple[Tensor, Tensor] = operator("implicit_kernel_attention")(
+                wide,
+                key.to(dtype),
+                value.to(dtype),
+                *self._frequencies_for(query.size(1), wide),
+                p=self.p,
+                key_bias=key_bias,
+                is_causal=True,
+                enable_gqa=query.size(1) != key.size(1),
+                eps=eps,
+                magnitude_scale=self.magnitude_scale,
+            )
+        return found
+
+    def _check_eps(self, method: str, eps: float) -> None:
+        dtype = self.dtype if self._moments is None else self._moments.dtype
+        if dtype == torch.float32 and eps < _LEAST_EPS:
+            raise ValueError(
+                f"RecurrentState.{method}: eps must be at least {_LEAST_EPS} for sums in float32, "
+                f"whose rounding is larger, got {eps}; dtype=torch.float64 takes less"
+            )
+
+    def _check_tokens(
+        self, method: str, key: Tensor, value: Tensor, key_bias: Tensor | None
+    ) -> None:
+        moments, before = self._moments, None
+        if moments is not None:
+            before = (moments.size(0), self._groups, moments.dtype)
+        self._check_key(method, key, before, self.dtype)
+        name = f"RecurrentState.{method}"
+        self._refuse_gradients(method, value)
+        check_floating(name, value=value, key_bias=key_bias)
+        width = value.size(3) if moments is None and value.dim() == 4 else -1
+        if moments is not None:
+            width = moments.size(3) - 1
+        if tuple(value.shape) != (*key.shape[:3], width):
+            raise ValueError(
+                f"{name}: value must have shape [B, G, new, d_v] as key, {list(key.shape[:3])}, "
+                f"and the values before, got {list(value.shape)}"
+            )
+        if key_bias is not None:
+            _, heads = with_heads(key_bias, self.w1.size(0), key.size(1))
+            check_broadcasts(name, "key_bias", key_bias, (key.size(0), heads, key.size(2)))
+
+
+def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of both, of outputs and log Z of each."""
+    logs = torch.stack([one[1], other[1]])
+    log_z = torch.logsumexp(logs, 0)
+    shares = (logs - log_z.masked_fill(log_z == -torch.inf, 0.0)).exp().to(one[0].dtype)
+    return one[0] * shares[0, ..., None] + other[0] * shares[1, ..., None], log_z
+
+
+def _check_same_kernel(own: RecurrentState, other: RecurrentState) -> None:
+    def is_same(one: Tensor | None, two: Tensor | None) -> bool:
+        if one is None or two is None:
+            return one is two
+        return one.shape == two.shape and torch.equal(one, two.to(one))
+
+    numbers = [(x.p, x.magnitude_scale) for x in (own, other)]
+    if numbers[0] != numbers[1] or not is_same(own.w1, other.w1) or not is_same(own.w2, other.w2):
+        raise ValueError(
+            "RecurrentState.merge: other must have the same frequencies, p and magnitude_scale"
+        )
