@@ -29,6 +29,7 @@ from ikattn.nn._masks import (
     padded,
     padding_of_queries,
 )
+from ikattn.nn._over_ranks import attention_function, is_over_ranks
 from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn.nn._softmax import (
     rbf_key_bias,
@@ -36,10 +37,7 @@ from ikattn.nn._softmax import (
     select_away,
     softmax_attention,
 )
-from ikattn.ops.attention import (
-    implicit_kernel_attention,
-    implicit_kernel_weights,
-)
+from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.magnitude import LearnedOrder
 
@@ -434,6 +432,7 @@ def _implicit(
     drops_all = dropout_p == 1.0
     if drops_all:
         dropout_p = 0.0  # the operator divides by the share that is kept
+    draws = dropout_p > 0.0 and not is_over_ranks()  # which draw one seed for all of them
     options: dict[str, Any] = {
         "p": kernel.p,
         "key_bias": key_bias,
@@ -441,10 +440,15 @@ def _implicit(
         "is_causal": masks.is_causal,
         "dropout_p": dropout_p,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": draw_dropout_seed(query.device) if dropout_p > 0.0 else None,
+        "dropout_seed": draw_dropout_seed(query.device) if draws else None,
     }
-    output = implicit_kernel_attention(query, key, value, w1, w2, **options)
+    output = attention_function()(query, key, value, w1, w2, **options)
     weights = None
+    if wanted.weights and is_over_ranks():
+        raise RuntimeError(
+            "MultiheadAttention: need_weights must be False under context_parallel, where no rank "
+            "has all weights of a query"
+        )
     if wanted.weights:
         weights = implicit_kernel_weights(
             query, key, w1, w2, **options, average_heads=wanted.average

@@ -1,4 +1,4 @@
-"""How the ranks that share a sequence talk: exchanges with neighbours, agreement, and who is lost."""
+"""How the ranks that share a sequence talk, and how one that does not answer is named."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ranks:
         self.number = dist.get_rank(group)
 
     def send_on(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Exchange:
-        """Starts to send tensors to the next rank of a ring, and to get the likes of the one before.
+        """Starts to send tensors to the next rank of a ring, and to get their likes.
 
         Every rank sends tensors of the same shapes. They must not be written to before ``wait``.
         Exchanges under way at the same time have tags of their own, from ``first_tag`` on.
@@ -98,7 +98,7 @@ class Ranks:
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all ranks, [size, n]. From each by itself, so that one who is lost is named."""
+        """The rows of all ranks, [size, n]; each by itself, so that one who is lost is named."""
         rows = [torch.empty_like(row) if n != self.number else row for n in range(self.size)]
         others = [n for n in range(self.size) if n != self.number]
         operations = [self._operation(dist.isend, row, n, 0) for n in others]

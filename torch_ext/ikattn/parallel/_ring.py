@@ -112,8 +112,8 @@ def ring_attention(
     Gradients of frequencies are this rank's part: those of all ranks add up, as with every
     parameter of a model that gets a part of the tokens.
     """
-    output: Tensor = _Ring.apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-untyped-call]
-    return output
+    apply: Any = _Ring.apply
+    return apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-any-return]
 
 
 def _arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -156,7 +156,7 @@ class _Ring(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
         return (None, *_ring_backward(ctx.call, grad_output, wanted, *ctx.saved_tensors))

@@ -59,11 +59,11 @@ def sums_attention(
     logits = _repeated(logits, K, 1)
     if key_bias is not None:
         logits = logits + _repeated(key_bias, K if bias_heads > 1 else 1, 1)
-    if call.is_causal:
-        arguments = (query, key, value, w1, w2, key_bias, phi_q, phi_k, logits)
-        output: Tensor = _Causal.apply(call, *arguments)  # type: ignore[no-untyped-call]
-        return output
-    output = _Whole.apply(call, phi_q, phi_k, logits, value)  # type: ignore[no-untyped-call]
+    apply: Any = _Causal.apply if call.is_causal else _Whole.apply
+    arguments = [phi_q, phi_k, logits]
+    tokens: list[Tensor | None] = [query, key, value, w1, w2, key_bias]
+    given = [*tokens, *arguments] if call.is_causal else [*arguments, value]
+    output: Tensor = apply(call, *given)
     return output.to(query.dtype)
 
 
@@ -101,7 +101,7 @@ class _Whole(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         phi_q, phi_k, logits, value, total, reference, own, output, log_normalizer = (
             ctx.saved_tensors
@@ -167,7 +167,7 @@ class _Causal(torch.autograd.Function):
         return merged.output.to(inputs.query.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, output, log_normalizer = ctx.saved_tensors
         inputs, call = _Inputs(*tensors), ctx.call
@@ -177,7 +177,7 @@ class _Causal(torch.autograd.Function):
             None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, wide))
             for x in inputs
         ]
-        totals = _Inputs(*sums)  # type: ignore[arg-type]
+        totals: Any = _Inputs(*sums)  # type: ignore[arg-type]
         of_states = []
         for block, state in zip(_own_blocks(call, inputs.query), ctx.before, strict=True):
             results = (grad_output, output, log_normalizer)
@@ -190,13 +190,11 @@ class _Causal(torch.autograd.Function):
             if state is not None:
                 of_moments = state.scaled(own + state.reference)
                 _add_of_keys(block.keys, inputs, of_moments, own, totals)
-        return (
-            None,
-            *(
-                None if x is None else x.to(like.dtype)
-                for x, like in zip(totals, inputs, strict=True)
-            ),  # type: ignore[union-attr]
-        )
+        gradients = [
+            None if like is None else x.to(like.dtype)
+            for x, like in zip(totals, inputs, strict=True)
+        ]
+        return (None, *gradients)
 
 
 def _own_blocks(call: Call, query: Tensor) -> list[Block]:

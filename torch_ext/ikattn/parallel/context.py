@@ -130,8 +130,9 @@ def context_parallel_attention(
     if key_bias is not None:
         shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
         bias = key_bias.expand(shape)
-    attend = sums_attention if _is_linear(call, query, key, value, w1, w2, algorithm) else None
-    return (attend or ring_attention)(call, query, key, value, w1, w2, bias)
+    is_linear = _is_linear(call, query, key, value, w1, w2, algorithm)
+    attend = sums_attention if is_linear else ring_attention
+    return attend(call, query, key, value, w1, w2, bias)
 
 
 def _check_here(call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None) -> None:
@@ -175,7 +176,7 @@ def _agree(
     Raises:
         ValueError: They differ; the same sentence on every rank.
     """
-    query, key, value, w1, w2, key_bias = tensors
+    query, _, _, w1, w2, _ = tensors
     assert query is not None
     signature: dict[str, float] = {}
     for name, x in zip(("query", "key", "value", "w1", "w2", "key_bias"), tensors, strict=True):
@@ -194,7 +195,7 @@ def _agree(
         signature[name] = -1.0 if option is None else float(option)
     signature["is_causal"] = call.is_causal
     signature["layout"] = call.layout.count
-    signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)  # type: ignore[arg-type]
+    signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)
     seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
     halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
     if not drawn:
@@ -209,7 +210,8 @@ def _agree(
             other = int(differs.nonzero()[0])
             raise ValueError(
                 f"context_parallel_attention: ranks must agree on {name}, got "
-                f"{_told(name, column[0])} on rank 0 and {_told(name, column[other])} on rank {other}"
+                f"{_told(name, column[0])} on rank 0 and {_told(name, column[other])} on rank "
+                f"{other}"
             )
     if call.dropout_seed is not None:
         low1, high1, low2, high2 = (int(x) for x in rows[0, -4:])
@@ -367,32 +369,23 @@ def _attention_in(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: There is none, or one that cannot be.
     """
-    found: list[nn.Module] = []
+    found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) or isinstance(
-            getattr(module, "spectral", None), KERNELS
-        ):
-            where = f"context_parallel: {name or 'model'} "
-            if (
-                getattr(
-                    module,
-                    "kernel",
-                    "implicit" if not isinstance(module, nn.MultiheadAttention) else "dot",
-                )
-                != "implicit"
-            ):
-                raise ValueError(
-                    f"{where}must have the implicit kernel, got a {type(module).__name__} with "
-                    "another; ikattn.convert changes it"
-                )
-            source = module.spectral
-            if getattr(source, "pools", False) or getattr(
-                getattr(source, "spectral", None), "pools", False
-            ):
-                raise ValueError(
-                    f"{where}has frequencies that depend on whole sequences, which no rank has"
-                )
-            found.append(module)
+        of_torch = isinstance(module, nn.MultiheadAttention)
+        if not of_torch and not isinstance(getattr(module, "spectral", None), KERNELS):
+            continue
+        reason = None
+        if of_torch and getattr(module, "kernel", "dot") != "implicit":
+            reason = "another kernel than the implicit one; ikattn.convert changes it"
+        elif of_torch and (module.bias_k is not None or module.add_zero_attn):
+            reason = "keys of its own, which every rank would add"
+        elif any(getattr(source, "pools", False) for source in module.spectral.modules()):
+            reason = "frequencies that depend on whole sequences, which no rank has"
+        if reason is not None:
+            raise ValueError(
+                f"context_parallel: {name or 'model'}, a {type(module).__name__}, has {reason}"
+            )
+        found.append(module)
     if not found:
         raise ValueError(
             "context_parallel: expected a model with ikattn.MultiheadAttention, or of transformers "

@@ -22,10 +22,9 @@ from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, 
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
 from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.nn._masks import padded
-from ikattn.ops.attention import (
-    implicit_kernel_attention,
-    implicit_kernel_weights,
-)
+from ikattn.nn._over_ranks import attention_function, is_over_ranks
+from ikattn.nn._softmax import refuse_context_parallel
+from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
@@ -72,6 +71,10 @@ def _implicit_attention(
         The output [B, T, H, d_v], and the weights [B, H, T, S] with output_attentions, else None.
     """
     _refuse(module, options)
+    if not torch.compiler.is_compiling():
+        refuse_context_parallel(IMPLICIT)
+    if is_over_ranks():
+        _refuse_over_ranks(module, query, key, options)
     kernel = kernel_of(module)
     query = scaled_query(query, scaling)
     layer = None if torch.compiler.is_compiling() else state_layer_of(key)
@@ -87,19 +90,20 @@ def _implicit_attention(
             'got several sequences in one; use spectral="ikan", or rows of one sequence'
         )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
+    draws = dropout > 0.0 and not is_over_ranks()  # which draw one seed for all of them
     arguments: dict[str, Any] = {
         "p": kernel.p,
         **visibility,
         "dropout_p": dropout,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": draw_dropout_seed(query.device) if dropout > 0.0 else None,
+        "dropout_seed": draw_dropout_seed(query.device) if draws else None,
         "enable_gqa": key.size(1) != query.size(1),
     }
     output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
     if output is None and packed is not None:
         return _packed_attention(packed, query, key, value, w1, w2, kernel.p, dropout), None
     if output is None:
-        output = implicit_kernel_attention(query, key, value, w1, w2, **arguments)
+        output = attention_function()(query, key, value, w1, w2, **arguments)
     output = output.transpose(1, 2).contiguous()
     if not options.get("output_attentions"):
         return output, None
@@ -117,6 +121,7 @@ def _from_state(
     """The output [B, H, T, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
     reasons = {
         "output_attentions": options.get("output_attentions"),
+        "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
         "position_bias": options.get("position_bias") is not None,
         "training": module.training or torch.is_grad_enabled(),
         "spectral": type(kernel) is not ImplicitKernel,
@@ -265,4 +270,25 @@ def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
             raise NotImplementedError(
                 f"{IMPLICIT}: {type(module).__name__} passes {option}, which {reason}; use "
                 'model.set_attn_implementation("eager")'
+            )
+
+
+def _refuse_over_ranks(
+    module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
+) -> None:
+    """Raises NotImplementedError for what needs the tokens that other ranks have."""
+    wrong = {
+        "output_attentions": bool(options.get("output_attentions")),
+        "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
+        "position_bias": options.get("position_bias") is not None,
+        "sliding_window": options.get("sliding_window") is not None,
+        "a cache": layer_of(key) is not None
+        or state_layer_of(key) is not None
+        or (getattr(module, "is_causal", False) and query.size(2) != key.size(2)),
+    }
+    for what, is_there in wrong.items():
+        if is_there:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} got {what}, which context_parallel does not "
+                "support"
             )
