@@ -179,10 +179,10 @@ def from_pretrained(
             f"from_pretrained: {path} was saved without implicit attention; load it with "
             f"{model_class.__name__}.from_pretrained and call use_implicit_attention"
         )
+    register_implicit()  # before a model is made, which looks the implementation up
     if not hasattr(model_class, "set_attn_implementation"):  # an Auto class
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))
-    register_implicit()
     kind: Any = _with_kernels(model_class, settings, sizes)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = kind.from_pretrained(
