@@ -69,7 +69,7 @@ HOUSES = (
             {"spectral"},
             {"reference"},
             {"ops"},
-            {"_info", "_memory", "_optional", "_precision", "_whole_files"},
+            {"_heads", "_info", "_memory", "_optional", "_precision", "_whole_files"},
             {"_library"},
         ],
     ),

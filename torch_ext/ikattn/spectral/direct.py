@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import whole
+
 Initial = Literal["paper", "unit angle"]
 
 
@@ -123,7 +125,8 @@ class Direct(nn.Module):
             bound = math.sqrt(3) * unit_angle_scale(self.head_dim)
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for parameter in self.parameters():
-            fill_uniform(parameter, bound, generator)
+            with whole(parameter) as values:
+                fill_uniform(values, bound, generator)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
