@@ -64,6 +64,7 @@ HOUSES = (
             {"conversion"},
             {"integrations.bertviz", "integrations.captum", "integrations.inseq"},
             {"analysis"},
+            {"parallel"},
             {"integrations"},
             {"nn"},
             {"spectral"},

@@ -9,6 +9,7 @@ M frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ikattn._heads import HeadShare
 from ikattn._memory import takes_memory_for
 from ikattn.nn._masks import (
     Masks,
@@ -63,6 +65,7 @@ class KernelOptions(NamedTuple):
     magnitude: LearnedOrder | None = None  # in place of p
     pools: bool = False  # whether frequencies depend on averages over queries
     query_padding: Tensor | None = None  # bool [N, L], for these averages
+    head_share: HeadShare | None = None  # whose heads these are, where ranks share them out
 
 
 class ExtraKeys(NamedTuple):
@@ -398,17 +401,21 @@ def _softmax(
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     key, value = select_away(key, value, masks.padding)
-    return softmax_attention(
-        query,
-        key,
-        value,
-        masks,
-        key_bias=rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None,
-        dropout_p=dropout_p,
-        need_weights=wanted.weights,
-        average=wanted.average,
-        mask_dtype=mask_dtype,
-    )
+    share = kernel.head_share if dropout_p > 0.0 else None
+    with nullcontext() if share is None else share.own_numbers(query.device):
+        return softmax_attention(
+            query,
+            key,
+            value,
+            masks,
+            key_bias=(
+                rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None
+            ),
+            dropout_p=dropout_p,
+            need_weights=wanted.weights,
+            average=wanted.average,
+            mask_dtype=mask_dtype,
+        )
 
 
 def _implicit(
@@ -434,6 +441,9 @@ def _implicit(
     drops_all = dropout_p == 1.0
     if drops_all:
         dropout_p = 0.0  # the operator divides by the share that is kept
+    seed = draw_dropout_seed(query.device) if dropout_p > 0.0 else None
+    if seed is not None and kernel.head_share is not None:
+        seed = kernel.head_share.dropout_seed(seed)
     options: dict[str, Any] = {
         "p": kernel.p,
         "key_bias": key_bias,
@@ -441,7 +451,7 @@ def _implicit(
         "is_causal": masks.is_causal,
         "dropout_p": dropout_p,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": draw_dropout_seed(query.device) if dropout_p > 0.0 else None,
+        "dropout_seed": seed,
     }
     output = implicit_kernel_attention(query, key, value, w1, w2, **options)
     weights = None

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ikattn._heads import whole
+from ikattn._heads import HeadShare, local, whole
 
 Initial = Literal["paper", "unit angle"]
 
@@ -83,6 +83,7 @@ class Direct(nn.Module):
 
     w1: nn.Parameter
     w2: nn.Parameter | None
+    head_share: HeadShare | None = None  # the heads of this rank, where w1 and w2 are sharded
 
     def __init__(
         self,
@@ -134,8 +135,16 @@ class Direct(nn.Module):
         return self.num_heads, self.head_dim, self.num_frequencies
 
     def frequencies(self) -> tuple[Tensor, Tensor | None]:
-        """Returns w1 and w2 (None if stationary) as views of shape [H, d, M]."""
-        return self.w1.view(self._shape), None if self.w2 is None else self.w2.view(self._shape)
+        """Returns w1 and w2 (None if stationary) as views of shape [H, d, M].
+
+        H is the number of this rank's heads where tensor parallelism shares them out.
+        """
+        if self.head_share is None:
+            return self.w1.view(self._shape), None if self.w2 is None else self.w2.view(self._shape)
+        shape = (self.head_share.own_heads, self.head_dim, self.num_frequencies)
+        w1, w2 = (None if w is None else local(w).view(shape) for w in (self.w1, self.w2))
+        assert w1 is not None
+        return w1, w2
 
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None

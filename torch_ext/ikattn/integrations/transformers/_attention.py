@@ -19,6 +19,7 @@ from ikattn.integrations.transformers._interface import (
     register_attention,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
+from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.nn._masks import padded
 from ikattn.ops.attention import (
     draw_dropout_seed,
@@ -70,15 +71,20 @@ def _implicit_attention(
     """
     _refuse(module, options)
     kernel = kernel_of(module)
+    check_heads(module, kernel, query)
     query = scaled_query(query, scaling)
     visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
+    seed, share = None, getattr(kernel, "head_share", None)
+    if dropout > 0.0:
+        seed = draw_dropout_seed(query.device)
+        seed = seed if share is None else share.dropout_seed(seed)
     arguments: dict[str, Any] = {
         "p": kernel.p,
         **visibility,
         "dropout_p": dropout,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": draw_dropout_seed(query.device) if dropout > 0.0 else None,
+        "dropout_seed": seed,
         "enable_gqa": key.size(1) != query.size(1),
     }
     output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)

@@ -19,6 +19,7 @@ from ikattn.integrations.transformers._interface import (
     import_transformers,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
+from ikattn.integrations.transformers._parallel import add_to_plans, share_kernels
 from ikattn.nn.functional import check_kernel
 from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
@@ -120,6 +121,8 @@ def use_implicit_attention(
     register_implicit()
     model.set_attn_implementation(IMPLICIT)  # type: ignore[operator]
     _note_in_configs(model, options)
+    add_to_plans(model)
+    share_kernels(model)
     for module in model.modules():
         if calls_interface(module):
             # in a model made of models it may have a config that the call above does not reach
@@ -224,6 +227,7 @@ def _with_kernels(
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
         attach_kernels(self, settings, None, sizes)
+        add_to_plans(self)
 
     # transformers looks at the name and the source file of a class
     names = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}

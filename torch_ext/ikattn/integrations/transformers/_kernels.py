@@ -54,6 +54,8 @@ class ImplicitKernel(Direct):
         ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, stationary=False, p=3.0)
     """
 
+    key_heads: int | None = None  # where the model's config tells
+
     def __init__(
         self,
         num_heads: int,
@@ -85,6 +87,7 @@ class GeneratedKernel(Regularized):
     """
 
     drawn: tuple[Tensor, Tensor | None] | None = None  # the frequencies of the last call
+    key_heads: int | None = None  # where the model's config tells
 
     def __init__(self, *sizes: int, spectral: str, p: float | None, **options: Any) -> None:
         check_kernel("implicit", p)
@@ -174,6 +177,8 @@ def attach_kernels(
             dtype=like.dtype,
             **options,
         ).train(module.training)
+        key_heads = getattr(getattr(module, "config", None), "num_key_value_heads", None)
+        kernels[name].key_heads = key_heads if isinstance(key_heads, int) else None
     for name, kernel in kernels.items():
         found[name].register_module("spectral", kernel)
         found[name].register_forward_pre_hook(_warn_if_unused)
