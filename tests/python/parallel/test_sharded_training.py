@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
@@ -15,9 +17,29 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import sharded_programs
 from agreement import assert_close
 from processes import run_processes
-from sharded_programs import GENERATED, SOURCES, Results, batch, make_encoder
+from sharded_programs import GENERATED, SOURCES, Results, batch, make_encoder, whole
 
 TOLERANCE = 1e-12  # all of it in float64
+
+
+def test_one_process_draws_sharded_frequencies_as_plain_ones() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, plain = make_encoder("mikan"), make_encoder("mikan")
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with torch.no_grad():
+            for w in model.parameters():
+                w.fill_(7.0)
+        for of in (model, plain):
+            of.layers[1].self_attn.spectral.reset_parameters()
+        found, expected = (of.layers[1].self_attn.spectral for of in (model, plain))
+        assert_same(
+            {name: whole(w) for name, w in found.named_parameters()},
+            dict(expected.named_parameters()),
+            0.0,
+        )
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +89,13 @@ def test_ddp_averages_over_the_noise_of_its_ranks(
             for of_rank in results
             for name, x in first.items()
         )
+
+
+def test_models_are_not_converted_when_they_are_wrapped(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        messages = of_rank["errors"]
+        assert "got DistributedDataParallel around it, which would not keep" in messages["ddp"]
+        assert "got FSDPModule around 0, which would not keep new frequ" in messages["fsdp"]
 
 
 @pytest.mark.parametrize("way", ["stages", "traced"])

@@ -25,6 +25,15 @@ from processes import run_processes
 TOLERANCE = 1e-12  # all of it in float64
 
 
+def test_a_plan_names_what_this_package_knows() -> None:
+    layer = nn.TransformerEncoderLayer(E, H, batch_first=True)
+    model = ikattn.convert(nn.TransformerEncoder(layer, 2), select="layers.1.*")
+    plan = tensor_parallel_plan(model)
+    assert list(plan) == ["layers.1.self_attn"]
+    assert isinstance(plan["layers.1.self_attn"], HeadParallel)
+    assert list(tensor_parallel_plan(ikattn.MultiheadAttention(E, H))) == [""]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
@@ -145,6 +154,7 @@ ERRORS = {
     "stock": "TypeError: HeadParallel: expected an ikattn.MultiheadAttention that nobody has",
     "own source": "ValueError: tensor parallelism: frequencies must come from ikattn.spectral.Dir",
     "faithful": "ValueError: tensor parallelism: Mikan(faithful='code') draws as one process",
+    "sharded": "TypeError: HeadParallel: expected an ikattn.MultiheadAttention that nobody has",
     "set_kernel": "RuntimeError: set_kernel: the heads of this module are shared out over ranks",
     "remove_kernel": "RuntimeError: set_kernel: the heads of this module are shared out over ranks",
     "DTensor": "TypeError: MultiheadAttention under HeadParallel: query must be a plain tensor",
@@ -158,15 +168,6 @@ def test_what_cannot_be_is_refused_on_every_rank(what: str, results: list[dict[s
     assert results[0]["errors"].keys() == ERRORS.keys()
     for of_rank in results:
         assert of_rank["errors"][what].startswith(ERRORS[what])
-
-
-def test_a_plan_names_what_this_package_knows() -> None:
-    layer = nn.TransformerEncoderLayer(E, H, batch_first=True)
-    model = ikattn.convert(nn.TransformerEncoder(layer, 2), select="layers.1.*")
-    plan = tensor_parallel_plan(model)
-    assert list(plan) == ["layers.1.self_attn"]
-    assert isinstance(plan["layers.1.self_attn"], HeadParallel)
-    assert list(tensor_parallel_plan(ikattn.MultiheadAttention(E, H))) == [""]
 
 
 def test_a_plan_of_nothing_is_refused() -> None:

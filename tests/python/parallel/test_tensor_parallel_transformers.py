@@ -23,6 +23,16 @@ from processes import run_processes
 TOLERANCE = 1e-11  # all of it in float64
 
 
+def test_kernels_are_in_the_plan_where_their_heads_are() -> None:
+    model = use_implicit_attention(llama_programs.make_model(), num_frequencies=6)
+    assert model.tp_plan["model.layers.*.self_attn.spectral"] == "ikattn_heads"
+    assert model.model.tp_plan["layers.*.self_attn.spectral"] == "ikattn_heads"
+    whole = llama_programs.make_model()
+    whole.tp_plan = {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}
+    assert len(use_implicit_attention(whole, num_frequencies=6).tp_plan) == 1
+    assert not use_implicit_attention(llama_programs.make_bert(), num_frequencies=6).tp_plan
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
@@ -48,6 +58,13 @@ def test_two_ranks_compute_what_one_process_does(
         for name, x in expected.items():
             scale = 1e-3 * expected["loss"].item()
             assert_close(of_rank[way][name].double(), x.double(), TOLERANCE, name, scale)
+
+
+def test_two_ranks_average_keys_as_one_process_does(results: list[dict[str, Any]]) -> None:
+    expected = llama_programs.evaluate_bert(llama_programs.use_mikan(llama_programs.make_bert()))
+    for of_rank in results:
+        for name, x in expected.items():
+            assert_close(of_rank["bert"][name], x, TOLERANCE, name, 1e-3 * abs(expected["loss"]))
 
 
 def test_each_rank_holds_the_frequencies_of_its_heads(
@@ -87,6 +104,7 @@ ERRORS = {
     "whole kernels": "RuntimeError: ikattn_implicit: LlamaAttention got queries of 2 heads, and",
     "whole generators": "RuntimeError: ikattn_implicit: LlamaAttention got queries of 2 heads, and",
     "key heads": "ValueError: ikattn_implicit, keys: expected a number of ranks that divides the 1",
+    "wrapped": "ValueError: use_implicit_attention: expected a model that is not wrapped yet, got",
     "without kernels": "RuntimeError: LlamaAttention has the attention implementation",
 }
 

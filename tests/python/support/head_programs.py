@@ -261,6 +261,7 @@ def _errors(mesh: DeviceMesh, pairs: DeviceMesh) -> dict[str, str]:
         "stock": share(nn.MultiheadAttention(E, H)),
         "own source": share(ikattn.MultiheadAttention(E, H, spectral=own)),
         "faithful": share(ikattn.MultiheadAttention(E, H, spectral=faithful)),
+        "sharded": share(fully_shard(make_module("direct"), mesh=mesh)),
         "set_kernel": lambda: shared.set_kernel("implicit"),
         "remove_kernel": lambda: shared.remove_kernel(),
         "DTensor": lambda: shared(sharded, sharded, sharded),

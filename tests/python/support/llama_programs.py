@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -78,6 +79,7 @@ def run(folder: Path) -> dict[str, Any]:
             model.save_pretrained(folder / "again")
     found["changed when loaded"] = _change_loaded(folder, plan)
     found["by torch"] = evaluate(_shared_by_torch(folder))
+    found["bert"] = evaluate_bert(_share_bert(use_mikan(make_bert())))
     found["dropout"] = _drop(folder, plan)
     found["errors"] = _errors(folder, plan)
     return found
@@ -98,6 +100,36 @@ def _shared_by_torch(folder: Path) -> nn.Module:
     for name in "qkv":
         plan[f"model.layers.*.self_attn.{name}_proj"] = ColwiseParallel()
     plan["model.layers.*.self_attn.o_proj"] = RowwiseParallel()
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+def make_bert() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 20}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**sizes, **dropout, num_attention_heads=4)
+    return transformers.BertModel(config, add_pooling_layer=False).double()
+
+
+def use_mikan(model: Any) -> Any:
+    return use_implicit_attention(model, num_frequencies=6, seed=1, spectral="mikan")
+
+
+def evaluate_bert(model: Any) -> dict[str, Tensor]:
+    """The output, and gradients, where keys are averaged without padding."""
+    torch.manual_seed(3)
+    output = model(TOKENS, attention_mask=torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]))[0]
+    loss = (output * torch.linspace(0, 1, 32)).sum() + ikattn.regularization_loss(model) / 10
+    loss.backward()
+    found = {f"gradient of {name}": _whole(w.grad) for name, w in model.named_parameters()}
+    return {"output": output.detach(), "loss": loss.detach()} | found
+
+
+def _share_bert(model: nn.Module) -> nn.Module:
+    plan = tensor_parallel_plan(model)
+    for name in ("query", "key", "value"):
+        plan[f"encoder.layer.*.attention.self.{name}"] = ColwiseParallel()
+    plan["encoder.layer.*.attention.output.dense"] = RowwiseParallel()
     return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
 
@@ -125,6 +157,7 @@ def _errors(folder: Path, plan: dict[str, Any]) -> dict[str, str]:
             LLAMA, folder / "ikan", distributed_config=config
         )(TOKENS),
         "key heads": lambda: from_pretrained(LLAMA, folder / "one key", **plan),
+        "wrapped": lambda: use_implicit_attention(fully_shard(make_model())),
         "without kernels": lambda: LLAMA.from_pretrained(folder / "direct", **plan)(TOKENS),
     }
     messages = {}

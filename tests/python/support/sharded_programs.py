@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def run(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {source: _draw_on_meta(source, mesh) for source in SOURCES}
     found["checkpoint"] = _save_and_load(mesh, two, folder / "checkpoint")
     found |= {f"ddp, {source}": train_with_noise(source, dist.get_rank()) for source in GENERATED}
+    found["errors"] = _errors(mesh)
     found["stages"], found["traced"] = _pipeline(False), _pipeline(True)
     return found
 
@@ -105,6 +107,20 @@ def train_with_noise(source: str, rank: int | None) -> dict[str, Results]:
         "parameters": {name: w.detach() for name, w in model.named_parameters()},
         "output": {"eval": model.eval()(batch()).detach()},
     }
+
+
+def _errors(mesh: DeviceMesh) -> dict[str, str]:
+    """What is said of models that are converted when they are wrapped."""
+    layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
+    inside = nn.Sequential(fully_shard(copy.deepcopy(layer), mesh=mesh))
+    messages = {}
+    for name, model in {"ddp": DistributedDataParallel(layer), "fsdp": inside}.items():
+        try:
+            ikattn.convert(model)
+        except ValueError as error:
+            messages[name] = str(error)
+        ikattn.convert(model, kernel="rbf")  # has no parameters of its own
+    return messages
 
 
 def _pipeline(is_traced: bool) -> Results:

@@ -142,7 +142,7 @@ def share_heads(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) 
     """Makes a ``MultiheadAttention`` a ``HeadParallelAttention``, in place.
 
     Raises:
-        TypeError: It is another module, or what was made of one.
+        TypeError: It is another module, somebody has changed it, or its parameters are DTensors.
         ValueError: The ranks do not divide the heads, or a source of frequencies is unknown.
     """
     if isinstance(module, HeadParallelAttention):
@@ -156,6 +156,11 @@ def share_heads(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) 
         raise TypeError(
             "HeadParallel: out_proj must be a Linear, without adapters, got "
             f"{type(module.out_proj).__name__}"
+        )
+    if any(hasattr(w, "to_local") for w in module.parameters()):
+        raise TypeError(
+            "HeadParallel: expected plain parameters, got DTensors; call parallelize_module before "
+            "fully_shard"
         )
     share = HeadShare.checked("HeadParallel", mesh, module.num_heads)
     check_shareable(module.spectral)

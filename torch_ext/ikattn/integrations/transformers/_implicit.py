@@ -21,6 +21,7 @@ from ikattn.integrations.transformers._interface import (
 from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
 from ikattn.integrations.transformers._parallel import add_to_plans, share_kernels
 from ikattn.nn.functional import check_kernel
+from ikattn.nn.selection import check_unwrapped
 from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import check_spectral
@@ -78,8 +79,8 @@ def use_implicit_attention(
     Raises:
         TypeError: ``model`` is no transformers model.
         ValueError: An option is wrong, the model has kernels with other options already, no module
-            calls the interface, the number of heads of one that does is not known, or one is causal
-            and spectral "mikan"; nothing has changed then.
+            calls the interface, the number of heads of one that does is not known, one is causal
+            and spectral "mikan", or DDP or FSDP is around the model; nothing has changed then.
         ImportError: transformers is missing.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
@@ -102,6 +103,7 @@ def use_implicit_attention(
             "use_implicit_attention: model must be a transformers PreTrainedModel, got "
             f"{type(model).__name__}; for nn.MultiheadAttention there is ikattn.convert"
         )
+    check_unwrapped("use_implicit_attention", model)
     check_kernel("implicit", p)
     if spectral not in SOURCES:
         raise ValueError(f"spectral must be one of {SOURCES}, got {spectral!r}")
