@@ -1,8 +1,8 @@
 """Heads that the ranks of a mesh share out among them, and what passes between the ranks.
 
 Tensor parallelism gives every rank some heads of each attention layer. What all heads have in
-common is the same tensor on every rank; its gradient is a sum over the ranks. Everything that is
-sent here is sent by DTensor. Sizes: H heads of all ranks, n ranks, H / n heads of a rank.
+common is the same tensor on every rank; its gradient is a sum over the ranks. Sizes: H heads of all
+ranks, n ranks, H / n heads of a rank.
 """
 
 from __future__ import annotations

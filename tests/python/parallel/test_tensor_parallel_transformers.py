@@ -104,6 +104,7 @@ ERRORS = {
     "whole kernels": "RuntimeError: ikattn_implicit: LlamaAttention got queries of 2 heads, and",
     "whole generators": "RuntimeError: ikattn_implicit: LlamaAttention got queries of 2 heads, and",
     "key heads": "ValueError: ikattn_implicit, keys: expected a number of ranks that divides the 1",
+    "keys of all": "RuntimeError: ikattn_implicit: LlamaAttention got keys of 2 heads, expected",
     "wrapped": "ValueError: use_implicit_attention: expected a model that is not wrapped yet, got",
     "without kernels": "RuntimeError: LlamaAttention has the attention implementation",
 }

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ikattn
 from ikattn.parallel import HeadParallel, tensor_parallel_plan
-from ikattn.spectral import Mikan
+from ikattn.spectral import Direct, Mikan
 
 N, L, S, E, H, M = 2, 5, 6, 16, 4, 6
 RANKS = (2, 4)
@@ -247,7 +247,12 @@ def _checkpoint(meshes: dict[int, DeviceMesh], folder: Path) -> Results:
 
 def _errors(mesh: DeviceMesh, pairs: DeviceMesh) -> dict[str, str]:
     """The message of each call that must be refused, without a hang."""
-    own, faithful = nn.Identity(), Mikan(H, E // H, M, faithful="code")
+
+    class Own(Direct):
+        def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+            return self.frequencies()
+
+    own, faithful = Own(H, E // H, M), Mikan(H, E // H, M, faithful="code")
     shared = parallelize_module(make_module("direct"), mesh, HeadParallel())
     x = torch.randn(N, L, E, dtype=torch.float64)
     sharded = torch.distributed.tensor.distribute_tensor(x, mesh)

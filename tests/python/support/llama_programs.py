@@ -94,10 +94,10 @@ def _change_loaded(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "logits": model(TOKENS).logits.detach()}
 
 
-def _shared_by_torch(folder: Path) -> nn.Module:
+def _shared_by_torch(folder: Path, projections: str = "qkv") -> nn.Module:
     model: nn.Module = from_pretrained(LLAMA, folder / "direct")
     plan = tensor_parallel_plan(model)
-    for name in "qkv":
+    for name in projections:
         plan[f"model.layers.*.self_attn.{name}_proj"] = ColwiseParallel()
     plan["model.layers.*.self_attn.o_proj"] = RowwiseParallel()
     return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
@@ -157,6 +157,7 @@ def _errors(folder: Path, plan: dict[str, Any]) -> dict[str, str]:
             LLAMA, folder / "ikan", distributed_config=config
         )(TOKENS),
         "key heads": lambda: from_pretrained(LLAMA, folder / "one key", **plan),
+        "keys of all": lambda: _shared_by_torch(folder, "q")(TOKENS),
         "wrapped": lambda: use_implicit_attention(fully_shard(make_model())),
         "without kernels": lambda: LLAMA.from_pretrained(folder / "direct", **plan)(TOKENS),
     }

@@ -93,13 +93,13 @@ def convert(
         "seed": seed,
     }
     candidates = select_modules(model, select)
-    if kernel == "implicit" or (p == "learned" and kernel != "dot"):
-        check_unwrapped("convert", model)
     convertible = [found for found in candidates if found.is_plain]
     refused = [found for found in candidates if not found.is_plain]
     if not convertible:
         raise ValueError(f"nothing that can be converted: {_describe(refused)}")
     to_change = [found for found in convertible if found.kernel != kernel]
+    if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):
+        check_unwrapped("convert", model)  # there will be new parameters
     of_keys = _cross_attention(model) if spectral == "mikan" else set()
     report: list[CalibratedModule] = []
     with _all_or_nothing(model, [found.module for found in to_change]):

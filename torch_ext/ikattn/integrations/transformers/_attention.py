@@ -71,7 +71,7 @@ def _implicit_attention(
     """
     _refuse(module, options)
     kernel = kernel_of(module)
-    check_heads(module, kernel, query)
+    check_heads(module, kernel, query, key)
     query = scaled_query(query, scaling)
     visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))

@@ -21,7 +21,6 @@ from ikattn.integrations.transformers._interface import (
 from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
 from ikattn.integrations.transformers._parallel import add_to_plans, share_kernels
 from ikattn.nn.functional import check_kernel
-from ikattn.nn.selection import check_unwrapped
 from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import check_spectral
@@ -103,7 +102,6 @@ def use_implicit_attention(
             "use_implicit_attention: model must be a transformers PreTrainedModel, got "
             f"{type(model).__name__}; for nn.MultiheadAttention there is ikattn.convert"
         )
-    check_unwrapped("use_implicit_attention", model)
     check_kernel("implicit", p)
     if spectral not in SOURCES:
         raise ValueError(f"spectral must be one of {SOURCES}, got {spectral!r}")

@@ -81,19 +81,29 @@ def share_kernels(model: nn.Module) -> None:
             share_kernel(module, meshes.get_mesh("tp"))
 
 
-def check_heads(module: nn.Module, kernel: Any, query: Tensor) -> None:
-    """Raises RuntimeError where queries [B, H, T, d] have other heads than the kernel.
+def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> None:
+    """Checks the heads of queries [B, H, T, d] and, where they are shared out, keys [B, G, S, d].
 
-    Under tensor parallelism they are those of one rank.
+    Raises:
+        RuntimeError: Under tensor parallelism, they are not those of the kernel's part.
     """
     share = getattr(kernel, "head_share", None)
-    expected = getattr(_source_of(kernel), "num_heads", None) if share is None else share.own_heads
-    if expected is not None and query.size(1) != expected:
+    heads = getattr(_source_of(kernel), "num_heads", None) if share is None else share.own_heads
+    if heads is not None and query.size(1) != heads:
         raise RuntimeError(
             f"{IMPLICIT}: {type(module).__name__} got queries of {query.size(1)} heads, and its "
-            f"kernel has frequencies of {expected}: under tensor parallelism both must be shared "
+            f"kernel has frequencies of {heads}: under tensor parallelism both must be shared "
             'out. Load with ikattn.integrations.transformers.from_pretrained(..., tp_plan="auto"), '
             "or add ikattn.parallel.tensor_parallel_plan(model) to a plan of torch's"
+        )
+    if share is None:
+        return
+    key_heads = (kernel.key_heads or share.num_heads) // share.ranks
+    if key.size(1) != key_heads:
+        raise RuntimeError(
+            f"{IMPLICIT}: {type(module).__name__} got keys of {key.size(1)} heads, expected the "
+            f"{key_heads} that this rank's queries belong to: a plan that shares out the "
+            "projection of queries must share out those of keys and values"
         )
 
 
