@@ -64,21 +64,20 @@ def add_to_plans(model: nn.Module) -> None:
             continue
         by_heads = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
         for name, module in owner.named_modules():
-            generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+            generic = _generic(name)
             if generic in by_heads and isinstance(getattr(module, "spectral", None), KERNELS):
                 plan[f"{generic}.spectral"] = _STYLE
 
 
 def share_kernels(model: nn.Module) -> None:
     """Shares out the kernels of a model whose projections transformers has shared out before."""
-    meshes = getattr(model, "_mesh_manager", None)
-    if (getattr(model, "_tp_size", None) or 1) == 1 or meshes is None:
-        return
     plan = getattr(model, "_tp_plan", None) or {}
     for name, module in model.named_modules():
-        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        if isinstance(module, KERNELS) and plan.get(generic) == _STYLE:
-            share_kernel(module, meshes.get_mesh("tp"))
+        kernel: Any = getattr(module, "spectral", None)
+        if isinstance(kernel, KERNELS) and plan.get(f"{_generic(name)}.spectral") == _STYLE:
+            sharded: list[Any] = [w for w in module.parameters() if hasattr(w, "device_mesh")]
+            if sharded:
+                share_kernel(kernel, sharded[0].device_mesh)
 
 
 def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> None:
@@ -107,6 +106,11 @@ def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> N
         )
 
 
+def _generic(name: str) -> str:
+    """The name of a module as plans have it, with stars for the numbers of layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def _source_of(kernel: Any) -> Any:
     return kernel.spectral if isinstance(kernel, GeneratedKernel) else kernel
 
@@ -117,6 +121,8 @@ def _register_style() -> type[Any] | None:
     try:
         styles: Any = importlib.import_module("transformers.distributed.tensor_parallel")
     except ImportError:
+        return None
+    if not hasattr(getattr(styles, "TensorParallelLayer", None), "install_forward"):
         return None
 
     class Heads(styles.TensorParallelLayer):  # type: ignore[misc]
