@@ -147,7 +147,9 @@ def _drop(folder: Path, plan: dict[str, Any]) -> Tensor:
 
 def _errors(folder: Path, plan: dict[str, Any]) -> dict[str, str]:
     """The message of each call that must be refused, without a hang."""
-    override = {"model.layers.*.self_attn.spectral": "replicated_with_grad_allreduce"}
+    own = transformers.LlamaConfig.base_model_tp_plan
+    override = {f"model.{name}": style for name, style in own.items()}
+    override |= {"model.layers.*.self_attn.spectral": "replicated_with_grad_allreduce"}
     config = transformers.distributed.DistributedConfig(tp_plan=override, tp_size=2)
     calls: dict[str, Callable[[], Any]] = {
         "whole kernels": lambda: from_pretrained(
