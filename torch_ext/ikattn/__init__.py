@@ -1,5 +1,7 @@
 """Implicit-kernel attention and norm-aware attention analysis for PyTorch."""
 
+from typing import Any
+
 from ikattn import _library
 
 # Before the other modules, which register fake kernels of the operators.
@@ -87,3 +89,12 @@ __all__ = [
     "which_kernels",
     "why_not_fast",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports ``ikattn.parallel`` where it is asked for: DTensor takes half a second."""
+    if name == "parallel":
+        import importlib
+
+        return importlib.import_module("ikattn.parallel")
+    raise AttributeError(f"module 'ikattn' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from torch import nn
 from ikattn.conversion.calibration import CalibratedModule, calibrate
 from ikattn.nn.functional import Kernel, check_kernel
 from ikattn.nn.multihead_attention import MultiheadAttention
-from ikattn.nn.selection import AttentionModule, Selection, select_modules
+from ikattn.nn.selection import AttentionModule, Selection, check_unwrapped, select_modules
 from ikattn.spectral import Mikan, Spectral
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,8 +69,9 @@ def convert(
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.
-        ValueError: There is nothing to convert, an option is wrong, or there is calibration data
-            for a kernel other than "implicit". Whatever is raised, nothing has changed then.
+        ValueError: There is nothing to convert, an option is wrong, DDP or FSDP is around the model
+            already, or there is calibration data for a kernel other than "implicit". Whatever is
+            raised, nothing has changed then.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -97,6 +98,8 @@ def convert(
     if not convertible:
         raise ValueError(f"nothing that can be converted: {_describe(refused)}")
     to_change = [found for found in convertible if found.kernel != kernel]
+    if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):
+        check_unwrapped("convert", model)  # there will be new parameters
     of_keys = _cross_attention(model) if spectral == "mikan" else set()
     report: list[CalibratedModule] = []
     with _all_or_nothing(model, [found.module for found in to_change]):

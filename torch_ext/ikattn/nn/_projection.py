@@ -15,6 +15,7 @@ from torch.nn.functional import (  # type: ignore[attr-defined]
     _in_projection,
     _in_projection_packed,
     _mha_shape_check,
+    linear,
 )
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
@@ -34,6 +35,7 @@ class InProjection(NamedTuple):
     weight: Tensor | None  # [3 E, E]
     weights: tuple[Tensor | None, Tensor | None, Tensor | None] | None  # [E, E], [E, kdim], ...
     bias: Tensor | None  # [3 E]
+    is_part: bool = False  # weights, biases and num_heads are those of some of the heads alone
 
     @classmethod
     def of(cls, module: StockMultiheadAttention) -> InProjection:
@@ -90,7 +92,13 @@ def project(
                     f"use_separate_proj_weight is True but {name}_proj_weight is None"
                 )
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        projected = _in_projection(query, key, value, *source.weights, *biases)
+        if source.is_part:  # which upstream's function refuses: its weights are not square
+            inputs = zip((query, key, value), source.weights, biases, strict=True)
+            projected = [
+                linear(x, weight, offset) for x, weight, offset in inputs if weight is not None
+            ]
+        else:
+            projected = _in_projection(query, key, value, *source.weights, *biases)
     q, k, v = (_split_heads(x, source.num_heads, batch_first) for x in projected)
     if k.size(0) != q.size(0):
         raise RuntimeError(

@@ -9,6 +9,7 @@ M frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ikattn._heads import HeadShare
 from ikattn._memory import takes_memory_for
 from ikattn.nn._masks import (
     Masks,
@@ -38,7 +40,7 @@ from ikattn.nn._softmax import (
     softmax_attention,
 )
 from ikattn.ops.attention import implicit_kernel_weights
-from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 from ikattn.ops.magnitude import LearnedOrder
 
 __all__ = ["multi_head_attention_forward"]
@@ -61,6 +63,7 @@ class KernelOptions(NamedTuple):
     magnitude: LearnedOrder | None = None  # in place of p
     pools: bool = False  # whether frequencies depend on averages over queries
     query_padding: Tensor | None = None  # bool [N, L], for these averages
+    head_share: HeadShare | None = None  # whose heads these are, where ranks share them out
 
 
 class ExtraKeys(NamedTuple):
@@ -396,17 +399,21 @@ def _softmax(
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     key, value = select_away(key, value, masks.padding)
-    return softmax_attention(
-        query,
-        key,
-        value,
-        masks,
-        key_bias=rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None,
-        dropout_p=dropout_p,
-        need_weights=wanted.weights,
-        average=wanted.average,
-        mask_dtype=mask_dtype,
-    )
+    share = kernel.head_share if dropout_p > 0.0 else None
+    with nullcontext() if share is None else share.own_numbers(query.device):
+        return softmax_attention(
+            query,
+            key,
+            value,
+            masks,
+            key_bias=(
+                rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None
+            ),
+            dropout_p=dropout_p,
+            need_weights=wanted.weights,
+            average=wanted.average,
+            mask_dtype=mask_dtype,
+        )
 
 
 def _implicit(
@@ -433,6 +440,10 @@ def _implicit(
     if drops_all:
         dropout_p = 0.0  # the operator divides by the share that is kept
     draws = dropout_p > 0.0 and not is_over_ranks()  # which draw one seed for all of them
+    seed = draw_dropout_seed(query.device) if draws else None
+    if seed is not None and kernel.head_share is not None:
+        share = kernel.head_share
+        seed = place_dropout_seed(seed, heads=share.num_heads, head=share.first)
     options: dict[str, Any] = {
         "p": kernel.p,
         "key_bias": key_bias,
@@ -440,7 +451,7 @@ def _implicit(
         "is_causal": masks.is_causal,
         "dropout_p": dropout_p,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": draw_dropout_seed(query.device) if draws else None,
+        "dropout_seed": seed,
     }
     output = attention_function()(query, key, value, w1, w2, **options)
     weights = None

@@ -270,14 +270,23 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
             self._projection(),
             self._extra_keys(query),
             KernelOptions(
-                self.kernel, self.p, self._frequencies, self.magnitude, pools, query_padding
+                self.kernel,
+                self.p,
+                self._frequencies,
+                self.magnitude,
+                pools,
+                query_padding,
+                self.head_share,
             ),
             masks,
             wanted,
             dropout_p=self.dropout if self.training else 0.0,
-            out_proj=self.out_proj,
+            out_proj=self._out_projection,
             batch_first=self.batch_first,
         )
+
+    def _out_projection(self, merged: Tensor) -> Tensor:
+        return self.out_proj(merged)  # type: ignore[no-any-return]
 
     def _projection(self) -> Projection:
         return partial(project, InProjection.of(self))
@@ -363,6 +372,14 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
             return self._attend(q, k, v, masks, wanted, of_queries)
 
         return attend_padded(attend, query, key, value)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Packs an in-projection that a checkpoint has in three, as ``HeadParallel`` makes it."""
+        names = [f"{prefix}{name}_proj_weight" for name in "qkv"]
+        if self._qkv_same_embed_dim and all(name in state_dict for name in names):
+            parts = [state_dict.pop(name) for name in names]
+            state_dict[f"{prefix}in_proj_weight"] = torch.cat(parts)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()

@@ -17,6 +17,9 @@ Selection: TypeAlias = (
 )
 
 
+_WRAPPERS = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
+
+
 class AttentionModule(NamedTuple):
     """An attention module of a model, and every name it goes by there."""
 
@@ -168,6 +171,18 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
         names = ", ".join(map(str, report))
         raise ValueError(f"select={select!r} matches none of the attention modules: {names}")
     return selected
+
+
+def check_unwrapped(function: str, model: nn.Module) -> None:
+    """Raises ValueError where torch keeps parameters alike on all ranks, but not new ones."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__[:6] == "torch."}
+        for wrapper in kinds.intersection(_WRAPPERS):
+            raise ValueError(
+                f"{function}: expected a model that is not wrapped yet, got {wrapper} around "
+                f"{name or 'it'}, which would not keep new frequencies alike on all ranks; call "
+                f"{function} first"
+            )
 
 
 def _check_selection(select: object) -> None:

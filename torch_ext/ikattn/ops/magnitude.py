@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from ikattn._heads import HeadShare, local
+
 
 def check_order(function: str, p: object) -> None:
     """Raises ValueError unless p is an order of a norm, or None."""
@@ -67,6 +69,8 @@ class LearnedOrder(nn.Module):
         torch.Size([3, 2, 10])
     """
 
+    head_share: HeadShare | None = None  # the heads of this rank, where raw is sharded
+
     def __init__(
         self,
         num_heads: int,
@@ -83,8 +87,8 @@ class LearnedOrder(nn.Module):
 
     @property
     def p(self) -> Tensor:
-        """The orders, [H]."""
-        return 1 + softplus(self.raw)
+        """The orders, [H]; of this rank's heads where tensor parallelism shares them out."""
+        return 1 + softplus(self.raw if self.head_share is None else local(self.raw))
 
     def reset_parameters(self) -> None:
         """Makes every order the first one again."""

@@ -1,8 +1,16 @@
-"""Attention over several devices: tokens shared out over ranks.
+"""Attention over several devices: tokens, or heads, shared out over ranks.
 
-Nothing here is imported with ``ikattn`` itself. docs/guide/parallel.md has all of it.
+``tensor_parallel_plan`` is for ``torch.distributed.tensor.parallel.parallelize_module``; nothing
+here is imported with ``ikattn`` itself. docs/guide/parallel.md has this, FSDP2, DDP and pipelines.
 """
 
 from ikattn.parallel.context import ContextParallel, context_parallel, context_parallel_attention
+from ikattn.parallel.tensor import HeadParallel, tensor_parallel_plan
 
-__all__ = ["ContextParallel", "context_parallel", "context_parallel_attention"]
+__all__ = [
+    "ContextParallel",
+    "HeadParallel",
+    "context_parallel",
+    "context_parallel_attention",
+    "tensor_parallel_plan",
+]

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import HeadShare, local, whole
+
 Initial = Literal["paper", "unit angle"]
 
 
@@ -81,6 +83,7 @@ class Direct(nn.Module):
 
     w1: nn.Parameter
     w2: nn.Parameter | None
+    head_share: HeadShare | None = None  # the heads of this rank, where w1 and w2 are sharded
 
     def __init__(
         self,
@@ -123,7 +126,8 @@ class Direct(nn.Module):
             bound = math.sqrt(3) * unit_angle_scale(self.head_dim)
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for parameter in self.parameters():
-            fill_uniform(parameter, bound, generator)
+            with whole(parameter) as values:
+                fill_uniform(values, bound, generator)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -131,8 +135,16 @@ class Direct(nn.Module):
         return self.num_heads, self.head_dim, self.num_frequencies
 
     def frequencies(self) -> tuple[Tensor, Tensor | None]:
-        """Returns w1 and w2 (None if stationary) as views of shape [H, d, M]."""
-        return self.w1.view(self._shape), None if self.w2 is None else self.w2.view(self._shape)
+        """Returns w1 and w2 (None if stationary) as views of shape [H, d, M].
+
+        H is the number of this rank's heads where tensor parallelism shares them out.
+        """
+        if self.head_share is None:
+            return self.w1.view(self._shape), None if self.w2 is None else self.w2.view(self._shape)
+        shape = (self.head_share.own_heads, self.head_dim, self.num_frequencies)
+        w1, w2 = (None if w is None else local(w).view(shape) for w in (self.w1, self.w2))
+        assert w1 is not None
+        return w1, w2
 
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import HeadShare
 from ikattn.spectral.direct import check_sizes, checked_seed, unit_angle_scale
 from ikattn.spectral.networks import OddNetwork
 
@@ -48,6 +49,7 @@ class Generator(nn.Module):
     # No buffer: loaders that make models on meta fill those that are in no checkpoint with anything
     points: Tensor
     network2: OddNetwork | None
+    head_share: HeadShare | None = None  # the heads of this rank, where ranks share them out
 
     def __init__(
         self,
@@ -135,7 +137,8 @@ class Generator(nn.Module):
         """Standard normal noise [*batch, H, d, M], in eval mode the fixed points [H, d, M]."""
         dtype, device = self.gain.dtype, self.gain.device
         if self.training or self.evaluation == "random":
-            return torch.randn((*batch, *self._shape), dtype=dtype, device=device)
+            drawn = torch.randn((*batch, *self._shape), dtype=dtype, device=device)
+            return drawn if self.head_share is None else self.head_share.agreed(drawn)
         if self.evaluation == "mean":
             return torch.zeros(self._shape, dtype=dtype, device=device)
         # Parameters change without _apply: by load_state_dict(assign=True), functional_call, FSDP.

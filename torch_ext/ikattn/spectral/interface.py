@@ -23,6 +23,8 @@ def call_source(
     key: Tensor,
     key_padding_mask: Tensor | None,
     query_padding_mask: Tensor | None = None,
+    *,
+    parameters: dict[str, Tensor] | None = None,
 ) -> Drawn:
     """Calls a spectral source as ``ikattn.spectral`` describes it.
 
@@ -32,6 +34,7 @@ def call_source(
         key: [B, H, S, d].
         key_padding_mask: [B, S] bool, True = ignore the key, or None.
         query_padding_mask: [B, L] bool, or None; for a source with ``pools = True``.
+        parameters: By name, in place of the source's own, which must be a module.
 
     Returns:
         w1, w2 and the regulariser; the last two may be None.
@@ -43,11 +46,14 @@ def call_source(
     """
     if isinstance(source, Generator):
         _check_heads(source, query)
-    arguments = (query, key, key_padding_mask)
+    arguments = [query, key, key_padding_mask]
     if getattr(source, "pools", False):
-        returned = source(*arguments, query_padding_mask)
-    else:
+        arguments.append(query_padding_mask)
+    if parameters is None:
         returned = source(*arguments)
+    else:
+        assert isinstance(source, nn.Module)
+        returned = torch.func.functional_call(source, parameters, tuple(arguments))
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise TypeError(
             f"{_name(source)} must return (w1, w2) or (w1, w2, regularization), got "

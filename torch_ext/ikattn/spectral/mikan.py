@@ -155,9 +155,9 @@ class Mikan(Generator):
             correlation matrix of the heads in each dimension.
         """
         dtype = self.gain.dtype
-        pooled = _average(key, key_padding_mask, dtype)
+        pooled = average(key, key_padding_mask, dtype)
         if self.pool == "both":
-            pooled = torch.cat([_average(query, query_padding_mask, dtype), pooled], dim=-1)
+            pooled = torch.cat([average(query, query_padding_mask, dtype), pooled], dim=-1)
         location, log_scale, copula = self.posterior(pooled)
         a = copula.transpose(1, 2)  # [B, d, H]
         factor = correlation_factor(REACH * a.unsqueeze(-1) * a.unsqueeze(-2))
@@ -205,7 +205,7 @@ class Mikan(Generator):
                 f"{'None' if key_padding_mask is None else 'given'}"
             )
         dtype = self.gain.dtype
-        pooled = torch.cat([_average(query, None, dtype), _average(key, None, dtype)], dim=-1)
+        pooled = torch.cat([average(query, None, dtype), average(key, None, dtype)], dim=-1)
         location, log_scale, copula = self.posterior(pooled)
         z, divergence, entropy = published_noise(
             location, log_scale, copula, self.num_frequencies, self.prior_scale
@@ -214,7 +214,7 @@ class Mikan(Generator):
         return *self.to_frequencies(z), terms
 
 
-def _average(x: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
+def average(x: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mean of tokens [B, H, N, d] over N without padding [B, N]: [B, H, d], 0 of no tokens."""
     wide = torch.promote_types(dtype, torch.float32)  # in float16 a sum overflows
     if padding is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
+from ikattn._heads import whole
 from ikattn.spectral.direct import fill_uniform
 
 SLOPE = 0.2  # of the leaky rectifiers, the authors'
@@ -68,8 +69,9 @@ class OddNetwork(nn.Module):
             linear = math.sqrt(3) * bound
             rectified = linear * math.sqrt(2 / (1 + SLOPE**2))  # He et al., 2015
             bounds = [rectified, rectified, linear]
-        for weight, bound in zip(self.weights.chunk(3), bounds, strict=True):
-            fill_uniform(weight, bound, generator)
+        with whole(self.weights) as weights:
+            for weight, bound in zip(weights.chunk(3), bounds, strict=True):
+                fill_uniform(weight, bound, generator)
         with torch.no_grad():
             self.biases.zero_()
 
@@ -125,12 +127,13 @@ class PosteriorNetwork(nn.Module):
             published: Leave the drawn weights everywhere, as the authors' code.
         """
         size = self.size
-        fill_uniform(self.weights, 1 / math.sqrt(size), generator)
-        with torch.no_grad():
-            self.biases.zero_()
-            self.biases[3 * size :].fill_(copula_bias)
+        with whole(self.weights) as weights:
+            fill_uniform(weights, 1 / math.sqrt(size), generator)
             if not published:
-                self.weights[size * self.inputs :][: 2 * size * size].zero_()
+                weights[size * self.inputs :][: 2 * size * size].zero_()
+        with whole(self.biases) as biases:
+            biases.zero_()
+            biases[3 * size :].fill_(copula_bias)
 
     def forward(self, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps [B, H, inputs] to location, log scale, copula vector in (-1, 1): each [B, H, d]."""

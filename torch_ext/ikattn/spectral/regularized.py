@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import HeadShare
 from ikattn.spectral.interface import call_source
+from ikattn.spectral.shared import call_shared_source
 
 
 class Regularized(nn.Module):
@@ -15,6 +17,7 @@ class Regularized(nn.Module):
 
     spectral: nn.Module | None
     regularization: Tensor | None = None  # of the last call, until regularization_loss takes it
+    head_share: HeadShare | None = None  # the heads of this rank, where ranks share them out
     _regularized_in = (False, False)  # whether that call was in training mode, and with grad
 
     def _check_causality(self, is_causal: bool) -> None:
@@ -35,9 +38,11 @@ class Regularized(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Asks the spectral source, and keeps its regulariser."""
         assert self.spectral is not None
-        w1, w2, regularization = call_source(
-            self.spectral, query, key, key_padding_mask, query_padding_mask
-        )
+        arguments = (query, key, key_padding_mask, query_padding_mask)
+        if self.head_share is None:
+            w1, w2, regularization = call_source(self.spectral, *arguments)
+        else:
+            w1, w2, regularization = call_shared_source(self.spectral, self.head_share, *arguments)
         # an exported program has no attributes to assign to (is_exporting() of torch 2.11 is true
         # of a compiled one, too); what a checkpoint computes again in the backward pass has been
         # taken already

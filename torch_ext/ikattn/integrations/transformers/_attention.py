@@ -21,11 +21,12 @@ from ikattn.integrations.transformers._interface import (
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
 from ikattn.integrations.transformers._state_cache import state_layer_of
+from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.nn._masks import padded
 from ikattn.nn._over_ranks import attention_function, is_over_ranks
 from ikattn.nn._softmax import refuse_context_parallel
 from ikattn.ops.attention import implicit_kernel_weights
-from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
 
@@ -76,6 +77,7 @@ def _implicit_attention(
     if is_over_ranks():
         _refuse_over_ranks(module, query, key, options)
     kernel = kernel_of(module)
+    check_heads(module, kernel, query, key)
     query = scaled_query(query, scaling)
     layer = None if torch.compiler.is_compiling() else state_layer_of(key)
     if layer is not None:
@@ -90,13 +92,17 @@ def _implicit_attention(
             'got several sequences in one; use spectral="ikan", or rows of one sequence'
         )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
-    draws = dropout > 0.0 and not is_over_ranks()  # which draw one seed for all of them
+    seed, share = None, getattr(kernel, "head_share", None)
+    if dropout > 0.0 and not is_over_ranks():  # which draw one seed for all
+        seed = draw_dropout_seed(query.device)
+        if share is not None:
+            seed = place_dropout_seed(seed, heads=share.num_heads, head=share.first)
     arguments: dict[str, Any] = {
         "p": kernel.p,
         **visibility,
         "dropout_p": dropout,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": draw_dropout_seed(query.device) if draws else None,
+        "dropout_seed": seed,
         "enable_gqa": key.size(1) != query.size(1),
     }
     output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ikattn._heads import local
 from ikattn.integrations.transformers._interface import import_transformers
 from ikattn.ops.key_features import KeyFeatures
 
@@ -90,6 +91,7 @@ def layer_of(key: Tensor) -> Any:
 
 def state_of(w: Tensor) -> tuple[Any, ...]:
     """What is another after w has changed; a tensor of inference mode counts no changes."""
+    w = local(w)
     return w.data_ptr(), w.dtype, 0 if w.is_inference() else w._version
 
 

@@ -19,6 +19,7 @@ from ikattn.integrations.transformers._interface import (
     import_transformers,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
+from ikattn.integrations.transformers._parallel import add_to_plans, share_kernels
 from ikattn.nn.functional import check_kernel
 from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
@@ -77,8 +78,8 @@ def use_implicit_attention(
     Raises:
         TypeError: ``model`` is no transformers model.
         ValueError: An option is wrong, the model has kernels with other options already, no module
-            calls the interface, the number of heads of one that does is not known, or one is causal
-            and spectral "mikan"; nothing has changed then.
+            calls the interface, the number of heads of one that does is not known, one is causal
+            and spectral "mikan", or DDP or FSDP is around the model; nothing has changed then.
         ImportError: transformers is missing.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
@@ -120,6 +121,8 @@ def use_implicit_attention(
     register_implicit()
     model.set_attn_implementation(IMPLICIT)  # type: ignore[operator]
     _note_in_configs(model, options)
+    add_to_plans(model)
+    share_kernels(model)
     for module in model.modules():
         if calls_interface(module):
             # in a model made of models it may have a config that the call above does not reach
@@ -179,10 +182,10 @@ def from_pretrained(
             f"from_pretrained: {path} was saved without implicit attention; load it with "
             f"{model_class.__name__}.from_pretrained and call use_implicit_attention"
         )
+    register_implicit()  # before a model is made, which looks the implementation up
     if not hasattr(model_class, "set_attn_implementation"):  # an Auto class
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))
-    register_implicit()
     kind: Any = _with_kernels(model_class, settings, sizes)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = kind.from_pretrained(
@@ -224,6 +227,7 @@ def _with_kernels(
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
         attach_kernels(self, settings, None, sizes)
+        add_to_plans(self)
 
     # transformers looks at the name and the source file of a class
     names = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.functional import check_kernel
-from ikattn.nn.selection import describe_unseen, unseen_attention
+from ikattn.nn.selection import check_unwrapped, describe_unseen, unseen_attention
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
 
@@ -32,6 +32,7 @@ __all__ = [
 IMPLICIT = "ikattn_implicit"  # the attention implementation
 # What the modules of transformers call H and d; a config may hold H under the first two.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
 Sizes: TypeAlias = Callable[[nn.Module], "tuple[int, int]"]
@@ -53,6 +54,8 @@ class ImplicitKernel(Direct):
         >>> ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, p=3.0)
         ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, stationary=False, p=3.0)
     """
+
+    key_heads: int | None = None  # where the model's config tells
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class GeneratedKernel(Regularized):
     """
 
     drawn: tuple[Tensor, Tensor | None] | None = None  # the frequencies of the last call
+    key_heads: int | None = None  # where the model's config tells
 
     def __init__(self, *sizes: int, spectral: str, p: float | None, **options: Any) -> None:
         check_kernel("implicit", p)
@@ -174,6 +178,9 @@ def attach_kernels(
             dtype=like.dtype,
             **options,
         ).train(module.training)
+        kernels[name].key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
+    if kernels:
+        check_unwrapped("use_implicit_attention", model)
     for name, kernel in kernels.items():
         found[name].register_module("spectral", kernel)
         found[name].register_forward_pre_hook(_warn_if_unused)
@@ -204,12 +211,8 @@ def _sizes_of(module: nn.Module) -> tuple[int, int]:
         ValueError: It does not say.
     """
 
-    def first(names: tuple[str, ...], *owners: Any) -> int | None:
-        values = (getattr(owner, name, None) for owner in owners for name in names)
-        return next((value for value in values if isinstance(value, int)), None)
-
-    heads = first(_HEADS, module, getattr(module, "config", None))
-    head_size = first(_HEAD_SIZE, module)
+    heads = _first_int(_HEADS, module, getattr(module, "config", None))
+    head_size = _first_int(_HEAD_SIZE, module)
     if heads is None or head_size is None:
         numbers = {name: x for name, x in vars(module).items() if isinstance(x, int)}
         raise ValueError(
@@ -218,6 +221,12 @@ def _sizes_of(module: nn.Module) -> tuple[int, int]:
             "sizes=lambda module: (heads, head_size)"
         )
     return heads, head_size
+
+
+def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
+    """The first of these attributes that is a number."""
+    values = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _describe_no_attention(model: nn.Module) -> str:
