@@ -28,10 +28,10 @@ HOUSES = (
     House(
         "csrc",
         r"\.(cu|h|cpp)$",
-        r'#include "((?:attention|contributions|edge_attention|moments|nn|support)/[^"]+)"',
+        r'#include "((?:attention|contributions|edge_attention|moments|nn|packed_attention|support)/[^"]+)"',
         [
             {"nn"},
-            {"contributions", "edge_attention", "moments"},
+            {"contributions", "edge_attention", "moments", "packed_attention"},
             {"attention"},
             {"support"},
             {"include"},

@@ -20,8 +20,8 @@ from ikattn.integrations.transformers._interface import (
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
-from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.integrations.transformers._parallel import check_heads
+from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.nn._masks import padded
 from ikattn.nn._over_ranks import attention_function, is_over_ranks
 from ikattn.nn._softmax import refuse_context_parallel
