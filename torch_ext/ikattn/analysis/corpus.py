@@ -107,7 +107,7 @@ class CorpusMeans:
             rows=None if rows is None else rows.long(),
             count=None if count is None else count.long(),
             sequences=0 if number is None else int(number),
-            left_out=int(sums.get("left_out", torch.zeros(()))),
+            left_out=int(sums["left_out"]) if "left_out" in sums else 0,
         )
 
 
