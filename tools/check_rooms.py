@@ -28,7 +28,8 @@ HOUSES = (
     House(
         "csrc",
         r"\.(cu|h|cpp)$",
-        r'#include "((?:attention|contributions|edge_attention|moments|nn|packed_attention|support)/[^"]+)"',
+        r'#include "((?:attention|contributions|edge_attention|moments|nn|packed_attention|support)'
+        r'/[^"]+)"',
         [
             {"nn"},
             {"contributions", "edge_attention", "moments", "packed_attention"},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ikattn._command.tables import Table, is_table
 from ikattn._info import info
 from ikattn._library import cmake_prefix_path
 
@@ -46,17 +48,7 @@ def _add_analyze(
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="its directory, or name on the hub")
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", action="append", metavar="T", help="a line; may be repeated")
-    text.add_argument("--file", type=Path, metavar="F", help="UTF-8, one sequence a line")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--target-text",
-        action="append",
-        metavar="T",
-        help="what the decoder reads; may be repeated",
-    )
-    target.add_argument("--target-file", type=Path, metavar="F", help="likewise, line by line")
+    _add_sources(parser)
     add(
         "--maps",
         default="usual",
@@ -67,7 +59,8 @@ def _add_analyze(
         "--format",
         default="html",
         metavar="FORMATS",
-        help=f"any of {', '.join(FORMATS)}, with commas (default: %(default)s)",
+        help=f"any of {', '.join(FORMATS)}, with commas (default: %(default)s); sums: means over "
+        "all lines, by layer, head and type of token",
     )
     add(
         "--out",
@@ -80,7 +73,51 @@ def _add_analyze(
     add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")
     add("--device", type=_device, default="cpu", help="default: %(default)s")
     add("--restart", action="store_true", help="replace the results of an earlier run")
+    add(
+        "--shards",
+        metavar="K/N",
+        help="do the K-th of N shares of the lines, K from 1; N processes may share a DIR. "
+        "torchrun does so by itself",
+    )
+    add(
+        "--part-lines",
+        type=_positive,
+        metavar="N",
+        help="lines in a file of parquet, arrow or sums (default: as many as make a thousand "
+        "files, and 16 at least)",
+    )
     return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """Where lines come from."""
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", action="append", metavar="T", help="a line; may be repeated")
+    text.add_argument(
+        "--file",
+        type=Path,
+        metavar="F",
+        help="UTF-8, one sequence a line; or a table: .parquet, .arrow, or a directory of them",
+    )
+    text.add_argument(
+        "--dataset",
+        metavar="NAME[:CONFIG]",
+        help="of Hugging Face datasets, by its name on the hub",
+    )
+    add = parser.add_argument
+    add("--split", metavar="S", help="of the dataset (default: train)")
+    add("--column", metavar="C", help="of the table or dataset (default: text)")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-text",
+        action="append",
+        metavar="T",
+        help="what the decoder reads; may be repeated",
+    )
+    target.add_argument("--target-file", type=Path, metavar="F", help="likewise, by lines")
+    target.add_argument(
+        "--target-column", metavar="C", help="likewise, of the same table or dataset"
+    )
 
 
 def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -115,7 +152,7 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _attribute(parsed: argparse.Namespace) -> int:
     from ikattn._command.attribute import Question, answer, table
-    from ikattn._command.job import AnalyzeError
+    from ikattn._command.errors import AnalyzeError
 
     options = {name: value for name, value in vars(parsed).items() if name != "command"}
     try:
@@ -130,18 +167,29 @@ def _attribute(parsed: argparse.Namespace) -> int:
 
 def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     from ikattn._command.analyze import analyze
-    from ikattn._command.job import FORMATS, AnalyzeError, Job, drawable_maps
+    from ikattn._command.errors import AnalyzeError
+    from ikattn._command.job import FORMATS, LINE_FORMATS, Job, drawable_maps
+    from ikattn._command.shards import Shard
 
     maps = _choices(parser, "--maps", parsed.maps, _known_maps())
     formats = _choices(parser, "--format", parsed.format, FORMATS)
     if {"html", "png"} & set(formats) and not drawable_maps(maps):
         parser.error("--format html and png need a map of queries and keys, for example summed")
+    try:
+        shard = Shard.of(parsed.shards)
+    except ValueError as error:
+        parser.error(f"--shards {error}")
+    if parsed.restart and shard.count > shard.ranks:
+        parser.error("--restart would remove what other shards have done: remove DIR, and begin")
+    if parsed.part_lines is not None and set(formats) <= set(LINE_FORMATS):
+        parser.error("--part-lines is of the formats parquet, arrow and sums")
+    file, target_file = _sources(parser, parsed)
     job = Job(
         model=parsed.model,
         texts=parsed.text and tuple(parsed.text),
-        file=parsed.file,
+        file=file,
         target_texts=parsed.target_text and tuple(parsed.target_text),
-        target_file=parsed.target_file,
+        target_file=target_file,
         maps=maps,
         formats=formats,
         out=parsed.out,
@@ -149,6 +197,8 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
         max_length=parsed.max_length,
         device=parsed.device,
         restart=parsed.restart,
+        shard=shard,
+        part_lines=parsed.part_lines,
     )
 
     def say(text: str) -> None:
@@ -164,8 +214,34 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
             f"\ninterrupted after {str(stopped) or 'no'} lines; the same command goes on from there"
         )
         return 130
-    print(f"{count} lines in {job.out}")
+    if shard.speaks:
+        print(f"{count} lines in {job.out}")
     return 0
+
+
+def _sources(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace
+) -> tuple[Path | Table | None, Path | Table | None]:
+    """Where lines are, and those that a decoder reads: texts, or columns of tables."""
+    column, split = parsed.column or "text", parsed.split or "train"
+
+    def source(path: Path | None, column: str) -> Path | Table | None:
+        if path is None or not is_table(path):
+            return path
+        return Table(path, column)
+
+    text, target = source(parsed.file, column), source(parsed.target_file, column)
+    if parsed.dataset is not None:
+        text = Table(parsed.dataset, column, split)
+    elif parsed.split is not None:
+        parser.error("--split is of a --dataset")
+    if parsed.target_column is not None:
+        if not isinstance(text, Table):
+            parser.error("--target-column is of a table: --file must be one, or take --dataset")
+        target = replace(text, column=parsed.target_column)
+    if parsed.column is not None and not (isinstance(text, Table) or isinstance(target, Table)):
+        parser.error("--column is of a table: --file must be one, or take --dataset")
+    return text, target
 
 
 def _known_maps() -> tuple[str, ...]:
@@ -201,8 +277,13 @@ def _positive(text: str) -> int:
 
 
 def _device(text: str) -> str:
+    from ikattn._command.shards import Shard
+
     try:
-        torch.empty(0, device=torch.device(text))
+        name = Shard.of(None).device(text)
+        torch.empty(0, device=torch.device(name))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     except (RuntimeError, AssertionError, NotImplementedError):
         raise argparse.ArgumentTypeError(f"torch cannot compute on {text!r} here") from None
-    return text
+    return name

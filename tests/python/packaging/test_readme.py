@@ -41,7 +41,7 @@ def test_examples_of_the_readme_run_as_shown(
     assert attention["kernels"].forward.algorithm == "quadratic"
 
 
-@pytest.mark.parametrize("page", ["analysis", "analysis_aggregation", "comparing"])
+@pytest.mark.parametrize("page", ["analysis", "analysis_aggregation", "comparing", "corpora"])
 def test_examples_of_the_analysis_pages_run_as_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +49,8 @@ def test_examples_of_the_analysis_pages_run_as_shown(
     blocks = code_blocks(f"docs/guide/{page}.md")
     assert blocks
     for block in blocks:
-        if "transformers" not in block or find_spec("transformers"):
+        needed = [library for library in ("transformers", "dask") if library in block]
+        if all(map(find_spec, needed)):
             run(block)
 
 

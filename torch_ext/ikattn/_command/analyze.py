@@ -6,38 +6,51 @@
     DIR/index.html         the lines, to find and sort, with links to their pages, where pages
                            were asked for
 
+Tables and sums are files of many lines (parts.py), of which lines.jsonl has an entry for each part.
+
 A line's files are written whole, each under its final name at once; only then does its entry go to
 lines.jsonl, and to the disk. So whatever stops a run, its entries tell what is finished, and the
-same command does the rest. In memory are one batch of lines and the numbers of the finished ones.
+same command does the rest. In memory are one batch of lines and a byte for each line.
+
+Several processes may share a directory, each with its shard of the lines (shards.py). They talk
+through lines.jsonl alone (ledger.py); who finishes the last line makes what is made of all lines.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from ikattn._command.errors import AnalyzeError
 from ikattn._command.index import overview, write_index
-from ikattn._command.job import AnalyzeError, Job, Line, Source, drawable_maps, read_lines
+from ikattn._command.job import Job, Line, Source, drawable_maps, read_lines
+from ikattn._command.ledger import Ledger
 from ikattn._command.model import AnalyzedModel
-from ikattn._command.results import Ledger, open_results
+from ikattn._command.parts import SUMS, merge_sums, open_part
+from ikattn._command.results import one_at_a_time, open_results
 from ikattn.analysis.maps import Batch
 from ikattn.analysis.recording import Recording
 
 __all__ = ["analyze"]
 
 _NEEDS = {"npz": ("numpy", "numpy"), "png": ("matplotlib", "'ikattn[viz]'")}
+_NEEDS |= {"sums": ("numpy", "numpy")}
+_NEEDS |= dict.fromkeys(("parquet", "arrow"), ("pyarrow", "'ikattn[corpora]'"))
 _PAGES = ("html", "png")  # what is to be looked at: an empty line has none
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def analyze(job: Job, say: Callable[[str], None]) -> int:
-    """Does what of the job is not done yet.
+    """Does what of the job, and of its shard of it, is not done yet.
 
     Args:
         job: What to do.
@@ -62,19 +75,40 @@ def analyze(job: Job, say: Callable[[str], None]) -> int:
             )
     # What is there is given up only for a run that can begin.
     model = AnalyzedModel.load(job, has_target=target is not None) if job.restart else None
+    job = _restarted(job, source, target)
     with open_results(job, source, target) as ledger:
-        if ledger.count == source.count:
-            say(f"all {source.count} lines are done already")
+        is_done = ledger.count == source.count
+        if is_done:
+            _say_once(job, say, f"all {source.count} lines are done already")
         else:
             _run(job, model, source, target, ledger, say)
-        if ledger.count != source.count:
-            raise AnalyzeError(
-                f"the text had {source.count} lines before the run, of which {ledger.count} were "
-                "found: it must not change meanwhile"
-            )
-        if "html" in job.formats:
-            write_index(job, ledger)
+        if ledger.missing(job.shard, job.lines_in_a_part(source.count)):
+            raise _changed(source.count, ledger.count)
+        if ledger.count == source.count:
+            _finish(job, ledger, is_first=is_done and job.shard.number == 1)
+        else:
+            left = source.count - ledger.count
+            _say_once(job, say, f"{job.shard} is done; others have {left} lines to do")
         return ledger.count
+
+
+def _changed(expected: int, found: int) -> AnalyzeError:
+    return AnalyzeError(
+        f"the text had {expected} lines before the run, of which {found} were found: it must not "
+        "change meanwhile"
+    )
+
+
+def _restarted(job: Job, source: Source, target: Source | None) -> Job:
+    """The job without its wish to begin anew, where ranks of torchrun have one for all of them."""
+    if not job.restart or job.shard.ranks == 1:
+        return job
+    if job.shard.restarts == 0:  # else what the ranks have done before they were started again
+        if job.shard.rank == 0:
+            with open_results(job, source, target):
+                pass
+        job.shard.wait_for_others()
+    return replace(job, restart=False)
 
 
 def _run(
@@ -86,25 +120,102 @@ def _run(
     say: Callable[[str], None],
 ) -> None:
     if ledger.count:
-        say(f"resuming: {ledger.count} of {source.count} lines are done")
+        _say_once(job, say, f"resuming: {ledger.count} of {source.count} lines are done")
     try:
         model = loaded or AnalyzedModel.load(job, has_target=target is not None)
-        waiting = (line for line in read_lines(source, target) if line.number not in ledger.done)
-        with _progress(source.count, ledger.count) as (advance, note):
-            while chunk := list(islice(waiting, job.batch_size)):
-                for line, recording, truncated in _maps_of(job, model, chunk):
-                    if truncated:
-                        note(f"line {line.number}: {truncated} tokens, cut to {model.max_length}")
-                    ledger.add(_write_line(job, line, recording, bool(truncated)))
-                    advance()
+        with _progress(job, ledger) as (advance, note):
+            if job.part_formats:
+                _do_parts(job, model, read_lines(source, target), ledger, advance, note)
+            else:
+                _do_lines(job, model, read_lines(source, target), ledger, advance, note)
+            while job.shard.waits and ledger.count < ledger.total:  # for the other ranks
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                ledger.follow()
+                advance(0)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{ledger.count} of {source.count}") from None
 
 
+def _do_lines(
+    job: Job,
+    model: AnalyzedModel,
+    lines: Iterator[Line],
+    ledger: Ledger,
+    advance: Callable[[int], Any],
+    note: Callable[[str], Any],
+) -> None:
+    """Each line is finished by itself."""
+    waiting = (
+        line
+        for line in lines
+        if job.shard.has(line.number - 1) and not ledger.has(range(line.number, line.number + 1))
+    )
+    while chunk := list(islice(waiting, job.batch_size)):
+        for line, recording, truncated in _maps_of(job, model, chunk, note):
+            names = _write_line(job, line, recording)
+            ledger.add([_entry(job, line, recording, truncated, names)])
+            advance(0)
+        ledger.follow()
+
+
+def _do_parts(
+    job: Job,
+    model: AnalyzedModel,
+    lines: Iterator[Line],
+    ledger: Ledger,
+    advance: Callable[[int], Any],
+    note: Callable[[str], Any],
+) -> None:
+    """The lines of a part are finished together: with the files that they share."""
+    size = job.lines_in_a_part(ledger.total)
+    for part, waiting in groupby(lines, lambda line: (line.number - 1) // size):
+        if not job.shard.has(part):
+            continue
+        ledger.follow()
+        own = range(part * size + 1, min((part + 1) * size, ledger.total) + 1)
+        if ledger.has(own):
+            continue
+        entries = []
+        number = 0
+        with open_part(job, part, model.map_dtype) as writer:
+            while chunk := list(islice(waiting, job.batch_size)):
+                for line, recording, truncated in _maps_of(job, model, chunk, note):
+                    number = line.number
+                    writer.add(line, recording, truncated)
+                    if job.line_formats:
+                        names = [*_write_line(job, line, recording), *writer.names]
+                        entries.append(_entry(job, line, recording, truncated, names))
+                ledger.follow()
+                advance(number - own[0] + 1)
+            if number != own[-1]:
+                raise _changed(ledger.total, number)
+        if not job.line_formats:
+            entries = [{"line": own[0], "through": own[-1], "files": writer.names}]
+        ledger.add(entries)
+        advance(0)
+
+
+def _finish(job: Job, ledger: Ledger, *, is_first: bool) -> None:
+    """Makes what is made of all lines, where it is ours to make or somebody has not made it."""
+    results = {"html": "index.html", "sums": SUMS}
+    wanted = [name for kind, name in results.items() if kind in job.formats]
+    is_ours = ledger.is_last or is_first or job.shard.count == 1
+    with one_at_a_time(job):
+        if "index.html" in wanted and (is_ours or not (job.out / "index.html").is_file()):
+            write_index(job, ledger)
+        if SUMS in wanted:
+            merge_sums(job.out, -(-ledger.total // job.lines_in_a_part(ledger.total)))
+
+
+def _say_once(job: Job, say: Callable[[str], None], text: str) -> None:
+    if job.shard.speaks:
+        say(text)
+
+
 def _maps_of(
-    job: Job, model: AnalyzedModel, chunk: Sequence[Line]
-) -> Iterator[tuple[Line, Recording, int]]:
-    """Each line's own recording, and its length in tokens where it had to be cut, else 0."""
+    job: Job, model: AnalyzedModel, chunk: Sequence[Line], note: Callable[[str], Any]
+) -> Iterator[tuple[Line, Recording, bool]]:
+    """Each line's own recording, and whether it had to be cut, which is told."""
     full = [line for line in chunk if not line.empty and model.has_tokens(line)]
     try:
         found = iter(model.record(full) if full else ())
@@ -115,16 +226,18 @@ def _maps_of(
     for line in chunk:
         if line.number not in numbers_of_full:
             nothing = Batch(tokens=[[]], target_tokens=None if line.target is None else [[]])
-            yield line, Recording(job.model, job.maps, {}, [nothing]), 0
+            yield line, Recording(job.model, job.maps, {}, [nothing]), False
         else:
-            recording, truncated = next(found)
-            yield line, recording, truncated
+            recording, length = next(found)
+            if length:
+                note(f"line {line.number}: {length} tokens, cut to {model.max_length}")
+            yield line, recording, bool(length)
 
 
-def _write_line(job: Job, line: Line, recording: Recording, truncated: bool) -> dict[str, Any]:
-    """Writes a line's files and returns its entry."""
+def _write_line(job: Job, line: Line, recording: Recording) -> list[str]:
+    """Writes a line's own files and returns their names."""
     names = []
-    for kind in job.formats:
+    for kind in job.line_formats:
         if not recording.layers and kind in _PAGES:
             continue
         path = job.out / f"line-{line.number:06d}.{kind}"
@@ -135,6 +248,13 @@ def _write_line(job: Job, line: Line, recording: Recording, truncated: bool) -> 
         else:
             recording.save(path)
         names.append(path.name)
+    return names
+
+
+def _entry(
+    job: Job, line: Line, recording: Recording, truncated: bool, files: list[str]
+) -> dict[str, Any]:
+    """What lines.jsonl says of a line."""
     batch = recording.batches[0]
     return {
         "line": line.number,
@@ -145,7 +265,7 @@ def _write_line(job: Job, line: Line, recording: Recording, truncated: bool) -> 
         "tokens": None if batch.tokens is None else list(batch.tokens[0]),
         "target_tokens": None if batch.target_tokens is None else list(batch.target_tokens[0]),
         "overview": overview(recording, job.maps),
-        "files": names,
+        "files": files,
     }
 
 
@@ -168,17 +288,35 @@ def _check_libraries(job: Job) -> None:
 
 
 @contextmanager
-def _progress(total: int, done: int) -> Iterator[tuple[Callable[[], Any], Callable[[str], Any]]]:
-    """How to count one line more, and how to write a notice beside the counter."""
-    if find_spec("tqdm") is None:
-        count = iter(range(done + 1, total + 1))
+def _progress(
+    job: Job, ledger: Ledger
+) -> Iterator[tuple[Callable[[int], Any], Callable[[str], Any]]]:
+    """How to show the lines that all have done, and to write a notice beside their number.
 
-        def advance() -> None:
-            number = next(count)
-            if number % max(1, total // 20) == 0 or number == total:
-                print(f"{number} of {total} lines", file=sys.stderr)
+    The first function takes how many more are done of a part that is not whole yet.
+    """
 
-        yield advance, lambda text: print(text, file=sys.stderr)
+    def note(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    if not job.shard.speaks:
+        yield lambda _: None, note
         return
-    with import_module("tqdm").tqdm(total=total, initial=done, unit="line", file=sys.stderr) as bar:
-        yield bar.update, lambda text: bar.write(text, file=sys.stderr)
+    if find_spec("tqdm") is None:
+        step = max(1, ledger.total // 20)
+        shown = ledger.count
+
+        def advance(_: int) -> None:
+            nonlocal shown
+            if ledger.count // step > shown // step or shown < ledger.count == ledger.total:
+                shown = ledger.count
+                print(f"{shown} of {ledger.total} lines", file=sys.stderr)
+
+        yield advance, note
+        return
+    options = {"total": ledger.total, "initial": ledger.count, "unit": "line", "file": sys.stderr}
+    with import_module("tqdm").tqdm(**options) as bar:
+        yield (
+            lambda more: bar.update(ledger.count + more - bar.n),
+            lambda text: bar.write(text, sys.stderr),
+        )

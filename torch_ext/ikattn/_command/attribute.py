@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn._command.job import AnalyzeError
+from ikattn._command.errors import AnalyzeError
 from ikattn._whole_files import whole_file
 from ikattn.analysis.attribution import Attribution, attribute
 from ikattn.analysis.attribution._texts import encoded, taken_by, target_of_text, with_first_token

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from ikattn._command.job import Job, drawable_maps
-from ikattn._command.results import Ledger
+from ikattn._command.ledger import Ledger, read_entry
 from ikattn._whole_files import whole_file
 from ikattn.analysis.contributions import SUMMED_MAPS, Contributions
 from ikattn.analysis.page.template import template
@@ -110,7 +110,9 @@ def write_index(job: Job, ledger: Ledger) -> None:
     with ledger.path.open("rb") as lines:
         offset = 0
         for written in lines:
-            places[json.loads(written)["line"]] = offset
+            entry = read_entry(written)
+            if entry is not None:
+                places[entry["line"]] = offset
             offset += len(written)
     title = f"Attention maps of {'/'.join(PurePath(job.model).parts[-2:])}"
     before, after = template(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ikattn._command.errors import AnalyzeError
+from ikattn._command.shards import Shard
+from ikattn._command.tables import Table
 from ikattn.analysis._recorder.attention_call import ALL_MAPS, LEDGER, USUAL_MAPS
 from ikattn.analysis._sequences import AXES
 
 __all__ = [
     "FORMATS",
     "GROUPS",
-    "AnalyzeError",
+    "LINE_FORMATS",
     "Job",
     "Line",
     "Source",
@@ -22,16 +26,13 @@ __all__ = [
     "single_maps",
 ]
 
-FORMATS = ("html", "npz", "safetensors", "json", "png")
+LINE_FORMATS = ("html", "npz", "safetensors", "json", "png")  # a file for each line
+FORMATS = (*LINE_FORMATS, "parquet", "arrow", "sums")  # and one for each part of the lines
 GROUPS = {
     "all": ALL_MAPS,
     "usual": ("weights", *USUAL_MAPS),
     "ledger": (*LEDGER, "value_norms", "per_head"),
 }
-
-
-class AnalyzeError(Exception):
-    """A run that cannot go on; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Job:
     Attributes:
         model: A directory or a name on the Hugging Face hub.
         texts: Lines; or None, and they are in file.
-        file: A UTF-8 text, one sequence a line.
+        file: A UTF-8 text, one sequence a line; or a column of a table.
         target_texts, target_file: What the decoder of a sequence-to-sequence model reads, line by
             line.
         maps: Names of maps and of GROUPS of them; each layer gives those of them that it has.
@@ -51,13 +52,16 @@ class Job:
         max_length: In tokens; None: as long as the model allows.
         device: As torch names it.
         restart: Forget what an earlier run has finished.
+        shard: Which of the lines this process does.
+        part_lines: In a file of many lines; None: as many as make a thousand files, and at least
+            16.
     """
 
     model: str
     texts: tuple[str, ...] | None
-    file: Path | None
+    file: Path | Table | None
     target_texts: tuple[str, ...] | None
-    target_file: Path | None
+    target_file: Path | Table | None
     maps: tuple[str, ...]
     formats: tuple[str, ...]
     out: Path
@@ -65,6 +69,24 @@ class Job:
     max_length: int | None = None
     device: str = "cpu"
     restart: bool = False
+    shard: Shard = field(default_factory=Shard)
+    part_lines: int | None = None
+
+    @property
+    def line_formats(self) -> tuple[str, ...]:
+        """Of the formats those with a file for each line."""
+        return tuple(kind for kind in self.formats if kind in LINE_FORMATS)
+
+    @property
+    def part_formats(self) -> tuple[str, ...]:
+        """Of the formats those with a file for each part of the lines."""
+        return tuple(kind for kind in self.formats if kind not in LINE_FORMATS)
+
+    def lines_in_a_part(self, count: int) -> int:
+        """How many of count lines are finished together; they are one process's."""
+        if not self.part_formats:
+            return 1
+        return self.part_lines or max(16, math.ceil(count / 1000))
 
 
 @dataclass(frozen=True)
@@ -95,21 +117,21 @@ class Source:
     """Lines of text, counted and hashed, but not kept where they come from a file."""
 
     texts: tuple[str, ...] | None
-    file: Path | None
+    file: Path | Table | None
     count: int
     digest: str
 
     @staticmethod
-    def of(option: str, texts: tuple[str, ...] | None, file: Path | None) -> Source:
+    def of(option: str, texts: tuple[str, ...] | None, file: Path | Table | None) -> Source:
         digest, count = hashlib.sha256(), 0
-        if file is not None and file.exists() and not file.is_file():
+        if isinstance(file, Path) and file.exists() and not file.is_file():
             raise AnalyzeError(f"{file} must be a regular file, which can be read twice")
         try:
             for text in Source(texts, file, 0, ""):
                 digest.update(text.encode() + b"\n")
                 count += 1
         except OSError as error:
-            raise AnalyzeError(f"cannot read {file}: {error.strerror}") from error
+            raise AnalyzeError(f"cannot read {file}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise AnalyzeError(f"{file}, line {count + 1}: must be UTF-8; {error}") from error
         except UnicodeEncodeError as error:
@@ -121,6 +143,8 @@ class Source:
     def __iter__(self) -> Iterator[str]:
         if self.texts is not None:
             yield from self.texts
+        elif isinstance(self.file, Table):
+            yield from self.file.texts()
         elif self.file is not None:
             with self.file.open("rb") as lines:  # decoded one by one, to know which cannot be
                 for number, line in enumerate(lines):

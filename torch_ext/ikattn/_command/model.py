@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn._command.job import AnalyzeError, Job, Line, single_maps
+from ikattn._command.errors import AnalyzeError
+from ikattn._command.job import Job, Line, single_maps
 from ikattn.analysis._recorder.attention_call import why_undefined
 from ikattn.analysis._recorder.record import record
 from ikattn.analysis._recorder.resolvers import find_attention
@@ -71,6 +72,12 @@ class AnalyzedModel:
         order = [site.name for site in find_attention(module)]
         device = torch.device(job.device)
         return AnalyzedModel(module, tokenizer, length, device, start, layers_of, order)
+
+    @property
+    def map_dtype(self) -> torch.dtype:
+        """The type of maps in tables: float64 of a model that has it, else float32."""
+        dtypes = {parameter.dtype for parameter in self.module.parameters()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def has_tokens(self, line: Line) -> bool:
         """Whether the tokenizer leaves anything of a line, and of what a decoder reads with it."""

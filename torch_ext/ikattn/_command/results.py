@@ -5,79 +5,124 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from ikattn._command.job import FORMATS, AnalyzeError, Job, Source
+from ikattn._command.errors import AnalyzeError
+from ikattn._command.job import LINE_FORMATS, Job, Source
+from ikattn._command.ledger import Ledger, lines_of, read_entry
+from ikattn._command.parts import SUMS
 from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 
-__all__ = ["Ledger", "open_results"]
-
-
-class Ledger:
-    """lines.jsonl, which says what is finished. One process at a time."""
-
-    def __init__(self, path: Path, file: IO[str], done: set[int]) -> None:
-        self.path, self.done = path, done
-        self._file = file
-
-    @property
-    def count(self) -> int:
-        return len(self.done)
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """From here on the line is finished, even if the power fails."""
-        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.done.add(entry["line"])
+__all__ = ["one_at_a_time", "open_results"]
 
 
 @contextmanager
 def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Ledger]:
-    """The directory of results, ours alone, in the state in which an earlier run left it.
+    """The directory of results, in the state in which earlier runs left it.
+
+    It is this process's alone where the job has one shard. Processes of several shards share it:
+    the first to come puts it in order, and each has its shard to itself.
 
     Raises:
-        AnalyzeError: It is not writable, another run is at work in it, or it holds the results of
-            another job.
+        AnalyzeError: It is not writable, another run is at work in it or on this shard, or it holds
+            the results of another job.
     """
-    try:
-        job.out.mkdir(parents=True, exist_ok=True)
-        lock = (job.out / _LOCK).open("w")
-    except OSError as error:
-        raise AnalyzeError(f"cannot write to {job.out}: {error.strerror}") from error
-    with lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise AnalyzeError(f"another run is writing to {job.out}") from None
+            job.out.mkdir(parents=True, exist_ok=True)
+            run = held.enter_context((job.out / _LOCK).open("w+"))
+        except OSError as error:
+            raise AnalyzeError(f"cannot write to {job.out}: {error.strerror}") from error
         try:
-            _refuse_what_others_wrote(job.out)
-            if job.restart:
-                _remove_results(job.out)
-            for partial in job.out.glob(PARTIAL):  # of a run that was killed
-                partial.unlink()
-            _compare_manifest(job, source, target)
+            if job.shard.count == 1:
+                _take(run, fcntl.LOCK_EX, f"another run is writing to {job.out}")
+                _put_in_order(job, source, target)
+            else:
+                _enter_with_others(job, source, target, run, held)
             path = job.out / "lines.jsonl"
-            done = _finished(path)
-            with path.open("a", encoding="utf-8") as file:
-                yield Ledger(path, file, done)
+            file = held.enter_context(path.open("a+b"))
+            yield Ledger(path, file, source.count)
         except OSError as error:
             raise AnalyzeError(error.strerror or str(error)) from error
 
 
+@contextmanager
+def one_at_a_time(job: Job) -> Iterator[None]:
+    """For coming in, and for what is made of all lines: one process of a shared directory."""
+    if job.shard.count == 1:
+        yield
+        return
+    with (job.out / _ENTRANCE).open("w+") as entrance:
+        fcntl.flock(entrance, fcntl.LOCK_EX)
+        yield
+
+
 _MANIFEST, _LOCK = "manifest.json", ".lock"
+_ENTRANCE = ".lock-entrance"  # of processes that share the directory, one at a time
+_ALONE = (_MANIFEST, _LOCK, "lines.jsonl", "index.html", SUMS)
+
+
+def _take(lock: IO[str], mode: int, refusal: str) -> None:
+    """Locks a file, which is open to read and write, as NFS wants it."""
+    try:
+        fcntl.flock(lock, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise AnalyzeError(refusal) from None
+
+
+def _enter_with_others(
+    job: Job, source: Source, target: Source | None, run: IO[str], held: ExitStack
+) -> None:
+    """Shares the directory with the processes of other shards."""
+    refusal = f"another run, of all lines, is writing to {job.out}"
+    with one_at_a_time(job):
+        try:
+            fcntl.flock(run, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # others are at work, in what they put in order
+            _take(run, fcntl.LOCK_SH, refusal)
+            _refuse_what_others_wrote(job.out)
+            _compare_manifest(job, source, target, is_alone=False)
+            if job.restart:
+                raise AnalyzeError(f"another run is writing to {job.out}") from None
+        else:
+            _put_in_order(job, source, target)
+            _take(run, fcntl.LOCK_SH, refusal)
+    name = f"{_LOCK}-shard-{job.shard.number}-of-{job.shard.count}"
+    own = held.enter_context((job.out / name).open("w+"))
+    _take(own, fcntl.LOCK_EX, f"another run is doing {job.shard} in {job.out}")
+    held.callback((job.out / name).unlink, missing_ok=True)
+
+
+def _put_in_order(job: Job, source: Source, target: Source | None) -> None:
+    """What only a process that is alone may do."""
+    _refuse_what_others_wrote(job.out)
+    if job.restart:
+        _remove_results(job.out)
+    for partial in job.out.glob(PARTIAL):  # of a run that was killed
+        partial.unlink()
+    _compare_manifest(job, source, target, is_alone=True)
+    _drop_unsound_entries(job.out / "lines.jsonl", source.count)
 
 
 def _is_of_results(name: str) -> bool:
-    """Whether a run gives a file this name."""
-    of_line = re.fullmatch(rf"line-\d{{6,}}\.({'|'.join(FORMATS)})", name)
-    return of_line is not None or name in (_MANIFEST, _LOCK, "lines.jsonl", "index.html")
+    """Whether a run gives a file this name, for good or until it is whole."""
+    names = (
+        rf"line-\d{{6,}}\.({'|'.join(LINE_FORMATS)})",
+        r"part-\d{6,}\.(parquet|arrow)",
+        r"sums-\d{6,}\.npz",
+        rf"{re.escape(_LOCK)}-(entrance|shard-\d+-of-\d+)",
+    )
+    return (
+        name in _ALONE
+        or fnmatch(name, PARTIAL)
+        or any(re.fullmatch(pattern, name) for pattern in names)
+    )
 
 
 def _refuse_what_others_wrote(out: Path) -> None:
@@ -91,7 +136,7 @@ def _refuse_what_others_wrote(out: Path) -> None:
         if not isinstance(written, dict) or "ikattn" not in written:
             raise AnalyzeError(f"{manifest} was not written by this program; take another --out")
         return
-    for name in ("lines.jsonl", "index.html"):
+    for name in ("lines.jsonl", "index.html", SUMS):
         if (out / name).exists():
             raise AnalyzeError(
                 f"{out / name} was not written by this program, which finds no manifest.json "
@@ -103,12 +148,12 @@ def _remove_results(out: Path) -> None:
     """What a run writes, and nothing else; the entries first, that none outlives its files."""
     (out / "lines.jsonl").unlink(missing_ok=True)
     for path in out.iterdir():
-        if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK):
+        if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK, _ENTRANCE):
             path.unlink()
     (out / _MANIFEST).unlink(missing_ok=True)  # without which the others would not be ours
 
 
-def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
+def _compare_manifest(job: Job, source: Source, target: Source | None, *, is_alone: bool) -> None:
     """Writes the manifest of a new run, or makes sure that the old one asks for the same."""
     wishes = _wishes(job, source, target)
     path = job.out / _MANIFEST
@@ -125,8 +170,9 @@ def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
         changed = [name for name in wishes if earlier.get(name) != wishes[name]]
     except (ValueError, AttributeError):
         raise AnalyzeError(f"{path} is damaged; --restart begins anew") from None
-    if changed and not _finished(job.out / "lines.jsonl"):
-        write()  # that of a run which came to nothing
+    if changed and is_alone and not _has_entries(job.out / "lines.jsonl", source.count):
+        (job.out / SUMS).unlink(missing_ok=True)  # of lines whose entries are lost
+        write()  # over that of a run which came to nothing
     elif changed:
         raise AnalyzeError(
             f"{job.out} holds the results of a run with other {', '.join(changed)}; take another "
@@ -144,6 +190,7 @@ def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
         "target text": target and {"lines": target.count, "sha256": target.digest},
         "maps": list(job.maps),
         "formats": list(job.formats),
+        "lines in a part": job.lines_in_a_part(source.count) if job.part_formats else None,
         "max-length": job.max_length,
     }
 
@@ -166,43 +213,41 @@ def _fingerprint(folder: Path, out: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _finished(path: Path) -> set[int]:
-    """Numbers of the finished lines; takes away entries that were cut off or lost their files."""
+def _has_entries(path: Path, total: int) -> bool:
+    return any(is_sound for _, is_sound in _entries(path, total))
+
+
+def _drop_unsound_entries(path: Path, total: int) -> None:
+    """Takes away entries that were cut off, came twice, or have lost their files."""
+    if all(is_sound for _, is_sound in _entries(path, total)):
+        return
+    with whole_file(path) as file:
+        for text, is_sound in _entries(path, total):
+            if is_sound:
+                file.write(text)
+
+
+def _entries(path: Path, total: int) -> Iterator[tuple[bytes, bool]]:
+    """Each line of lines.jsonl, and whether its entry stands for finished lines of the text."""
     if not path.exists():
-        return set()
-    done: set[int] = set()
-    dropped = False
-    for entry, _ in _entries(path):
-        if entry is None or entry["line"] in done or not _has_files(path.parent, entry):
-            dropped = True
-        else:
-            done.add(entry["line"])
-    if dropped:
-        kept: set[int] = set()
-        with whole_file(path) as file:
-            for entry, text in _entries(path):
-                if (
-                    entry is not None
-                    and entry["line"] in done - kept
-                    and _has_files(path.parent, entry)
-                ):
-                    kept.add(entry["line"])
-                    file.write(text)
-    return done
-
-
-def _entries(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
-    """Each entry with its text; None for one that a killed run left unfinished."""
+        return
+    done = bytearray(total)
     with path.open("rb") as lines:
         for text in lines:
-            try:
-                entry = json.loads(text) if text.endswith(b"\n") else None
-            except ValueError:
-                entry = None
-            is_whole = isinstance(entry, dict) and {"line", "files", "text"} <= entry.keys()
-            yield entry if is_whole else None, text
+            entry = read_entry(text) if text.endswith(b"\n") else None
+            if entry is None or not _has_files(path.parent, entry):
+                yield text, False
+                continue
+            own = lines_of(entry)
+            begin, end = own.start - 1, own.stop - 1
+            is_new = 0 <= begin < end <= total and not any(done[begin:end])
+            if is_new:
+                done[begin:end] = b"\1" * (end - begin)
+            yield text, is_new
 
 
 def _has_files(folder: Path, entry: dict[str, Any]) -> bool:
-    paths = [folder / name for name in entry["files"]]
+    """Whether the files of an entry are there; sums of a part may be in those of all lines."""
+    whole = (folder / SUMS).is_file()
+    paths = [folder / name for name in entry["files"] if not (whole and name.startswith("sums-"))]
     return all(path.is_file() and path.stat().st_size > 0 for path in paths)

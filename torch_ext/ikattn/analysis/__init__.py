@@ -34,6 +34,7 @@ from ikattn.analysis.contributions import (
     contributions,
     streamed_contributions,
 )
+from ikattn.analysis.corpus import TOKEN_TYPES, CorpusMeans, CorpusSums, token_types
 from ikattn.analysis.files import MapFileError, MapWriter
 from ikattn.analysis.flow import attention_flow
 from ikattn.analysis.graphs import EdgeContributions, EdgeMaps, edge_contributions
@@ -52,12 +53,15 @@ from ikattn.analysis.summary import (
 from ikattn.analysis.through_layers import RankedToken, rank_tokens, rollout, token_importance
 
 __all__ = [
+    "TOKEN_TYPES",
     "AlignmentScores",
     "AttentionParts",
     "Attribution",
     "Batch",
     "Comparison",
     "Contributions",
+    "CorpusMeans",
+    "CorpusSums",
     "EdgeContributions",
     "EdgeMaps",
     "Estimate",
@@ -103,6 +107,7 @@ __all__ = [
     "streamed_contributions",
     "token_importance",
     "token_mean",
+    "token_types",
     "value_zeroing",
     "word_alignment",
     "words_of_subwords",

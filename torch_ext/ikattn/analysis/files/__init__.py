@@ -40,7 +40,15 @@ from ikattn.analysis.files._npz import NumpySink, read_npz
 from ikattn.analysis.files._safetensors import SafetensorsSink, read_safetensors
 from ikattn.analysis.maps import Batch, Layer, RecordedMaps
 
-__all__ = ["DEFINITIONS", "MapFileError", "MapWriter", "load", "save"]
+__all__ = [
+    "DEFINITIONS",
+    "MapFileError",
+    "MapWriter",
+    "load",
+    "read_arrays",
+    "save",
+    "write_arrays",
+]
 
 FORMAT = "ikattn maps"
 VERSION = 1  # raised when an older ikattn could no longer read what this one writes
@@ -181,17 +189,52 @@ def save(recording: RecordedMaps, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> RecordedMaps:
     """Reads what :func:`save` or a :class:`MapWriter` wrote; see :func:`ikattn.load_maps`."""
-    read = _choose(Path(path), _READERS)
-    if not Path(path).is_file():
-        raise FileNotFoundError(2, "there is no such file", os.fspath(path))
-    text, arrays = read(Path(path))
-    metadata = _checked_metadata(path, text)
+    metadata, arrays = read_arrays(path, FORMAT, VERSION)
     try:
         return _assembled(metadata, arrays)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise MapFileError(
             path, f"its metadata and arrays do not fit together ({error})"
         ) from error
+
+
+def write_arrays(
+    path: str | os.PathLike[str], arrays: Iterable[tuple[str, Tensor]], metadata: dict[str, Any]
+) -> None:
+    """Writes arrays by their names, and a JSON document, whole or not at all.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+        arrays: Names and tensors.
+        metadata: With "format" and "format_version", which :func:`read_arrays` asks for.
+    """
+    open_sink = _choose(Path(path), _SINKS)
+    with whole_file(path) as file, ExitStack() as stack:
+        sink = open_sink(file, Path(path), stack)
+        for name, tensor in arrays:
+            sink.add(name, tensor.detach().cpu())
+        sink.finish(metadata)
+
+
+def read_arrays(
+    path: str | os.PathLike[str], form: str, last: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata and arrays of a file.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+        form: What the file must hold, as its metadata's "format" says.
+        last: The highest "format_version" that can be read.
+
+    Raises:
+        MapFileError: The file is damaged, or holds something else.
+        FileNotFoundError: There is no such file.
+    """
+    read = _choose(Path(path), _READERS)
+    if not Path(path).is_file():
+        raise FileNotFoundError(2, "there is no such file", os.fspath(path))
+    text, arrays = read(Path(path))
+    return _checked_metadata(path, text, form, last), arrays
 
 
 # --- What the formats share
@@ -238,23 +281,26 @@ def _lists(tokens: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
     return None if tokens is None else [list(sequence) for sequence in tokens]
 
 
-def _checked_metadata(path: str | os.PathLike[str], text: str | bytes | None) -> dict[str, Any]:
-    foreign = MapFileError(path, "this is no file of maps that ikattn wrote")
+def _checked_metadata(
+    path: str | os.PathLike[str], text: str | bytes | None, form: str, last: int
+) -> dict[str, Any]:
+    kind = form.removeprefix("ikattn ")
+    foreign = MapFileError(path, f"this is no file of {kind} that ikattn wrote")
     if text is None:
         raise foreign
     try:
         metadata = json.loads(text)
     except ValueError:
         raise foreign from None
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+    if not isinstance(metadata, dict) or metadata.get("format") != form:
         raise foreign
     found = metadata.get("format_version")
-    if not isinstance(found, int) or found > VERSION:
+    if not isinstance(found, int) or found > last:
         raise MapFileError(
             path,
             f"it has version {found} of the format, written by ikattn "
             f"{metadata.get('ikattn_version')}; this ikattn, {version()}, reads up to "
-            f"version {VERSION}: upgrade it",
+            f"version {last}: upgrade it",
         )
     return metadata
 
