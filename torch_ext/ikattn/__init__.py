@@ -19,6 +19,7 @@ from ikattn.analysis import (
 )
 from ikattn.conversion import calibrate, conversion_report, convert, revert
 from ikattn.integrations.transformers import (
+    decoding_cache,
     feature_cache,
     state_cache,
     use_implicit_attention,
@@ -57,6 +58,7 @@ __all__ = [
     "conversion",
     "conversion_report",
     "convert",
+    "decoding_cache",
     "decompositions",
     "edge_contributions",
     "feature_cache",
