@@ -208,7 +208,7 @@ struct MomentsScratch {
     sums = Moments<T>::take(workspace, panels_together, table.value_panels(), true, false);
     constant.take(workspace, table);
     lane_sums = workspace.take<T>(kProductRows * kLanes<T>);
-    out = workspace.take<T>(table.value_panels() * kProductRows * kPanel);
+    out = workspace.take<T>(max_of(1, table.value_panels()) * kProductRows * kPanel);
   }
 };
 
