@@ -47,12 +47,6 @@ def decode(frequencies: int, tokens: int, dtype: torch.dtype) -> None:
             )
 
 
-def token_of_state(
-    query: Tensor, key: Tensor, value: Tensor, state: ikattn.RecurrentState
-) -> Tensor:
-    return state.extend(query, key, value)
-
-
 def rivals_at(frequencies: int, length: int) -> dict[str, Callable[[], Tensor]]:
     """A token after so many: a state in either type, and kept features."""
     query, key, value, w1, w2 = drawn(frequencies, length)

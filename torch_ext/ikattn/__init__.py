@@ -21,6 +21,7 @@ from ikattn.analysis import (
 )
 from ikattn.conversion import calibrate, conversion_report, convert, revert
 from ikattn.integrations.transformers import (
+    decoding_cache,
     feature_cache,
     state_cache,
     use_implicit_attention,
@@ -60,6 +61,7 @@ __all__ = [
     "conversion",
     "conversion_report",
     "convert",
+    "decoding_cache",
     "decompositions",
     "edge_contributions",
     "feature_cache",

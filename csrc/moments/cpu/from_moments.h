@@ -51,48 +51,76 @@ void load_query_features(const FromMomentsParams& params, const Table& table, co
   }
 }
 
+// psi(q_i) . m of some queries, whose x is in the scratch, to own.out and own.lane_sums, where one
+// block reads the table: panel by panel, as they lie.
 template <typename T>
-void attend_rows(const FromMomentsParams& params, const MomentsPlan<T>& plan, const Place& place,
-                 int64_t index, const MomentsScratch<T>& own) {
-  const Table& table = plan.table;
-  const MomentsHead head = head_of(params, place.unit);
-  const QueryRows at = query_rows(params, head, index, kProductRows);
-  const HeldTable<T>& held = plan.slots[place.slot];
-  const double reference = load_element<double>(params.reference, head.offset(params.reference));
+void read_table(const FromMomentsParams& params, const Table& table, const MomentsHead& head,
+                int64_t rows, MomentsScratch<T>& own) {
+  const int64_t offset = head.offset(params.moments);
+  for (int64_t panel = 0; panel < table.products.panels(); ++panel) {
+    const Panels one{panel, panel + 1};
+    own.sums.first_panel = panel;
+    load_table(table, params.moments, offset, one, Counted::kByQuery, own.sums);
+    read_panels(table.products, one, table.d_v, own.sums, rows, own.products, own.lane_sums);
+    add_panels(rows, table.d_v, own.products.partial, own.out, rows, panel > 0);
+  }
+  own.constant.load_from(table, params.moments, offset);
+}
+
+// Output and log Z of some queries, from what is in the scratch.
+template <typename T>
+void finish_rows(const FromMomentsParams& params, const Table& table, const QueryRows& at,
+                 double reference, const ConstantEntry<T>& constant, const MomentsScratch<T>& own) {
   const T scale = score_scale<T>(params), eps = static_cast<T>(params.eps);
-  load_query_features(params, table, at, own.products.x);
-  __builtin_memset(own.lane_sums, 0, at.count * kLanes<T> * sizeof(T));
-  read_moments(table.products, table.d_v, held.panels, at.count, own.products, own.lane_sums,
-               own.out, at.count);
-  const T least = eps * held.constant.total;  // squares do not add less than nothing
+  const T least = eps * constant.total;  // squares do not add less than nothing
+  const Array &output = params.output, &logs = params.log_normalizer;
   for (int64_t r = 0; r < at.count; ++r) {
     T sum = sum_of_lanes<T>(load(own.lane_sums + r * kLanes<T>)) * scale + least;
     if (sum < least) sum = least;
     const T inverse = sum == T(0) ? T(0) : T(1) / sum;
     for (int64_t of_values = 0; of_values < table.value_panels(); ++of_values) {
       T* row = own.out + (of_values * at.count + r) * kPanel;
-      const T* constant = held.constant.values + of_values * kPanel;
+      const T* values = constant.values + of_values * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(row + c, (load(row + c) * scale + load(constant + c) * eps) * inverse);
+        store<T>(row + c, (load(row + c) * scale + load(values + c) * eps) * inverse);
       }
     }
     store_element(
-        params.log_normalizer,
-        at.offset(params.log_normalizer) + r * params.log_normalizer.stride[2],
+        logs, at.offset(logs) + r * logs.stride[2],
         sum == T(0) ? -infinity<double>() : __builtin_log(static_cast<double>(sum)) + reference);
   }
-  const Array& output = params.output;
   store_panels(output, at.offset(output), output.stride[2], output.stride[3], at.count, table.d_v,
                own.out, at.count);
 }
 
 template <typename T>
+void attend_rows(const FromMomentsParams& params, const MomentsPlan<T>& plan, const Place& place,
+                 int64_t index, MomentsScratch<T>& own) {
+  const Table& table = plan.table;
+  const MomentsHead head = head_of(params, place.unit);
+  const QueryRows at = query_rows(params, head, index, kProductRows);
+  const double reference = load_element<double>(params.reference, head.offset(params.reference));
+  load_query_features(params, table, at, own.products.x);
+  __builtin_memset(own.lane_sums, 0, at.count * kLanes<T> * sizeof(T));
+  if (plan.has_slots) {
+    const HeldTable<T>& held = plan.slots[place.slot];
+    read_moments(table.products, table.d_v, held.panels, at.count, own.products, own.lane_sums,
+                 own.out, at.count);
+    finish_rows(params, table, at, reference, held.constant, own);
+  } else {
+    read_table(params, table, head, at.count, own);
+    finish_rows(params, table, at, reference, own.constant, own);
+  }
+}
+
+template <typename T>
 void attention_from_moments(const FromMomentsParams& params, const Executor& executor) {
   MomentsPlan<T> plan{executor, {{params.M}, params.d_v}, params.B * params.K};
-  plan.allocate(true, false);
-  const auto heads = [&](int64_t unit) { return head_of(params, unit); };
   const int64_t blocks = params.H / params.K * ceil_div(params.L, kProductRows);
-  run_stages(executor, plan.schedule(), load_tables(plan, params.moments, Counted::kByQuery, heads),
+  plan.allocate(blocks > 1, false);
+  const auto heads = [&](int64_t unit) { return head_of(params, unit); };
+  run_stages(executor, plan.schedule(),
+             load_tables(plan, params.moments, Counted::kByQuery, heads, plan.has_slots),
              Stage{blocks, [&](const Place& at, int64_t index, int thread) {
                      attend_rows(params, plan, at, index, plan.scratch[thread]);
                    }});

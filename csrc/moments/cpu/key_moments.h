@@ -104,6 +104,7 @@ void sum_key_moments(const KeyMomentsParams& params, const MomentsPlan<T>& plan,
 template <typename T>
 void key_moments(const KeyMomentsParams& params, const Executor& executor) {
   MomentsPlan<T> plan{executor, {{params.M}, params.d_v}, params.B * params.K};
+  if (params.S <= kPanel) plan.groups.together = 1;  // so that a token's sums stay in cache
   plan.allocate(false, false);
   run_stages(executor, plan.schedule(),
              Stage{plan.groups.count(),

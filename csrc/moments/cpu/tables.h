@@ -208,7 +208,7 @@ struct MomentsScratch {
     sums = Moments<T>::take(workspace, panels_together, table.value_panels(), true, false);
     constant.take(workspace, table);
     lane_sums = workspace.take<T>(kProductRows * kLanes<T>);
-    out = workspace.take<T>(table.value_panels() * kProductRows * kPanel);
+    out = workspace.take<T>(max_of(1, table.value_panels()) * kProductRows * kPanel);
   }
 };
 
@@ -234,10 +234,12 @@ struct MomentsPlan {
   int64_t units;  // heads of the moments
   bool whole = Schedule::has_whole_units(executor, units);
   PanelGroups groups = PanelGroups::for_threads(table.products, executor.threads, whole);
+  bool has_slots = false;
   HeldTable<T>* slots = nullptr;
   MomentsScratch<T>* scratch = nullptr;
 
-  void allocate(bool has_slots, bool backward) {
+  void allocate(bool wants_slots, bool backward) {
+    has_slots = wants_slots;
     const int64_t count = has_slots ? Schedule::slots(executor, units, whole) : 0;
     const auto lay_out = [&](void* base) {
       Workspace workspace(base);

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
-from ikattn.integrations.transformers import state_cache, use_implicit_attention
+from ikattn.integrations.transformers import decoding_cache, state_cache, use_implicit_attention
 from transformers_models import GENERATORS, build, convert
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
@@ -120,6 +120,15 @@ def test_calls_that_a_state_cannot_answer_are_refused() -> None:
             weight.mul_(1.5)
         with pytest.raises(NotImplementedError, match="with other frequencies"):
             model(input_ids=one, past_key_values=cache)
+
+
+def test_the_faster_cache_is_chosen_where_there_is_one() -> None:
+    def layer(model: Any, tokens: int) -> str:
+        return type(decoding_cache(model, tokens).layers[0]).__name__
+
+    assert layer(decoder(), 199) == "FeatureLayer"
+    assert layer(decoder(), 200) == "StateLayer"  # 2 (2 M)^2 with M = 5
+    assert layer(decoder("mistral"), 10_000) != "StateLayer"
 
 
 def test_another_attention_implementation_is_found_out() -> None:

@@ -115,6 +115,21 @@ def test_sums_of_narrow_types_are_in_float32(case: Case, dtype: torch.dtype) -> 
     assert_close(output, exact, 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps)
 
 
+@pytest.mark.operators
+def test_any_strides_are_read_as_they_lie() -> None:
+    leaves = [x.nan_to_num(0.0, 0.0, -torch.inf).requires_grad_() for x in drawn(CASES[1])]
+    query, key, logits, value = leaves
+    strided = [x.mT.contiguous().mT for x in (query, key, logits, value)]
+    strided[0] = query.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    found = by_moments(*strided)
+    assert_close(found, by_moments(*leaves), 1e-14)
+    direction = torch.randn(found.shape[::-1], dtype=found.dtype).permute(3, 2, 1, 0)
+    of_query, *others = torch.autograd.grad(found, [strided[0], *leaves[1:]], direction)
+    expected = torch.autograd.grad(by_moments(*leaves), leaves, direction.contiguous())
+    for own, truth in zip((of_query, *others), expected, strict=True):
+        assert_close(own, truth, 1e-12)
+
+
 def test_the_entries_are_products_of_two_features_and_one() -> None:
     _, key, logits, value = drawn(Case("entries", B=1, H=1, K=1, G=1, S=3, M=2, hidden=0))
     moments, reference = key_moments(key, logits, value)
@@ -175,7 +190,7 @@ def test_moments_of_two_sets_of_keys_add() -> None:
 
 
 @pytest.mark.operators
-@pytest.mark.parametrize("case", CASES[:5], ids=str)
+@pytest.mark.parametrize("case", CASES[:6], ids=str)
 @pytest.mark.parametrize("cut", [0, 30, 64])
 def test_keys_are_added_in_place(case: Case, cut: int) -> None:
     _, key, logits, value = drawn(case)

@@ -31,19 +31,19 @@ _LEAST_EPS = 1e-6  # whose share of a sum float32 still holds to some per cent
 
 
 class RecurrentState(FixedKernel):
-    """All that queries need to know of the keys and values before them, in ``B K E (d_v + 1)``
-    numbers.
+    """All that queries need to know of the keys and values before them, in constant memory.
 
-    The squared similarity is a polynomial in the features of a key, so that what a query makes of
-    all keys is linear in sums over them (:func:`ikattn.ops.key_moments`). A new key adds to the
-    sums; neither memory nor the time of a token grows with their number. Sums are relative to
-    exp of the largest log magnitude so far, and rescaled when a larger one comes.
+    A state is ``B K E (d_v + 1)`` numbers. The squared similarity is a polynomial in the features
+    of a key, so that what a query makes of all keys is linear in sums over them
+    (:func:`ikattn.ops.key_moments`). A new key adds to the sums; neither memory nor the time of a
+    token grows with their number. Sums are relative to exp of the largest log magnitude so far, and
+    rescaled when a larger one comes.
 
-    :class:`ikattn.KeyFeatures` keeps each key in 2 M + d_v numbers. It is the faster one for less
-    than some M^2 tokens, takes masks of pairs, and forgets tokens (``crop``). Here keys can be
-    hidden when they come, and never leave: no sliding window, no mask that differs by query but
-    :meth:`extend`'s causal one, no way back by a token. Frequencies are the same for every input:
-    no generators that depend on it.
+    :class:`ikattn.KeyFeatures` keeps each key in 2 M + d_v numbers. With F = 2 M it is the faster
+    one for less than some 2 F^2 tokens (F^2 beside sums in float32), takes masks of pairs, and
+    forgets tokens (``crop``). Here keys can be hidden when they come, and never leave: no sliding
+    window, no mask that differs by query but :meth:`extend`'s causal one, no way back by a token.
+    Frequencies are the same for every input: no generators that depend on it.
 
     Sums are made in float64, under autocast too. In float32 a state is half as large, and a token
     takes some 0.6 of the time, but errors of single tokens add up: to some 1e-5 of an output after

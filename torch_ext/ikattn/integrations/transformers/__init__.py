@@ -10,10 +10,11 @@ attention weights would be.
 from ikattn.integrations.transformers._cache import feature_cache
 from ikattn.integrations.transformers._implicit import from_pretrained, use_implicit_attention
 from ikattn.integrations.transformers._kernels import ImplicitKernel
-from ikattn.integrations.transformers._state_cache import state_cache
+from ikattn.integrations.transformers._state_cache import decoding_cache, state_cache
 
 __all__ = [
     "ImplicitKernel",
+    "decoding_cache",
     "feature_cache",
     "from_pretrained",
     "state_cache",

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.integrations.transformers._cache import state_of
+from ikattn.integrations.transformers._cache import feature_cache, state_of
 from ikattn.integrations.transformers._interface import calls_interface, import_transformers
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel
 from ikattn.ops.recurrent_state import RecurrentState
 
-__all__ = ["state_cache", "state_layer_of"]
+__all__ = ["decoding_cache", "state_cache", "state_layer_of"]
 
 # Keys that a layer has handed on, and a weak reference to it.
 _LAYERS = WeakTensorKeyDictionary()
@@ -31,9 +31,9 @@ def state_cache(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> Any:
     """An empty cache for decoding whose size, and time of a token, do not grow with the tokens.
 
     It is transformers' ``DynamicCache`` with a :class:`ikattn.RecurrentState` in each layer in
-    place of keys and values: ``M (2 M + 1) (d_v + 1)`` numbers a query head. That pays from some
-    M^2 tokens on; before, ``feature_cache`` is faster, and it is the one for long calls of models
-    with many frequencies. Beams, padding and prompts in parts are in.
+    place of keys and values: ``M (2 M + 1) (d_v + 1)`` numbers a query head. With F = 2 M it is
+    the faster one from some 2 F^2 tokens on, in float32 from F^2; before, ``feature_cache`` is.
+    ``decoding_cache`` chooses by that. Beams, padding and prompts in parts are in.
 
     Not supported, and refused: models whose frequencies depend on their input, encoder-decoders,
     layers with a sliding window, assisted generation and ``crop`` (a state forgets no token), masks
@@ -90,6 +90,41 @@ def state_cache(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> Any:
     if cache.layer_class_to_replicate is not None:
         cache.layer_class_to_replicate = make
     return cache
+
+
+def decoding_cache(model: nn.Module, tokens: int) -> Any:
+    """The faster cache for so many tokens: ``state_cache`` from 2 F^2 on, F = 2 M features.
+
+    Args:
+        model: As for ``feature_cache``.
+        tokens: Of a sequence, the prompt included.
+
+    Returns:
+        A ``state_cache`` where that is the faster one and the model has states, else a
+        ``feature_cache``.
+
+    Raises:
+        ImportError, TypeError: As of ``feature_cache``.
+
+    Example:
+        >>> import pytest
+        >>> transformers = pytest.importorskip("transformers")
+        >>> from ikattn.integrations.transformers import decoding_cache, use_implicit_attention
+        >>> config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=9)
+        >>> model = transformers.GPT2LMHeadModel(config)
+        >>> model = use_implicit_attention(model, num_frequencies=8)
+        >>> short, long = decoding_cache(model, 100), decoding_cache(model, 1000)
+        >>> type(short.layers[0]).__name__, type(long.layers[0]).__name__
+        ('FeatureLayer', 'StateLayer')
+    """
+    kernels = [module for module in model.modules() if isinstance(module, ImplicitKernel)]
+    features = 2 * max((kernel.num_frequencies for kernel in kernels), default=0)
+    if kernels and tokens >= 2 * features**2:
+        try:
+            return state_cache(model)
+        except NotImplementedError:  # of a kind that has no states
+            pass
+    return feature_cache(model)
 
 
 def state_layer_of(key: Tensor) -> Any:

@@ -1,0 +1,143 @@
+"""What ranks that share a sequence send, and how much faster they are than one, over gloo.
+
+    python benchmarks/context_parallel.py [--length 65536] [--frequencies 16] [--processes 1 2 4]
+
+Each process has one thread. A wrapper of the process group counts the bytes that a rank hands to
+it; an all-reduce of n bytes over W ranks counts as the 2 (W - 1) / W n of a ring. Times are of the
+slowest rank, medians of rounds; the attention of one process is the operator itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ikattn
+from ikattn.parallel import context_parallel_attention
+
+
+class Counting(dist.ProcessGroup):
+    """A group over gloo that counts what this rank sends."""
+
+    sent = 0
+
+    def __init__(self, inner: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.inner = inner
+
+    def getBackendName(self) -> str:
+        return "counting"
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        Counting.sent += sum(x.nbytes for x in tensors)
+        return self.inner.send(tensors, to, tag)
+
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Any:
+        return self.inner.recv(tensors, of, tag)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        share = 2 * (self.size() - 1) / self.size()
+        Counting.sent += int(share * sum(x.nbytes for x in tensors))
+        return self.inner.allreduce(tensors, options)
+
+    def barrier(self, options: Any = None) -> Any:
+        return self.inner.barrier(options)
+
+
+def _make(store: Any, rank: int, size: int, timeout: Any) -> Counting:
+    inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+    return Counting(inner, rank, size)
+
+
+def program(rank: int, size: int, given: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.Backend.register_backend("counting", _make, devices=["cpu"])
+    dist.init_process_group(
+        "counting", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size
+    )
+    torch.manual_seed(rank)
+    shape = (1, given.heads, given.length // size, given.size)
+    leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
+    torch.manual_seed(0)
+    frequencies = [
+        (0.1 * torch.randn(given.heads, given.size, given.frequencies)).requires_grad_()
+        for _ in range(2)
+    ]
+    lines = []
+    for algorithm, is_causal in given.ways:
+        times, both = [], []
+        for _ in range(given.rounds + 1):
+            for keeps in (False, True):
+                dist.barrier()
+                Counting.sent, begin = 0, time.perf_counter()
+                with torch.set_grad_enabled(keeps):
+                    output = attend(given, size, algorithm, is_causal, leaves, frequencies)
+                    forward = Counting.sent
+                    if keeps:
+                        output.sum().backward()
+                dist.barrier()
+                (both if keeps else times).append(time.perf_counter() - begin)
+        seconds, whole = statistics.median(times[1:]), statistics.median(both[1:])
+        lines.append(f"{algorithm} {is_causal} {seconds} {whole} {forward} {Counting.sent}")
+    if rank == 0:
+        Path(folder, f"of{size}").write_text("\n".join(lines))
+    dist.destroy_process_group()
+
+
+def attend(
+    given: argparse.Namespace,
+    size: int,
+    algorithm: Any,
+    is_causal: bool,
+    tokens: list[Tensor],
+    frequencies: list[Tensor],
+) -> Tensor:
+    if size == 1:
+        return ikattn.implicit_kernel_attention(*tokens, *frequencies, is_causal=is_causal)
+    layout: Any = "zigzag" if is_causal and algorithm == "quadratic" else "contiguous"
+    return context_parallel_attention(
+        *tokens, *frequencies, is_causal=is_causal, algorithm=algorithm, layout=layout
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=65536, help="of all ranks together")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--size", type=int, default=64, help="of a head")
+    parser.add_argument("--frequencies", type=int, default=16)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quadratic", action="store_true", help="the ring, not the sums")
+    given = parser.parse_args()
+    algorithm = "quadratic" if given.quadratic else "linear"
+    given.ways = [(algorithm, False), (algorithm, True)]
+    features = 2 * given.frequencies
+    moments = 4 * given.heads * (features * (features + 1) // 2 + 1) * (given.size + 1)
+    print(f"moments of all heads: {moments} bytes")
+    alone: dict[str, tuple[float, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for size in given.processes:
+            torch.multiprocessing.spawn(program, (size, given, folder), nprocs=size)
+            for line in Path(folder, f"of{size}").read_text().splitlines():
+                way, causal, *numbers = line.split()
+                forward, whole, sent, sent_whole = map(float, numbers)
+                first = alone.setdefault(causal, (forward, whole))
+                print(
+                    f"{way}, {'causal' if causal == 'True' else 'not causal'}, {size} processes: "
+                    f"forward {first[0] / forward:.2f}, with backward {first[1] / whole:.2f} times "
+                    f"as fast as the first; sent by rank 0 {sent:.0f} and {sent_whole:.0f} bytes, "
+                    f"{sent / moments:.2f} and {sent_whole / moments:.2f} of the moments"
+                )
+
+
+if __name__ == "__main__":
+    main()
