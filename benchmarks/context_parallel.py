@@ -43,13 +43,13 @@ class Counting(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> Any:
         return self.inner.recv(tensors, of, tag)
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         share = 2 * (self.size() - 1) / self.size()
         Counting.sent += int(share * sum(x.nbytes for x in tensors))
-        return self.inner.allreduce(tensors, options)
+        return self.inner.allreduce(tensors, opts)
 
-    def barrier(self, options: Any = None) -> Any:
-        return self.inner.barrier(options)
+    def barrier(self, opts: Any = None) -> Any:
+        return self.inner.barrier(opts)
 
 
 def _make(store: Any, rank: int, size: int, timeout: Any) -> Counting:

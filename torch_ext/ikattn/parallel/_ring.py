@@ -81,12 +81,11 @@ class Merged:
 
     def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
         """Takes in the output of some queries over further keys."""
-        before = self.log_normalizer[:, :, rows]
-        both = torch.logaddexp(before, log_normalizer)
-        finite = both.masked_fill(both == -torch.inf, 0.0)
-        shares = ((x - finite).exp().unsqueeze(-1) for x in (before, log_normalizer))
-        old, new = (share.to(self.output.dtype) for share in shares)
-        self.output[:, :, rows] = self.output[:, :, rows] * old + output * new
+        both = torch.logaddexp(self.log_normalizer[:, :, rows], log_normalizer)
+        # of a row that has seen no key yet: nothing
+        share = (log_normalizer - both).exp().nan_to_num(0.0).unsqueeze(-1)
+        dtype = self.output.dtype
+        self.output[:, :, rows].lerp_(output.to(dtype), share.to(dtype))
         self.log_normalizer[:, :, rows] = both
 
 

@@ -55,7 +55,8 @@ def sums_attention(
     K = H if max(w1.size(-3), bias_heads) > G else G
     phi_q, phi_k = _features(query, w1, w2), _features(_repeated(key, K, 1), w1, w2)
     options = call.options
-    logits = log_magnitude(key.double(), options["p"], options["magnitude_scale"])
+    wide = torch.promote_types(key.dtype, torch.float32)
+    logits = log_magnitude(key.to(wide), options["p"], options["magnitude_scale"]).double()
     logits = _repeated(logits, K, 1)
     if key_bias is not None:
         logits = logits + _repeated(key_bias, K if bias_heads > 1 else 1, 1)
@@ -152,14 +153,19 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor:
         inputs = _Inputs(*tensors)
         blocks = _own_blocks(call, inputs.query)
-        own = [inputs.moments(block.keys) for block in blocks]
-        before = _scan(call, own)
+        chunks, last = call.layout.chunks(call.ranks.number), call.layout.count - 1
+        own = [  # nobody asks for the last chunk's
+            inputs.moments(slice(0, 0) if chunk == last else block.keys)
+            for chunk, block in zip(chunks, blocks, strict=True)
+        ]
         shape = (*inputs.query.shape[:3], inputs.value.size(3))
         merged = Merged(inputs.phi_q.new_zeros(shape))
+        for block in blocks:  # all ranks at once; the scan goes from one to the next
+            merged.add(block.queries, *inputs.attend(call, block))
+        before = _scan(call, own)
         for block, state in zip(blocks, before, strict=True):
-            rows = block.queries
-            merged.add(rows, *inputs.attend(call, block))
             if state is not None:
+                rows = block.queries
                 queries = inputs.phi_q[:, :, rows]
                 merged.add(rows, *attention_from_moments(queries, *state, eps=call.options["eps"]))
         ctx.call, ctx.before, ctx.references = call, before, [state.reference for state in own]
