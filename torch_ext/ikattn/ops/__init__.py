@@ -15,6 +15,7 @@ from ikattn.ops.attention import (
     similarity_and_magnitude,
     spectral_features,
 )
+from ikattn.ops.determinism import deterministic
 from ikattn.ops.edges import (
     Edges,
     gat_edge_attention,
@@ -33,6 +34,7 @@ __all__ = [
     "LearnedOrder",
     "attention_from_features",
     "decompositions",
+    "deterministic",
     "draw_dropout_seed",
     "dropout_keep_mask",
     "gat_edge_attention",

@@ -32,6 +32,9 @@ class KeyFeatures:
     float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
     for as many tokens again, for memory grows by doubling.
 
+    Made under ``ikattn.deterministic("batch")``, a query's output has the same bits in chunks of
+    any size and in any batch.
+
     Nothing has a gradient but key_bias and attn_mask: keys are appended as they are under
     ``torch.no_grad()``.
 
@@ -86,6 +89,8 @@ class KeyFeatures:
         self.w2 = w2
         self.p = p
         self.magnitude_scale = magnitude_scale
+        # Logits are then not relative to the largest, which a row may not see.
+        self._batch_invariant = torch.ops.ikattn.deterministic() == "batch"
         self._length = 0
         self._frequencies: dict[
             tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
@@ -185,7 +190,8 @@ class KeyFeatures:
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             _check_floating("KeyFeatures.attend", "bool or floating point", attn_mask=attn_mask)
         kept, length = self._known(), self._length
-        features, logits = kept.features[:, :, :length], kept.logits[:, :, None, :length]
+        features = kept.features[:, :, :length]
+        logits = (kept.magnitudes if self._batch_invariant else kept.logits)[:, :, None, :length]
         self._check_query(query, features.size(0), logits.size(1))
         heads, groups = query.size(1), logits.size(1)
         shape = (query.size(0), heads, query.size(2), length)
