@@ -56,9 +56,12 @@ inline const char* why_no_linear_time(const AttentionParams& params) {
 // rate_of_pairs: of the products over pairs, beside those that take their place.
 inline bool wants_linear_time(const AttentionParams& params, bool backward,
                               double rate_of_pairs = 1) {
+  if (params.d_v == 0) return false;
+  // Whatever the length, which padding may change.
+  if (params.batch_invariant) return params.linear_time == LinearTime::kAlways;
   const bool has_few = params.L < 8 || params.S < 8;  // whose sums are small differences
   const bool is_one_chunk = params.is_causal && params.L <= kCausalChunk;
-  if (has_few || is_one_chunk || params.d_v == 0) return false;
+  if (has_few || is_one_chunk) return false;
   if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;
   const LinearTimeCost cost(params, backward);
   return cost.linear * rate_of_pairs < cost.quadratic;

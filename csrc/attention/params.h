@@ -41,6 +41,9 @@ struct AttentionParams {
   bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
   bool allow_bfloat16 = false;  // on the CPU: value, dO and weights, to one bfloat16
   LinearTime linear_time = LinearTime::kAuto;
+  // Whether a row's bits follow from itself and the keys that it sees, and nothing else
+  // (determinism.h).
+  bool batch_invariant = false;
 
   uint32_t dropout_threshold = 0;  // 0: no dropout
   DropoutState dropout;
@@ -48,10 +51,11 @@ struct AttentionParams {
   bool stationary() const { return !w2; }
   // Whether products over pairs may be of 16 bits on the CPU: what they are off by is averaged over
   // some queries and frequencies, and small against eps where all scores of a row are. Calls that
-  // leave this are small, or rare: the backward of weights among them.
+  // leave this are small, or rare: the backward of weights among them. A row must not tell by its
+  // bits how many share its call where calls are batch-invariant.
   bool takes_16_bits() const {
     return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && M >= 8 &&
-           eps >= 5e-6 && !grad_weights;
+           eps >= 5e-6 && !grad_weights && !batch_invariant;
   }
 };
 

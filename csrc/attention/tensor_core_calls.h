@@ -1,6 +1,7 @@
 // Which calls the tensor cores take, for the CUDA kernels and for who asks beforehand.
 #pragma once
 
+#include "attention/determinism.h"
 #include "attention/params.h"
 
 namespace ikattn {
@@ -38,7 +39,10 @@ inline const char* why_no_tensor_cores(const AttentionParams& params) {
     return "eps must be at most 0.9 unless query, key and value are bfloat16";
   }
   if (params.d_v < 1) return "the head size of value must be at least 1";
-  return nullptr;
+  // Values of float32 share a scale, which a row may not see; and eps alone must decide, not the
+  // mask, which prefill and steps differ in.
+  const bool is_invariant = !params.batch_invariant || (is_half && params.eps >= 1e-8);
+  return is_invariant ? nullptr : kBatchInvariantReason;
 }
 
 }  // namespace ikattn

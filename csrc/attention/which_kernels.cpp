@@ -1,6 +1,7 @@
 // why_not_fast and which_kernels: what a call would run on, asked beforehand.
 #include "attention/which_kernels.h"
 
+#include "attention/determinism.h"
 #include "attention/glue.h"
 #include "attention/linear_time_setting.h"
 #include "attention/tensor_core_calls.h"
@@ -30,6 +31,7 @@ struct Asked {
     params.value = array_of(value);
     params.allow_tf32 = torch_allows_tf32();
     params.linear_time = linear_time_setting();
+    params.batch_invariant = is_batch_invariant();
   }
 };
 

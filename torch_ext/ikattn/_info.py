@@ -62,6 +62,7 @@ def info() -> str:
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
         "16-bit products": torch.ops.ikattn.sixteen_bit_instructions(),
         "linear time": torch.ops.ikattn.linear_time(),
+        "deterministic": torch.ops.ikattn.deterministic(),
         "CUDA kernels": cuda_kernels(build),
         "GPU": gpu(),
         "threads": str(torch.get_num_threads()),

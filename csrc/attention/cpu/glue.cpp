@@ -2,6 +2,7 @@
 #include "attention/glue.h"
 
 #include "attention/cpu/kernel.h"
+#include "attention/determinism.h"
 #include "attention/linear_time.h"
 #include "attention/linear_time_setting.h"
 #include "attention/which_kernels.h"
@@ -42,6 +43,7 @@ const SixteenBitKernels* sixteen_bit_kernels(const AttentionParams& params, bool
 template <typename Params>
 Params with_settings(Params params, at::ScalarType type) {
   params.linear_time = linear_time_setting();
+  params.batch_invariant = is_batch_invariant();
   params.allow_bfloat16 = (type == at::kFloat || type == at::kBFloat16) && torch_allows_bfloat16();
   return params;
 }
@@ -138,6 +140,12 @@ KernelChoice cpu_kernels(const AttentionParams& given, at::ScalarType type, bool
                       name_of(instruction_set()), why_no_vectors(), ""};
   const bool is_held_back = choice.algorithm == "quadratic" && wants_linear_time(params, backward);
   if (choice.reason.empty() && is_held_back) choice.reason = why_no_linear_time(params);
+  if (choice.algorithm == "linear" || !choice.reason.empty()) return choice;
+  AttentionParams free = params;
+  free.batch_invariant = false;
+  if (sixteen_bit_kernels(free, backward) != nullptr || takes_linear_time(free, backward)) {
+    choice.reason = kBatchInvariantReason;
+  }
   return choice;
 }
 

@@ -2,6 +2,7 @@
 #include "attention/glue.h"
 
 #include "attention/cuda/kernels.h"
+#include "attention/determinism.h"
 #include "attention/linear_time_setting.h"
 #include "support/cuda/glue.h"
 
@@ -43,6 +44,7 @@ struct Cuda {
     Params with_context = params;
     with_context.allow_tf32 = torch_allows_tf32();
     with_context.linear_time = linear_time_setting();
+    with_context.batch_invariant = is_batch_invariant();
     call.check(kernels[compute_index(query)](with_context, executor_of(call)));
   }
 };

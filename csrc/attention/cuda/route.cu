@@ -5,6 +5,7 @@
 #include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
+#include "attention/determinism.h"
 #include "attention/tensor_core_calls.h"
 
 namespace ikattn::cuda {
@@ -108,6 +109,11 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   if (route.reason != nullptr) return route;
   route.unit = Unit::kTensorCores;
   route.is_wide = is_wide(params);
+  if (params.batch_invariant) {
+    // Linear time, Hopper's kernels, and parts are chosen, or sum, by the size of the call.
+    route.reason = has_warpgroups() ? kBatchInvariantReason : nullptr;
+    return route;
+  }
   const bool is_long = params.L >= 8 && params.S > kFewKeys;
   if (is_long && params.linear_time != LinearTime::kNever) {
     const char* const reason = why_no_linear_time(params, pass);

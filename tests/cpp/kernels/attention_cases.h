@@ -40,7 +40,8 @@ struct Case {
   int64_t frequency_heads = 2, frequency_batches = 1;
   bool stationary = false, causal = false, bias = false;
   bool half_sides = false;  // masks, biases and frequencies of 16 bits
-  bool tf32 = false;    // float32 may go to the tensor cores; its numbers are then those of float16
+  bool tf32 = false;  // float32 may go to the tensor cores; its numbers are then those of float16
+  bool batch_invariant = false;
   bool lowest = false;  // what is hidden by finite numbers: all by the bias, rows by the mask
   Masking masking = Masking::kNone;
   double p = 2, eps = 1e-5, dropout = 0;
@@ -117,6 +118,7 @@ class Call {
     params.is_causal = c.causal;
     params.allow_tf32 = c.tf32;
     params.linear_time = c.linear_time;
+    params.batch_invariant = c.batch_invariant;
     if (c.dropout > 0) {
       params.dropout_threshold = dropout_threshold(c.dropout);
       params.dropout = {state_, false, static_cast<uint32_t>(params.H)};

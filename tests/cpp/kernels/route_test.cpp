@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "attention/determinism.h"
 #include "support/interpreter/interpreter.h"
 
 namespace ikattn::cuda {
@@ -74,6 +75,32 @@ TEST(Route, ScoresInInt8) {
   EXPECT_TRUE(is_int8(params));
   EXPECT_EQ(route_of(params, false, Pass::kBackward).algorithm, Algorithm::kLinear);
   EXPECT_FALSE(is_int8(params, Pass::kBackward));
+  interpreter::set_warpgroups(false);
+}
+
+TEST(Route, OfABatchInvariantCallFollowsNoSize) {
+  interpreter::set_warpgroups(true);
+  interpreter::set_multiprocessors(132);
+  for (const int64_t length : {1, 20, 512, 65536}) {
+    for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+      AttentionParams params = call_of(length, 64);
+      params.B = length == 1 ? 1 : 16;
+      params.L = length;
+      params.query.type = params.key.type = ElementType::kBFloat16;
+      params.batch_invariant = true;
+      params.linear_time = length == 20 ? LinearTime::kAlways : LinearTime::kAuto;
+      const Route route = route_of(params, false, pass);
+      EXPECT_EQ(route.unit, Unit::kTensorCores);
+      EXPECT_EQ(route.algorithm, Algorithm::kQuadratic);
+      EXPECT_EQ(route.parts, 1);
+      EXPECT_FALSE(route.int8_scores);
+      EXPECT_STREQ(route.reason, kBatchInvariantReason);
+      params.value.type = ElementType::kFloat32;  // values would share a scale
+      params.allow_tf32 = true;
+      EXPECT_EQ(route_of(params, false, pass).unit, Unit::kCudaCores);
+    }
+  }
+  interpreter::set_multiprocessors(1);
   interpreter::set_warpgroups(false);
 }
 

@@ -275,14 +275,18 @@ def test_a_spoilt_query_spoils_its_own_row_only(dtype: torch.dtype, rubbish: flo
     assert_identical([found[others]], [clean[others]])
 
 
+@pytest.mark.parametrize("form", ["folded", "general"])
 @pytest.mark.parametrize("name", ["w1", "w2"])
-def test_a_spoilt_frequency_spoils_its_own_head_only(name: str) -> None:
+def test_a_spoilt_frequency_spoils_its_own_head_only(name: str, form: str) -> None:
     arguments = Sample("spoilt frequency", H=3, mask="L1").arguments()
+    mask = arguments["attn_mask"]
+    if form == "general":
+        arguments["attn_mask"] = torch.where(mask, 0.0, -torch.inf).double()
     spoilt = arguments | {name: arguments[name].clone()}
     spoilt[name][1, 2, 3] = NAN
     output, expected = attention(**spoilt), attention(**arguments)
     assert_identical([output[:, ::2]], [expected[:, ::2]])
-    sees_a_key = arguments["attn_mask"].flatten()
+    sees_a_key = mask.flatten()
     assert output[:, 1, sees_a_key].isnan().all()
     assert (output[:, 1, ~sees_a_key] == 0).all()
 

@@ -13,6 +13,7 @@ from ikattn.ops.attention import (
     similarity_and_magnitude,
     spectral_features,
 )
+from ikattn.ops.determinism import deterministic
 from ikattn.ops.dropout import draw_dropout_seed, dropout_keep_mask, place_dropout_seed
 from ikattn.ops.edges import (
     Edges,
@@ -37,6 +38,7 @@ __all__ = [
     "attention_from_features",
     "attention_from_moments",
     "decompositions",
+    "deterministic",
     "draw_dropout_seed",
     "dropout_keep_mask",
     "gat_edge_attention",

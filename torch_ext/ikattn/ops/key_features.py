@@ -39,6 +39,9 @@ class KeyFeatures(FixedKernel):
     float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
     for as many tokens again, for memory grows by doubling.
 
+    Made under ``ikattn.deterministic("batch")``, a query's output has the same bits in chunks of
+    any size and in any batch.
+
     Nothing has a gradient but key_bias and attn_mask: keys are appended as they are under
     ``torch.no_grad()``.
 
@@ -77,6 +80,8 @@ class KeyFeatures(FixedKernel):
         magnitude_scale: float | None = None,
     ) -> None:
         super().__init__(w1, w2, p, magnitude_scale)
+        # Logits are then not relative to the largest, which a row may not see.
+        self._batch_invariant = torch.ops.ikattn.deterministic() == "batch"
         self._length = 0
         self._kept: _Kept | None = None
 
@@ -174,7 +179,8 @@ class KeyFeatures(FixedKernel):
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             check_floating(function, "bool or floating point", attn_mask=attn_mask)
         kept, length = self._known(), self._length
-        features, logits = kept.features[:, :, :length], kept.logits[:, :, None, :length]
+        features = kept.features[:, :, :length]
+        logits = (kept.magnitudes if self._batch_invariant else kept.logits)[:, :, None, :length]
         self._check_query("attend", query, features.size(0), logits.size(1))
         heads, groups = query.size(1), logits.size(1)
         shape = (query.size(0), heads, query.size(2), length)

@@ -5,7 +5,8 @@
 //   folded    w = s'^2 + eps e_j with e_j = exp(g_j - max g), whose root is a factor of phi(k_j):
 //             no exponential per pair. Right where every row sees the largest key (no mask, not
 //             causal) or the spread of g is too small for anything to underflow.
-//   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row.
+//   general   w = (s^2 + eps) exp(g_j + mask_ij - m_i), m_i the running maximum of the row. Always
+//             where calls are batch-invariant: max g may be that of a key that a row does not see.
 #pragma once
 
 #include "attention/cpu/features/feature_products.h"
@@ -104,7 +105,8 @@ struct KeyForm {
 };
 
 template <typename T>
-KeyForm choose_form(const AttentionParams& params, bool is_narrow, const double* logits) {
+KeyForm choose_form(const AttentionParams& params, bool is_narrow, bool is_linear,
+                    const double* logits) {
   double largest = -infinity<double>(), smallest = infinity<double>();
   for (int64_t j = 0; j < params.S; ++j) {
     if (!is_finite(logits[j])) continue;
@@ -115,7 +117,7 @@ KeyForm choose_form(const AttentionParams& params, bool is_narrow, const double*
   const bool float_mask = params.mask && params.mask.type != ElementType::kBool;
   KeyForm form;
   form.reference = is_finite(largest) ? largest : 0.0;
-  form.folded = !float_mask &&
+  form.folded = !float_mask && (!params.batch_invariant || is_linear) &&
                 (all_rows_see_all_keys || largest == -infinity<double>() ||
                  largest - smallest <= (is_narrow ? kNarrowFoldableSpread : kFoldableSpread<T>));
   // The largest g may be that of a hidden key, and so far from the others that the distance rounds

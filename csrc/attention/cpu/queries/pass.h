@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/cpu/keys/keys.h"
+#include "attention/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -107,13 +108,14 @@ struct KeyStages {
                  }};
   }
   auto form() const {
-    return Stage{int64_t{1}, [this](const Place& at, int64_t, int) {
-                   auto& keys = memory.slots[at.slot].keys;
-                   const bool is_backward = keys.features != nullptr;
-                   const bool is_narrow =
-                       is_backward ? layout.bfloat16_products : layout.weight_parts > 0;
-                   keys.form = choose_form<T>(params, is_narrow, logits_of(at.slot));
-                 }};
+    return Stage{
+        int64_t{1}, [this](const Place& at, int64_t, int) {
+          auto& keys = memory.slots[at.slot].keys;
+          const bool is_backward = keys.features != nullptr;
+          const bool is_narrow = is_backward ? layout.bfloat16_products : layout.weight_parts > 0;
+          keys.form = choose_form<T>(params, is_narrow, takes_linear_time(params, is_backward),
+                                     logits_of(at.slot));
+        }};
   }
   auto blocks() const {
     return Stage{layout.key_blocks, [this](const Place& at, int64_t block, int thread) {

@@ -217,9 +217,10 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
         const Vec<T> term = load(bias + r * kPanel + c);
         z = term == -infinity<T>() ? term : z + term;
       }
-      const Vec<T> w = (score * score + eps) * exp_bounded<T>(z - reference);
+      Vec<T> w = (score * score + eps) * exp_bounded<T>(z - reference);
+      w = z == -infinity<T>() ? Vec<T>{} : w;  // whatever the score, of NaN frequencies, too
       sum += w;
-      store<T>(s + r * kPanel + c, z == -infinity<T>() ? Vec<T>{} : w);
+      store<T>(s + r * kPanel + c, w);
     }
     store<T>(sums, load(sums) + sum);
   }

@@ -132,8 +132,11 @@ constexpr uint32_t kGeneral = 1, kUnclean = 2, kFew = 4;
 constexpr float kNatsThatCount = 8;
 constexpr int kFewKeys = 64;
 
-inline bool has_float_mask(const AttentionParams& params) {
-  return params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool;
+// Whether no head takes the folded form: of a float mask, and of batch-invariant calls, whose rows
+// must not follow the largest key where they may not see it.
+inline bool is_general_alone(const AttentionParams& params) {
+  const bool has_mask = params.mask.type != ElementType::kNone;
+  return params.batch_invariant || (has_mask && params.mask.type != ElementType::kBool);
 }
 
 // Where every row sees the largest key, the folded form is right for any spread of magnitudes.

@@ -101,7 +101,7 @@ constexpr bool kDrops = kPairs == Pairs::kAny || kPairs == Pairs::kGeneral;
 template <typename Launch>
 const char* launch_forms(const AttentionParams& params, const Launch& launch) {
   const char* error = nullptr;
-  if (has_float_mask(params)) return launch.template operator()<Pairs::kGeneral>();
+  if (is_general_alone(params)) return launch.template operator()<Pairs::kGeneral>();
   if (params.mask.type != ElementType::kNone || params.dropout_threshold != 0) {
     error = launch.template operator()<Pairs::kAny>();
   } else if (params.is_causal) {

@@ -131,7 +131,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
   // score of 0 leaves, should still be a normal number of Half.
   const double of_half = std::min(12.0, std::log(0x1p29 * params.eps));
-  const double most_spread = has_float_mask(params)       ? -1.0
+  const double most_spread = is_general_alone(params)     ? -1.0
                              : every_row_sees_all(params) ? static_cast<double>(INFINITY)
                              : is_half                    ? of_half
                                                           : 36.0;
