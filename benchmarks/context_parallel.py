@@ -4,7 +4,8 @@
 
 Each process has one thread. A wrapper of the process group counts the bytes that a rank hands to
 it; an all-reduce of n bytes over W ranks counts as the 2 (W - 1) / W n of a ring. Times are of the
-slowest rank, medians of rounds; the attention of one process is the operator itself.
+slowest rank, medians of rounds; the attention of one process is the operator itself. With --paper
+nothing runs: the bytes and times of docs/internals/parallel.md are computed.
 """
 
 from __future__ import annotations
@@ -108,6 +109,52 @@ def attend(
     )
 
 
+def sent_on_paper(
+    way: str, ranks: int, length: int, heads: int, size: int, frequencies: int, element: int
+) -> tuple[float, float]:
+    """Bytes that a rank hands on, forward and backward; d = d_v, heads not grouped."""
+    if ranks == 1:
+        return 0.0, 0.0
+    features = 2 * frequencies
+    moments = 4.0 * heads * (features * (features + 1) // 2 + 1) * (size + 1) + 8 * heads
+    tokens = 2.0 * heads * length / ranks * size  # numbers in keys and values of a rank
+    if way == "ring":
+        # keys and values once more, and their gradients in float32 all the way round
+        back = (ranks - 1) * tokens * element + ranks * tokens * 4
+        return (ranks - 1) * tokens * element, back
+    if way == "all-reduce":
+        return 2 * (ranks - 1) / ranks * moments, 2 * (ranks - 1) / ranks * moments
+    return moments, moments  # scan
+
+
+PAIRS = 2.5e12  # pairs a second and GPU, forward, of heads of 64 with 64 frequencies (an H200)
+LINKS = {"NVLink": 450e9, "network": 50e9}  # bytes a second one way
+
+
+def paper() -> None:
+    """What a GPU sends and computes in a forward pass of 16 bits, 8 heads of 64."""
+    heads, size, element = 8, 64, 2
+    print("| GPUs | tokens | M | way | MB sent | ms NVLink | ms network | ms of pairs |")
+    for ranks in (8, 64, 512):
+        for length in (65536, 1048576):
+            pairs = 1e3 * heads * length * length / ranks / PAIRS
+            for frequencies, way in (
+                (64, "ring"),
+                (16, "all-reduce"),
+                (64, "all-reduce"),
+                (16, "scan"),
+                (64, "scan"),
+            ):
+                sent = sent_on_paper(way, ranks, length, heads, size, frequencies, element)[0]
+                hops = ranks if way == "scan" else 1  # one after the other
+                times = [f"{1e3 * hops * sent / link:.2f}" for link in LINKS.values()]
+                told = f"{pairs:.1f}" if way == "ring" else ""
+                print(
+                    f"| {ranks} | {length} | {'any' if way == 'ring' else frequencies} | {way} "
+                    f"| {sent / 1e6:.2f} | {' | '.join(times)} | {told} |"
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=65536, help="of all ranks together")
@@ -117,7 +164,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quadratic", action="store_true", help="the ring, not the sums")
+    parser.add_argument("--paper", action="store_true")
     given = parser.parse_args()
+    if given.paper:
+        paper()
+        return
     algorithm = "quadratic" if given.quadratic else "linear"
     given.ways = [(algorithm, False), (algorithm, True)]
     features = 2 * given.frequencies
@@ -130,12 +181,17 @@ def main() -> None:
             for line in Path(folder, f"of{size}").read_text().splitlines():
                 way, causal, *numbers = line.split()
                 forward, whole, sent, sent_whole = map(float, numbers)
+                kind = "ring" if given.quadratic else "scan" if causal == "True" else "all-reduce"
+                on_paper = sent_on_paper(
+                    kind, size, given.length, given.heads, given.size, given.frequencies, 4
+                )
                 first = alone.setdefault(causal, (forward, whole))
                 print(
                     f"{way}, {'causal' if causal == 'True' else 'not causal'}, {size} processes: "
                     f"forward {first[0] / forward:.2f}, with backward {first[1] / whole:.2f} times "
                     f"as fast as the first; sent by rank 0 {sent:.0f} and {sent_whole:.0f} bytes, "
-                    f"{sent / moments:.2f} and {sent_whole / moments:.2f} of the moments"
+                    f"{sent / moments:.2f} and {sent_whole / moments:.2f} of the moments; on paper "
+                    f"{on_paper[0]:.0f} and {sum(on_paper):.0f}"
                 )
 
 
