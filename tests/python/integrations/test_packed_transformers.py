@@ -144,6 +144,17 @@ def test_a_training_step_of_the_flattening_collator(calls):
     assert len(calls) == 2
 
 
+def test_torchs_context_parallelism_is_refused(monkeypatch):
+    if not torch.distributed.is_available():
+        pytest.skip("torch has no torch.distributed")
+    from torch.distributed.tensor.experimental import _context_parallel
+
+    wrapper = _context_parallel._attention._distribute_function
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrapper)
+    with pytest.raises(RuntimeError, match=r"ikattn\.parallel\.context_parallel does the same"):
+        llama()(TEXTS, use_cache=False)
+
+
 def test_an_encoder_with_lengths(calls):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 12}
     torch.manual_seed(0)

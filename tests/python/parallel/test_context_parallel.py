@@ -181,6 +181,22 @@ def test_what_cannot_be_shared_out(alone: None) -> None:
         context_parallel_attention(**{**tensors, "w1": tensors["w1"][:, :3]})
 
 
+def test_autocast_lowers_tokens(alone: None) -> None:
+    tensors, options = programs.tensors_of(dtype=torch.float32)
+    for algorithm in ("quadratic", "linear"):
+
+        def attend(algorithm: Any = algorithm, **arguments: Any) -> torch.Tensor:
+            return context_parallel_attention(**arguments, algorithm=algorithm)
+
+        with torch.autocast("cpu", torch.bfloat16):
+            found = programs.differentiated(attend, tensors, options)
+            right = programs.differentiated(ikattn.implicit_kernel_attention, tensors, options)
+        assert found["output"].dtype == right["output"].dtype == torch.bfloat16
+        for name, expected in right.items():
+            error = (found[name] - expected).abs().max() / expected.abs().max()
+            assert error <= TOLERANCE[torch.bfloat16], (algorithm, name)
+
+
 def test_models_that_cannot_be_shared_out(alone: None) -> None:
     with pytest.raises(ValueError, match=r"expected a model with ikattn\.MultiheadAttention"):
         context_parallel(nn.Linear(2, 2))

@@ -79,8 +79,8 @@ def refuse_context_parallel(kernel: str) -> None:
     module = getattr(attend, "__globals__", {}).get("__name__", "")
     if str(module).startswith("torch.distributed"):
         raise RuntimeError(
-            f"MultiheadAttention: kernel={kernel!r} does not work under torch's context_parallel, "
-            "which knows softmax attention alone"
+            f"attention with kernel={kernel!r} does not work under torch's context_parallel, which "
+            "knows softmax attention alone; ikattn.parallel.context_parallel does the same"
         )
 
 

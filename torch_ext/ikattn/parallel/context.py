@@ -123,16 +123,27 @@ def context_parallel_attention(
     )
     if dropout_p > 0:
         call.dropout_seed = draw_dropout_seed() if dropout_seed is None else dropout_seed
+    query, key, value = _lowered(query, key, value)
     tensors = (query, key, value, w1, w2, key_bias)
-    _check_here(call, tensors, algorithm)
-    _agree(call, tensors, algorithm, drawn=dropout_seed is None)
-    bias = None
-    if key_bias is not None:
-        shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
-        bias = key_bias.expand(shape)
-    is_linear = _is_linear(call, query, key, value, w1, w2, algorithm)
-    attend = sums_attention if is_linear else ring_attention
-    return attend(call, query, key, value, w1, w2, bias)
+    with torch.autocast(query.device.type, enabled=False):
+        _check_here(call, tensors, algorithm)
+        _agree(call, tensors, algorithm, drawn=dropout_seed is None)
+        bias = None
+        if key_bias is not None:
+            shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
+            bias = key_bias.expand(shape)
+        is_linear = _is_linear(call, query, key, value, w1, w2, algorithm)
+        attend = sums_attention if is_linear else ring_attention
+        return attend(call, query, key, value, w1, w2, bias)
+
+
+def _lowered(*tokens: Tensor) -> list[Tensor]:
+    """The tokens in autocast's type, where it is on, as the operator takes them then."""
+    device = tokens[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tokens)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tokens]
 
 
 def _check_here(call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None) -> None:
