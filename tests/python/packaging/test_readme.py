@@ -41,8 +41,11 @@ def test_examples_of_the_readme_run_as_shown(
     assert attention["kernels"].forward.algorithm == "quadratic"
 
 
-@pytest.mark.parametrize("page", ["analysis", "analysis_aggregation", "comparing", "corpora"])
-def test_examples_of_the_analysis_pages_run_as_shown(
+RUN = ("analysis", "analysis_aggregation", "batch_invariance", "comparing", "corpora", "packed")
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_examples_of_pages_run_as_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
