@@ -66,9 +66,11 @@ class Attention : public torch::autograd::Function<Attention> {
     const std::optional<at::Tensor> w2 = or_none(inputs[4]);
     std::array<at::Tensor, 7> gradients;
     if (at::GradMode::is_enabled()) {
+      const auto views = views_of(inputs);
       const at::Tensor output =
-          std::get<0>(reference_attention(inputs[0], inputs[1], inputs[2], inputs[3], w2, options));
-      gradients = differentiable_gradients<7>({output}, {grads[0]}, inputs, wanted);
+          std::get<0>(reference_attention(views[0], views[1], views[2], views[3], or_none(views[4]),
+                                          saved_options(ctx, views[5], views[6], saved[7])));
+      gradients = differentiable_gradients<7>({output}, {grads[0]}, views, wanted);
     } else {
       gradients = only_wanted<7>(
           call_attention_backward(grads[0], inputs[0], inputs[1], inputs[2], inputs[3], w2,
@@ -109,9 +111,11 @@ class Weights : public torch::autograd::Function<Weights> {
     const std::optional<at::Tensor> w2 = or_none(inputs[3]);
     std::array<at::Tensor, 6> gradients;
     if (at::GradMode::is_enabled()) {
+      const auto views = views_of(inputs);
       const at::Tensor weights =
-          reference_weights(inputs[0], inputs[1], inputs[2], w2, options, average_heads);
-      gradients = differentiable_gradients<6>({weights}, {grads[0]}, inputs, wanted);
+          reference_weights(views[0], views[1], views[2], or_none(views[3]),
+                            saved_options(ctx, views[4], views[5], saved[6]), average_heads);
+      gradients = differentiable_gradients<6>({weights}, {grads[0]}, views, wanted);
     } else {
       gradients = only_wanted<6>(call_weights_backward(grads[0], inputs[0], inputs[1], inputs[2],
                                                        w2, options, average_heads, wanted),
@@ -141,9 +145,10 @@ class Features : public torch::autograd::Function<Features> {
     const std::optional<at::Tensor> w2 = or_none(inputs[2]);
     std::array<at::Tensor, 3> gradients;
     if (at::GradMode::is_enabled()) {
+      const auto views = views_of(inputs);
       const at::Tensor features =
-          reference_features(inputs[0], inputs[1], w2).to(inputs[0].scalar_type());
-      gradients = differentiable_gradients<3>({features}, {grads[0]}, inputs, wanted);
+          reference_features(views[0], views[1], or_none(views[2])).to(views[0].scalar_type());
+      gradients = differentiable_gradients<3>({features}, {grads[0]}, views, wanted);
     } else {
       gradients = only_wanted<3>(call_features_backward(grads[0], inputs[0], inputs[1], w2, wanted),
                                  wanted);

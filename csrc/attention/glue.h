@@ -73,7 +73,7 @@ inline DropoutState dropout_state(const at::Tensor& seed, int64_t H) {
   const bool is_placed = seed.numel() == kPlacedDropoutNumbers;
   if (is_placed && seed.is_cpu()) {
     TORCH_CHECK_VALUE(
-        numbers[2] >= 0 && numbers[3] >= 0 && numbers[4] >= numbers[3] + H && numbers[5] >= 0 &&
+        numbers[2] >= 0 && numbers[3] >= 0 && numbers[4] - numbers[3] >= H && numbers[5] >= 0 &&
             numbers[5] % 16 == 0 && numbers[6] >= 0 && numbers[6] % 16 == 0,
         "dropout_seed: of seven numbers the last five must be batch item, head, heads "
         ">= head + ",

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "support/exact_arithmetic.h"
 #include "support/philox.h"
 
 namespace ikattn {
@@ -148,6 +149,7 @@ at::Tensor reference_squared_norm(const at::Tensor& x, double p) {
 
 at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2) {
+  const ExactArithmetic exact;
   const at::ScalarType type = compute_type(x.scalar_type());
   const at::Tensor tokens = x.to(type);
   const at::Tensor t1 = kTwoPi * at::matmul(tokens, w1.to(type));
@@ -159,6 +161,7 @@ at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
 std::tuple<at::Tensor, at::Tensor> reference_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, const AttentionOptions& options, double norm_dropout_p) {
+  const ExactArithmetic exact;
   const at::ScalarType type = compute_type(query.scalar_type());
   const int64_t H = static_size(query, 1);
   std::optional<at::Tensor> w2_heads;
@@ -176,6 +179,7 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
 
 at::Tensor reference_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value, double eps) {
+  const ExactArithmetic exact;
   const int64_t H = static_size(query_features, 1), F = static_size(query_features, 3);
   at::Tensor bias = logits;
   while (bias.dim() < 4) bias = bias.unsqueeze(0);
@@ -194,6 +198,7 @@ at::Tensor reference_from_features(const at::Tensor& query_features, const at::T
 at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2, const AttentionOptions& options,
                              bool average_heads, const at::Tensor& keep, int64_t first_query) {
+  const ExactArithmetic exact;
   const at::ScalarType type = compute_type(query.scalar_type());
   const int64_t H = static_size(query, 1);
   std::optional<at::Tensor> w2_heads;

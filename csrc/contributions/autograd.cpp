@@ -63,6 +63,8 @@ class Maps : public torch::autograd::Function<Maps> {
     if (creates_graph || batched) {
       const at::AutoGradMode records(true);
       const ExactArithmetic exact;  // in what comes back, too
+      const auto views = views_of(inputs);
+      for (size_t i = 0; i < kContributionInputs; ++i) *addresses[i] = views[i];
       const MapTensors maps = reference_maps(call);
       variable_list outputs, grad_outputs;
       for (int map = 0; map < kMaps; ++map) {
@@ -71,7 +73,7 @@ class Maps : public torch::autograd::Function<Maps> {
         outputs.push_back(maps[map]);
         grad_outputs.push_back(grad_maps[map]);
       }
-      gradients = differentiable_gradients<kContributionInputs>(outputs, grad_outputs, inputs,
+      gradients = differentiable_gradients<kContributionInputs>(outputs, grad_outputs, views,
                                                                 wanted, creates_graph);
     } else {
       gradients = call_contribution_maps_backward(grad_maps, call, wanted);

@@ -2,17 +2,11 @@
 // own pairs' backward, double backward, torch.func, forward-mode duals. Time and memory O(B H T S).
 #pragma once
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include "contributions/arguments.h"
 #include "contributions/arithmetic.h"
+#include "support/exact_arithmetic.h"
 
 namespace ikattn {
-
-// While it lives autocast changes nothing: types are those of the arguments.
-struct ExactArithmetic {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
 
 // What the maps need of the keys, once for all queries.
 struct ReferenceKeys {

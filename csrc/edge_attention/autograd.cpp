@@ -54,7 +54,14 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
     const bool creates_graph = at::GradMode::is_enabled();
     if (creates_graph || is_batched(grads[0]) || is_batched(grads[1])) {
       const at::AutoGradMode records(true);
-      const EdgeResults found = reference_from_edge_features(call);
+      const auto views = views_of(inputs);
+      EdgeFeatures of_views = call;
+      of_views.query_features = views[0];
+      of_views.key_features = views[1];
+      of_views.value = views[2];
+      of_views.key_logits = views[3];
+      of_views.edge_logits = views[4];
+      const EdgeResults found = reference_from_edge_features(of_views);
       variable_list outputs, grad_outputs;
       const std::array<at::Tensor, 2> results = {std::get<0>(found), std::get<1>(found)};
       for (size_t i = 0; i < 2; ++i) {
@@ -63,7 +70,7 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
         grad_outputs.push_back(grads[i]);
       }
       gradients =
-          differentiable_gradients<kInputs>(outputs, grad_outputs, inputs, wanted, creates_graph);
+          differentiable_gradients<kInputs>(outputs, grad_outputs, views, wanted, creates_graph);
     } else {
       const at::Tensor grad_output = grads[0].defined() ? grads[0] : at::zeros_like(saved[8]);
       const auto [grad_query, of_edges] =

@@ -34,9 +34,9 @@ class KeyMomentsFunction : public torch::autograd::Function<KeyMomentsFunction> 
     const auto wanted = wanted_gradients<3>(ctx, inputs);
     std::array<at::Tensor, 3> gradients;
     if (at::GradMode::is_enabled()) {
-      const at::Tensor moments =
-          std::get<0>(reference_key_moments(inputs[0], inputs[1], inputs[2]));
-      gradients = differentiable_gradients<3>({moments}, {grads[0]}, inputs, wanted);
+      const auto views = views_of(inputs);
+      const at::Tensor moments = std::get<0>(reference_key_moments(views[0], views[1], views[2]));
+      gradients = differentiable_gradients<3>({moments}, {grads[0]}, views, wanted);
     } else {
       gradients = only_wanted<3>(
           call_key_moments_backward(grads[0], inputs[0], inputs[1], inputs[2], saved[3], wanted),
@@ -69,9 +69,10 @@ class FromMomentsFunction : public torch::autograd::Function<FromMomentsFunction
     const auto wanted = wanted_gradients<2>(ctx, inputs);
     std::array<at::Tensor, 2> gradients;
     if (at::GradMode::is_enabled()) {
+      const auto views = views_of(inputs);
       const at::Tensor output =
-          std::get<0>(reference_from_moments(inputs[0], inputs[1], saved[2], eps));
-      gradients = differentiable_gradients<2>({output}, {grads[0]}, inputs, wanted);
+          std::get<0>(reference_from_moments(views[0], views[1], saved[2], eps));
+      gradients = differentiable_gradients<2>({output}, {grads[0]}, views, wanted);
     } else {
       gradients =
           only_wanted<2>(call_from_moments_backward(grads[0], inputs[0], inputs[1], saved[2],
@@ -102,15 +103,22 @@ TwoTensors key_moments_autograd(const at::Tensor& key_features, const at::Tensor
 void add_key_moments_autograd(at::Tensor& moments, at::Tensor& reference,
                               const at::Tensor& key_features, const at::Tensor& logits,
                               const at::Tensor& value) {
-  TORCH_CHECK(!is_recorded({&moments, &key_features, &logits, &value}, {}),
+  TORCH_CHECK(!is_recorded({&moments, &key_features, &logits, &value}, {}) &&
+                  !any_transformed({&moments, &key_features, &logits, &value}, {}),
               "add_key_moments_: no gradient would reach what requires one; call it under "
               "torch.no_grad(), or key_moments and merge_moments");
+  // Before anything is written: afterwards torch would refuse it.
+  TORCH_CHECK(
+      c10::InferenceMode::is_enabled() || (!moments.is_inference() && !reference.is_inference()),
+      "add_key_moments_: moments and reference must be ordinary tensors outside of "
+      "torch.inference_mode(), got those of an inference mode; clone them");
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     call_add_key_moments(moments, reference, key_features, logits, value);
   }
-  torch::autograd::increment_version(moments);
-  torch::autograd::increment_version(reference);
+  for (at::Tensor* written : {&moments, &reference}) {
+    if (!written->is_inference()) torch::autograd::increment_version(*written);
+  }
 }
 
 TwoTensors from_moments_autograd(const at::Tensor& query_features, const at::Tensor& moments,

@@ -3,6 +3,7 @@
 #include "support/checks.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
 #include "attention/arguments.h"
@@ -71,6 +72,12 @@ KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tenso
              compute_type(key_features.scalar_type()), key_features.device());
   check_like(function, "reference", reference, {sizes.B, sizes.K}, at::kDouble,
              key_features.device());
+  for (const auto& [name, tensor] : {std::pair{"moments", &moments}, {"reference", &reference}}) {
+    TORCH_CHECK(at::has_internal_overlap(*tensor) == at::MemOverlap::No ||
+                    tensor->is_non_overlapping_and_dense(),
+                function, ": ", name, " must have a place in memory for each number, got strides ",
+                tensor->strides());
+  }
   return sizes;
 }
 
@@ -104,6 +111,9 @@ FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::
   const int64_t K = moments.size(1);
   check_like(function, "reference", reference, {B, K}, at::kDouble, query_features.device());
   check_numbers(function, std::nullopt, eps, std::nullopt);
+  const double least = type == at::kDouble ? 1e-290 : 1e-30;  // less would be nothing
+  TORCH_CHECK_VALUE(eps >= least, function, ": eps must be at least ", least, " for ", type,
+                    " moments, got ", eps);
   return {B, H, K, query_features.size(2), F, moments.size(3) - 1};
 }
 

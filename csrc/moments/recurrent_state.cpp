@@ -36,6 +36,15 @@ RecurrentState::RecurrentState(at::Tensor w1, std::optional<at::Tensor> w2,
   check_numbers(function, options.p, 1, options.magnitude_scale);
 }
 
+RecurrentState::RecurrentState(const RecurrentState& other)
+    : w1_(other.w1_), w2_(other.w2_), options_(other.options_) {
+  load(other.state());
+}
+
+RecurrentState& RecurrentState::operator=(const RecurrentState& other) {
+  return *this = RecurrentState(other);
+}
+
 at::Tensor RecurrentState::features(const at::Tensor& x, int64_t heads) const {
   const auto frequencies = [&](const at::Tensor& w) {
     return to_heads(w.detach().to(x.options()), 0, heads);
@@ -116,6 +125,7 @@ void RecurrentState::merge(const RecurrentState& other) {
 }
 
 void RecurrentState::to(const at::Device& device) {
+  const c10::InferenceMode ordinary(false);
   w1_ = w1_.to(device);
   if (w2_) w2_ = w2_->to(device);
   if (!keys_.moments.defined()) return;
@@ -133,6 +143,7 @@ std::vector<at::Tensor> RecurrentState::state() const {
 }
 
 void RecurrentState::load(const std::vector<at::Tensor>& state) {
+  const c10::InferenceMode ordinary(false);
   if (state.empty()) {
     keys_ = {};
     size_ = 0;

@@ -1,10 +1,13 @@
 #include "moments/reference.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 
 #include <algorithm>
 
+#include "support/autograd.h"
 #include "support/checks.h"
+#include "support/exact_arithmetic.h"
 
 namespace ikattn {
 namespace {
@@ -45,7 +48,7 @@ struct Products {
     const at::Tensor shift = (b - a).remainder(F);
     const at::Tensor is_own =
         at::logical_or(shift < M, at::logical_and(shift == M, a < M));  // of b, or of a
-    square = at::where(is_own, shift * F + a, (F - shift) * F + b).flatten();
+    square = at::where(is_own, shift * F + a, (shift.neg() + F) * F + b).flatten();
     counts = (1 + (e >= F).to(at::kDouble)) / static_cast<double>(4 * F * F);
     counts = at::constant_pad_nd(counts, {0, 1}, eps).to(like.scalar_type());
   }
@@ -126,10 +129,21 @@ at::Tensor empty_or(bool wanted, const at::Tensor& like) {
   return wanted ? at::empty_like(like) : at::empty({0}, like.options());
 }
 
+// torch.func leaves out what keeps autocast away, and sums would be made in 16 bits.
+void refuse_autocast(const char* function, const at::Tensor& features) {
+  TORCH_CHECK(!at::autocast::is_autocast_enabled(features.device().type()) ||
+                  !(is_batched(features) || is_transformed(features)),
+              function,
+              ": torch.func and torch.vmap do not work under autocast, where sums would "
+              "be made in 16 bits; leave it with torch.autocast(..., enabled=False)");
+}
+
 }  // namespace
 
 TwoTensors reference_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                  const at::Tensor& value) {
+  refuse_autocast("key_moments", key_features);
+  const ExactArithmetic exact;
   const at::Tensor reference = largest_finite(logits);
   const Keys keys = weighted_keys(key_features, logits, value, reference);
   return {moments_of(Products(keys.x), keys), reference};
@@ -137,6 +151,8 @@ TwoTensors reference_key_moments(const at::Tensor& key_features, const at::Tenso
 
 TwoTensors reference_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
                                   const at::Tensor& reference, double eps) {
+  refuse_autocast("attention_from_moments", query_features);
+  const ExactArithmetic exact;
   const int64_t K = static_size(moments, 1), H = static_size(query_features, 1);
   const at::Tensor x = by_key_head(query_features.to(moments.scalar_type()), K);
   const auto [output, log_normalizer] = read(Products(x, eps), x, moments, reference.detach(), eps);
@@ -148,6 +164,7 @@ TwoTensors reference_from_moments(const at::Tensor& query_features, const at::Te
 
 TwoTensors key_moments_in_blocks(const at::Tensor& key_features, const at::Tensor& logits,
                                  const at::Tensor& value) {
+  const ExactArithmetic exact;
   const KeyMomentsSizes sizes = check_key_moments(key_features, logits, value);
   const at::Tensor reference = largest_finite(logits);
   const auto options = key_features.options().dtype(compute_type(key_features.scalar_type()));
@@ -166,6 +183,7 @@ ThreeTensors key_moments_backward_in_blocks(const at::Tensor& grad_moments,
                                             const at::Tensor& logits, const at::Tensor& value,
                                             const at::Tensor& reference,
                                             const std::array<bool, 3>& wanted) {
+  const ExactArithmetic exact;
   const KeyMomentsSizes sizes =
       check_key_moments_backward(grad_moments, key_features, logits, value, reference);
   const at::Tensor grad_features = empty_or(wanted[0], key_features);
@@ -194,6 +212,7 @@ ThreeTensors key_moments_backward_in_blocks(const at::Tensor& grad_moments,
 
 TwoTensors from_moments_in_blocks(const at::Tensor& query_features, const at::Tensor& moments,
                                   const at::Tensor& reference, double eps) {
+  const ExactArithmetic exact;
   const FromMomentsSizes sizes = check_from_moments(query_features, moments, reference, eps);
   // laid out as the kernel's, which the projection after it reads
   const at::Tensor output =
@@ -216,6 +235,7 @@ TwoTensors from_moments_backward_in_blocks(const at::Tensor& grad_output,
                                            const at::Tensor& output,
                                            const at::Tensor& log_normalizer, double eps,
                                            const std::array<bool, 2>& wanted) {
+  const ExactArithmetic exact;
   const FromMomentsSizes sizes = check_from_moments_backward(
       grad_output, query_features, moments, reference, output, log_normalizer, eps);
   const at::ScalarType type = moments.scalar_type();

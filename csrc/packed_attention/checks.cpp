@@ -37,6 +37,8 @@ void check_offsets(const char* function, const char* name, const at::Tensor& off
 std::vector<int64_t> on_host(const char* function, const char* name, const at::Tensor& offsets,
                              int64_t tokens, const char* of_tokens, const char* limit_name,
                              const std::optional<c10::SymInt>& limit) {
+  TORCH_CHECK(!is_batched(offsets), function, ": ", name,
+              " must be the same for all calls that torch.vmap makes one of");
   std::vector<int64_t> ends;
   if (is_transformed(offsets)) {  // torch.func wraps every argument; one number at a time it tells
     for (int64_t n = 0; n < offsets.size(0); ++n) ends.push_back(offsets[n].item<int64_t>());

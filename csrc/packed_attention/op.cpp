@@ -120,8 +120,16 @@ class PackedAttention : public torch::autograd::Function<PackedAttention> {
     const auto wanted = wanted_gradients<kPackedGradients>(ctx, inputs);
     std::array<at::Tensor, kPackedGradients> gradients;
     if (at::GradMode::is_enabled()) {
-      const at::Tensor output = std::get<0>(reference_packed_attention(call));
-      gradients = differentiable_gradients<kPackedGradients>({output}, {grads[0]}, inputs, wanted);
+      const auto views = views_of(inputs);
+      PackedCall of_views = call;
+      of_views.query = views[0];
+      of_views.key = views[1];
+      of_views.value = views[2];
+      of_views.w1 = views[3];
+      of_views.w2 = or_none(views[4]);
+      of_views.options.key_bias = or_none(views[5]);
+      const at::Tensor output = std::get<0>(reference_packed_attention(of_views));
+      gradients = differentiable_gradients<kPackedGradients>({output}, {grads[0]}, views, wanted);
     } else {
       gradients = only_wanted<kPackedGradients>(
           call_packed_attention_backward(grads[0], {saved[9], saved[10]}, call, wanted), wanted);

@@ -9,6 +9,8 @@
 #include <initializer_list>
 #include <optional>
 
+#include "support/exact_arithmetic.h"
+
 namespace ikattn {
 
 using torch::autograd::AutogradContext;
@@ -66,13 +68,25 @@ std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
   return wanted;
 }
 
+// Stands for the inputs in the reference's graph. An input may itself be made of another one, or be
+// in two places: a gradient with respect to it would hold what the graph behind it adds once more.
+template <size_t kCount>
+std::array<at::Tensor, kCount> views_of(const std::array<at::Tensor, kCount>& inputs) {
+  std::array<at::Tensor, kCount> views;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (inputs[i].defined()) views[i] = inputs[i].view_as(inputs[i]);
+  }
+  return views;
+}
+
 // Gradients of `outputs` by the reference's graph, themselves differentiable with create_graph;
-// zeros where there are none.
+// zeros where there are none. The inputs are the views that the reference was called with.
 template <size_t kCount>
 std::array<at::Tensor, kCount> differentiable_gradients(
     const variable_list& outputs, const variable_list& grad_outputs,
     const std::array<at::Tensor, kCount>& inputs, const std::array<bool, kCount>& wanted,
     bool create_graph = true) {
+  const ExactArithmetic exact;
   variable_list sources;
   for (size_t i = 0; i < kCount; ++i) {
     if (wanted[i]) sources.push_back(inputs[i]);

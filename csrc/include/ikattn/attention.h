@@ -42,7 +42,9 @@ struct AttentionOptions {
   // Factor of |k|_p^2; nullopt: 1 / (2 sqrt d), the paper's.
   std::optional<double> magnitude_scale = std::nullopt;
   // int64 [2] on query's device: seed and offset of the dropout mask, the same mask on every
-  // device. nullopt: drawn from the default generator of that device when dropout_p > 0.
+  // device. [7]: that of a part of a larger call, whose mask it takes: then batch item and head
+  // that the part begins with, heads of the larger call, and query and key, multiples of 16.
+  // nullopt: drawn from the default generator of that device when dropout_p > 0.
   std::optional<at::Tensor> dropout_seed = std::nullopt;
 };
 

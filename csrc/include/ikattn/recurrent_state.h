@@ -27,6 +27,13 @@ class RecurrentState {
   explicit RecurrentState(at::Tensor w1, std::optional<at::Tensor> w2 = std::nullopt,
                           const RecurrentStateOptions& options = {});
 
+  // A copy has sums of its own, so that several states may go on from one prompt.
+  RecurrentState(const RecurrentState& other);
+  RecurrentState& operator=(const RecurrentState& other);
+  RecurrentState(RecurrentState&&) = default;
+  RecurrentState& operator=(RecurrentState&&) = default;
+  ~RecurrentState() = default;
+
   // Adds key [B, G, new, d] and value [B, G, new, d_v], G a divisor of K. key_bias [B, K, new], or
   // what broadcasts to it, is added to logits; -inf hides a key.
   void update(const at::Tensor& key, const at::Tensor& value,

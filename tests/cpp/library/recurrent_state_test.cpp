@@ -30,6 +30,21 @@ at::Tensor whole(const Tokens& of, bool is_causal) {
   return implicit_kernel_attention(of.query, of.key, of.value, of.w1, of.w2, options);
 }
 
+TEST(RecurrentState, CopiesGoOnByThemselves) {
+  const Tokens of = drawn();
+  RecurrentState state(of.w1, of.w2);
+  state.update(of.key, of.value);
+  const at::Tensor expected = state.attend(of.query);
+  RecurrentState copied = state, assigned(of.w1, of.w2);
+  assigned = state;
+  copied.update(3 * of.key, of.value);
+  assigned.update(3 * of.key, of.value);
+  EXPECT_TRUE(at::equal(state.attend(of.query), expected));
+  EXPECT_EQ(state.size(), 20);
+  EXPECT_EQ(copied.size(), 40);
+  EXPECT_TRUE(at::equal(copied.attend(of.query), assigned.attend(of.query)));
+}
+
 TEST(RecurrentState, TokenByTokenIsCausal) {
   const Tokens of = drawn();
   RecurrentState state(of.w1, of.w2);

@@ -291,6 +291,7 @@ def test_jagged_queries_may_attend_to_others_and_have_holes():
     output, _ = module(holes, holes, holes, need_weights=False)
     row = x[2, 1:3]
     torch.testing.assert_close(output.unbind()[2], module(row, row, row)[0])
+    assert (output + holes).size(1) == holes.size(1)  # as a residual connection does
     with pytest.raises(AssertionError, match="of one layout"):
         module(memory, memory, x, need_weights=False)
     with pytest.raises(AssertionError, match="key and value must have the same lengths"):

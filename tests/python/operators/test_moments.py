@@ -408,3 +408,49 @@ def test_wrong_moments_are_refused() -> None:
         merge_moments(moments, reference, moments[:, :, 1:], reference)
     with pytest.raises(TypeError, match="logits must be float64"):
         key_moments(key, logits.long(), value)
+
+
+class _ByMoments(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
+        return attention_from_moments(query, *key_moments(key, logits, value))[0]
+
+
+def test_exported_they_are_compositions() -> None:
+    arguments = tuple(x.nan_to_num() for x in drawn(CASES[0]))
+    program = torch.export.export(_ByMoments(), arguments)
+    program = program.run_decompositions(ikattn.decompositions())
+    assert "ikattn" not in str(program.graph)
+    assert_close(program.module()(*arguments), _ByMoments()(*arguments), 1e-11)
+
+
+def test_autocast_lowers_no_product_of_the_compositions() -> None:
+    _query, key, logits, value = (x.nan_to_num().float() for x in drawn(CASES[0]))
+    moments, reference = key_moments(key, logits, value)
+    grad = torch.randn_like(moments)
+    expected = OPERATORS.key_moments_backward(grad, key, logits, value, reference, [True] * 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = OPERATORS.key_moments_backward(grad, key, logits, value, reference, [True] * 3)
+        with pytest.raises(RuntimeError, match=r"torch\.vmap do not work under autocast"):
+            torch.vmap(lambda x: key_moments(x, logits, value)[0])(key[None])
+    for one, other in zip(found, expected, strict=True):
+        assert_identical(one, other)
+
+
+def test_what_cannot_be_added_to_is_refused_before_anything_is_written() -> None:
+    _, key, logits, value = (x.nan_to_num() for x in drawn(CASES[0]))
+    moments, reference = key_moments(key, logits, value)
+    add, keys = OPERATORS.add_key_moments_, (key, logits, value)
+    with pytest.raises(RuntimeError, match="moments must have a place in memory for each number"):
+        add(moments[:1].expand_as(moments), reference.clone(), *keys)
+    with torch.inference_mode():
+        frozen = moments.clone()
+    before = frozen.clone()
+    with pytest.raises(RuntimeError, match="must be ordinary tensors outside of"):
+        add(frozen, reference, *keys)
+    assert_identical(frozen, before)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(key, torch.ones_like(key))
+        with pytest.raises(RuntimeError, match="no gradient would reach what requires one"):
+            add(moments, reference, dual, logits, value)
+    with pytest.raises(ValueError, match="eps must be at least"):
+        attention_from_moments(key.float(), moments.float(), reference, eps=1e-50)

@@ -25,6 +25,7 @@ LENGTHS = {
 }
 
 Arguments = dict[str, Any]
+BEGINS_OF_FEW = torch.tensor([0, 2, 3], dtype=torch.int32)
 
 
 def begins(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -182,6 +183,10 @@ def test_dropout_is_that_of_the_padded_call():
     assert torch.equal(keep, whole[1:, 2:, 16:, 32:])
     with pytest.raises(ValueError, match="query must be a multiple of 16"):
         place_dropout_seed(seed, heads=4, query=8)
+    with pytest.raises(ValueError, match="head must be below heads, 4, got 4"):
+        place_dropout_seed(seed, heads=4, head=4)
+    with pytest.raises(ValueError, match="an int64 tensor of shape"):
+        place_dropout_seed(part, heads=4)
     with pytest.raises(ValueError, match="head must not be negative"):
         place_dropout_seed(seed, heads=4, head=-1)
     with pytest.raises(ValueError, match="multiples of 16"):
@@ -208,6 +213,11 @@ def test_gradients_of_gradients_and_transforms():
     ahead, behind = (attend(plain[0] + s * tangent, *plain[1:]) for s in (step, -step))
     torch.testing.assert_close(forward, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-7)
     stacked = torch.stack([plain[0], 2 * plain[0]])
+    ends_of_each = torch.stack([BEGINS_OF_FEW, BEGINS_OF_FEW])
+    with pytest.raises(RuntimeError, match=r"the same for all calls that torch\.vmap makes one of"):
+        torch.vmap(
+            lambda of_q: ikattn.implicit_kernel_attention_varlen(*plain, of_q, ends["cu_seqlens_k"])
+        )(ends_of_each)
     rows = torch.vmap(lambda q: attend(q, *plain[1:]))(stacked)
     torch.testing.assert_close(rows[1], attend(2 * plain[0], *plain[1:]), rtol=1e-12, atol=1e-12)
 

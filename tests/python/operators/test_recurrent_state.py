@@ -282,3 +282,83 @@ def test_float32_refuses_eps_that_its_rounding_would_drown() -> None:
     wide.update(key, value)
     exact = reference(*(x.double() for x in (query, key, value, w1, w2)), eps=1e-8)
     assert_close(wide.attend(query, eps=1e-8), exact, 1e-6)
+
+
+def filled(**options: Any) -> tuple[ikattn.RecurrentState, tuple[Tensor, ...]]:
+    _query, key, value, w1, w2 = tokens = drawn(10)
+    state = ikattn.RecurrentState(w1, w2, **options)
+    state.update(key, value)
+    return state, tokens
+
+
+def test_states_of_one_prompt_go_on_by_themselves() -> None:
+    state, (query, key, value, w1, w2) = filled()
+    kept = state.state_dict()
+    others = [copy.copy(state), copy.deepcopy(state), ikattn.RecurrentState(w1, w2)]
+    others[2].load_state_dict(kept)
+    expected = state.attend(query)
+    for other in others:
+        other.update(3 * key, value)
+        assert not torch.equal(other.attend(query), expected)
+    assert_identical(state.attend(query), expected)
+    again = ikattn.RecurrentState(w1, w2)
+    again.load_state_dict(kept)
+    assert_identical(again.attend(query), expected)
+
+
+def test_states_go_on_outside_of_the_inference_mode_they_were_copied_in() -> None:
+    state, (query, key, value, w1, w2) = filled()
+    loaded, merged = ikattn.RecurrentState(w1, w2), ikattn.RecurrentState(w1, w2)
+    with torch.inference_mode():
+        kept = state.state_dict()
+        merged.merge(state)
+    loaded.load_state_dict(kept)
+    state.update(key, value)
+    for other in (loaded, merged):
+        other.update(key, value)
+        assert_identical(other.attend(query), state.attend(query))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_extend_checks_all_before_it_adds_a_key(length: int) -> None:
+    state, (query, key, value, *_) = filled()
+    query, key, value = (x[:, :, :length] for x in (query, key, value))
+    before = state.moments.clone()
+    with pytest.raises(RuntimeError, match="no gradient would reach"):
+        state.extend(query.clone().requires_grad_(), key, value)
+    with pytest.raises(TypeError, match="query must be floating point"):
+        state.extend(query.long(), key, value)
+    assert len(state) == 10
+    assert_identical(state.moments, before)
+    fresh = ikattn.RecurrentState(state.w1, state.w2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="eps must be at least"):
+        fresh.extend(query.float(), key.float(), value.float(), eps=1e-9)
+
+
+def test_extend_computes_in_the_widest_type() -> None:
+    query, key, value, w1, w2 = drawn(20)
+    key, value = key.float(), 1e7 * value
+    steps, whole = (ikattn.RecurrentState(w1, w2) for _ in range(2))
+    expected = torch.cat(
+        [steps.extend(*(x[:, :, t : t + 1] for x in (query, key, value))) for t in range(20)], 2
+    )
+    assert_close(whole.extend(query, key, value), expected, 1e-11)
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    state, _ = filled()
+    kept = state.state_dict()
+    with pytest.raises(ValueError, match="groups must divide the heads of w1, 4, got 0"):
+        state.load_state_dict({**kept, "groups": 0})
+    with pytest.raises(ValueError, match=r"reference \[B, K\] in float64, got"):
+        state.load_state_dict({**kept, "reference": kept["reference"].float()})
+    empty = ikattn.RecurrentState(state.w1, state.w2, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"sums in torch\.float32, got torch\.float64"):
+        empty.merge(state)
+
+
+def test_on_the_meta_device() -> None:
+    query, key, value, w1, w2 = (x.to("meta") for x in drawn(4))
+    state = ikattn.RecurrentState(w1, w2)
+    state.update(key, value)
+    assert state.attend(query).shape == (2, 4, 4, 6)

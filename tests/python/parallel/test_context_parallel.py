@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
@@ -17,6 +18,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import context_programs as programs
 import ikattn
 from context_programs import CALLS, LAYOUTS, SIZES, N
+from ikattn.nn._over_ranks import is_over_ranks
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
 from processes import run_processes
@@ -64,6 +66,26 @@ def test_shards_come_together_again(layout: str) -> None:
         Layout(layout, 5).shard(whole, 1, 0)
 
 
+@pytest.fixture
+def alone() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_causal_sums_are_made_by_pieces(alone: None) -> None:
+    """One rank has all chunks; the long call of the ranks has six pieces a chunk of two."""
+    tensors, options = programs.tensors_of(**CALLS["causal, long"])
+
+    def attend(**arguments: Any) -> torch.Tensor:
+        return context_parallel_attention(**arguments, algorithm="linear")
+
+    found = programs.differentiated(attend, tensors, options)
+    right = programs.differentiated(ikattn.implicit_kernel_attention, tensors, options)
+    for name, expected in right.items():
+        assert (found[name] - expected).abs().max() <= 1e-13 * expected.abs().max(), name
+
+
 def test_zigzag_gives_every_rank_as_many_pairs() -> None:
     def pairs(layout: Layout, rank: int) -> int:
         total = 0
@@ -99,14 +121,19 @@ def test_a_converted_encoder(is_causal: bool, layout: str, of_models: dict[Any, 
 def test_a_model_of_transformers(layout: str, of_models: dict[Any, Any]) -> None:
     pytest.importorskip("transformers")
     model = programs.make_llama()
-    output = model(programs.llama_inputs(), use_cache=False).last_hidden_state
-    _compare(of_models["llama", layout], model, output)
+    padding = programs.llama_padding()
+    told = {"attention_mask": padding, "use_cache": False}
+    output = model(programs.llama_inputs(), **told).last_hidden_state
+    _compare(of_models["llama", layout], model, output, padding)
 
 
-def _compare(found: Any, model: nn.Module, output: torch.Tensor) -> None:
+def _compare(
+    found: Any, model: nn.Module, output: torch.Tensor, padding: torch.Tensor | None = None
+) -> None:
     whole, gradients = found
-    torch.testing.assert_close(whole, output.detach(), rtol=1e-9, atol=1e-11)
-    expected = programs.trained(model, output)
+    counts = torch.ones(output.shape[:2], dtype=torch.bool) if padding is None else padding.bool()
+    torch.testing.assert_close(whole[counts], output.detach()[counts], rtol=1e-9, atol=1e-11)
+    expected = programs.trained(model, output, padding)
     assert gradients.keys() == expected.keys()
     scale = max(float(x.abs().max()) for x in expected.values())
     for name, right in expected.items():
@@ -123,6 +150,17 @@ def test_all_ranks_say_the_same_where_they_disagree(of_ranks: list[dict[str, Any
     assert "dtype of w1, got torch.float64 on rank 0 and torch.float32" in said[0]["dtype"]
     assert "eps, got 1.0000000000000001e-05" in said[0]["eps"]
     assert "algorithm, got None on rank 0 and linear on rank 2" in said[0]["algorithm"]
+
+
+def test_a_rank_that_refuses_is_heard_by_all(of_ranks: list[dict[str, Any]]) -> None:
+    heard = [of_rank["refusals"] for of_rank in of_ranks]
+    own = {"function": "attn_mask must be None, got", "module": "need_weights must be False under"}
+    for name, reason in own.items():
+        assert reason in heard[2][name]
+        assert not heard[2][name].startswith("ValueError")
+        for rank in (0, 1, 3):
+            assert heard[rank][name] == heard[0][name]
+            assert "rank 2 refuses its part: " + heard[2][name] in heard[rank][name]
 
 
 def test_ranks_draw_one_seed(of_ranks: list[dict[str, Any]]) -> None:
@@ -151,13 +189,6 @@ def test_a_rank_that_dies_is_named(algorithm: str, tmp_path: Path) -> None:
         assert float(text.split()[0]) < 20
 
 
-@pytest.fixture
-def alone() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_what_cannot_be_shared_out(alone: None) -> None:
     tensors, _ = programs.tensors_of()
     del tensors["grad_output"]
@@ -177,6 +208,9 @@ def test_what_cannot_be_shared_out(alone: None) -> None:
         context_parallel_attention(**short, dropout_p=0.1)
     with pytest.raises(ValueError, match="takes no dropout"):
         context_parallel_attention(**tensors, dropout_p=0.1, algorithm="linear")
+    by_item = {**tensors, **{name: tensors[name].expand(2, -1, -1, -1) for name in ("w1", "w2")}}
+    with pytest.raises(ValueError, match="the same for all batch items, got"):
+        context_parallel_attention(**by_item)
     with pytest.raises(RuntimeError, match="w1 must have shape"):
         context_parallel_attention(**{**tensors, "w1": tensors["w1"][:, :3]})
 
@@ -216,6 +250,68 @@ def test_models_that_cannot_be_shared_out(alone: None) -> None:
     assert weights is not None
     with context_parallel(module), pytest.raises(NotImplementedError, match="attn_mask"):
         module(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
+    nested = torch.nested.nested_tensor(list(x), layout=torch.jagged)
+    with context_parallel(module), pytest.raises(RuntimeError, match="must not be nested under"):
+        module(nested, nested, nested, need_weights=False)
+
+
+def test_a_context_ends_whatever_happens_within(alone: None) -> None:
+    module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = module.out_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), context_parallel(module):
+        module(x, x, x, need_weights=False)
+    handle.remove()
+    assert not is_over_ranks()
+    with (
+        context_parallel(module),
+        pytest.raises(RuntimeError, match="is in another context already"),
+        context_parallel(nn.Sequential(module)),
+    ):
+        pass
+    assert not is_over_ranks()
+    module(x, x, x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_are_computed_again_within_the_context(
+    alone: None, use_reentrant: bool
+) -> None:
+    module = ikattn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 4, 8, requires_grad=True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module(x, x, x, need_weights=False)[0]
+
+    def checkpointed() -> torch.Tensor:
+        return checkpoint(forward, x, use_reentrant=use_reentrant).sum()
+
+    with context_parallel(module):
+        checkpointed().backward()
+    with context_parallel(module):
+        loss = checkpointed()
+    with pytest.raises(RuntimeError, match="call backward within the context"):
+        loss.backward()
+    checkpointed().backward()  # of this process alone
+
+
+def test_models_of_transformers_that_cannot_be_shared_out(alone: None) -> None:
+    pytest.importorskip("transformers")
+    model, ids = programs.make_llama(), torch.ones(1, 6, dtype=torch.long)
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with context_parallel(model), pytest.raises(NotImplementedError, match="more than padding"):
+        model(ids, position_ids=packed, use_cache=False)
+    with context_parallel(model), pytest.raises(NotImplementedError, match="got a cache"):
+        model(ids, past_key_values=ikattn.feature_cache(model))
+    with context_parallel(model):
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="did not attend over the ranks: it computed somet"):
+            model(ids, use_cache=False)
+    with pytest.raises(ValueError, match="the attention implementation 'sdpa', not"):
+        context_parallel(model)
 
 
 def test_without_a_process_group() -> None:

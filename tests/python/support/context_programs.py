@@ -34,6 +34,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "stationary, cross": {"stationary": True, "S": 64},
     "dropout": {"dropout_p": 0.3},
     "causal, dropout": {"dropout_p": 0.3, "is_causal": True},
+    "causal, long": {"is_causal": True, "length": 768, "bias": True, "G": 2},
     "float32": {"is_causal": True, "dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
 }
@@ -42,7 +43,8 @@ CALLS: dict[str, dict[str, Any]] = {
 def tensors_of(
     *,
     G: int = H,
-    S: int = N,
+    length: int = N,
+    S: int | None = None,
     bias: bool = False,
     of_queries: bool = False,
     stationary: bool = False,
@@ -56,13 +58,13 @@ def tensors_of(
         numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
         return (scale * numbers).to(dtype)
 
-    heads = H if of_queries else G
+    heads, S = H if of_queries else G, length if S is None else S
     tensors = {
-        "query": draw(B, H, N, D),
+        "query": draw(B, H, length, D),
         "key": draw(B, G, S, D),
         "value": draw(B, G, S, D_V),
         "w1": draw(heads, D, M, scale=0.1),
-        "grad_output": draw(B, H, N, D_V),
+        "grad_output": draw(B, H, length, D_V),
     }
     if not stationary:
         tensors["w2"] = draw(heads, D, M, scale=0.1)
@@ -116,6 +118,7 @@ def run(folder: Path) -> dict[str, Any]:
         "calls": attend(),
         "models": models(),
         "disagreements": disagree(),
+        "refusals": refuse(),
         "drawn": draw_seeds(),
     }
 
@@ -164,8 +167,14 @@ def llama_inputs() -> Tensor:
     return torch.randint(9, (B, N), generator=torch.Generator().manual_seed(4))
 
 
-def trained(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
-    """The gradients of all parameters."""
+def llama_padding() -> Tensor:
+    """1 for tokens, 0 for padding, on the right of the second text."""
+    return (torch.arange(N) < torch.tensor([[N], [N // 2 - 5]])).long()
+
+
+def trained(model: nn.Module, output: Tensor, padding: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradients of all parameters, for a loss of what is no padding."""
+    output = output if padding is None else output * padding.unsqueeze(-1)
     output.square().sum().backward()
     return {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
 
@@ -190,14 +199,12 @@ def models() -> dict[str, Any]:
         results["encoder", is_causal, layout] = whole, gradients
     for layout in LAYOUTS:
         model = make_llama()
-        ids, ones = llama_inputs(), torch.ones(B, N, dtype=torch.long)
         with context_parallel(model, layout=layout) as context:
+            padding = context.shard(llama_padding())
             positions = context.shard(torch.arange(N)[None])
-            told = {"position_ids": positions, "use_cache": False}
-            if layout == "zigzag":  # else positions that jump are a packed batch
-                told["attention_mask"] = context.shard(ones)
-            output = model(context.shard(ids), **told).last_hidden_state
-            gradients = trained(model, output)
+            told = {"position_ids": positions, "use_cache": False, "attention_mask": padding}
+            output = model(context.shard(llama_inputs()), **told).last_hidden_state
+            gradients = trained(model, output, padding)
             whole = context.unshard(output)
         for gradient in gradients.values():
             dist.all_reduce(gradient)
@@ -206,6 +213,32 @@ def models() -> dict[str, Any]:
 
 
 # --- What goes wrong
+
+
+def refuse() -> dict[str, str]:
+    """What each rank hears where the third alone refuses: of the function, and of a module."""
+    tensors, _ = tensors_of()
+    del tensors["grad_output"]
+    parts = {key: x.chunk(4, 2)[0] if key in TOKENS else x for key, x in tensors.items()}
+    is_third, heard = dist.get_rank() == 2, {}
+    mask = torch.ones(1, dtype=torch.bool) if is_third else None
+    module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.ones(1, 4, 8)
+
+    def of_module() -> None:
+        with context_parallel(module):
+            module(x, x, x, need_weights=is_third)
+
+    calls = {
+        "function": lambda: context_parallel_attention(**parts, attn_mask=mask),
+        "module": of_module,
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            heard[name] = "nothing"
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            heard[name] = f"{type(error).__name__}: {error}"
+    return heard
 
 
 def disagree() -> dict[str, str]:
@@ -221,6 +254,7 @@ def disagree() -> dict[str, str]:
         "algorithm": lambda x: {"algorithm": "linear"},
         "gradient": lambda x: {"key": x["key"].clone().requires_grad_()},
         "seed": lambda x: {"dropout_seed": torch.tensor([1, 3])},
+        "a seed": lambda x: {"dropout_p": 0.5, "dropout_seed": torch.tensor([1, 3])},
     }
     said = {}
     for name, change in changes.items():
@@ -229,8 +263,10 @@ def disagree() -> dict[str, str]:
         arguments: dict[str, Any] = {
             key: x.chunk(4, 2)[0] if key in TOKENS else x for key, x in tensors.items()
         }
+        if "seed" in name:
+            arguments["dropout_p"] = 0.5
         if name == "seed":
-            arguments |= {"dropout_p": 0.5, "dropout_seed": torch.tensor([1, 2])}
+            arguments["dropout_seed"] = torch.tensor([1, 2])
         if dist.get_rank() == 2:
             arguments |= change(arguments)
         try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ikattn.nn._projection import Projection
-from ikattn.ops._jagged import have_same_lengths, nested_of, tokens_of
+from ikattn.ops._jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 
 __all__ = ["are_jagged", "attend_packed", "attend_padded"]
@@ -73,7 +73,7 @@ def attend_packed(
         key_bias=None if magnitude is None else magnitude(k.transpose(0, 1)[None]).squeeze(0),
         dropout_p=dropout_p,
     )
-    return nested_of(out_proj(output.flatten(1)), of_queries)
+    return nested_like(query, out_proj(output.flatten(1)))
 
 
 def attend_padded(
@@ -107,7 +107,7 @@ def attend_padded(
     output, weights = attend(q, k, v, of_keys, of_queries)
     rows = [row[: x.size(0)] for row, x in zip(output, query.unbind(), strict=True)]
     if jagged:
-        return nested_of(torch.cat(rows), tokens_of(query)[1]), weights
+        return nested_like(query, torch.cat(rows)), weights
     return torch.nested.as_nested_tensor(rows), weights
 
 

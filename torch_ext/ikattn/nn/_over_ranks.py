@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ikattn.ops.attention import implicit_kernel_attention
 
-__all__ = ["attending_by", "attention_function", "is_over_ranks"]
+__all__ = ["AttendingBy", "OverRanks", "attention_function", "is_over_ranks"]
+
+_MARK = "_ikattn_over_ranks"  # on a module: True within a context, False after one
+
+
+class OverRanks(Protocol):
+    """Attention over ranks."""
+
+    def __call__(self, *tensors: Tensor | None, **options: Any) -> Tensor:
+        """Computes it, with the arguments of ``implicit_kernel_attention``."""
+
+    def refuse(self, device: torch.device, why: str) -> None:
+        """Tells the ranks that are in the call that this one will not come; raises where any is."""
+
 
 _attend: ContextVar[Callable[..., Tensor]] = ContextVar(
     "ikattn_attend", default=implicit_kernel_attention
@@ -29,19 +42,76 @@ def is_over_ranks() -> bool:
     return _attend.get() is not implicit_kernel_attention
 
 
-def attending_by(
-    module: nn.Module, attend: Callable[..., Tensor], options: dict[str, Any]
-) -> list[RemovableHandle]:
-    """Makes a module attend by another function, until the handles are removed."""
-    tokens: list[Any] = []
+class AttendingBy:
+    """Makes a module attend by another function, until ``remove``.
 
-    def before(*_: Any) -> None:
-        tokens.append(_attend.set(partial(attend, **options)))
+    A call of the module that ends before it attended, by an error or in another way, is told to the
+    other ranks, which would wait for it.
 
-    def after(*_: Any) -> None:
-        _attend.reset(tokens.pop())
+    Raises:
+        RuntimeError: The module does so already.
+    """
 
-    return [
-        module.register_forward_pre_hook(before),
-        module.register_forward_hook(after, always_call=True),
-    ]
+    def __init__(self, module: nn.Module, attend: OverRanks) -> None:
+        if getattr(module, _MARK, False):
+            raise RuntimeError(
+                f"context_parallel: this {type(module).__name__} is in another context already"
+            )
+        self._module, self._over_ranks = module, attend
+        self._open: list[tuple[Callable[..., Tensor], list[bool]]] = []
+        setattr(module, _MARK, True)
+        vars(module).pop("_ikattn_local_again", None)
+        self._handles = [
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Undoes it, also where a call was broken off."""
+        for handle in self._handles:
+            handle.remove()
+        while self._open:
+            _attend.set(self._open.pop()[0])
+        setattr(self._module, _MARK, False)
+        self._module.register_forward_pre_hook(_refuse_recomputation)
+
+    def _before(self, *_: Any) -> None:
+        called = [False]
+
+        def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
+            called[0] = True
+            return self._over_ranks(*tensors, **options)
+
+        self._open.append((_attend.get(), called))
+        _attend.set(attend)
+
+    def _after(self, module: nn.Module, args: Any, _: Any) -> None:
+        before, called = self._open.pop()
+        _attend.set(before)
+        if called[0]:
+            return
+        error = sys.exc_info()[1]
+        why = f"{type(module).__name__} did not attend over the ranks"
+        if error is not None:
+            why = f"{type(error).__name__}: {error}"
+        device = next((x.device for x in module.parameters()), torch.device("cpu"))
+        self._over_ranks.refuse(device, why)
+        if error is None:
+            raise RuntimeError(
+                f"context_parallel: {why}: it computed something else, such as another kernel, of "
+                "this rank's tokens alone"
+            )
+
+
+def _refuse_recomputation(module: nn.Module, args: Any) -> None:
+    """A checkpoint that is computed again after its context would attend to a rank's own tokens."""
+    if getattr(module, _MARK, None) is not False or "_ikattn_local_again" in vars(module):
+        return
+    if torch._C._current_graph_task_id() == -1:  # a call of its own, not one within a backward pass
+        vars(module)["_ikattn_local_again"] = True
+        return
+    raise RuntimeError(
+        f"context_parallel: the forward of {type(module).__name__} is computed again in a backward "
+        "pass after the context, where it would attend to this rank's tokens alone: call backward "
+        "within the context"
+    )

@@ -453,13 +453,13 @@ def _implicit(
         # one seed for both calls: the weights returned are the weights used
         "dropout_seed": seed,
     }
-    output = attention_function()(query, key, value, w1, w2, **options)
-    weights = None
     if wanted.weights and is_over_ranks():
         raise RuntimeError(
             "MultiheadAttention: need_weights must be False under context_parallel, where no rank "
             "has all weights of a query"
         )
+    output = attention_function()(query, key, value, w1, w2, **options)
+    weights = None
     if wanted.weights:
         weights = implicit_kernel_weights(
             query, key, w1, w2, **options, average_heads=wanted.average

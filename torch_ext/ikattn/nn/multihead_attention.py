@@ -19,6 +19,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from ikattn.nn._fused_layer import StepByStep, has_values
 from ikattn.nn._masks import Masks, check_hint, check_types
 from ikattn.nn._nested import are_jagged, attend_packed, attend_padded
+from ikattn.nn._over_ranks import is_over_ranks
 from ikattn.nn._projection import InProjection, Projection, check_axes, project
 from ikattn.nn._with_kernel import WithKernel
 from ikattn.nn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend
@@ -343,11 +344,17 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
             )
         if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
+        if is_over_ranks():
+            raise RuntimeError(
+                "MultiheadAttention: query must not be nested under context_parallel, whose ranks "
+                "have parts of one length"
+            )
         dropout_p = self.dropout if self.training else 0.0
         has_extra_keys = self.bias_k is not None or self.add_zero_attn
         if (
             jagged
             and self.kernel == "implicit"
+            and getattr(self, "head_share", None) is None
             and not (need_weights or has_extra_keys or getattr(self.spectral, "pools", False))
             and dropout_p < 1.0
         ):

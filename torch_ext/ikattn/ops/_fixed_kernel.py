@@ -122,9 +122,10 @@ class FixedKernel:
 
 def as_they_are(like: Tensor) -> AbstractContextManager[Any]:
     """No autocast: features of a lower precision would change weights by as much."""
-    if not torch.is_autocast_enabled(like.device.type):
+    kind = like.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
-    return torch.autocast(like.device.type, enabled=False)
+    return torch.autocast(kind, enabled=False)
 
 
 def check_floating(function: str, kind: str = "floating point", **tensors: Tensor | None) -> None:

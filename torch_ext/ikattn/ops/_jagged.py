@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["have_same_lengths", "nested_of", "tokens_of"]
+__all__ = ["have_same_lengths", "nested_like", "tokens_of"]
 
 
 def tokens_of(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens [T, ...] of a nested tensor [B, j, ...], and its offsets int64 [B + 1].
+    """The tokens [T, ...] of a nested tensor [B, j, ...], and their offsets int64 [B + 1].
 
     Raises:
         ValueError: The axis of tokens is not the second.
@@ -19,16 +19,32 @@ def tokens_of(nested: Tensor) -> tuple[Tensor, Tensor]:
     whole: Any = nested  # torch's type stubs do not know its methods
     if whole._ragged_idx != 1:
         raise ValueError(f"tokens must be on axis 1, got shape {tuple(nested.shape)}")
-    if whole.lengths() is not None:  # holes, as narrow leaves them
-        whole = whole.contiguous()
-    return whole.values(), whole.offsets()
+    if whole.lengths() is None:
+        return whole.values(), whole.offsets()
+    rows, offsets = _rows_between_holes(whole)
+    return whole.values().index_select(0, rows), offsets
 
 
-def nested_of(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """The nested tensor [B, j, ...] of tokens [T, ...]."""
-    return torch.nested.nested_tensor_from_jagged(tokens, offsets=offsets)
+def nested_like(nested: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens [T, ...] as a nested tensor [B, j, ...] whose j is that of another one."""
+    whole: Any = nested
+    if whole.lengths() is None:
+        return torch.nested.nested_tensor_from_jagged(tokens, offsets=whole.offsets())
+    rows, _ = _rows_between_holes(whole)
+    values = tokens.new_zeros((whole.values().size(0), *tokens.shape[1:]))
+    return torch.nested.nested_tensor_from_jagged(
+        values.index_copy(0, rows, tokens), offsets=whole.offsets(), lengths=whole.lengths()
+    )
 
 
 def have_same_lengths(one: Tensor, other: Tensor) -> bool:
     """Whether two lists of offsets are equal; where they are one, without a look at numbers."""
     return one is other or torch.equal(one, other)
+
+
+def _rows_between_holes(whole: Any) -> tuple[Tensor, Tensor]:
+    """Which rows of the values are tokens, as ``torch.nested.narrow`` leaves them; offsets."""
+    starts, lengths = whole.offsets()[: whole.lengths().size(0)], whole.lengths()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    first = (starts - offsets[:-1]).repeat_interleave(lengths)
+    return first + torch.arange(first.size(0), device=first.device), offsets

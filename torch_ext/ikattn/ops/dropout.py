@@ -38,7 +38,7 @@ def dropout_keep_mask(
     ``round(256 dropout_p)``.
 
     Args:
-        dropout_seed: int64 ``[2]``, as for :func:`implicit_kernel_attention`.
+        dropout_seed: int64 ``[2]`` or ``[7]``, as for :func:`ikattn.implicit_kernel_attention`.
         shape: ``(B, H, L, S)`` of the weights.
         dropout_p: Probability in [0, 1).
 
@@ -79,7 +79,8 @@ def place_dropout_seed(
         int64 ``[7]`` on the device of ``dropout_seed``.
 
     Raises:
-        ValueError: A number is negative, or one of the last two no multiple of 16.
+        ValueError: A number is negative, head not below heads, one of the last two no multiple of
+            16, or dropout_seed not as described.
 
     Example:
         >>> import torch, ikattn
@@ -90,6 +91,13 @@ def place_dropout_seed(
         >>> torch.equal(keep, whole[:, 2:, 32:])
         True
     """
+    if dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,):
+        raise ValueError(
+            "place_dropout_seed: dropout_seed must be an int64 tensor of shape [2], got "
+            f"{dropout_seed.dtype} {list(dropout_seed.shape)}"
+        )
+    if head >= heads:
+        raise ValueError(f"place_dropout_seed: head must be below heads, {heads}, got {head}")
     place = {"batch": batch, "head": head, "heads": heads, "query": query, "key": key}
     for name, number in place.items():
         if number < 0:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn.ops._jagged import have_same_lengths, nested_of, tokens_of
+from ikattn.ops._jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.dropout import draw_dropout_seed
 
 __all__ = ["attend_jagged", "implicit_kernel_attention_varlen"]
@@ -58,7 +58,8 @@ def implicit_kernel_attention_varlen(
             nothing else.
         dropout_p: As in :func:`ikattn.implicit_kernel_attention`.
         causal: The last query of a sequence sees all its keys, the one before it all but the last:
-            aligned at the bottom right, as in FlashAttention.
+            aligned at the bottom right, as in FlashAttention. Sequences of several queries and
+            another number of keys take quadratic time, and a mask of a byte a pair.
         p, eps, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
         key_bias: Added to the logit of a key in every row; broadcastable to ``[H, T_k]`` or
             ``[G, T_k]``. ``-inf`` hides a key.
@@ -175,4 +176,4 @@ def attend_jagged(
         causal=is_causal,
         **options,
     )
-    return nested_of(output, of_queries).transpose(1, 2)
+    return nested_like(query.transpose(1, 2), output).transpose(1, 2)

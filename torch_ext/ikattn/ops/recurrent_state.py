@@ -118,6 +118,8 @@ class RecurrentState(FixedKernel):
     def moments(self) -> Tensor:
         """The sums ``[B, K, E, d_v + 1]``; those of :func:`ikattn.ops.key_moments`.
 
+        They are the state's own, which ``update`` writes to; clone what is to stay.
+
         Raises:
             ValueError: No key came yet.
         """
@@ -125,7 +127,7 @@ class RecurrentState(FixedKernel):
 
     @property
     def reference(self) -> Tensor:
-        """What the sums are relative to the exponential of, float64 ``[B, K]``.
+        """What the sums are relative to the exponential of, float64 ``[B, K]``; as ``moments``.
 
         Raises:
             ValueError: No key came yet.
@@ -207,12 +209,15 @@ class RecurrentState(FixedKernel):
                 "RecurrentState.extend: query and key must be of as many tokens, got "
                 f"{list(query.shape)} and {list(key.shape)}"
             )
+        # all that may be wrong, before anything changes
+        self._refuse_gradients("extend", query)
+        check_floating("RecurrentState.extend", query=query)
+        self._check_eps("extend", eps)
+        self._check_tokens("extend", key, value, key_bias)
+        self._check_query("extend", query, key.size(0), key.size(1))
         if key.size(2) == 1:
-            self._check_eps("extend", eps)
-            self._check_query("extend", query, key.size(0), key.size(1))
             self.update(key, value, key_bias)
             return self.attend(query, eps=eps)
-        self._check_tokens("extend", key, value, key_bias)
         before = self._read("extend", query, eps) if self._moments is not None else None
         output, log_z = self._among_themselves(query, key, value, key_bias, eps)
         if before is not None:
@@ -242,6 +247,10 @@ class RecurrentState(FixedKernel):
         if other._moments is None:
             return
         if self._moments is None:
+            if other.dtype != self.dtype:
+                raise ValueError(
+                    f"RecurrentState.merge: other must have sums in {self.dtype}, got {other.dtype}"
+                )
             self.load_state_dict(other.state_dict())
             return
         own, others = self._known(), other._known()
@@ -288,12 +297,21 @@ class RecurrentState(FixedKernel):
             moments.dim() != 4
             or moments.shape[1:3] != (heads, entries)
             or reference.shape != moments.shape[:2]
+            or reference.dtype != torch.float64
         ):
             raise ValueError(
                 f"RecurrentState.load_state_dict: moments must have shape [B, K, E, d_v + 1] with "
-                f"K = {heads} and E = {entries}, and reference [B, K], got {list(moments.shape)} "
-                f"and {list(reference.shape)}"
+                f"K = {heads} and E = {entries}, and reference [B, K] in float64, got "
+                f"{list(moments.shape)} and {list(reference.shape)} in {reference.dtype}"
             )
+        if moments is not None and (groups < 1 or heads % groups != 0):
+            raise ValueError(
+                f"RecurrentState.load_state_dict: groups must divide the heads of w1, {heads}, got "
+                f"{groups}"
+            )
+        if moments is not None:  # written in place from here on
+            with torch.inference_mode(False), torch.no_grad():
+                moments, reference = moments.clone(), reference.clone()
         self._moments, self._reference = moments, reference
         self._length, self._groups = length, groups
 
@@ -306,6 +324,14 @@ class RecurrentState(FixedKernel):
         self._moments, self._reference = kept
         self._frequencies.clear()
         return self
+
+    def __copy__(self) -> RecurrentState:
+        """A state with sums of its own, so that several may go on from one prompt."""
+        copied = RecurrentState(
+            self.w1, self.w2, p=self.p, magnitude_scale=self.magnitude_scale, dtype=self.dtype
+        )
+        copied.load_state_dict(self.state_dict())
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_frequencies": {}}  # which are made again
@@ -338,7 +364,9 @@ class RecurrentState(FixedKernel):
         self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Causal attention of new tokens to each other, and log Z."""
-        dtype = torch.promote_types(key.dtype, torch.float32)
+        dtype = torch.float32
+        for x in (query, key, value):
+            dtype = torch.promote_types(dtype, x.dtype)
         if key_bias is not None:
             key_bias = to_heads(*with_heads(key_bias, query.size(1), key.size(1)))
         with as_they_are(query):

@@ -59,6 +59,10 @@ class Ranks:
         self.group = group
         self.size = dist.get_world_size(group)
         self.number = dist.get_rank(group)
+        if self.number < 0:
+            raise ValueError(
+                f"context_parallel: rank {dist.get_rank()} is not in the group that it was given"
+            )
 
     def send_on(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Exchange:
         """Starts to send tensors to the next rank of a ring, and to get their likes.
@@ -125,9 +129,10 @@ class Ranks:
                 name = store.compare_set(_LOST, "", name).decode()
             elif store.check([_LOST]):
                 name = store.get(_LOST).decode()
-            store.set_timeout(before)
         except (RuntimeError, OSError):  # the store went with the rank that holds it
             pass
+        finally:
+            store.set_timeout(before)
         here = self._everywhere(self.number)
         who = "a rank of the group" if name is None else f"rank {name}"
         return RuntimeError(f"context_parallel: on rank {here}: {who} does not answer: {error}")

@@ -1,13 +1,15 @@
 """Attention over ranks in linear time: ranks exchange moments, of one size for any number of keys.
 
-Not causal, moments of all keys are one sum over ranks. Causal, a chunk's queries see the keys of
-their own chunk, by the operator, and those of the chunks before it, by moments that are passed on
-from chunk to chunk: an exclusive scan. Sizes as in ``ikattn.ops``, L and S those of one rank; K
-heads of the moments, F = 2 M features.
+Not causal, moments of all keys are one sum over ranks. Causal, chunks are cut into pieces. The
+queries of a piece see its own keys by pairs, and those of all pieces before it by moments: of the
+rank's own pieces, and of the chunks before, which are passed on from chunk to chunk: an exclusive
+scan. Sizes as in ``ikattn.ops``, L and S those of one rank; K heads of the moments, F = 2 M
+features, E entries of the moments, P pieces of a rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,27 +19,35 @@ from torch.autograd.function import once_differentiable
 from ikattn.ops.attention import spectral_features
 from ikattn.ops.magnitude import log_magnitude
 from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
-from ikattn.parallel._layout import Block
 from ikattn.parallel._ring import Call, Merged
 
 __all__ = ["sums_attention"]
 
 
 class _State(NamedTuple):
-    """What is passed on from chunk to chunk.
+    """Moments of keys, or gradients of such, with what they are relative to.
 
     Attributes:
-        moments: [B, K, E, d_v + 1], or gradients of such.
-        reference: float64 [B, K]: they are to be multiplied with its exponential.
+        moments: [B, K, E, d_v + 1]; of several pieces, [B, P, K, E, d_v + 1].
+        reference: float64 [B, K] or [B, P, K]: they are to be multiplied with its exponential; -inf
+            where there is no key.
     """
 
     moments: Tensor
     reference: Tensor
 
+    def empty(self) -> _State:
+        """The state of no key, of the same sizes."""
+        return _State(torch.zeros_like(self.moments), torch.full_like(self.reference, -torch.inf))
+
+    def piece(self, number: int) -> _State:
+        """One of several."""
+        return _State(self.moments[:, number], self.reference[:, number])
+
     def scaled(self, log_factor: Tensor) -> Tensor:
-        """The moments times exp(log_factor), [B, K]; zero where that is no number."""
+        """The moments times exp(log_factor), of the reference's shape; zero for no number."""
         factor = log_factor.exp().nan_to_num(0.0, 0.0).to(self.moments.dtype)
-        return self.moments * factor[:, :, None, None]
+        return self.moments * factor[..., None, None]
 
 
 def sums_attention(
@@ -119,7 +129,15 @@ class _Whole(torch.autograd.Function):
 
 
 class _Inputs(NamedTuple):
-    """The tensors of a causal call on one rank, or their gradients."""
+    """The tensors of a causal call on one rank, cut into pieces, or gradients of these.
+
+    Attributes:
+        query, key, value: [B P, heads, piece, size].
+        w1, w2: Frequencies, whole.
+        key_bias: [B P, heads, piece], or None.
+        phi_q, phi_k: [B P, H or K, piece, F].
+        logits: [B P, K, piece].
+    """
 
     query: Tensor
     key: Tensor
@@ -127,94 +145,182 @@ class _Inputs(NamedTuple):
     w1: Tensor
     w2: Tensor | None
     key_bias: Tensor | None
-    phi_q: Tensor  # [B, H, L, F]
-    phi_k: Tensor  # [B, K, S, F]
-    logits: Tensor  # [B, K, S]
+    phi_q: Tensor
+    phi_k: Tensor
+    logits: Tensor
 
-    def attend(self, call: Call, block: Block) -> tuple[Tensor, Tensor]:
-        """The output and normaliser of a chunk's queries over its keys."""
-        rows = block.queries
-        options = call.options_of(block, self.query.size(1), self.key_bias)
-        tokens = (x[:, :, rows] for x in (self.query, self.key, self.value))
-        output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(
-            *tokens, self.w1, self.w2, **options
+    def map(self, change: Callable[[Tensor], Tensor]) -> _Inputs:
+        """All of them but the frequencies changed."""
+        return _Inputs(
+            *(
+                x if x is None or name in ("w1", "w2") else change(x)
+                for name, x in self._asdict().items()
+            )
         )
-        return output, log_normalizer
 
-    def moments(self, rows: slice) -> _State:
-        """Those of a chunk's keys."""
-        return _State(*key_moments(*(x[:, :, rows] for x in (self.phi_k, self.logits, self.value))))
+
+class _Pieces:
+    """How a rank's tokens are cut: all pieces of one length, each within a chunk.
+
+    Args:
+        call: Who takes part.
+        inputs: Of the rank's tokens, whole.
+    """
+
+    def __init__(self, call: Call, inputs: _Inputs) -> None:
+        self.batch, length = inputs.query.size(0), inputs.query.size(2)
+        self.chunks = len(call.layout.chunks(call.ranks.number))
+        chunk, features = length // self.chunks, inputs.phi_q.size(3)
+        # A piece's pairs then take a part of what moments take.
+        wanted = max(64, features * (features + 1) // 4)
+        count = max(1, -(-chunk // wanted))
+        count = next((n for n in range(count, 4 * count + 1) if chunk % n == 0), 1)
+        self.per_chunk, self.count = count, count * self.chunks
+        self.length = chunk // count
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[B P, heads, piece, ...] of [B, heads, L, ...]."""
+        by_piece: Tensor = x.unflatten(2, (self.count, self.length))
+        return by_piece.transpose(1, 2).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[B, heads, L, ...] of [B P, heads, piece, ...]."""
+        by_piece: Tensor = x.unflatten(0, (self.batch, self.count))
+        return by_piece.transpose(1, 2).flatten(2, 3)
+
+    def states(self, moments: Tensor, reference: Tensor) -> _State:
+        """States by piece, of those with the pieces in the batch."""
+        by_piece = (self.batch, self.count)
+        return _State(moments.unflatten(0, by_piece), reference.unflatten(0, by_piece))
 
 
 class _Causal(torch.autograd.Function):
-    """Causal: queries see their own chunk by the operator, chunks before it by moments."""
+    """Causal: queries see their own piece by the operator, pieces before it by moments."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor:
-        inputs = _Inputs(*tensors)
-        blocks = _own_blocks(call, inputs.query)
-        chunks, last = call.layout.chunks(call.ranks.number), call.layout.count - 1
-        own = [  # nobody asks for the last chunk's
-            inputs.moments(slice(0, 0) if chunk == last else block.keys)
-            for chunk, block in zip(chunks, blocks, strict=True)
-        ]
-        shape = (*inputs.query.shape[:3], inputs.value.size(3))
-        merged = Merged(inputs.phi_q.new_zeros(shape))
-        for block in blocks:  # all ranks at once; the scan goes from one to the next
-            merged.add(block.queries, *inputs.attend(call, block))
-        before = _scan(call, own)
-        for block, state in zip(blocks, before, strict=True):
-            if state is not None:
-                rows = block.queries
-                queries = inputs.phi_q[:, :, rows]
-                merged.add(rows, *attention_from_moments(queries, *state, eps=call.options["eps"]))
-        ctx.call, ctx.before, ctx.references = call, before, [state.reference for state in own]
-        ctx.save_for_backward(*inputs, merged.output, merged.log_normalizer)
-        return merged.output.to(inputs.query.dtype)
+        whole = _Inputs(*tensors)
+        pieces = _Pieces(call, whole)
+        cut = whole.map(pieces.cut)
+        own = pieces.states(*key_moments(cut.phi_k, cut.logits, cut.value))
+        before = _others(call, pieces, own)
+        merged = Merged(cut.phi_q.new_zeros((*cut.query.shape[:3], cut.value.size(3))))
+        merged.add(
+            slice(None),
+            *torch.ops.ikattn.implicit_kernel_attention(
+                *cut[:5], key_bias=cut.key_bias, **_options(call)
+            ),
+        )
+        state = (x.flatten(0, 1) for x in before)
+        merged.add(slice(None), *attention_from_moments(cut.phi_q, *state, eps=call.options["eps"]))
+        ctx.call, ctx.pieces, ctx.own_reference = call, pieces, own.reference
+        ctx.save_for_backward(*whole, *before, merged.output, merged.log_normalizer)
+        output: Tensor = pieces.join(merged.output).to(whole.query.dtype)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, log_normalizer = ctx.saved_tensors
-        inputs, call = _Inputs(*tensors), ctx.call
-        wide = inputs.phi_q.dtype
-        # what was made of one tensor's parts is rounded once
-        sums = [
-            None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, wide))
-            for x in inputs
-        ]
-        totals: Any = _Inputs(*sums)  # type: ignore[arg-type]
-        of_states = []
-        for block, state in zip(_own_blocks(call, inputs.query), ctx.before, strict=True):
-            results = (grad_output, output, log_normalizer)
-            _add_of_own_chunk(call, block, inputs, results, ctx.needs_input_grad[1:7], totals)
-            of_states.append(_add_of_queries(call, block, inputs, state, results, totals))
-        after = _scan(call, of_states, reverse=True)
-        for block, own, state in zip(
-            _own_blocks(call, inputs.query), ctx.references, after, strict=True
-        ):
-            if state is not None:
-                of_moments = state.scaled(own + state.reference)
-                _add_of_keys(block.keys, inputs, of_moments, own, totals)
-        gradients = [
-            None if like is None else x.to(like.dtype)
-            for x, like in zip(totals, inputs, strict=True)
-        ]
-        return (None, *gradients)
+        *tensors, moments, reference, output, log_normalizer = ctx.saved_tensors
+        whole, call, pieces = _Inputs(*tensors), ctx.call, ctx.pieces
+        cut, before = whole.map(pieces.cut), _State(moments, reference)
+        results = (pieces.cut(grad_output), output, log_normalizer)
+        gradients = _gradients_of_pieces(call, cut, results, ctx.needs_input_grad[1:7])
+        of_queries, of_before = torch.ops.ikattn.attention_from_moments_backward(
+            results[0].to(cut.phi_q.dtype),
+            cut.phi_q,
+            *(x.flatten(0, 1) for x in before),
+            output,
+            log_normalizer,
+            call.options["eps"],
+            [True, True],
+        )
+        # relative to moments, gradients have the inverse factor; without a key there is none
+        inverse = torch.where(reference == -torch.inf, -torch.inf, -reference)
+        after = _others(call, pieces, _State(of_before.view(moments.shape), inverse), reverse=True)
+        of_moments = after.scaled(ctx.own_reference + after.reference).flatten(0, 1)
+        of_keys, of_logits, of_values = torch.ops.ikattn.key_moments_backward(
+            of_moments,
+            cut.phi_k,
+            cut.logits,
+            cut.value,
+            ctx.own_reference.flatten(0, 1),
+            [True, True, True],
+        )
+        value = gradients.value + of_values if ctx.needs_input_grad[3] else of_values
+        found = gradients._replace(
+            value=value, phi_q=of_queries, phi_k=of_keys, logits=of_logits
+        ).map(pieces.join)
+        wanted = ctx.needs_input_grad[1:]
+        return (
+            None,
+            *(
+                x.to(like.dtype) if want and x is not None and like is not None else None
+                for x, like, want in zip(found, whole, wanted, strict=True)
+            ),
+        )
 
 
-def _own_blocks(call: Call, query: Tensor) -> list[Block]:
-    """The chunks of this rank, each with its own keys."""
-    numbers = call.layout.chunks(call.ranks.number)
-    length = query.size(2) // len(numbers)
-    places = [slice(n * length, (n + 1) * length) for n in range(len(numbers))]
-    return [
-        Block(place, place, True, number * length, number * length)
-        for place, number in zip(places, numbers, strict=True)
-    ]
+def _options(call: Call) -> dict[str, Any]:
+    """The operator's, of a piece."""
+    return {**call.options, "is_causal": True}
 
 
-def _scan(call: Call, own: list[_State], *, reverse: bool = False) -> list[_State | None]:
+def _gradients_of_pieces(
+    call: Call,
+    cut: _Inputs,
+    results: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, ...],
+) -> _Inputs:
+    """What the queries and keys of each piece give among themselves; results are of all keys."""
+    grad_output, output, log_normalizer = results
+    wide = cut.phi_q.dtype
+    gradients: list[Any] = torch.ops.ikattn.implicit_kernel_attention_backward(
+        grad_output,
+        *cut[:3],
+        cut.w1.to(wide),
+        None if cut.w2 is None else cut.w2.to(wide),
+        output.to(cut.query.dtype),
+        log_normalizer,
+        key_bias=cut.key_bias,
+        **_options(call),
+        wanted=[*wanted, False],
+    )
+    found: list[Any] = [x if want else None for x, want in zip(gradients, wanted, strict=False)]
+    others: list[Any] = [None] * 3  # phi_q, phi_k and logits are not among the operator's inputs
+    return _Inputs(*found, *others)
+
+
+def _others(call: Call, pieces: _Pieces, own: _State, *, reverse: bool = False) -> _State:
+    """For each piece of this rank what the pieces before it, on all ranks, add up to.
+
+    Args:
+        call: Who takes part.
+        pieces: How the rank's tokens are cut.
+        own: The states of the rank's pieces.
+        reverse: What the pieces after it add up to, instead.
+    """
+    per_chunk, totals = pieces.per_chunk, []
+    result = own.empty()
+    for chunk in range(pieces.chunks):
+        numbers = range(chunk * per_chunk, (chunk + 1) * per_chunk)
+        running = own.piece(0).empty()
+        for number in reversed(numbers) if reverse else numbers:
+            for into, x in zip(result, running, strict=True):
+                into[:, number] = x
+            running = _State(*merge_moments(*running, *own.piece(number)))
+        totals.append(running)
+    for chunk, state in enumerate(_scan(call, totals, reverse=reverse)):
+        if state is None:
+            continue
+        for number in range(chunk * per_chunk, (chunk + 1) * per_chunk):
+            merged = merge_moments(*state, *result.piece(number))
+            for into, x in zip(result, merged, strict=True):
+                into[:, number] = x
+    return result
+
+
+def _scan(call: Call, own: list[_State], *, reverse: bool) -> list[_State | None]:
     """For each chunk of this rank what the chunks before it add up to; None before the first.
 
     Args:
@@ -240,72 +346,3 @@ def _scan(call: Call, own: list[_State], *, reverse: bool = False) -> list[_Stat
     for exchange in sent:
         exchange.wait()
     return result
-
-
-def _add_of_own_chunk(
-    call: Call,
-    block: Block,
-    inputs: _Inputs,
-    results: tuple[Tensor, Tensor, Tensor],
-    wanted: tuple[bool, ...],
-    totals: _Inputs,
-) -> None:
-    """Adds what a chunk's queries and its own keys give; results are of all keys."""
-    rows, wide = block.queries, inputs.phi_q.dtype
-    grad_output, output, log_normalizer = (x[:, :, rows] for x in results)
-    gradients = torch.ops.ikattn.implicit_kernel_attention_backward(
-        grad_output,
-        *(x[:, :, rows] for x in (inputs.query, inputs.key, inputs.value)),
-        inputs.w1.to(wide),
-        None if inputs.w2 is None else inputs.w2.to(wide),
-        output.to(inputs.query.dtype),
-        log_normalizer,
-        **call.options_of(block, inputs.query.size(1), inputs.key_bias),
-        wanted=[*wanted, False],
-    )
-    for name, part, want in zip(_Inputs._fields, gradients, wanted, strict=False):
-        total: Tensor = getattr(totals, name)
-        if want:
-            whole = name in ("w1", "w2")
-            (total if whole else total[:, :, rows]).add_(part)
-
-
-def _add_of_queries(
-    call: Call,
-    block: Block,
-    inputs: _Inputs,
-    state: _State | None,
-    results: tuple[Tensor, Tensor, Tensor],
-    totals: _Inputs,
-) -> _State:
-    """Adds the gradient of a chunk's queries by moments; returns that of the moments."""
-    rows = block.queries
-    if state is None:  # the first chunk: of nothing
-        like = inputs.moments(slice(0, 0))
-        return _State(like.moments, torch.full_like(like.reference, -torch.inf))
-    grad_output, output, log_normalizer = (x[:, :, rows] for x in results)
-    of_queries, of_moments = torch.ops.ikattn.attention_from_moments_backward(
-        grad_output.to(inputs.phi_q.dtype),
-        inputs.phi_q[:, :, rows],
-        *state,
-        output,
-        log_normalizer,
-        call.options["eps"],
-        [True, True],
-    )
-    totals.phi_q[:, :, rows] += of_queries
-    # relative to moments, gradients have the inverse factor; without a key there is none
-    reference = torch.where(state.reference == -torch.inf, -torch.inf, -state.reference)
-    return _State(of_moments, reference)
-
-
-def _add_of_keys(
-    rows: slice, inputs: _Inputs, of_moments: Tensor, reference: Tensor, totals: _Inputs
-) -> None:
-    """Adds the gradients of a chunk's keys from that of their moments."""
-    keys = (x[:, :, rows] for x in (inputs.phi_k, inputs.logits, inputs.value))
-    gradients = torch.ops.ikattn.key_moments_backward(
-        of_moments, *keys, reference, [True, True, True]
-    )
-    for total, part in zip((totals.phi_k, totals.logits, totals.value), gradients, strict=True):
-        total[:, :, rows] += part

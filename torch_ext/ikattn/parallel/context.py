@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ikattn.integrations.transformers._kernels import KERNELS
-from ikattn.nn._over_ranks import attending_by
+from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS
+from ikattn.nn._over_ranks import AttendingBy
 from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.kernels import which_kernels
 from ikattn.parallel._layout import Layout, LayoutName
@@ -98,17 +98,7 @@ def context_parallel_attention(
         torch.Size([1, 2, 64, 8])
         >>> dist.destroy_process_group()
     """
-    function = "context_parallel_attention"
     ranks = Ranks(group)
-    if attn_mask is not None:
-        raise NotImplementedError(
-            f"{function}: attn_mask must be None, got {list(attn_mask.shape)}: a rank has not the "
-            "pairs that a mask is of; is_causal and key_bias are supported"
-        )
-    if algorithm not in (None, "quadratic", "linear"):
-        raise ValueError(
-            f'{function}: algorithm must be "quadratic", "linear" or None, got {algorithm!r}'
-        )
     call = Call(
         ranks,
         Layout(layout, ranks.size),
@@ -126,7 +116,11 @@ def context_parallel_attention(
     query, key, value = _lowered(query, key, value)
     tensors = (query, key, value, w1, w2, key_bias)
     with torch.autocast(query.device.type, enabled=False):
-        _check_here(call, tensors, algorithm)
+        try:
+            _check_here(call, tensors, algorithm, attn_mask)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            _refuse(ranks, query.device, f"{type(error).__name__}: {error}")
+            raise
         _agree(call, tensors, algorithm, drawn=dropout_seed is None)
         bias = None
         if key_bias is not None:
@@ -146,8 +140,50 @@ def _lowered(*tokens: Tensor) -> list[Tensor]:
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tokens]
 
 
-def _check_here(call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None) -> None:
+def _refuse(ranks: Ranks, device: torch.device, why: str) -> None:
+    """Comes to the ranks' comparison with nothing but a reason, which the others raise."""
+    rows = ranks.gather(torch.full((_NUMBERS,), torch.nan, dtype=torch.float64, device=device))
+    _tell_refusals(ranks, rows, why)
+
+
+def _tell_refusals(ranks: Ranks, rows: Tensor, why: str | None) -> None:
+    """Exchanges the reasons of ranks that refuse, where there are any.
+
+    Raises:
+        ValueError: Another rank refuses, and this one does not.
+    """
+    refuses = rows[:, 0].isnan()
+    if not bool(refuses.any()):
+        return
+    text = ("" if why is None else why).encode()[:_REASON]
+    own = torch.zeros(_REASON, dtype=torch.uint8)
+    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    reasons = ranks.gather(own.to(rows.device)).cpu()
+    if why is not None:
+        return
+    rank = int(refuses.nonzero()[0])
+    reason = bytes(reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
+    raise ValueError(f"context_parallel_attention: rank {rank} refuses its part: {reason}")
+
+
+def _check_here(
+    call: Call,
+    tensors: tuple[Tensor | None, ...],
+    algorithm: str | None,
+    attn_mask: Tensor | None,
+) -> None:
     """What one process would refuse, in its words, and what cannot be shared out."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            "context_parallel_attention: attn_mask must be None, got "
+            f"{list(attn_mask.shape)}: a rank has not the pairs that a mask is of; is_causal and "
+            "key_bias are supported"
+        )
+    if algorithm not in (None, "quadratic", "linear"):
+        raise ValueError(
+            'context_parallel_attention: algorithm must be "quadratic", "linear" or None, got '
+            f"{algorithm!r}"
+        )
     query, key, value, w1, w2, key_bias = tensors
     options = dict(call.options, is_causal=call.is_causal, key_bias=key_bias)
     if call.dropout_seed is not None:
@@ -155,6 +191,11 @@ def _check_here(call: Call, tensors: tuple[Tensor | None, ...], algorithm: str |
     torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **options)
     assert query is not None
     assert key is not None
+    if w1 is not None and w1.dim() != 3:
+        raise ValueError(
+            "context_parallel_attention: w1 must have shape [H, d, M] or [G, d, M], the same for "
+            f"all batch items, got {list(w1.shape)}"
+        )
     chunks = len(call.layout.chunks(0))
     for name, tokens in (("query", query.size(2)), ("key", key.size(2))):
         if tokens % chunks != 0:
@@ -209,11 +250,15 @@ def _agree(
     signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)
     seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
     halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
-    if not drawn:
-        signature |= {f"dropout_seed, part {n}": half for n, half in enumerate(halves)}
+    for n, half in enumerate(halves):
+        signature[f"dropout_seed, part {n}"] = -1 if drawn else half
+    signature["whether dropout_seed is given"] = not drawn
     numbers = [*map(float, signature.values()), *map(float, halves)]
-    row = torch.tensor(numbers, dtype=torch.float64, device=query.device)
-    rows = call.ranks.gather(row).cpu()
+    row = torch.zeros(_NUMBERS, dtype=torch.float64)
+    row[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    rows = call.ranks.gather(row.to(query.device)).cpu()
+    _tell_refusals(call.ranks, rows, None)
+    rows = rows[:, 1 : 1 + len(numbers)]
     for place, name in enumerate(signature):
         column = rows[:, place]
         differs = (column != column[0]) & ~(column.isnan() & column[0].isnan())
@@ -231,6 +276,7 @@ def _agree(
         call.dropout_seed = torch.tensor(signed, device=query.device)
 
 
+_NUMBERS, _REASON = 80, 1024  # numbers of a row that ranks compare, bytes of a reason
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -278,6 +324,21 @@ def _is_linear(
     return kernels.forward.algorithm == "linear"
 
 
+class _Attend:
+    """``context_parallel_attention`` of one context."""
+
+    def __init__(self, ranks: Ranks, layout: LayoutName, algorithm: Algorithm | None) -> None:
+        self._ranks = ranks
+        self._options: Any = {"group": ranks.group, "layout": layout, "algorithm": algorithm}
+
+    def __call__(self, *tensors: Any, **options: Any) -> Tensor:
+        attend: Any = context_parallel_attention
+        return attend(*tensors, **options, **self._options)  # type: ignore[no-any-return]
+
+    def refuse(self, device: torch.device, why: str) -> None:
+        _refuse(self._ranks, device, why)
+
+
 class ContextParallel:
     """A model whose attention goes over the tokens of all ranks, while entered.
 
@@ -290,15 +351,15 @@ class ContextParallel:
         self._ranks = Ranks(group)
         self._layout = Layout(layout, self._ranks.size)
         self._modules = _attention_in(model)
-        self._options: dict[str, Any] = {
-            "group": self._ranks.group,
-            "layout": layout,
-            "algorithm": algorithm,
-        }
-        self._handles: list[Any] = []
+        self._attend = _Attend(self._ranks, layout, algorithm)
+        self._handles: list[AttendingBy] = []
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole sequence, such as ids, positions, labels or padding masks.
+        """This rank's tokens of a whole sequence, such as ids, positions or padding masks.
+
+        Labels that a model shifts by itself are to be shifted before they are sharded, for the last
+        token of a chunk has its successor on another rank: ``labels=None, shift_labels=..`` of
+        transformers.
 
         Args:
             whole: The same on every rank.
@@ -317,8 +378,12 @@ class ContextParallel:
         return self._layout.unshard(parts, dim)
 
     def __enter__(self) -> ContextParallel:
-        for module in self._modules:
-            self._handles += attending_by(module, context_parallel_attention, self._options)
+        try:
+            for module in self._modules:
+                self._handles.append(AttendingBy(module, self._attend))
+        except RuntimeError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -392,6 +457,13 @@ def _attention_in(model: nn.Module) -> list[nn.Module]:
             reason = "keys of its own, which every rank would add"
         elif any(getattr(source, "pools", False) for source in module.spectral.modules()):
             reason = "frequencies that depend on whole sequences, which no rank has"
+        elif not of_torch:
+            config: Any = module.config
+            if config._attn_implementation != IMPLICIT:
+                name_of = config._attn_implementation
+                reason = f"the attention implementation {name_of!r}, not {IMPLICIT!r}"
+            elif getattr(config, "attention_chunk_size", None) is not None:
+                reason = "chunked attention, whose masks are of a rank's own tokens"
         if reason is not None:
             raise ValueError(
                 f"context_parallel: {name or 'model'}, a {type(module).__name__}, has {reason}"

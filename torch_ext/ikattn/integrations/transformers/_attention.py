@@ -20,6 +20,7 @@ from ikattn.integrations.transformers._interface import (
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
+from ikattn.integrations.transformers._padding import shown_keys
 from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.nn._masks import padded
@@ -85,6 +86,10 @@ def _implicit_attention(
         decoded = _from_state(module, kernel, layer, tokens, attention_mask, options)
         return decoded.transpose(1, 2).contiguous(), None
     visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
+    if is_over_ranks():
+        passed = options.get("is_causal")  # of one token a rank, too
+        causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
+        visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
     packed = _sequences(module, query, key, visibility, options)
     if packed is not None and isinstance(getattr(kernel, "spectral", None), Mikan):
         raise NotImplementedError(
@@ -105,9 +110,9 @@ def _implicit_attention(
         "dropout_seed": seed,
         "enable_gqa": key.size(1) != query.size(1),
     }
-    output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
-    if output is None and packed is not None:
+    if packed is not None:
         return _packed_attention(packed, query, key, value, w1, w2, kernel.p, dropout), None
+    output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
     if output is None:
         output = attention_function()(query, key, value, w1, w2, **arguments)
     output = output.transpose(1, 2).contiguous()
@@ -202,6 +207,12 @@ def _sequences(
                 f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q with a sliding window; "
                 "pass position_ids that restart in its place"
             )
+        if seen is not None and not _begin_alike(seen, begins):
+            raise ValueError(
+                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q and cu_seq_lens_k "
+                f"{[x.tolist() for x in begins]} beside positions that restart at "
+                f"{seen.queries.tolist()}; expected the same sequences"
+            )
         causal = bool(visibility["is_causal"]) if seen is None else seen.is_causal
         seen = Sequences(*begins, causal)
     if seen is not None and options.get("output_attentions"):
@@ -212,6 +223,33 @@ def _sequences(
             )
         return None
     return seen
+
+
+def _begin_alike(seen: Sequences, begins: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(seen.queries, x.to(seen.queries)) for x in begins)
+
+
+def _padding_over_ranks(
+    module: nn.Module, key: Tensor, mask: Tensor | None, causal: bool
+) -> dict[str, Any]:
+    """A rank's mask as a bias of its keys, which every rank has, with or without padding.
+
+    Raises:
+        NotImplementedError: The mask says more than padding, and causality.
+    """
+    shown = torch.ones(key.size(0), key.size(2), dtype=torch.bool, device=key.device)
+    if mask is not None:
+        found = shown_keys(mask, is_causal=causal) if mask.dtype == torch.bool else None
+        if found is None:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} got a mask that says more than padding, as "
+                "of packed sequences or positions that jump, which context_parallel does not "
+                'support; pass attention_mask, or take layout="contiguous"'
+            )
+        shown = found.expand(key.size(0), -1)
+    bias = torch.zeros(shown.shape, dtype=torch.float32, device=key.device)
+    bias = bias.masked_fill(~shown, -math.inf)[:, None]
+    return {"is_causal": causal, "key_bias": bias}
 
 
 def _packed_attention(

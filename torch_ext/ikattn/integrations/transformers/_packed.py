@@ -66,9 +66,11 @@ def sequences_in(mask: Tensor | None, query: Tensor, key: Tensor) -> Sequences |
         return None
     if T < 2 or torch.compiler.is_compiling():
         return None
-    if mask not in _FOUND:
-        _FOUND[mask] = _look_at(mask[:, 0])
-    return _FOUND[mask]  # type: ignore[no-any-return]
+    # a layer may hand on a view of the model's mask, such as of as many keys as there are
+    whole = mask if mask._base is None or mask._base.shape != shape else mask._base
+    if whole not in _FOUND:
+        _FOUND[whole] = _look_at(whole[:, 0])
+    return _FOUND[whole]  # type: ignore[no-any-return]
 
 
 def _look_at(mask: Tensor) -> Sequences | None:

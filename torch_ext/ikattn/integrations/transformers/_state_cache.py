@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ikattn.integrations.transformers._cache import feature_cache, state_of
 from ikattn.integrations.transformers._interface import calls_interface, import_transformers
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel
+from ikattn.integrations.transformers._padding import shown_keys
 from ikattn.ops.recurrent_state import RecurrentState
 
 __all__ = ["decoding_cache", "state_cache", "state_layer_of"]
@@ -179,20 +180,13 @@ def _visible_keys(mask: Tensor | None, length: int, past: int, batch: int) -> Te
         _refuse_mask(
             f"its shape is {list(mask.shape)}, for {length} queries and {past} keys before"
         )
-    visible = mask[:, 0, -1]
-    if length > 1:
-        shown = torch.ones(length, past + length, dtype=torch.bool, device=mask.device)
-        expected = visible[:, None, None] & shown.tril(past)
-        # rows of padding, whose own token is hidden, are nobody's
-        is_padding = ~visible[:, None, past:, None]
-        if not bool(((mask == expected) | is_padding).all()):
-            _refuse_mask("it differs by query otherwise than a causal one does")
-    elif mask.size(1) > 1 and not bool((mask == mask[:, :1]).all()):
-        _refuse_mask("it differs by head")
+    visible = shown_keys(mask, is_causal=True)
+    if visible is None:
+        _refuse_mask("it differs by query, or by head, otherwise than a causal one does")
     return visible.expand(batch, -1)
 
 
-def _refuse_mask(why: str) -> None:
+def _refuse_mask(why: str) -> NoReturn:
     raise NotImplementedError(
         f"state_cache: a state takes causal masks with padding, and not this one: {why}; "
         "feature_cache takes it"
@@ -220,6 +214,7 @@ def _layer_class() -> type[Any]:
             self.kernel: tuple[Any, ...] = ()  # the module, and what is another after a change
             self.visible: Tensor | None = None  # [B], keys of the state that are not hidden
             self.handed: Tensor | None = None  # keys that are not yet in the state
+            self.has_failed = False  # whether a call was refused when some layers had its tokens
             self.length = 0
             self.is_initialized = False
 
@@ -227,6 +222,11 @@ def _layer_class() -> type[Any]:
             self.is_initialized = True
 
         def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            if self.has_failed:
+                raise RuntimeError(
+                    "state_cache: a call before was refused, and some layers may have its tokens; "
+                    "begin again with a new cache"
+                )
             configs = [reference() for reference in self.configs]
             others = [x for x in configs if x and x._attn_implementation != IMPLICIT]
             if self.handed is not None or others:
@@ -252,6 +252,18 @@ def _layer_class() -> type[Any]:
             mask: Tensor | None,
         ) -> Tensor:
             """Attention [B, H, L, d_v] of new queries, keys and values, which enter the state."""
+            self.has_failed = True  # until all has gone well
+            output = self._attended(kernel, frequencies, tokens, mask)
+            self.has_failed, self.handed = False, None
+            return output
+
+        def _attended(
+            self,
+            kernel: Any,
+            frequencies: tuple[Tensor, Tensor | None],
+            tokens: tuple[Tensor, Tensor, Tensor],
+            mask: Tensor | None,
+        ) -> Tensor:
             query, key, value = tokens
             length, past = query.size(2), self.length - key.size(2)
             now = (weakref.ref(kernel), kernel.p, *map(state_of, kernel.parameters()))
@@ -269,9 +281,7 @@ def _layer_class() -> type[Any]:
                 _refuse_mask("there is none, for several queries after keys before")
             visible = _visible_keys(mask, length, past, query.size(0))
             bias = self._bias_of(visible, past, query)
-            output = self.state.extend(query, key, value, bias)
-            self.handed = None
-            return output
+            return self.state.extend(query, key, value, bias)
 
         def _bias_of(self, visible: Tensor | None, past: int, query: Tensor) -> Tensor | None:
             """-inf for new keys that are hidden; checks that those before are as they were."""
