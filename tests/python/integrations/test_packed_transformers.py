@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ikattn.integrations.transformers import _attention, use_implicit_attention
+from ikattn.integrations.transformers import (
+    _attention,
+    _packed,
+    feature_cache,
+    use_implicit_attention,
+)
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -107,6 +112,31 @@ def test_masks_of_other_kinds_stay_masks(calls):
     with pytest.raises(NotImplementedError, match="beside a mask that hides more"):
         model(TEXTS, attention_mask=padding, use_cache=False, **GIVEN)
     assert calls == []
+
+
+def test_lengths_that_contradict_positions_are_refused():
+    begins = torch.tensor([0, 2, 8, 15], dtype=torch.int32)
+    told = {**GIVEN, "cu_seq_lens_q": begins, "cu_seq_lens_k": begins}
+    with pytest.raises(ValueError, match=r"beside positions that restart at \[0, 5, 8, 15\]"):
+        llama()(TEXTS, position_ids=POSITIONS, use_cache=False, **told)
+
+
+def test_a_cache_of_features_keeps_sequences_apart(calls):
+    model, begins = llama(), torch.tensor([0, 3, 6], dtype=torch.int32)
+    told = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins}
+    with torch.no_grad():
+        kept = model(TEXTS[:, :6], past_key_values=feature_cache(model), **told)
+        plain = model(TEXTS[:, :6], use_cache=False, **told)
+    torch.testing.assert_close(kept.last_hidden_state, plain.last_hidden_state)
+    assert len(calls) == 4
+
+
+def test_a_mask_is_looked_at_once_for_all_layers(monkeypatch):
+    looks = []
+    look_at = _packed._look_at
+    monkeypatch.setattr(_packed, "_look_at", lambda mask: looks.append(1) or look_at(mask))
+    llama()(TEXTS, position_ids=POSITIONS, use_cache=False)
+    assert len(looks) == 1
 
 
 def test_weights_of_a_packed_row_come_with_its_mask(calls):

@@ -151,3 +151,15 @@ def test_assisted_generation_is_refused() -> None:
             max_new_tokens=4,
             do_sample=False,
         )
+
+
+def test_masks_of_packed_sequences_are_refused_and_end_the_cache() -> None:
+    model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9, 2]])
+    number = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = (number[:, None] == number)[None, None].tril()
+    cache = state_cache(model)
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match="otherwise than a causal one does"):
+            model(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="begin again with a new cache"):
+            model(input_ids=tokens, past_key_values=cache)

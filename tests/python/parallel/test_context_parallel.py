@@ -255,6 +255,16 @@ def test_models_that_cannot_be_shared_out(alone: None) -> None:
         module(nested, nested, nested, need_weights=False)
 
 
+def test_recording_is_refused(alone: None) -> None:
+    module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8)
+    with (
+        context_parallel(module),
+        ikattn.record(module),
+        pytest.raises(RuntimeError, match="is in context_parallel, where no rank has"),
+    ):
+        module(x, x, x, need_weights=False)
+
+
 def test_a_context_ends_whatever_happens_within(alone: None) -> None:
     module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8)
 

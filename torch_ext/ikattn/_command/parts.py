@@ -105,7 +105,9 @@ def merge_sums(out: Path, parts: int) -> None:
             path = out / _name_of_sums(part)
             try:
                 found += CorpusSums.load(path)
-            except (MapFileError, FileNotFoundError) as error:
+            except FileNotFoundError as error:
+                raise AnalyzeError(f"{error}: the same command does its lines again") from error
+            except MapFileError as error:
                 raise AnalyzeError(
                     f"{error}; remove {path}, and the same command does its lines again"
                 ) from error

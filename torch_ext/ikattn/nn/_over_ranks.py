@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from ikattn.ops.attention import implicit_kernel_attention
 
-__all__ = ["AttendingBy", "OverRanks", "attention_function", "is_over_ranks"]
+__all__ = [
+    "AttendingBy",
+    "OverRanks",
+    "attention_function",
+    "goes_over_ranks",
+    "is_over_ranks",
+]
 
 _MARK = "_ikattn_over_ranks"  # on a module: True within a context, False after one
 
@@ -42,6 +48,11 @@ def is_over_ranks() -> bool:
     return _attend.get() is not implicit_kernel_attention
 
 
+def goes_over_ranks(module: nn.Module) -> bool:
+    """Whether a module is in a context, so that its calls see keys of other ranks."""
+    return bool(getattr(module, _MARK, False))
+
+
 class AttendingBy:
     """Makes a module attend by another function, until ``remove``.
 
@@ -53,7 +64,7 @@ class AttendingBy:
     """
 
     def __init__(self, module: nn.Module, attend: OverRanks) -> None:
-        if getattr(module, _MARK, False):
+        if goes_over_ranks(module):
             raise RuntimeError(
                 f"context_parallel: this {type(module).__name__} is in another context already"
             )

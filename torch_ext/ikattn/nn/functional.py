@@ -439,6 +439,10 @@ def _implicit(
     drops_all = dropout_p == 1.0
     if drops_all:
         dropout_p = 0.0  # the operator divides by the share that is kept
+    if dropout_p > 0.0 and is_over_ranks() and kernel.head_share is not None:
+        raise NotImplementedError(
+            "MultiheadAttention: dropout does not work where ranks share out both heads and tokens"
+        )
     draws = dropout_p > 0.0 and not is_over_ranks()  # which draw one seed for all of them
     seed = draw_dropout_seed(query.device) if draws else None
     if seed is not None and kernel.head_share is not None:

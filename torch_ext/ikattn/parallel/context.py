@@ -17,6 +17,7 @@ from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS
 from ikattn.nn._over_ranks import AttendingBy
 from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.kernels import which_kernels
+from ikattn.parallel._agreement import agree, refuse
 from ikattn.parallel._layout import Layout, LayoutName
 from ikattn.parallel._ranks import Ranks
 from ikattn.parallel._ring import Call, ring_attention
@@ -119,9 +120,9 @@ def context_parallel_attention(
         try:
             _check_here(call, tensors, algorithm, attn_mask)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            _refuse(ranks, query.device, f"{type(error).__name__}: {error}")
+            refuse(ranks, query.device, f"{type(error).__name__}: {error}")
             raise
-        _agree(call, tensors, algorithm, drawn=dropout_seed is None)
+        agree(call, tensors, algorithm, drawn=dropout_seed is None)
         bias = None
         if key_bias is not None:
             shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
@@ -138,32 +139,6 @@ def _lowered(*tokens: Tensor) -> list[Tensor]:
         return list(tokens)
     dtype = torch.get_autocast_dtype(device)
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tokens]
-
-
-def _refuse(ranks: Ranks, device: torch.device, why: str) -> None:
-    """Comes to the ranks' comparison with nothing but a reason, which the others raise."""
-    rows = ranks.gather(torch.full((_NUMBERS,), torch.nan, dtype=torch.float64, device=device))
-    _tell_refusals(ranks, rows, why)
-
-
-def _tell_refusals(ranks: Ranks, rows: Tensor, why: str | None) -> None:
-    """Exchanges the reasons of ranks that refuse, where there are any.
-
-    Raises:
-        ValueError: Another rank refuses, and this one does not.
-    """
-    refuses = rows[:, 0].isnan()
-    if not bool(refuses.any()):
-        return
-    text = ("" if why is None else why).encode()[:_REASON]
-    own = torch.zeros(_REASON, dtype=torch.uint8)
-    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    reasons = ranks.gather(own.to(rows.device)).cpu()
-    if why is not None:
-        return
-    rank = int(refuses.nonzero()[0])
-    reason = bytes(reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
-    raise ValueError(f"context_parallel_attention: rank {rank} refuses its part: {reason}")
 
 
 def _check_here(
@@ -213,85 +188,16 @@ def _check_here(
             "context_parallel_attention: with is_causal, a rank must have as many keys as queries, "
             f"{query.size(2)}, got {key.size(2)}"
         )
+    if call.dropout_seed is not None and call.dropout_seed.numel() != 2:
+        raise ValueError(
+            "context_parallel_attention: dropout_seed must be an int64 tensor of shape [2], got "
+            f"{list(call.dropout_seed.shape)}"
+        )
     if algorithm == "linear" and call.dropout_seed is not None:
         raise ValueError(
             'context_parallel_attention: algorithm="linear" takes no dropout, got '
             f"dropout_p={call.options['dropout_p']}"
         )
-
-
-def _agree(
-    call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None, *, drawn: bool
-) -> None:
-    """Compares what the ranks were called with, before anything else is exchanged.
-
-    Raises:
-        ValueError: They differ; the same sentence on every rank.
-    """
-    query, _, _, w1, w2, _ = tensors
-    assert query is not None
-    signature: dict[str, float] = {}
-    for name, x in zip(("query", "key", "value", "w1", "w2", "key_bias"), tensors, strict=True):
-        sizes = () if x is None else tuple(x.shape)
-        for axis in range(4):
-            signature[f"size {axis} of {name}"] = sizes[axis] if axis < len(sizes) else -1
-        signature[f"dtype of {name}"] = -1 if x is None else _number_of(x.dtype)
-        signature[f"requires_grad of {name}"] = (
-            torch.is_grad_enabled() and x is not None and x.requires_grad
-        )
-    for name, w in (("w1", w1), ("w2", w2)):
-        wide = torch.zeros(1) if w is None else w.detach().double()
-        signature[f"the sum of {name}"] = float(wide.sum())
-        signature[f"the sum of |{name}|"] = float(wide.abs().sum())
-    for name, option in call.options.items():
-        signature[name] = -1.0 if option is None else float(option)
-    signature["is_causal"] = call.is_causal
-    signature["layout"] = call.layout.count
-    signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)
-    seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
-    halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
-    for n, half in enumerate(halves):
-        signature[f"dropout_seed, part {n}"] = -1 if drawn else half
-    signature["whether dropout_seed is given"] = not drawn
-    numbers = [*map(float, signature.values()), *map(float, halves)]
-    row = torch.zeros(_NUMBERS, dtype=torch.float64)
-    row[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    rows = call.ranks.gather(row.to(query.device)).cpu()
-    _tell_refusals(call.ranks, rows, None)
-    rows = rows[:, 1 : 1 + len(numbers)]
-    for place, name in enumerate(signature):
-        column = rows[:, place]
-        differs = (column != column[0]) & ~(column.isnan() & column[0].isnan())
-        if differs.any():
-            other = int(differs.nonzero()[0])
-            raise ValueError(
-                f"context_parallel_attention: ranks must agree on {name}, got "
-                f"{_told(name, column[0])} on rank 0 and {_told(name, column[other])} on rank "
-                f"{other}"
-            )
-    if call.dropout_seed is not None:
-        low1, high1, low2, high2 = (int(x) for x in rows[0, -4:])
-        numbers_of_first = [low1 | high1 << 32, low2 | high2 << 32]
-        signed = [n - (1 << 64) if n >= 1 << 63 else n for n in numbers_of_first]
-        call.dropout_seed = torch.tensor(signed, device=query.device)
-
-
-_NUMBERS, _REASON = 80, 1024  # numbers of a row that ranks compare, bytes of a reason
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _number_of(dtype: torch.dtype) -> int:
-    return _DTYPES.index(dtype)
-
-
-def _told(name: str, number: Tensor) -> str:
-    """A number of a signature as the argument it stands for."""
-    value = float(number)
-    if name.startswith("dtype"):
-        return "none" if value < 0 else str(_DTYPES[int(value)])
-    if name == "algorithm":
-        return str(("quadratic", "linear", None)[int(value)])
-    return f"{value:.17g}"
 
 
 def _is_linear(
@@ -336,7 +242,7 @@ class _Attend:
         return attend(*tensors, **options, **self._options)  # type: ignore[no-any-return]
 
     def refuse(self, device: torch.device, why: str) -> None:
-        _refuse(self._ranks, device, why)
+        refuse(self._ranks, device, why)
 
 
 class ContextParallel:

@@ -51,6 +51,7 @@ from ikattn.analysis.contributions import Contributions, NormStats
 from ikattn.analysis.maps import Layer
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
+from ikattn.nn._over_ranks import goes_over_ranks
 
 __all__ = ["OnLayer", "OnRun", "Recorder"]
 
@@ -155,6 +156,11 @@ class Recorder:
             return  # a checkpointed layer that runs again; a module asked what it computes
         x = first_tensor(args, kwargs)
         if is_watched:
+            if goes_over_ranks(module):
+                raise RuntimeError(
+                    f"record: {type(module).__name__} is in context_parallel, where no rank has "
+                    "all weights of a query; record without it"
+                )
             if call is not None and not call.is_alive:
                 call = self._thread.call = None
             if call is None:

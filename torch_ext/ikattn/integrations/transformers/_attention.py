@@ -98,6 +98,10 @@ def _implicit_attention(
         )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
     seed, share = None, getattr(kernel, "head_share", None)
+    if dropout > 0.0 and is_over_ranks() and share is not None:
+        raise NotImplementedError(
+            f"{IMPLICIT}: dropout does not work where ranks share out both heads and tokens"
+        )
     if dropout > 0.0 and not is_over_ranks():  # which draw one seed for all
         seed = draw_dropout_seed(query.device)
         if share is not None:

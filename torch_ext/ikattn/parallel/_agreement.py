@@ -1,0 +1,110 @@
+"""Ranks compare what they were called with, so that none waits for one that does something else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ikattn.parallel._ranks import Ranks
+from ikattn.parallel._ring import Call
+
+__all__ = ["agree", "refuse"]
+
+_NUMBERS, _REASON = 80, 1024  # numbers of a row that ranks compare, bytes of a reason
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuse(ranks: Ranks, device: torch.device, why: str) -> None:
+    """Comes to the ranks' comparison with nothing but a reason, which the others raise."""
+    rows = ranks.gather(torch.full((_NUMBERS,), torch.nan, dtype=torch.float64, device=device))
+    _tell_refusals(ranks, rows, why)
+
+
+def _tell_refusals(ranks: Ranks, rows: Tensor, why: str | None) -> None:
+    """Exchanges the reasons of ranks that refuse, where there are any.
+
+    Raises:
+        ValueError: Another rank refuses, and this one does not.
+    """
+    refuses = rows[:, 0].isnan()
+    if not bool(refuses.any()):
+        return
+    text = ("" if why is None else why).encode()[:_REASON]
+    own = torch.zeros(_REASON, dtype=torch.uint8)
+    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    reasons = ranks.gather(own.to(rows.device)).cpu()
+    if why is not None:
+        return
+    rank = int(refuses.nonzero()[0])
+    reason = bytes(reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
+    raise ValueError(f"context_parallel_attention: rank {rank} refuses its part: {reason}")
+
+
+def agree(
+    call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None, *, drawn: bool
+) -> None:
+    """Compares what the ranks were called with, before anything else is exchanged.
+
+    Raises:
+        ValueError: They differ; the same sentence on every rank.
+    """
+    query, _, _, w1, w2, _ = tensors
+    assert query is not None
+    signature: dict[str, float] = {}
+    for name, x in zip(("query", "key", "value", "w1", "w2", "key_bias"), tensors, strict=True):
+        sizes = () if x is None else tuple(x.shape)
+        for axis in range(4):
+            signature[f"size {axis} of {name}"] = sizes[axis] if axis < len(sizes) else -1
+        signature[f"dtype of {name}"] = -1 if x is None else _number_of(x.dtype)
+        signature[f"requires_grad of {name}"] = (
+            torch.is_grad_enabled() and x is not None and x.requires_grad
+        )
+    for name, w in (("w1", w1), ("w2", w2)):
+        wide = torch.zeros(1) if w is None else w.detach().double()
+        signature[f"the sum of {name}"] = float(wide.sum())
+        signature[f"the sum of |{name}|"] = float(wide.abs().sum())
+    for name, option in call.options.items():
+        signature[name] = -1.0 if option is None else float(option)
+    signature["is_causal"] = call.is_causal
+    signature["layout"] = call.layout.count
+    signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)
+    seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
+    halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
+    for n, half in enumerate(halves):
+        signature[f"dropout_seed, part {n}"] = -1 if drawn else half
+    signature["whether dropout_seed is given"] = not drawn
+    numbers = [*map(float, signature.values()), *map(float, halves)]
+    row = torch.zeros(_NUMBERS, dtype=torch.float64)
+    row[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    rows = call.ranks.gather(row.to(query.device)).cpu()
+    _tell_refusals(call.ranks, rows, None)
+    rows = rows[:, 1 : 1 + len(numbers)]
+    for place, name in enumerate(signature):
+        column = rows[:, place]
+        differs = (column != column[0]) & ~(column.isnan() & column[0].isnan())
+        if differs.any():
+            other = int(differs.nonzero()[0])
+            raise ValueError(
+                f"context_parallel_attention: ranks must agree on {name}, got "
+                f"{_told(name, column[0])} on rank 0 and {_told(name, column[other])} on rank "
+                f"{other}"
+            )
+    if call.dropout_seed is not None:
+        low1, high1, low2, high2 = (int(x) for x in rows[0, -4:])
+        numbers_of_first = [low1 | high1 << 32, low2 | high2 << 32]
+        signed = [n - (1 << 64) if n >= 1 << 63 else n for n in numbers_of_first]
+        call.dropout_seed = torch.tensor(signed, device=query.device)
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    return _DTYPES.index(dtype)
+
+
+def _told(name: str, number: Tensor) -> str:
+    """A number of a signature as the argument it stands for."""
+    value = float(number)
+    if name.startswith("dtype"):
+        return "none" if value < 0 else str(_DTYPES[int(value)])
+    if name == "algorithm":
+        return str(("quadratic", "linear", None)[int(value)])
+    return f"{value:.17g}"
