@@ -70,8 +70,8 @@ class Ledger:
             text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in new).encode()
             if self._ends_within_an_entry():
                 text = b"\n" + text
-            while text:
-                text = text[self._file.write(text) :]
+            while text:  # past the buffer, which would write once more what a full disk refused
+                text = text[os.write(self._file.fileno(), text) :]
             self.follow()
             self.is_last = self.count == self.total
         os.fsync(self._file.fileno())

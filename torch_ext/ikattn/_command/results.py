@@ -46,8 +46,7 @@ def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Le
             else:
                 _enter_with_others(job, source, target, run, held)
             path = job.out / "lines.jsonl"
-            # without a buffer: what a full disk did not take would be written again at the end
-            file = held.enter_context(path.open("a+b", buffering=0))
+            file = held.enter_context(path.open("a+b"))
             yield Ledger(path, file, source.count)
         except OSError as error:
             raise AnalyzeError(error.strerror or str(error)) from error
