@@ -528,8 +528,8 @@ def index_of(folder: Path, entries: list[dict[str, Any]]) -> Path:
     path = folder / "lines.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     job = Job("hub/bert", None, None, None, None, ("weights",), ("html",), folder)
-    with path.open("a") as file:
-        write_index(job, Ledger(path, file, {entry["line"] for entry in entries}))
+    with path.open("a+b") as file:
+        write_index(job, Ledger(path, file, max(entry["line"] for entry in entries)))
     return folder / "index.html"
 
 

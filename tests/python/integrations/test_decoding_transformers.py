@@ -81,8 +81,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return call
 
     implicit = sys.modules["ikattn.integrations.transformers._attention"]
-    operator = noted("operator", implicit.implicit_kernel_attention)
-    monkeypatch.setattr(implicit, "implicit_kernel_attention", operator)
+    operator = noted("operator", ikattn.implicit_kernel_attention)
+    monkeypatch.setattr(implicit, "attention_function", lambda: operator)
     attend = noted("kept", ikattn.KeyFeatures.attend)
     monkeypatch.setattr(ikattn.KeyFeatures, "attend", attend)
     return found

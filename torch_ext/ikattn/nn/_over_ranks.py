@@ -39,13 +39,16 @@ _attend: ContextVar[Callable[..., Tensor]] = ContextVar(
 
 
 def attention_function() -> Callable[..., Tensor]:
-    """What is to be called with the arguments of ``implicit_kernel_attention``."""
-    return _attend.get()
+    """What is to be called with the arguments of ``implicit_kernel_attention``.
+
+    A compiled call goes over no ranks, which ``AttendingBy`` finds out.
+    """
+    return implicit_kernel_attention if torch.compiler.is_compiling() else _attend.get()
 
 
 def is_over_ranks() -> bool:
     """Whether keys of other ranks are seen, too, so that no rank has all weights of a query."""
-    return _attend.get() is not implicit_kernel_attention
+    return attention_function() is not implicit_kernel_attention
 
 
 def goes_over_ranks(module: nn.Module) -> bool:

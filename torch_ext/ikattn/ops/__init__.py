@@ -6,6 +6,7 @@ take shapes from.
 
 from ikattn.ops import _flops  # noqa: F401  (flops of the operators)
 from ikattn.ops._decompositions import decompositions
+from ikattn.ops._determinism import deterministic
 from ikattn.ops.attention import (
     attention_from_features,
     implicit_kernel_attention,
@@ -13,7 +14,6 @@ from ikattn.ops.attention import (
     similarity_and_magnitude,
     spectral_features,
 )
-from ikattn.ops.determinism import deterministic
 from ikattn.ops.dropout import draw_dropout_seed, dropout_keep_mask, place_dropout_seed
 from ikattn.ops.edges import (
     Edges,
