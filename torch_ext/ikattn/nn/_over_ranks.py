@@ -10,12 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import HeadShare
 from ikattn.ops.attention import implicit_kernel_attention
+from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 
 __all__ = [
     "AttendingBy",
     "OverRanks",
     "attention_function",
+    "dropout_seed_for",
     "goes_over_ranks",
     "is_over_ranks",
 ]
@@ -54,6 +57,33 @@ def is_over_ranks() -> bool:
 def goes_over_ranks(module: nn.Module) -> bool:
     """Whether a module is in a context, so that its calls see keys of other ranks."""
     return bool(getattr(module, _MARK, False))
+
+
+def dropout_seed_for(
+    dropout_p: float, device: torch.device, share: HeadShare | None
+) -> Tensor | None:
+    """The seed of a module's call; None where it drops nothing, or ranks draw one seed for all.
+
+    Args:
+        dropout_p: Probability on the weights.
+        device: Of the queries.
+        share: The rank's heads, whose mask is a part of that of all heads; None: it has all.
+
+    Raises:
+        NotImplementedError: Ranks share out both heads and tokens.
+    """
+    if dropout_p == 0.0:
+        return None
+    if is_over_ranks():
+        if share is not None:
+            raise NotImplementedError(
+                "attention with dropout does not work where ranks share out both heads and tokens"
+            )
+        return None
+    seed = draw_dropout_seed(device)
+    if share is None:
+        return seed
+    return place_dropout_seed(seed, heads=share.num_heads, head=share.first)
 
 
 class AttendingBy:

@@ -31,7 +31,7 @@ from ikattn.nn._masks import (
     padded,
     padding_of_queries,
 )
-from ikattn.nn._over_ranks import attention_function, is_over_ranks
+from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
 from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn.nn._softmax import (
     rbf_key_bias,
@@ -40,7 +40,6 @@ from ikattn.nn._softmax import (
     softmax_attention,
 )
 from ikattn.ops.attention import implicit_kernel_weights
-from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 from ikattn.ops.magnitude import LearnedOrder
 
 __all__ = ["multi_head_attention_forward"]
@@ -439,15 +438,6 @@ def _implicit(
     drops_all = dropout_p == 1.0
     if drops_all:
         dropout_p = 0.0  # the operator divides by the share that is kept
-    if dropout_p > 0.0 and is_over_ranks() and kernel.head_share is not None:
-        raise NotImplementedError(
-            "MultiheadAttention: dropout does not work where ranks share out both heads and tokens"
-        )
-    draws = dropout_p > 0.0 and not is_over_ranks()  # which draw one seed for all of them
-    seed = draw_dropout_seed(query.device) if draws else None
-    if seed is not None and kernel.head_share is not None:
-        share = kernel.head_share
-        seed = place_dropout_seed(seed, heads=share.num_heads, head=share.first)
     options: dict[str, Any] = {
         "p": kernel.p,
         "key_bias": key_bias,
@@ -455,7 +445,7 @@ def _implicit(
         "is_causal": masks.is_causal,
         "dropout_p": dropout_p,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": seed,
+        "dropout_seed": dropout_seed_for(dropout_p, query.device, kernel.head_share),
     }
     if wanted.weights and is_over_ranks():
         raise RuntimeError(

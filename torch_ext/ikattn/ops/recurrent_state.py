@@ -23,7 +23,12 @@ from ikattn.ops._fixed_kernel import (
     to_heads,
     with_heads,
 )
-from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
+from ikattn.ops.moments import (
+    attention_from_moments,
+    join_log_normalizers,
+    key_moments,
+    merge_moments,
+)
 
 __all__ = ["RecurrentState"]
 
@@ -221,7 +226,9 @@ class RecurrentState(FixedKernel):
         before = self._read("extend", query, eps) if self._moments is not None else None
         output, log_z = self._among_themselves(query, key, value, key_bias, eps)
         if before is not None:
-            output, _ = _joined(before, (output.to(before[0].dtype), log_z))
+            _, share = join_log_normalizers(before[1], log_z)
+            dtype = before[0].dtype
+            output = before[0].lerp(output.to(dtype), share.unsqueeze(-1).to(dtype))
         self.update(key, value, key_bias)
         return output.to(query.dtype)
 
@@ -414,14 +421,6 @@ class RecurrentState(FixedKernel):
         if key_bias is not None:
             _, heads = with_heads(key_bias, self.w1.size(0), key.size(1))
             check_broadcasts(name, "key_bias", key_bias, (key.size(0), heads, key.size(2)))
-
-
-def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both, of outputs and log Z of each."""
-    logs = torch.stack([one[1], other[1]])
-    log_z = torch.logsumexp(logs, 0)
-    shares = (logs - log_z.masked_fill(log_z == -torch.inf, 0.0)).exp().to(one[0].dtype)
-    return one[0] * shares[0, ..., None] + other[0] * shares[1, ..., None], log_z
 
 
 def _check_same_kernel(own: RecurrentState, other: RecurrentState) -> None:

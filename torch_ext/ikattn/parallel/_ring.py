@@ -8,7 +8,7 @@ as in ``ikattn.ops``; L queries and S keys are those of one rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ikattn.ops.dropout import place_dropout_seed
+from ikattn.ops.moments import join_log_normalizers
 from ikattn.parallel._layout import Block, Layout
 from ikattn.parallel._ranks import Exchange, Ranks
 
@@ -72,20 +73,20 @@ class Merged:
     """
 
     output: Tensor
-    log_normalizer: Tensor = field(init=False)
+    log_normalizer: Tensor
 
-    def __post_init__(self) -> None:
-        self.log_normalizer = torch.full(
-            self.output.shape[:3], -torch.inf, dtype=torch.float64, device=self.output.device
-        )
+    @classmethod
+    def of_no_key(cls, output: Tensor) -> Merged:
+        """The beginning: zeros, in the place of the output."""
+        options: Any = {"dtype": torch.float64, "device": output.device}
+        return cls(output.zero_(), torch.full(output.shape[:3], -torch.inf, **options))
 
     def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
         """Takes in the output of some queries over further keys."""
-        both = torch.logaddexp(self.log_normalizer[:, :, rows], log_normalizer)
-        # of a row that has seen no key yet: nothing
-        share = (log_normalizer - both).exp().nan_to_num(0.0).unsqueeze(-1)
+        before = self.log_normalizer[:, :, rows]
+        both, share = join_log_normalizers(before, log_normalizer)
         dtype = self.output.dtype
-        self.output[:, :, rows].lerp_(output.to(dtype), share.to(dtype))
+        self.output[:, :, rows].lerp_(output.to(dtype), share.unsqueeze(-1).to(dtype))
         self.log_normalizer[:, :, rows] = both
 
 
@@ -136,7 +137,8 @@ class _Ring(torch.autograd.Function):
         key_bias: Tensor | None,
     ) -> Tensor:
         B, H, L, _ = query.shape
-        merged = Merged(query.new_zeros((B, H, L, value.size(3)), dtype=_arithmetic(query.dtype)))
+        shape, dtype = (B, H, L, value.size(3)), _arithmetic(query.dtype)
+        merged = Merged.of_no_key(query.new_empty(shape, dtype=dtype))
         for source, held in _sources(call.ranks, _present(key, value, key_bias)):
             bias = held[2] if key_bias is not None else None
             for block in call.blocks(source, L, key.size(2)):

@@ -44,6 +44,17 @@ class _State(NamedTuple):
         """One of several."""
         return _State(self.moments[:, number], self.reference[:, number])
 
+    def of(self, pieces: slice) -> _State:
+        """Some of several."""
+        return _State(self.moments[:, pieces], self.reference[:, pieces])
+
+    def total(self) -> _State:
+        """What several add up to."""
+        largest = self.reference.amax(1)
+        factor = (self.reference - largest.unsqueeze(1)).exp().nan_to_num(0.0)
+        sums = torch.einsum("bpk...,bpk->bk...", self.moments, factor.to(self.moments.dtype))
+        return _State(sums, largest)
+
     def scaled(self, log_factor: Tensor) -> Tensor:
         """The moments times exp(log_factor), of the reference's shape; zero for no number."""
         factor = log_factor.exp().nan_to_num(0.0, 0.0).to(self.moments.dtype)
@@ -172,7 +183,7 @@ class _Pieces:
         self.chunks = len(call.layout.chunks(call.ranks.number))
         chunk, features = length // self.chunks, inputs.phi_q.size(3)
         # A piece's pairs then take a part of what moments take.
-        wanted = max(64, features * (features + 1) // 4)
+        wanted = max(64, features * (features + 1) // 2)
         count = max(1, -(-chunk // wanted))
         count = next((n for n in range(count, 4 * count + 1) if chunk % n == 0), 1)
         self.per_chunk, self.count = count, count * self.chunks
@@ -204,13 +215,10 @@ class _Causal(torch.autograd.Function):
         cut = whole.map(pieces.cut)
         own = pieces.states(*key_moments(cut.phi_k, cut.logits, cut.value))
         before = _others(call, pieces, own)
-        merged = Merged(cut.phi_q.new_zeros((*cut.query.shape[:3], cut.value.size(3))))
-        merged.add(
-            slice(None),
-            *torch.ops.ikattn.implicit_kernel_attention(
-                *cut[:5], key_bias=cut.key_bias, **_options(call)
-            ),
+        own_output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(
+            *cut[:5], key_bias=cut.key_bias, **_options(call)
         )
+        merged = Merged(own_output.to(cut.phi_q.dtype), log_normalizer)
         state = (x.flatten(0, 1) for x in before)
         merged.add(slice(None), *attention_from_moments(cut.phi_q, *state, eps=call.options["eps"]))
         ctx.call, ctx.pieces, ctx.own_reference = call, pieces, own.reference
@@ -300,23 +308,16 @@ def _others(call: Call, pieces: _Pieces, own: _State, *, reverse: bool = False) 
         own: The states of the rank's pieces.
         reverse: What the pieces after it add up to, instead.
     """
-    per_chunk, totals = pieces.per_chunk, []
-    result = own.empty()
-    for chunk in range(pieces.chunks):
-        numbers = range(chunk * per_chunk, (chunk + 1) * per_chunk)
-        running = own.piece(0).empty()
+    result = _State(torch.empty_like(own.moments), torch.empty_like(own.reference))
+    chunks = [slice(n, n + pieces.per_chunk) for n in range(0, pieces.count, pieces.per_chunk)]
+    totals = [own.of(chunk).total() for chunk in chunks]
+    for chunk, first in zip(chunks, _scan(call, totals, reverse=reverse), strict=True):
+        numbers = range(chunk.start, chunk.stop)
+        running = totals[0].empty() if first is None else first
         for number in reversed(numbers) if reverse else numbers:
             for into, x in zip(result, running, strict=True):
                 into[:, number] = x
             running = _State(*merge_moments(*running, *own.piece(number)))
-        totals.append(running)
-    for chunk, state in enumerate(_scan(call, totals, reverse=reverse)):
-        if state is None:
-            continue
-        for number in range(chunk * per_chunk, (chunk + 1) * per_chunk):
-            merged = merge_moments(*state, *result.piece(number))
-            for into, x in zip(result, merged, strict=True):
-                into[:, number] = x
     return result
 
 

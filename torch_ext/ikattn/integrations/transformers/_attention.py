@@ -24,10 +24,9 @@ from ikattn.integrations.transformers._padding import shown_keys
 from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.nn._masks import padded
-from ikattn.nn._over_ranks import attention_function, is_over_ranks
+from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
 from ikattn.nn._softmax import refuse_context_parallel
 from ikattn.ops.attention import implicit_kernel_weights
-from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
 
@@ -97,21 +96,13 @@ def _implicit_attention(
             'got several sequences in one; use spectral="ikan", or rows of one sequence'
         )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
-    seed, share = None, getattr(kernel, "head_share", None)
-    if dropout > 0.0 and is_over_ranks() and share is not None:
-        raise NotImplementedError(
-            f"{IMPLICIT}: dropout does not work where ranks share out both heads and tokens"
-        )
-    if dropout > 0.0 and not is_over_ranks():  # which draw one seed for all
-        seed = draw_dropout_seed(query.device)
-        if share is not None:
-            seed = place_dropout_seed(seed, heads=share.num_heads, head=share.first)
+    share = getattr(kernel, "head_share", None)
     arguments: dict[str, Any] = {
         "p": kernel.p,
         **visibility,
         "dropout_p": dropout,
         # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": seed,
+        "dropout_seed": dropout_seed_for(dropout, query.device, share),
         "enable_gqa": key.size(1) != query.size(1),
     }
     if packed is not None:
