@@ -111,5 +111,5 @@ class Layout:
             elif seen:
                 result.append(block(range(a, a + 1), range(len(seen)), False))
         if len(result) == 2 and not apart and result[0].keys == result[1].keys:
-            return [block(rows, range(len(others[: result[0].keys.stop // of_keys])), False)]
+            return [block(rows, range(result[0].keys.stop // of_keys), False)]
         return result
