@@ -101,7 +101,7 @@ def convert(
     if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):
         check_unwrapped("convert", model)  # there will be new parameters
     of_keys = _cross_attention(model) if spectral == "mikan" else set()
-    report: list[CalibratedModule] = []
+    report: tuple[CalibratedModule, ...] = ()
     with _all_or_nothing(model, [found.module for found in to_change]):
         for found in to_change:
             alone = found.module in of_keys

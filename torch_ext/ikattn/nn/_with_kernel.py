@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ikattn.nn.functional import Kernel, check_kernel
+from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.direct import checked_size
@@ -17,7 +18,7 @@ from ikattn.spectral.regularized import Regularized
 _logger = logging.getLogger("ikattn")
 
 
-class WithKernel(Regularized):
+class WithKernel(Regularized, SoftmaxHeads):
     """A base of attention modules whose kernel can be chosen and changed."""
 
     kernel: Kernel
@@ -68,6 +69,7 @@ class WithKernel(Regularized):
                 device=like.device,
                 dtype=like.dtype,
             ).train(self.training)
+        self.keep_softmax(None)
         self.kernel = kernel
         self.p = p
         self.register_module("magnitude", magnitude)
@@ -76,9 +78,11 @@ class WithKernel(Regularized):
 
     def _drop_kernel(self) -> None:
         """Takes away what ``_choose_kernel`` gave, before the class changes back."""
+        self.keep_softmax(None)
         for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
             delattr(self, name)
-        vars(self).pop("_regularized_in", None)
+        for name in ("_regularized_in", "_split"):
+            vars(self).pop(name, None)
 
     def _reset_kernel(self) -> None:
         """Draws frequencies anew, and makes orders the first ones again."""

@@ -39,6 +39,7 @@ from ikattn.nn._softmax import (
     select_away,
     softmax_attention,
 )
+from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.magnitude import LearnedOrder
 
@@ -63,6 +64,7 @@ class KernelOptions(NamedTuple):
     pools: bool = False  # whether frequencies depend on averages over queries
     query_padding: Tensor | None = None  # bool [N, L], for these averages
     head_share: HeadShare | None = None  # whose heads these are, where ranks share them out
+    split: Split | None = None  # of heads, where some compute softmax in spite of the name
 
 
 class ExtraKeys(NamedTuple):
@@ -291,6 +293,7 @@ def attend(
     if kernel.name != "dot" and not torch.compiler.is_compiling():
         refuse_context_parallel(kernel.name)
     compute = _implicit if kernel.name == "implicit" else _softmax
+    compute = compute if kernel.split is None else _hybrid
     output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
     output = out_proj(merge_heads(output, batch_first))
 
@@ -322,7 +325,7 @@ def _can_use_causal_hint(
     kernel: KernelOptions, extra: ExtraKeys, masks: Masks, wanted: Wanted
 ) -> bool:
     """Whether ``is_causal`` may stand for attn_mask, so that the mask need not be read."""
-    if kernel.name == "implicit":
+    if kernel.name == "implicit" and kernel.split is None:
         # appended keys come last, where causality would hide them
         return extra.bias_k is None and not extra.add_zero
     if kernel.name == "rbf" and (kernel.p != 2 or kernel.magnitude is not None):
@@ -460,4 +463,51 @@ def _implicit(
         )
     if drops_all:
         return 0.0 * output, None if weights is None else 0.0 * weights
+    return output, weights
+
+
+def _hybrid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: KernelOptions,
+    masks: Masks,
+    wanted: Wanted,
+    dropout_p: float,
+    mask_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Some heads with softmax, the others with the implicit kernel."""
+    assert kernel.frequencies is not None
+    assert kernel.split is not None
+    if is_over_ranks() or kernel.head_share is not None:
+        raise NotImplementedError(
+            "MultiheadAttention: heads that compute softmax are not supported where ranks share "
+            "tokens or heads; keep_softmax(None) takes them back"
+        )
+    of_keys = None if masks.padding is None else padded(masks.padding)
+    frequencies = kernel.frequencies(query, key, of_keys, kernel.query_padding)
+    magnitude = None
+    if kernel.magnitude is not None:
+        magnitude = kernel.magnitude(key, None if masks.padding is None else hidden(masks.padding))
+    by_head = Wanted(wanted.weights, average=False)
+
+    def part(compute: Any) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+        def compute_heads(heads: Tensor) -> tuple[Tensor, Tensor | None]:
+            own: Any = [None if w is None else w.index_select(-3, heads) for w in frequencies]
+            options = kernel._replace(frequencies=lambda *_: tuple(own))
+            if magnitude is not None:
+                of_heads = magnitude.index_select(1, heads)
+                options = options._replace(magnitude=lambda *_: of_heads)  # type: ignore[arg-type]
+            mask = masks.attention
+            if mask is not None and mask.size(1) > 1:
+                mask = mask.index_select(1, heads)
+            q, k, v = (x.index_select(1, heads) for x in (query, key, value))
+            own_masks = masks._replace(attention=mask)
+            return compute(q, k, v, options, own_masks, by_head, dropout_p, mask_dtype)  # type: ignore[no-any-return]
+
+        return compute_heads
+
+    output, weights = by_heads(kernel.split, part(_softmax), part(_implicit), query.device)
+    if weights is not None and wanted.average:
+        weights = weights.mean(1)
     return output, weights

@@ -278,6 +278,7 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
                 pools,
                 query_padding,
                 self.head_share,
+                self.split_heads() if self.kernel == "implicit" else None,
             ),
             masks,
             wanted,
@@ -355,6 +356,7 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
             jagged
             and self.kernel == "implicit"
             and getattr(self, "head_share", None) is None
+            and self.split_heads() is None
             and not (need_weights or has_extra_keys or getattr(self.spectral, "pools", False))
             and dropout_p < 1.0
         ):

@@ -57,6 +57,7 @@ class AttentionCall:
         key_padding: bool ``[B, S]``, likewise.
         diagonal: The token of query i is that of key i + diagonal.
         softcap: Logits are softcap tanh(logits / softcap) before masks.
+        softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
     """
 
@@ -75,6 +76,7 @@ class AttentionCall:
     diagonal: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
+    softmax_heads: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -85,15 +87,21 @@ class AttentionCall:
     @cached_property
     def weights(self) -> Tensor:
         """The normalised weights, before dropout, ``[B, H, T, S]``; 0 for who sees no key."""
-        if self.frequencies is not None:
-            return implicit_kernel_weights(
-                self.query,
-                self.key,
-                *self.frequencies,
-                p=self.p,
-                enable_gqa=self.key.size(1) != self.query.size(1),
-                **self._masks(),
-            )
+        if self.frequencies is None:
+            return self._softmax_weights()
+        weights = implicit_kernel_weights(
+            self.query,
+            self.key,
+            *self.frequencies,
+            p=self.p,
+            enable_gqa=self.key.size(1) != self.query.size(1),
+            **self._masks(),
+        )
+        if self.softmax_heads is None:
+            return weights
+        return torch.where(self.softmax_heads[:, None, None], self._softmax_weights(), weights)
+
+    def _softmax_weights(self) -> Tensor:
         query: Tensor = self.query.unflatten(1, (self.key.size(1), -1))
         logits: Tensor = (query @ self.key.unsqueeze(2).mT).flatten(1, 2)
         logits = logits * (self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling)
@@ -163,6 +171,7 @@ class AttentionCall:
             "diagonal": self.diagonal,
         }
         has_own_softmax = self.softcap is not None or self.sinks is not None
+        has_own_softmax |= self.softmax_heads is not None
         holds_weights = "per_head" in names or "weights" in vars(self) or has_own_softmax
         if holds_weights or math.prod(self.sizes) <= MOST_WEIGHTS:
             return contributions(self.weights, self.value, out_proj_weight, **block)
@@ -441,6 +450,11 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
     similarity, magnitude = similarity_and_magnitude(
         query, key, kernel=call.kernel, p=call.p, w1=w1, w2=w2
     )
+    if call.softmax_heads is not None:
+        heads = call.softmax_heads[:, None, None]
+        of_softmax = similarity_and_magnitude(query, key, kernel="dot")
+        similarity = torch.where(heads, of_softmax[0], similarity)
+        magnitude = torch.where(heads[..., 0], of_softmax[1], magnitude)
     hidden, padding = call.hidden(), call.key_padding
     if "similarity" in wanted:
         if hidden is not None:

@@ -70,6 +70,7 @@ def torch_call(
             frequencies=None if frequencies is None else _widened_pair(*frequencies),
             attn_mask=None if masks.attention is None else as_visible(masks.attention),
             key_bias=_key_bias(module, k, masks.padding),
+            softmax_heads=getattr(module, "softmax_heads", None),
         )
     if masks.padding is not None:
         call.key_padding = hidden(masks.padding)
@@ -138,6 +139,8 @@ def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None
         own = None if own is None else own.squeeze(-2)
     elif kernel == "implicit" and learned is not None:
         own = learned(key, None if padding is None else hidden(padding))
+        heads = getattr(module, "softmax_heads", None)
+        own = own if heads is None else own.masked_fill(heads[:, None], 0.0)
     if own is None:
         return bias
     return own if bias is None else own + bias

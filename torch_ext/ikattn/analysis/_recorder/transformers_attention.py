@@ -179,3 +179,4 @@ def _use_kernel(call: AttentionCall, kernel: Any) -> None:
     w1, w2 = getattr(kernel, "drawn", None) or kernel(call.query, call.key, None)
     call.frequencies = (widened(w1), None if w2 is None else widened(w2))
     call.kernel, call.p = "implicit", kernel.p
+    call.softmax_heads = getattr(kernel, "softmax_heads", None)

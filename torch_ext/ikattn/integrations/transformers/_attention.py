@@ -23,9 +23,10 @@ from ikattn.integrations.transformers._packed import Sequences, given_sequences,
 from ikattn.integrations.transformers._padding import shown_keys
 from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.integrations.transformers._state_cache import state_layer_of
-from ikattn.nn._masks import padded
+from ikattn.nn._masks import Masks, padded
 from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
-from ikattn.nn._softmax import refuse_context_parallel
+from ikattn.nn._softmax import refuse_context_parallel, softmax_attention
+from ikattn.nn.softmax_heads import SoftmaxHeads, Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
@@ -89,13 +90,23 @@ def _implicit_attention(
         passed = options.get("is_causal")  # of one token a rank, too
         causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
-    packed = _sequences(module, query, key, visibility, options)
+    has_softmax_heads = isinstance(kernel, SoftmaxHeads) and kernel.split_heads() is not None
+    if has_softmax_heads:
+        _refuse_softmax_heads(module, kernel, options)
+    packed = None if has_softmax_heads else _sequences(module, query, key, visibility, options)
     if packed is not None and isinstance(getattr(kernel, "spectral", None), Mikan):
         raise NotImplementedError(
             f'{IMPLICIT}: spectral="mikan" averages over whole rows, where {type(module).__name__} '
             'got several sequences in one; use spectral="ikan", or rows of one sequence'
         )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
+    split = kernel.split_heads() if isinstance(kernel, SoftmaxHeads) else None
+    if split is not None:
+        wants_weights = bool(options.get("output_attentions"))
+        mixed, weights = _hybrid_attention(
+            split, (query, key, value), (w1, w2), kernel.p, visibility, dropout, wants_weights
+        )
+        return mixed.transpose(1, 2).contiguous(), weights
     share = getattr(kernel, "head_share", None)
     arguments: dict[str, Any] = {
         "p": kernel.p,
@@ -131,6 +142,7 @@ def _from_state(
         "position_bias": options.get("position_bias") is not None,
         "training": module.training or torch.is_grad_enabled(),
         "spectral": type(kernel) is not ImplicitKernel,
+        "softmax heads": isinstance(kernel, SoftmaxHeads) and kernel.split_heads() is not None,
         "is_causal=False": not is_causal(module, Given(*tokens, mask, IMPLICIT, options))
         and tokens[0].size(2) > 1,
     }
@@ -272,6 +284,77 @@ def _packed_attention(
         p=p,
     )
     return output.view(query.size(0), query.size(2), *output.shape[1:])
+
+
+def _refuse_softmax_heads(module: nn.Module, kernel: Any, options: dict[str, Any]) -> None:
+    """Raises NotImplementedError for what heads with softmax cannot take part in."""
+    wrong = {
+        "context_parallel": is_over_ranks(),
+        "tensor parallelism": getattr(kernel, "head_share", None) is not None,
+        "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
+    }
+    for what, is_there in wrong.items():
+        if is_there:
+            raise NotImplementedError(
+                f"{IMPLICIT}: {type(module).__name__} has heads that compute softmax, which "
+                f"{what} does not support; calibrate without keep, or call keep_softmax(None) of "
+                "its kernel"
+            )
+
+
+def _hybrid_attention(
+    split: Split,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    frequencies: tuple[Tensor, Tensor | None],
+    p: float | None,
+    visibility: dict[str, Any],
+    dropout: float,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The output [B, H, T, d_v] where some heads compute softmax, and weights where wanted."""
+    query, key, value = tokens
+    groups = query.size(1) // key.size(1)
+    mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)
+    if mask is None and causal and wants_weights:
+        shape = (query.size(2), key.size(2))
+        mask = torch.ones(1, 1, *shape, dtype=torch.bool, device=query.device).tril()
+        causal = False
+
+    def own(heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        of_keys = heads // groups
+        own_mask = mask if mask is None or mask.size(1) == 1 else mask.index_select(1, heads)
+        return (
+            query.index_select(1, heads),
+            key.index_select(1, of_keys),
+            value.index_select(1, of_keys),
+            own_mask,
+        )
+
+    def softmax(heads: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, k, v, own_mask = own(heads)
+        if own_mask is not None and own_mask.dtype == torch.bool:
+            own_mask = ~own_mask  # here True hides
+        masks = Masks(None, own_mask, causal)
+        return softmax_attention(
+            q, k, v, masks, dropout_p=dropout, need_weights=wants_weights, mask_dtype=q.dtype
+        )
+
+    def implicit(heads: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, k, v, own_mask = own(heads)
+        w1, w2 = (None if w is None else w.index_select(-3, heads) for w in frequencies)
+        assert w1 is not None
+        arguments: dict[str, Any] = {
+            "p": p,
+            "attn_mask": own_mask,
+            "is_causal": causal,
+            "dropout_p": dropout,
+            "dropout_seed": dropout_seed_for(dropout, query.device, None),
+        }
+        output = attention_function()(q, k, v, w1, w2, **arguments)
+        weights = implicit_kernel_weights(q, k, w1, w2, **arguments) if wants_weights else None
+        return output, weights
+
+    return by_heads(split, softmax, implicit, query.device)
 
 
 def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:

@@ -113,6 +113,8 @@ def use_implicit_attention(
         "stationary": bool(stationary) or spectral == "stationary",
     }
     before = settings_of(model.config)
+    if before is not None and before.get("softmax_heads"):
+        options["softmax_heads"] = True  # which ones, calibrate has told
     if before != options and any(isinstance(m, KERNELS) for m in model.modules()):
         raise ValueError(
             f"use_implicit_attention: the model has kernels with {before} already, got {options}"
@@ -146,8 +148,9 @@ def from_pretrained(
         ``output_loading_info=True`` a tuple of the model and what was loaded.
 
     Raises:
-        ValueError: The checkpoint was saved without implicit attention, or another
-            ``attn_implementation`` is asked for.
+        ValueError: The checkpoint was saved without implicit attention, another
+            ``attn_implementation`` is asked for, or heads have softmax that the config does not
+            name.
         ImportError: transformers is missing.
 
     Example:
@@ -191,7 +194,16 @@ def from_pretrained(
     model, info = kind.from_pretrained(
         path, *args, attn_implementation=IMPLICIT, output_loading_info=True, **kwargs
     )
+    lost = [x for x in info["unexpected_keys"] if str(x).endswith("spectral.softmax_heads")]
+    if lost:
+        raise ValueError(
+            f"from_pretrained: {path} has heads that compute softmax ({', '.join(lost)}) of which "
+            "its config does not tell; ikattn.calibrate(keep=...) notes them there"
+        )
     model.__class__ = model_class
+    for module in model.modules():
+        if isinstance(module, KERNELS):
+            module.split_heads()  # reads a buffer, once
     _note_in_configs(model, settings)
     for name in info["missing_keys"]:  # of layers that the checkpoint lacks
         path = name.rpartition(".spectral.")[0]
@@ -211,6 +223,21 @@ def _note_in_configs(model: Any, options: dict[str, Any]) -> None:
     for config in configs_of(model):
         setattr(config, _SETTINGS, options)
         config.attn_implementation = IMPLICIT
+
+
+def note_softmax_heads(model: nn.Module) -> None:
+    """Tells the configs that kernels have heads with softmax, so that checkpoints find them."""
+    for module in model.modules():
+        if isinstance(module, KERNELS) and getattr(module, "softmax_heads", None) is None:
+            heads = _heads_of(module)
+            module.keep_softmax(torch.zeros(heads, dtype=torch.bool))
+    for config in configs_of(model):
+        setattr(config, _SETTINGS, {**getattr(config, _SETTINGS), "softmax_heads": True})
+
+
+def _heads_of(kernel: Any) -> int:
+    """H of a kernel."""
+    return int(getattr(kernel, "num_heads", None) or kernel.spectral.num_heads)
 
 
 def settings_of(config: Any) -> dict[str, Any] | None:

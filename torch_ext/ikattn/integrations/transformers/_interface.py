@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,16 @@ __all__ = [
     "configs_of",
     "import_transformers",
     "is_causal",
+    "is_softmax_on_purpose",
     "mask_of",
     "register_attention",
+    "softmax_in_place",
     "uses_interface",
 ]
 
 # The lowest float16: what masks of any type mean by "never" is at most that.
 _LOWEST = -65504.0
+_on_purpose: set[int] = set()  # ids of configs
 
 
 class Given(NamedTuple):
@@ -66,6 +70,26 @@ def configs_of(model: nn.Module) -> list[Any]:
         id(module.config): module.config for module in model.modules() if uses_interface(module)
     }
     return list(found.values())
+
+
+@contextmanager
+def softmax_in_place(model: nn.Module) -> Iterator[None]:
+    """For the time of the block, every config of the model names softmax attention."""
+    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+    for config, _ in before:
+        config._attn_implementation_internal = "eager"
+    _on_purpose.update(id(config) for config, _ in before)
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            _on_purpose.discard(id(config))
+            config._attn_implementation_internal = implementation
+
+
+def is_softmax_on_purpose(config: Any) -> bool:
+    """Whether ``softmax_in_place`` has changed the config."""
+    return id(config) in _on_purpose
 
 
 def import_transformers() -> Any:

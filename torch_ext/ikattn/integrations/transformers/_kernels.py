@@ -13,9 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.integrations.transformers._interface import (
+    calls_interface,
+    is_softmax_on_purpose,
+)
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.selection import check_unwrapped, describe_unseen, unseen_attention
+from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
 
@@ -38,7 +42,7 @@ _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_siz
 Sizes: TypeAlias = Callable[[nn.Module], "tuple[int, int]"]
 
 
-class ImplicitKernel(Direct):
+class ImplicitKernel(Direct, SoftmaxHeads):
     """The kernel of one attention layer: frequencies for each query head, and the norm's order.
 
     Args:
@@ -74,7 +78,7 @@ class ImplicitKernel(Direct):
         return f"{super().extra_repr()}, p={self.p}"
 
 
-class GeneratedKernel(Regularized):
+class GeneratedKernel(Regularized, SoftmaxHeads):
     """The kernel of one attention layer whose frequencies a generator makes.
 
     Args:
@@ -153,7 +157,9 @@ def attach_kernels(
         raise ValueError(_describe_no_attention(model))
     spectral = options["spectral"]
     kind = ImplicitKernel if spectral == "direct" else partial(GeneratedKernel, spectral=spectral)
-    options = {name: option for name, option in options.items() if name != "spectral"}
+    has_softmax_heads = options.get("softmax_heads", False)
+    of_kernels = ("p", "num_frequencies", "stationary")
+    options = {name: options[name] for name in of_kernels}
     kernels = {}
     for number, (name, module) in enumerate(found.items()):
         if getattr(module, "spectral", None) is not None:
@@ -178,6 +184,8 @@ def attach_kernels(
             dtype=like.dtype,
             **options,
         ).train(module.training)
+        if has_softmax_heads:
+            kernels[name].keep_softmax(torch.zeros(heads, dtype=torch.bool))
         kernels[name].key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
     if kernels:
         check_unwrapped("use_implicit_attention", model)
@@ -195,8 +203,9 @@ def attach_kernels(
 
 def _warn_if_unused(module: nn.Module, args: Any) -> None:
     """Somebody may set the config's attention to another than the implicit kernel's."""
-    name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
-    if name is not None and IMPLICIT not in name:
+    config = getattr(module, "config", None)
+    name = getattr(config, "_attn_implementation_internal", None)
+    if name is not None and IMPLICIT not in name and not is_softmax_on_purpose(config):
         warnings.warn(
             f'{type(module).__name__} runs the attention "{name}" and not its implicit kernel, for '
             f'its config says so; model.set_attn_implementation("{IMPLICIT}") takes that back',

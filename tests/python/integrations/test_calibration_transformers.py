@@ -1,0 +1,210 @@
+"""ikattn.calibrate on models of transformers, and heads of them that keep softmax."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ikattn
+from agreement import assert_close
+from ikattn.integrations.transformers import from_pretrained
+from ikattn.integrations.transformers import state_cache as state_cache_of
+from transformers_models import BERT, FAMILIES, build, convert, inputs_of
+from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+pytestmark = pytest.mark.usefixtures("float64_by_default")
+
+
+@torch.no_grad()
+def hidden(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The last hidden state where tokens are."""
+    output = model(**inputs)[0]
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+    return output if mask is None else output[mask.bool()]
+
+
+def kernels(model: nn.Module) -> list[Any]:
+    return [module.spectral for module in model.modules() if hasattr(module, "spectral")]
+
+
+@families
+def test_every_layer_comes_nearer(family: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = build(family), inputs_of(family)
+    caches = getattr(model.config, "use_cache", None)
+    convert(model, p=None)
+    report = ikattn.calibrate(model, [inputs], steps=20, output_steps=10, train="attention")
+    assert len(report) == len(kernels(model))
+    for layer in report:
+        assert (layer.after <= layer.before).all(), layer
+        assert layer.output_before is not None, layer
+        assert layer.output_after is not None, layer
+        assert layer.output_after <= layer.output_before, layer
+    assert model.config._attn_implementation == "ikattn_implicit"
+    assert getattr(model.config, "use_cache", None) == caches
+
+
+@families
+def test_heads_that_keep_softmax_give_what_it_gave(family: str) -> None:
+    """All of them, so that masks, scalings, biases and grouped heads are those of the model."""
+    torch.manual_seed(0)
+    model, inputs = build(family), inputs_of(family)
+    expected = hidden(model, inputs)
+    convert(model)
+    ikattn.calibrate(model, [inputs], steps=1, output_steps=0, keep=1e-9)
+    assert all(kernel.split_heads().implicit == () for kernel in kernels(model))
+    assert_close(hidden(model, inputs), expected, TOLERANCE)
+
+
+@families
+def test_maps_are_of_each_head_s_own_kernel(family: str) -> None:
+    model, inputs = convert(build(family)), inputs_of(family)
+    weights = {}
+    for kept in (None, True, False):  # none, all, every other head
+        for kernel in kernels(model):
+            heads = torch.arange(kernel.num_heads) % 2 == 0
+            kernel.keep_softmax(None if kept is None else heads | kept)
+        with torch.no_grad(), ikattn.record(model, maps="weights", check="all") as recording:
+            model(**inputs)
+        first = next(iter(recording.batches[0].values()))  # the layers after it see other input
+        weights[kept] = first.weights
+    assert_close(weights[False][:, ::2], weights[True][:, ::2], TOLERANCE)
+    assert_close(weights[False][:, 1::2], weights[None][:, 1::2], TOLERANCE)
+
+
+def test_a_model_of_two_kernels_is_saved_and_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = convert(build("llama", head="ForCausalLM")), inputs_of("llama")
+    report = ikattn.calibrate(model, [inputs], steps=2, output_steps=0)
+    errors = torch.cat([layer.after for layer in report])
+    report = ikattn.calibrate(
+        model, [inputs], steps=1, output_steps=0, keep=errors.median().item() * 0.99
+    )
+    kept = [layer.softmax_heads for layer in report]
+    assert 0 < sum(map(len, kept)) < errors.numel()
+    assert "softmax in heads" in "\n".join(map(str, report))
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(transformers.AutoModelForCausalLM, tmp_path).eval()
+    assert [kernel.softmax_heads.nonzero().flatten().tolist() for kernel in kernels(loaded)] == [
+        list(heads) for heads in kept
+    ]
+    assert_close(hidden(loaded, inputs), hidden(model, inputs), TOLERANCE)
+    # gradients, weights, caches
+    output = model(**inputs, output_attentions=True)
+    assert output.attentions[0].sum(-1).allclose(torch.ones(()))
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    tokens = inputs["input_ids"][:1, :4]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(tokens, **options)
+    assert torch.equal(found, model.generate(tokens, use_cache=False, **options))
+    with pytest.raises(NotImplementedError, match="softmax heads"):
+        model.generate(tokens, past_key_values=state_cache_of(model), **options)
+
+
+def test_heads_with_softmax_that_the_config_does_not_name_are_not_lost(tmp_path: Path) -> None:
+    model = convert(build("bert"))
+    kernels(model)[0].keep_softmax(torch.tensor([True, False, False, False]))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has heads that compute softmax"):
+        from_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_frequencies_of_another_number_are_no_checkpoint(tmp_path: Path) -> None:
+    model = convert(build("bert"), num_frequencies=4)
+    model.config.ikattn_implicit["num_frequencies"] = 8
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        from_pretrained(transformers.BertModel, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": torch.full((2, 6), 99)}, r"input_ids must be in \[0, 30\).*got 99 to 99"),
+        ({"input_ids": torch.tensor([[5]]), "attention_mask": None}, "several tokens, got one key"),
+        ({"attention_mask": torch.zeros(2, 6).long()}, "nothing but padding"),
+        ({"use_cache": True}, "without a cache of keys, got one in batch 0"),
+    ],
+    ids=["vocabulary", "one token", "padding", "cache"],
+)
+def test_data_that_nothing_can_be_fitted_to(change: dict[str, Any], message: str) -> None:
+    model = convert(build("bert"))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        ikattn.calibrate(model, [inputs_of("bert") | change], steps=1)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.config._attn_implementation == "ikattn_implicit"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": "all"}, "train must be one of"),
+        ({"output_steps": -1}, "output_steps must be at least 0, got -1"),
+        ({"keep": 0.0}, "keep must be a positive number, got 0.0"),
+        ({"projection_learning_rate": float("nan")}, "projection_learning_rate must be a positive"),
+    ],
+    ids=["train", "output_steps", "keep", "rate"],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    model = convert(build("bert"))
+    with pytest.raises(ValueError, match=message):
+        ikattn.calibrate(model, [inputs_of("bert")], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_models_of_16_bits_are_trained_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = convert(build("bert"), p=None).to(dtype)
+    (before,) = {x.dtype for x in model.parameters()}
+    report = ikattn.calibrate(
+        model, [inputs_of("bert")], steps=5, output_steps=20, train="attention"
+    )
+    assert all(x.output_after < x.output_before for x in report)  # type: ignore[operator]
+    assert {x.dtype for x in model.parameters()} == {before}
+    assert hidden(model, inputs_of("bert")).isfinite().all()
+
+
+def test_only_what_is_named_changes() -> None:
+    torch.manual_seed(0)
+    model, inputs = convert(build("bert")), inputs_of("bert")
+    model.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+
+    def changed() -> set[str]:
+        return {name for name, x in model.named_parameters() if not torch.equal(x, before[name])}
+
+    ikattn.calibrate(model, [inputs], select="encoder.layer.1.*", steps=3, output_steps=3)
+    own = "encoder.layer.1.attention.self"
+    assert changed() <= {f"{own}.spectral.w1", f"{own}.spectral.w2"}
+    ikattn.calibrate(model, [inputs], steps=3, output_steps=30, train="attention")
+    assert not any(
+        "output.dense" in name or "0.attention.self.query.w" in name for name in changed()
+    )
+    assert f"{own}.key.weight" in changed()
+    assert all(x.grad is None for x in model.parameters())
+
+
+def test_a_shared_layer_is_fitted_to_all_its_calls() -> None:
+    torch.manual_seed(0)
+    model, inputs = convert(build("albert"), p=None), inputs_of("albert")
+    (layer,) = ikattn.calibrate(model, [inputs], steps=3, output_steps=60, train="attention")
+    assert layer.output_after < layer.output_before  # type: ignore[operator]
+
+
+def test_frequencies_of_generators() -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**BERT)
+    model = transformers.BertModel(config).double().eval()
+    ikattn.use_implicit_attention(model, spectral="ikan", num_frequencies=4, seed=0)
+    report = ikattn.calibrate(model, [inputs_of("bert")], steps=5, output_steps=5)
+    assert str(report).startswith("layer ")

@@ -1,0 +1,311 @@
+"""Starts an implicit kernel near the softmax attention that it replaces.
+
+One pass over calibration data with softmax attention notes what each layer is given and what it
+gives. Then each layer in turn is fitted: its frequencies to the weights, and after that to its
+output, with the layers before it as they have become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.conversion.calibration.layers import (
+    Layer,
+    as_softmax,
+    layers_of,
+    listening,
+    note_softmax_heads,
+)
+from ikattn.conversion.calibration.outputs import (
+    Rates,
+    Target,
+    fit_to_outputs,
+    in_float32,
+    rows_of,
+    run,
+)
+from ikattn.conversion.calibration.report import CalibratedModule, CalibrationReport
+from ikattn.conversion.calibration.weights import fit_to_weights, some_queries
+from ikattn.nn.selection import Selection
+
+__all__ = ["calibrate"]
+
+Trained = Literal["frequencies", "attention"]
+
+_OF_MODULE = 1 << 22  # weights that are kept of a module
+_OF_OUTPUTS = 0.3  # the learning rate of frequencies in the steps on outputs, to the other one
+
+
+@torch.inference_mode(False)
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    select: Selection | None = None,
+    steps: int = 300,
+    learning_rate: float = 0.01,
+    output_steps: int = 200,
+    train: Trained = "frequencies",
+    projection_learning_rate: float = 3e-4,
+    keep: float | None = None,
+) -> CalibrationReport:
+    """Fits a model's implicit kernels to the softmax attention they replace, layer by layer.
+
+    For a converted model with trained weights: fine-tuning then starts near where the model was.
+    First the fit minimises, for each head, the squared difference of the normalised weights over
+    the squared softmax weights, with Adam. It begins at the frequencies that are there, and each
+    head keeps the best that it visits, by one sequence in five that is not fitted to. At most four
+    million weights of a module are used. Then, in the order in which the model calls them, each
+    layer's output is drawn to what the softmax layer gave, by the squared error over the square.
+    Its inputs are those that it gets where the layers before it have been calibrated. A scale of a
+    head's kernel is not fitted: normalisation cancels it, but for the 1e-5 that is added to the
+    kernel's square.
+
+    The outputs of all layers are held for all batches, [tokens, model size] each.
+
+    Args:
+        model: With ``ikattn.MultiheadAttention`` of kernel "implicit", or of transformers, after
+            ``use_implicit_attention``; called in eval mode, without grad, while it computes
+            softmax.
+        batches: Inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
+            ``attention_mask`` of a dict tells which tokens are padding.
+        select: Which modules, as for ``convert``.
+        steps: Of Adam, on the weights of each module.
+        learning_rate: Of Adam, falling to 0 as a cosine.
+        output_steps: Of Adam, on the output of each module, a batch each; 0: none.
+        train: What these change: "frequencies", or "attention", which is all parameters of the
+            attention modules that require grad, projections too.
+        projection_learning_rate: Of the parameters that are no frequencies; those have three tenths
+            of ``learning_rate`` then.
+        keep: Heads whose weights still have a larger relative error than this, after the steps on
+            them, compute softmax from then on, those of one module beside the others. Such a module
+            is not of linear time. None: no head.
+
+    Returns:
+        For each module how near it was and is; prints as a table by layer and head.
+
+    Raises:
+        TypeError: batches is one batch, or steps no whole number.
+        ValueError: There is no implicit kernel, no batch, a number is out of range, a token id is
+            none of the model's, a module was not called, has no frequencies that require grad, was
+            given single tokens or nothing but padding, or its softmax weights are not finite. Of
+            the module at which an error occurs everything is as it was.
+
+    Example:
+        >>> import torch, ikattn
+        >>> model = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> model = ikattn.convert(model, num_frequencies=16, seed=0)
+        >>> report = ikattn.calibrate(model, [torch.randn(10, 7, 16)], steps=20, output_steps=20)
+        >>> bool(report[0].after.square().mean() <= report[0].before.square().mean())
+        True
+    """
+    given = _checked(batches, steps, output_steps, learning_rate, projection_learning_rate, keep)
+    if train not in get_args(Trained):
+        raise ValueError(f"calibrate: train must be one of {get_args(Trained)}, got {train!r}")
+    layers = layers_of(model, select)
+    for layer in layers:
+        if not layer.frequencies:
+            raise ValueError(
+                f"calibrate: expected frequencies that require grad, got frozen ones in {layer}; "
+                "select leaves modules out"
+            )
+        if getattr(layer.module, "head_share", getattr(layer.kernel, "head_share", None)):
+            raise ValueError(
+                f"calibrate: the heads of {layer} are shared out over ranks; calibrate the model "
+                "before"
+            )
+    rates = Rates(
+        _OF_OUTPUTS * learning_rate, projection_learning_rate if train == "attention" else None
+    )
+    with _in_eval_mode(model):
+        seen = _Seen(model, layers, given, with_outputs=output_steps > 0)
+        for layer in layers:
+            if not seen.calls[layer]:
+                raise ValueError(f"calibrate: {layer} was not called in {len(given)} batches")
+        errors = {}
+        for layer in layers:
+            with _all_or_nothing(layer):
+                errors[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
+        kept = [layer for layer in layers if errors[layer][-1]]
+        note_softmax_heads(model, kept)
+        report = {layer: CalibratedModule(layer.names, *errors[layer]) for layer in layers}
+        for layer in seen.order if output_steps else ():
+            with _all_or_nothing(layer), torch.enable_grad(), _without_autocast(seen.calls[layer]):
+                before, after = fit_to_outputs(
+                    model, layer, given, seen.targets[layer], output_steps, rates
+                )
+            report[layer] = report[layer]._replace(output_before=before, output_after=after)
+    return CalibrationReport(report[layer] for layer in layers)
+
+
+def _checked(
+    batches: Iterable[Any],
+    steps: int,
+    output_steps: int,
+    learning_rate: float,
+    projection_learning_rate: float,
+    keep: float | None,
+) -> list[Any]:
+    """The batches, if they are some, and the numbers are in range."""
+    if isinstance(batches, Tensor | Mapping | str):
+        raise TypeError(
+            "calibrate: batches must be an iterable of batches, each a tensor, a tuple of "
+            "positional or a dict of keyword arguments, got one "
+            f"{type(batches).__name__}: [batch] is one batch"
+        )
+    for name, count, least in (("steps", steps, 1), ("output_steps", output_steps, 0)):
+        if not isinstance(count, Integral):
+            raise TypeError(f"calibrate: {name} must be a whole number, got {count!r}")
+        if count < least:
+            raise ValueError(f"calibrate: {name} must be at least {least}, got {count}")
+    numbers = {
+        "learning_rate": learning_rate,
+        "projection_learning_rate": projection_learning_rate,
+        "keep": 1.0 if keep is None else keep,
+    }
+    for name, number in numbers.items():
+        if not isinstance(number, Real) or not 0.0 < number < float("inf"):
+            raise ValueError(f"calibrate: {name} must be a positive number, got {number!r}")
+    given = list(batches)
+    if not given:
+        raise ValueError("calibrate: expected at least one batch, got none")
+    return given
+
+
+class _Seen:
+    """What the layers were given, and gave, while the model computed softmax.
+
+    Attributes:
+        calls: Of each layer, as many as are kept.
+        targets: Of each layer and batch, its outputs.
+        order: The layers as the model calls them.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: list[Layer], batches: list[Any], *, with_outputs: bool
+    ) -> None:
+        self.calls: dict[Layer, list[AttentionCall]] = {layer: [] for layer in layers}
+        self.targets: dict[Layer, list[list[Target]]] = {layer: [] for layer in layers}
+        self.order: list[Layer] = []
+        self._left = dict.fromkeys(layers, _OF_MODULE)
+        self._padding: dict[Layer, Tensor | None] = {}
+        with ExitStack() as stack:
+            stack.enter_context(as_softmax(model, layers))
+            stack.enter_context(torch.no_grad())
+            for layer in layers if with_outputs else ():
+                hook = layer.module.register_forward_hook(
+                    lambda module, _, output, layer=layer: self._gave(layer, output)
+                )
+                stack.callback(hook.remove)
+            for number, batch in enumerate(batches):
+                _check_tokens(model, batch, number)
+                for layer in layers:
+                    self.targets[layer].append([])
+                with listening(model, layers, batch, self._given):
+                    run(model, batch)
+
+    def _given(self, layer: Layer, call: AttentionCall) -> None:
+        if layer not in self.order:
+            self.order.append(layer)
+        self._padding[layer] = call.query_padding
+        if self._left[layer] <= 0:
+            return
+        call = some_queries(call)
+        if not call.weights.isfinite().all():
+            raise ValueError(
+                f"calibrate: expected batches with finite attention weights, got NaN in {layer}"
+            )
+        self._left[layer] -= call.weights.numel()
+        self.calls[layer].append(call)
+
+    def _gave(self, layer: Layer, output: Any) -> None:
+        rows = rows_of(output, layer.module).detach().clone()
+        self.targets[layer][-1].append(Target(rows, self._padding.get(layer)))
+
+
+def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
+    """Raises ValueError for a cache, and for token ids that the model's embeddings do not have."""
+    if isinstance(batch, Mapping) and (batch.get("past_key_values") or batch.get("use_cache")):
+        raise ValueError(
+            f"calibrate: expected batches without a cache of keys, got one in batch {number}; "
+            "leave past_key_values and use_cache out"
+        )
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    count = getattr(embeddings, "num_embeddings", None)
+    if not isinstance(ids, Tensor) or count is None or ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= count:
+        raise ValueError(
+            f"calibrate: input_ids must be in [0, {count}), the model's vocabulary, got "
+            f"{low} to {high} in batch {number}; was another tokenizer used?"
+        )
+
+
+def _fit(
+    layer: Layer,
+    calls: list[AttentionCall],
+    steps: int,
+    learning_rate: float,
+    keep: float | None,
+) -> tuple[Tensor, Tensor, None, None, tuple[int, ...]]:
+    """Fits to the weights, and lets heads keep softmax; the fields of a report without outputs."""
+    parts = [layer.kernel, getattr(layer.module, "magnitude", None)]
+    with (
+        in_float32([part for part in parts if part is not None]),
+        torch.enable_grad(),
+        _without_autocast(calls),
+    ):
+        before, after = fit_to_weights(layer, calls, steps, learning_rate)
+    softmax = after > keep if keep is not None else torch.zeros_like(after, dtype=torch.bool)
+    if bool(softmax.any()):
+        layer.keep_softmax(softmax)
+    return before, after, None, None, tuple(softmax.nonzero().flatten().tolist())
+
+
+def _without_autocast(calls: list[AttentionCall]) -> torch.autocast:
+    return torch.autocast(calls[0].query.device.type, enabled=False)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Without caches of keys, too, which would grow each time a layer is called alone."""
+    training = {module: module.training for module in model.modules()}
+    configs = {id(x): x for x in (getattr(m, "config", None) for m in training)}.values()
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    model.eval()
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def _all_or_nothing(layer: Layer) -> Iterator[None]:
+    """Gives the layer's parameters their values back if an error ends the block."""
+    parameters = [w for w in layer.module.parameters() if w.requires_grad]
+    first = [w.detach().clone() for w in parameters]
+    gradients = [w.grad for w in parameters]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, first, strict=True):
+                parameter.copy_(value)
+        raise
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient

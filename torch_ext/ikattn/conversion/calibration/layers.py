@@ -1,0 +1,220 @@
+"""Attention layers as calibration sees them, those of torch and those of transformers.
+
+Sizes: B batch, H query heads, T queries, S keys, E model size.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.padding import fill_padding
+from ikattn.analysis._recorder.torch_attention import torch_call
+from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.selection import Selection, is_selected, path_to, select_modules
+from ikattn.ops.attention import implicit_kernel_weights
+from ikattn.spectral.interface import call_source
+
+__all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
+
+Listener = Callable[["Layer", AttentionCall], None]
+
+
+class Layer(ABC):
+    """An attention module with an implicit kernel.
+
+    Attributes:
+        names: Of the module in the model.
+        module: Whose output the layer's is, and whose parameters are the layer's.
+        kernel: The module that has, or makes, the frequencies.
+    """
+
+    def __init__(self, names: list[str], module: Any, kernel: Any) -> None:
+        self.names, self.module, self.kernel = names, module, kernel
+
+    def __str__(self) -> str:
+        return " = ".join(name or "the model itself" for name in self.names)
+
+    @property
+    def frequencies(self) -> list[nn.Parameter]:
+        """The parameters of the kernel's source that are to be fitted."""
+        return [w for w in self.kernel.parameters() if w.requires_grad]
+
+    def weights(self, call: AttentionCall) -> Tensor:
+        """The implicit kernel's normalised weights [B, H, T, S] of a call, differentiable."""
+        w1, w2, p, key_bias = self._kernel_of(call)
+        query = call.query
+        return implicit_kernel_weights(
+            query,
+            call.key,
+            w1.to(query.dtype),
+            None if w2 is None else w2.to(query.dtype),
+            p=p,
+            key_bias=key_bias,
+            attn_mask=call.attn_mask,
+            enable_gqa=query.size(1) != call.key.size(1),
+        )
+
+    @abstractmethod
+    def _kernel_of(
+        self, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
+        """w1, w2, p and what is added to the logits of keys."""
+
+    @abstractmethod
+    def keep_softmax(self, heads: Tensor) -> None:
+        """Makes the heads of bool [H] compute softmax from now on."""
+
+
+class _TorchLayer(Layer):
+    """An ``ikattn.MultiheadAttention``."""
+
+    def _kernel_of(
+        self, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
+        module = self.module
+        w1, w2, _ = call_source(
+            module.spectral, call.query, call.key, call.key_padding, call.query_padding
+        )
+        p, key_bias = module.p, call.key_bias
+        if module.magnitude is not None:
+            magnitude = module.magnitude(call.key, call.key_padding)
+            p, key_bias = None, magnitude if key_bias is None else magnitude + key_bias
+        return w1, w2, p, key_bias
+
+    def keep_softmax(self, heads: Tensor) -> None:
+        self.module.keep_softmax(heads)
+
+
+class _InterfaceLayer(Layer):
+    """A module of transformers after ``use_implicit_attention``."""
+
+    def _kernel_of(
+        self, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
+        w1, w2 = self.kernel(call.query, call.key, call.key_padding)
+        return w1, w2, self.kernel.p, call.key_bias
+
+    def keep_softmax(self, heads: Tensor) -> None:
+        self.kernel.keep_softmax(heads)
+
+
+def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Makes a checkpoint of the model know that layers have heads with softmax."""
+    if any(isinstance(layer, _InterfaceLayer) for layer in layers):
+        from ikattn.integrations.transformers._implicit import note_softmax_heads as note
+
+        note(model)
+
+
+def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
+    """The selected layers with implicit kernels, in the order of their names.
+
+    Raises:
+        TypeError: The model is none, or select is no selection.
+        ValueError: There are none.
+    """
+    found = _interface_layers(model, select) if isinstance(model, nn.Module) else []
+    has_torch_layers = isinstance(model, nn.Module) and any(
+        isinstance(module, nn.MultiheadAttention) for module in model.modules()
+    )
+    if not found or has_torch_layers:
+        try:
+            chosen = select_modules(model, select)
+        except ValueError:  # it names what the model has
+            if not found:
+                raise
+            chosen = []
+        found += [
+            _TorchLayer(one.names, one.module, one.module.spectral)
+            for one in chosen
+            if isinstance(one.module, MultiheadAttention) and one.kernel == "implicit"
+        ]
+    if not found:
+        raise ValueError("calibrate: expected a model with implicit kernels, got one without")
+    return found
+
+
+def _interface_layers(model: nn.Module, select: Selection | None) -> list[Layer]:
+    if "transformers" not in sys.modules:
+        return []
+    from ikattn.integrations.transformers._kernels import KERNELS
+
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(getattr(module, "spectral", None), KERNELS):
+            names.setdefault(module, []).append(name)
+    return [
+        _InterfaceLayer(own, module, module.spectral)
+        for module, own in names.items()
+        if is_selected(own, module, chain.from_iterable(path_to(model, n) for n in own), select)
+    ]
+
+
+@contextmanager
+def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
+    """Makes every implicit kernel of the layers softmax for the time of the block."""
+    with ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, _TorchLayer):
+                stack.callback(vars(layer.module).__setitem__, "kernel", "implicit")
+                vars(layer.module)["kernel"] = "dot"
+        if any(isinstance(layer, _InterfaceLayer) for layer in layers):
+            from ikattn.integrations.transformers._interface import softmax_in_place
+
+            stack.enter_context(softmax_in_place(model))
+        yield
+
+
+@contextmanager
+def listening(
+    model: nn.Module, layers: Iterable[Layer], batch: Any, listener: Listener
+) -> Iterator[None]:
+    """Tells ``listener`` of what each layer's attention is given, for the time of the block.
+
+    Args:
+        model: The model.
+        layers: Those to listen to.
+        batch: What the model is called with, whose attention_mask tells of padding.
+        listener: Called with the layer and its call, before the layer's output is there.
+    """
+    by_module = {layer.module: layer for layer in layers}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        listener(by_module[module], torch_call(module, args, kwargs, None, None, None))
+
+    with ExitStack() as stack:
+        for module, layer in by_module.items():
+            if isinstance(layer, _TorchLayer):
+                hook = module.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
+        of_interface = [m for m, layer in by_module.items() if isinstance(layer, _InterfaceLayer)]
+        if of_interface:
+            from ikattn.analysis._recorder import transformers_attention
+            from ikattn.integrations.transformers._attention import scaled_query
+
+            def hear(module: nn.Module, given: Any, _: Any) -> None:
+                is_self = given.query.size(2) == given.key.size(2)
+                kind = "self" if is_self else "cross"
+                call = transformers_attention.interface_call(module, given, kind)
+                call.query, call.scaling = scaled_query(call.query, call.scaling), None
+                fill_padding(call, given.attention_mask, _mask_of_tokens(batch, call))
+                listener(by_module[module], call)
+
+            stack.enter_context(transformers_attention.listening(model, of_interface, hear))
+        yield
+
+
+def _mask_of_tokens(batch: Any, call: AttentionCall) -> Tensor | None:
+    """The batch's attention_mask [B, S], where it is one of the call's keys."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    sizes = (call.key.size(0), call.key.size(2))
+    return mask if isinstance(mask, Tensor) and tuple(mask.shape) == sizes else None

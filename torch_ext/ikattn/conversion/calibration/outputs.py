@@ -1,0 +1,215 @@
+"""The second step of a calibration: each layer's output drawn to that of the softmax layer.
+
+Layers are taken in the order in which the model calls them. Inputs of a layer are those that it
+gets where the layers before it have been calibrated, so that it makes up for what they lack.
+
+Sizes: B batch, T queries, E size of the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ikattn.conversion.calibration.layers import Layer
+from ikattn.conversion.calibration.weights import by_what_is_held_out
+
+__all__ = ["Rates", "Target", "fit_to_outputs", "in_float32", "rows_of", "run"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Rates(NamedTuple):
+    """Learning rates of Adam, falling to 0 as a cosine; None: these stay as they are."""
+
+    frequencies: float
+    projections: float | None
+
+
+class Target(NamedTuple):
+    """What a layer gave in one call while the model computed softmax.
+
+    Attributes:
+        output: [B, T, E], or what ``rows_of`` makes of it.
+        query_padding: Bool [B, T], queries whose output does not matter, or None.
+    """
+
+    output: Tensor
+    query_padding: Tensor | None
+
+
+class _Enough(Exception):
+    """Ends a run of the model whose rest is of no use."""
+
+
+def run(model: nn.Module, batch: Any) -> None:
+    """Calls the model with a batch."""
+    if isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+
+
+def rows_of(output: Any, module: nn.Module) -> Tensor:
+    """The output of a layer as [B, T, E]; of nested sequences as one, [1, tokens, E]."""
+    y: Tensor = output[0] if isinstance(output, tuple | list) else output
+    if y.is_nested:
+        return torch.cat(y.unbind()).unsqueeze(0)
+    if y.dim() == 2:
+        return y.unsqueeze(0)
+    # of torch's modules alone
+    return y if getattr(module, "batch_first", True) else y.transpose(0, 1)
+
+
+def fit_to_outputs(
+    model: nn.Module,
+    layer: Layer,
+    batches: Sequence[Any],
+    targets: list[list[Target]],
+    steps: int,
+    rates: Rates,
+) -> tuple[float, float]:
+    """Trains a layer to give what the softmax layer gave.
+
+    Args:
+        model: In eval mode; the layers before this one compute what they will.
+        layer: The layer.
+        batches: Inputs of the model.
+        targets: Of each batch, the layer's calls.
+        steps: Of Adam, on the calls of one batch each.
+        rates: Of what is trained.
+
+    Returns:
+        The relative errors of the output, on what is held out, before and after. Where it came no
+        nearer everything is as it was.
+    """
+    pairs = zip(batches, targets, strict=True)
+    calls = [_calls_of(model, layer, batch, len(own)) for batch, own in pairs]
+    frequencies = layer.frequencies
+    own = {id(w) for w in frequencies}
+    others = [] if rates.projections is None else _others(layer, own)
+    groups = [{"params": frequencies, "lr": rates.frequencies}]
+    if others:
+        groups.append({"params": others, "lr": rates.projections})
+    parameters = [*frequencies, *others]
+    with _alone(layer.module, parameters), in_float32([layer.module]):
+        first = [w.detach().clone() for w in parameters]
+
+        def error(number: int) -> Tensor:
+            pairs = zip(calls[number], targets[number], strict=True)
+            return torch.stack([_errors(layer.module, c, t) for c, t in pairs]).sum(0)
+
+        with torch.no_grad():
+            before = _held_out(error, len(calls))
+        optimiser = torch.optim.Adam(groups)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        order = torch.Generator().manual_seed(0)
+        numbers: list[int] = []
+        for _ in range(steps):
+            numbers = numbers or torch.randperm(len(calls), generator=order).tolist()
+            squared, size = error(numbers.pop())[0]
+            gradients = torch.autograd.grad(squared / size, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+            schedule.step()
+        with torch.no_grad():
+            after = _held_out(error, len(calls))
+            if not after < before:  # NaN, too
+                for parameter, value in zip(parameters, first, strict=True):
+                    parameter.copy_(value)
+                after = before
+    return before, after
+
+
+def _others(layer: Layer, own: set[int]) -> list[nn.Parameter]:
+    """The layer's parameters that are trained beside its frequencies."""
+    return [w for w in layer.module.parameters() if w.requires_grad and id(w) not in own]
+
+
+def _calls_of(
+    model: nn.Module, layer: Layer, batch: Any, count: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What the model calls the layer with, ``count`` times."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        if len(found) == count:
+            raise _Enough
+
+    hook = layer.module.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    try:
+        with torch.no_grad():
+            run(model, batch)
+    except _Enough:
+        pass
+    finally:
+        hook.remove()
+    wide: list[Any] = tree_map_only(Tensor, _for_autograd, found)
+    return wide
+
+
+def _for_autograd(x: Tensor) -> Tensor:
+    """In float32 at least, and no tensor of inference mode."""
+    x = x.detach()
+    if x.dtype in _HALF:
+        return x.float()
+    return x.clone() if x.is_inference() else x
+
+
+def _errors(
+    module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], target: Target
+) -> Tensor:
+    """Squared errors and squares, [fitted or held out, error or size], of one call."""
+    args, kwargs = call
+    found = rows_of(module(*args, **kwargs), module)
+    expected = target.output.to(found.dtype)
+    error, size = (found - expected).square().sum(-1), expected.square().sum(-1)  # [B, T]
+    if target.query_padding is not None and target.query_padding.shape == error.shape:
+        error, size = (x.masked_fill(target.query_padding, 0.0) for x in (error, size))
+    tiny = torch.finfo(error.dtype).tiny
+    sums = by_what_is_held_out(torch.stack([error, size]))
+    return sums + torch.tensor([0.0, tiny], device=error.device)
+
+
+def _held_out(error: Callable[[int], Tensor], count: int) -> float:
+    squared, size = torch.stack([error(number)[1] for number in range(count)]).double().sum(0)
+    return math.sqrt(float(squared / size))
+
+
+@contextmanager
+def _alone(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Lets no other parameter of the module require grad, and gives gradients back after."""
+    chosen = {id(w) for w in parameters}
+    frozen = [w for w in module.parameters() if w.requires_grad and id(w) not in chosen]
+    gradients = [w.grad for w in parameters]
+    for w in frozen:
+        w.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for w in frozen:
+            w.requires_grad_(True)
+        for w, gradient in zip(parameters, gradients, strict=True):
+            w.grad = gradient
+
+
+@contextmanager
+def in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Of 16 bits a step of the optimiser would be lost, or infinite."""
+    tensors = [x for part in modules for x in (*part.parameters(), *part.buffers())]
+    narrow = [(x, x.dtype) for x in tensors if x.dtype in _HALF]
+    for x, _ in narrow:
+        x.data = x.data.float()
+    try:
+        yield
+    finally:
+        for x, dtype in narrow:
+            x.data = x.data.to(dtype)

@@ -1,0 +1,159 @@
+"""The first step of a calibration: frequencies fitted to softmax weights by least squares.
+
+Sizes: B batch, H query heads, T queries, S keys, d head size, M frequencies.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.conversion.calibration.layers import Layer
+from ikattn.spectral.direct import Direct
+
+__all__ = ["by_what_is_held_out", "fit_to_weights", "some_queries"]
+
+# Weights that are kept of a call.
+_OF_CALL = 1 << 19
+_HELD_OUT = 5  # one sequence, or query, in so many
+
+_logger = logging.getLogger("ikattn")
+
+
+def some_queries(call: AttentionCall) -> AttentionCall:
+    """Returns the call with as many of its queries as are kept, at even distances."""
+    B, H, T, S = call.sizes
+    step = max(1, (B * H * T * S) // _OF_CALL)
+    if step > 1:
+        call.query = call.query[:, :, ::step].contiguous()
+        if call.attn_mask is not None and call.attn_mask.size(-2) == T:
+            call.attn_mask = call.attn_mask[..., ::step, :]
+        if call.query_padding is not None:
+            call.query_padding = call.query_padding[:, ::step]
+    for name, x in vars(call).items():  # autograd refuses to save tensors of inference mode
+        if isinstance(x, Tensor) and x.is_inference():
+            setattr(call, name, x.clone())
+    return call
+
+
+def fit_to_weights(
+    layer: Layer, calls: list[AttentionCall], steps: int, learning_rate: float
+) -> tuple[Tensor, Tensor]:
+    """Fits a layer's frequencies to the softmax weights of its calls.
+
+    Of frequencies that are parameters each head keeps the best that it visits, by what is held out;
+    of a generator all heads do together.
+
+    Args:
+        layer: The layer; its parameters are in float32 at least.
+        calls: What its attention was given while the model computed softmax.
+        steps: Of Adam.
+        learning_rate: Of Adam, falling to 0 as a cosine.
+
+    Returns:
+        The errors of what is held out, [H], before and after.
+
+    Raises:
+        ValueError: Nothing can be fitted to: no query of the calls sees two keys.
+    """
+    _check_calls(layer, calls)
+    parameters = layer.frequencies
+    optimiser = torch.optim.Adam(parameters, learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    state = [w.detach().clone() for w in parameters]
+    by_head = isinstance(layer.kernel, Direct)
+    fitted, held_out = _errors(layer, calls)
+    before = best = held_out.detach()
+    for _ in range(steps):
+        gradients = torch.autograd.grad(fitted.sum(), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimiser.step()
+        schedule.step()
+        fitted, held_out = _errors(layer, calls)
+        found = held_out.detach()
+        better = found < best if by_head else (found.mean() < best.mean()).expand_as(found)
+        best = torch.where(better, found, best)
+        for kept, w in zip(state, parameters, strict=True):
+            _keep(kept, w.detach(), better, by_head)
+    with torch.no_grad():
+        for parameter, kept in zip(parameters, state, strict=True):
+            parameter.copy_(kept)
+    _tell_of_heads(layer, before.sqrt(), best.sqrt())
+    return before.sqrt(), best.sqrt()
+
+
+def _keep(kept: Tensor, found: Tensor, better: Tensor, by_head: bool) -> None:
+    """Copies what is better: the frequencies of heads, flat [H d M], or all parameters."""
+    if by_head:
+        heads = better.numel()
+        kept.view(heads, -1)[better] = found.view(heads, -1)[better]
+    elif bool(better.all()):
+        kept.copy_(found)
+
+
+def _check_calls(layer: Layer, calls: list[AttentionCall]) -> None:
+    if all(call.key.size(2) < 2 for call in calls):
+        raise ValueError(
+            f"calibrate: expected batches of several tokens, got one key in every call of {layer}"
+        )
+    visible = []
+    for call in calls:
+        is_seen = call.weights.detach().amax(-1) > 0  # [B, H, T]
+        if call.query_padding is not None:
+            is_seen = is_seen & ~call.query_padding[:, None]
+        visible.append(bool(is_seen.any()))
+    if not any(visible):
+        raise ValueError(
+            f"calibrate: expected batches with tokens, got nothing but padding in {layer}"
+        )
+
+
+def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
+    """Returns squared relative errors of the heads, [H]: of what is fitted to, and of the rest."""
+    sums: list[Tensor] = []
+    for call in calls:
+        weights = layer.weights(call)
+        error, size = ((weights - call.weights).square(), call.weights.square())
+        of_rows = torch.stack([error.sum(-1), size.sum(-1)])  # [2, B, H, T]
+        if call.query_padding is not None:
+            of_rows = of_rows.masked_fill(call.query_padding[:, None], 0.0)
+        sums.append(by_what_is_held_out(of_rows.transpose(2, 3)))  # [2, 2, H]
+    errors, sizes = torch.stack(sums).sum(0).unbind(1)
+    fitted, rest = errors / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+    return fitted, rest
+
+
+def by_what_is_held_out(of_rows: Tensor) -> Tensor:
+    """Sums over sequences and queries: of what is fitted to, and of the rest, in front.
+
+    Of fewer than five sequences queries are held out instead.
+
+    Args:
+        of_rows: [.., B, T, ..], the batch on the second axis.
+
+    Returns:
+        [2, ...], without B and T.
+    """
+    if of_rows.size(1) < _HELD_OUT:
+        of_rows = of_rows.transpose(1, 2)
+    count = of_rows.size(1)
+    # the first query of a causal layer has but one key
+    held_out = torch.arange(count, device=of_rows.device) % _HELD_OUT == min(2, count - 1)
+    return torch.stack([of_rows[:, rows].sum((1, 2)) for rows in (~held_out, held_out)])
+
+
+def _tell_of_heads(layer: Layer, before: Tensor, after: Tensor) -> None:
+    """Logs the heads that came no nearer."""
+    stuck = [head for head, better in enumerate((after < before).tolist()) if not better]
+    if stuck:
+        errors = ", ".join(f"{head} ({after[head]:.2f})" for head in stuck)
+        _logger.warning(
+            "calibrate: heads of %s came no nearer to softmax and keep the frequencies they had, "
+            "with these errors of the weights: %s",
+            layer,
+            errors,
+        )

@@ -1,0 +1,93 @@
+"""Modules in which some heads compute softmax, beside others with the implicit kernel.
+
+Sizes: H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["SoftmaxHeads", "Split", "by_heads"]
+
+
+class Split(NamedTuple):
+    """The heads of a module by what they compute, each ascending."""
+
+    softmax: tuple[int, ...]
+    implicit: tuple[int, ...]
+
+
+class SoftmaxHeads(nn.Module):
+    """A base of modules some of whose heads may compute softmax.
+
+    Which ones is a buffer ``softmax_heads``, bool [H], saved with the module. Modules without such
+    heads have none.
+    """
+
+    _split: Split | None = None  # of the buffer, so that no call has to wait for its numbers
+
+    def keep_softmax(self, heads: Tensor | Sequence[int] | None) -> None:
+        """Makes heads compute softmax.
+
+        Args:
+            heads: Bool [H], or None: every head has the module's kernel again.
+        """
+        if hasattr(self, "softmax_heads"):
+            del self.softmax_heads
+        self._split = None
+        if heads is None:
+            return
+        mask = torch.as_tensor(heads)
+        if mask.dtype != torch.bool or mask.dim() != 1:
+            raise ValueError(
+                f"keep_softmax: heads must be bool [H], got {mask.dtype} {list(mask.shape)}"
+            )
+        like = next(self.parameters()).device
+        self.register_buffer("softmax_heads", mask.detach().to(like, copy=True))
+        if not mask.is_meta:
+            self.split_heads()
+
+    def split_heads(self) -> Split | None:
+        """The heads by what they compute; None where all have the module's kernel."""
+        if self._split is None:
+            mask = getattr(self, "softmax_heads", None)
+            if mask is None:
+                return None
+            flags = mask.tolist()
+            softmax = tuple(head for head, kept in enumerate(flags) if kept)
+            self._split = Split(softmax, tuple(h for h in range(len(flags)) if h not in softmax))
+        return self._split if self._split.softmax else None
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._split = None
+
+
+def by_heads(
+    split: Split,
+    softmax: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    implicit: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    """The output [B, H, L, d_v] and weights of all heads, from two functions of numbers of heads.
+
+    Args:
+        split: Which function is for which heads.
+        softmax, implicit: From numbers of heads, [heads], to their output and weights, or None.
+        device: Of the tensors.
+    """
+    parts = [
+        compute(torch.tensor(heads, device=device))
+        for heads, compute in ((split.softmax, softmax), (split.implicit, implicit))
+        if heads
+    ]
+    order = torch.tensor((*split.softmax, *split.implicit), device=device).argsort()
+    outputs, weights = zip(*parts, strict=True)
+    output = torch.cat(outputs, 1).index_select(1, order)
+    if weights[0] is None:
+        return output, None
+    return output, torch.cat(weights, 1).index_select(1, order)
