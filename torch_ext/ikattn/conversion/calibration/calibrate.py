@@ -279,8 +279,8 @@ def _without_autocast(calls: list[AttentionCall]) -> torch.autocast:
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Without caches of keys, too, which would grow each time a layer is called alone."""
     training = {module: module.training for module in model.modules()}
-    configs = {id(x): x for x in (getattr(m, "config", None) for m in training)}.values()
-    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    configs: Any = {id(x): x for x in (getattr(m, "config", None) for m in training)}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     model.eval()
     for config in caching:
         config.use_cache = False

@@ -23,6 +23,7 @@ from ikattn.integrations.transformers._packed import Sequences, given_sequences,
 from ikattn.integrations.transformers._padding import shown_keys
 from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.integrations.transformers._state_cache import state_layer_of
+from ikattn.integrations.transformers._switches import watch_configs
 from ikattn.nn._masks import Masks, padded
 from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
 from ikattn.nn._softmax import refuse_context_parallel, softmax_attention
@@ -39,6 +40,7 @@ _FEW_QUERIES = 8  # that take features from a cache
 def register_implicit() -> None:
     """Registers "ikattn_implicit" with transformers."""
     register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
+    watch_configs(IMPLICIT)
 
 
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:

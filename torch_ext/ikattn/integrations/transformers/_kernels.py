@@ -13,10 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers._interface import (
-    calls_interface,
-    is_softmax_on_purpose,
-)
+from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.integrations.transformers._switches import tell_of_another_kernel
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.selection import check_unwrapped, describe_unseen, unseen_attention
 from ikattn.nn.softmax_heads import SoftmaxHeads
@@ -191,7 +189,7 @@ def attach_kernels(
         check_unwrapped("use_implicit_attention", model)
     for name, kernel in kernels.items():
         found[name].register_module("spectral", kernel)
-        found[name].register_forward_pre_hook(_warn_if_unused)
+        found[name].register_forward_pre_hook(_tell_if_unused)
     unseen = unseen_attention(model, found.values())
     if unseen:
         warnings.warn(
@@ -201,16 +199,10 @@ def attach_kernels(
         )
 
 
-def _warn_if_unused(module: nn.Module, args: Any) -> None:
+def _tell_if_unused(module: nn.Module, args: Any) -> None:
     """Somebody may set the config's attention to another than the implicit kernel's."""
-    config = getattr(module, "config", None)
-    name = getattr(config, "_attn_implementation_internal", None)
-    if name is not None and IMPLICIT not in name and not is_softmax_on_purpose(config):
-        warnings.warn(
-            f'{type(module).__name__} runs the attention "{name}" and not its implicit kernel, for '
-            f'its config says so; model.set_attn_implementation("{IMPLICIT}") takes that back',
-            stacklevel=2,
-        )
+    if not torch.compiler.is_compiling():
+        tell_of_another_kernel(module, IMPLICIT)
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
