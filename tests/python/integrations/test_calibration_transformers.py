@@ -149,7 +149,7 @@ def test_data_that_nothing_can_be_fitted_to(change: dict[str, Any], message: str
     ("options", "message"),
     [
         ({"train": "all"}, "train must be one of"),
-        ({"output_steps": -1}, "output_steps must be at least 0, got -1"),
+        ({"output_steps": -1}, "output_steps must not be negative, got -1"),
         ({"keep": 0.0}, "keep must be a positive number, got 0.0"),
         ({"projection_learning_rate": float("nan")}, "projection_learning_rate must be a positive"),
     ],

@@ -77,7 +77,7 @@ def calibrate(
         batches: Inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
             ``attention_mask`` of a dict tells which tokens are padding.
         select: Which modules, as for ``convert``.
-        steps: Of Adam, on the weights of each module.
+        steps: Of Adam, on the weights of each module; 0: none.
         learning_rate: Of Adam, falling to 0 as a cosine.
         output_steps: Of Adam, on the output of each module, a batch each; 0: none.
         train: What these change: "frequencies", or "attention", which is all parameters of the
@@ -160,11 +160,11 @@ def _checked(
             "positional or a dict of keyword arguments, got one "
             f"{type(batches).__name__}: [batch] is one batch"
         )
-    for name, count, least in (("steps", steps, 1), ("output_steps", output_steps, 0)):
+    for name, count in (("steps", steps), ("output_steps", output_steps)):
         if not isinstance(count, Integral):
             raise TypeError(f"calibrate: {name} must be a whole number, got {count!r}")
-        if count < least:
-            raise ValueError(f"calibrate: {name} must be at least {least}, got {count}")
+        if count < 0:
+            raise ValueError(f"calibrate: {name} must not be negative, got {count}")
     numbers = {
         "learning_rate": learning_rate,
         "projection_learning_rate": projection_learning_rate,

@@ -82,7 +82,8 @@ def fit_to_weights(
     with torch.no_grad():
         for parameter, kept in zip(parameters, state, strict=True):
             parameter.copy_(kept)
-    _tell_of_heads(layer, before.sqrt(), best.sqrt())
+    if steps:
+        _tell_of_heads(layer, before.sqrt(), best.sqrt())
     return before.sqrt(), best.sqrt()
 
 

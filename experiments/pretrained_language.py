@@ -1,0 +1,146 @@
+"""A small GPT-2 of words, trained here, then given implicit-kernel attention.
+
+Sizes: B blocks of text, N tokens of a block.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import ikattn
+from parallel_text import read_lines
+from sentences import read
+
+LENGTH, BATCH = 64, 16
+VOCABULARY = 6000
+STEPS = 1000
+ORIGIN = "github.com/multi30k/dataset, data/task1/tok"
+END, UNKNOWN = 0, 1
+
+
+class Text(NamedTuple):
+    """Blocks of words, [B, N + 1], to train on and to test on; and how many words there are."""
+
+    training: Tensor
+    test: Tensor
+    words: int
+
+
+def text_of(sentences: Path, captions: Path) -> Text:
+    """English captions, sentences of reviews and plots, in an order of no meaning.
+
+    Raises:
+        OSError, ValueError: A file cannot be read.
+    """
+    lines = [line.split() for line in read_lines(captions / "train.lc.norm.tok.en", ORIGIN)]
+    for name in ("subj.all", "rt-polarity.all"):
+        lines += [list(sentence.words) for sentence in read(sentences, name)]
+    counts = Counter(word for line in lines for word in line)
+    words = [word for word, _ in counts.most_common(VOCABULARY - 2)]
+    numbers = {word: number for number, word in enumerate(words, start=2)}
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.tensor(
+        [number for i in order for number in (*_numbers(lines[i], numbers), END)]
+    )
+    blocks = tokens[: len(tokens) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    tenth = len(blocks) // 10
+    return Text(blocks[tenth:], blocks[:tenth], len(words) + 2)
+
+
+def _numbers(line: list[str], numbers: dict[str, int]) -> list[int]:
+    return [numbers.get(word, UNKNOWN) for word in line]
+
+
+def new_model(words: int, *, frequencies: int | None, quick: bool) -> Any:
+    """A GPT-2 of 2.9 million parameters; with frequencies, of the implicit kernel."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=words,
+        n_positions=LENGTH,
+        n_embd=64 if quick else 192,
+        n_layer=2 if quick else 4,
+        n_head=6 if not quick else 2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    if frequencies is not None:
+        ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
+    return model
+
+
+def train(model: Any, blocks: Tensor, steps: int, rate: float = 1e-3) -> None:
+    """Adam on blocks drawn anew each epoch; the rate rises for a tenth of the steps, then falls."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(
+        ikattn.parameter_groups(model, lr=rate, frequency_lr=3 * rate, weight_decay=0.01)
+    )
+    warm = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / steps)),
+    )
+    model.train()
+    numbers: list[int] = []
+    for _ in range(steps):
+        if len(numbers) < BATCH:
+            numbers = torch.randperm(len(blocks), generator=generator).tolist()
+        own, numbers = blocks[numbers[:BATCH]], numbers[BATCH:]
+        loss = loss_of(model, own)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+
+def loss_of(model: Any, blocks: Tensor) -> Tensor:
+    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
+    loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
+    return loss
+
+
+@torch.no_grad()
+def perplexity(model: Any, blocks: Tensor) -> float:
+    model.eval()
+    losses = [loss_of(model, part).item() * len(part) for part in blocks.split(64)]
+    return math.exp(sum(losses) / len(blocks))
+
+
+def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str, float, float]]:
+    """What the model is after each step, its perplexity on the test text, CPU seconds in all."""
+    steps, tenth = (4, 2) if quick else (STEPS, STEPS // 10)
+    test = text.test[:8] if quick else text.test
+    model = new_model(text.words, frequencies=None, quick=quick)
+    begin = time.process_time()
+    train(model, text.training, steps)
+    yield "softmax", perplexity(model, test), time.process_time() - begin
+    begin = time.process_time()
+    ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
+    yield "converted, as drawn", perplexity(model, test), 0.0
+    blocks = text.training[: 2 if quick else 500]
+    batches = [{"input_ids": part[:, :-1]} for part in blocks.split(25)]
+    options = {"steps": 3, "output_steps": 3} if quick else {}
+    ikattn.calibrate(model, batches, train="attention", **options)
+    calibrated = copy.deepcopy(model)
+    yield "converted, calibrated", perplexity(model, test), time.process_time() - begin
+    train(calibrated, text.training, tenth, rate=3e-4)
+    yield "the same, a tenth of training", perplexity(calibrated, test), time.process_time() - begin
+    begin = time.process_time()
+    model = new_model(text.words, frequencies=frequencies, quick=quick)
+    train(model, text.training, steps)
+    yield "implicit from the start", perplexity(model, test), time.process_time() - begin
