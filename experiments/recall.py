@@ -1,0 +1,229 @@
+"""Recall by attention: how many pairs a model can keep, and what its state takes.
+
+Multi-query associative recall (Arora et al. 2023), generated, without data. Two causal layers with
+heads of size 64, whose queries, keys and values pass a convolution over three tokens. One model of
+each attention and width is trained on short sequences first, then on a mixture up to 512 tokens;
+it is tested on each length and number of pairs by itself, on longer sequences, too.
+
+Models are compared after equally many steps, and after the time that softmax attention takes for
+these. State is what a layer keeps of the tokens before, in numbers.
+
+    pip install 'ikattn[demo]'
+    python experiments/recall.py --quick
+    python experiments/recall.py --csv recall.csv --plot recall.png
+    python experiments/recall.py --stages 1 --sizes 64 --rates 1e-3 3e-3 1e-2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from command_line import add_options, check_options, parser_of, run_program
+from comparison import Divergences, Table, spread
+from recall_protocol import HEAD_DIM, LENGTHS, Run, Setting, Stage, fit, seconds_per_step
+from sequence_models import Kernel
+
+FREQUENCIES = (8, 16, 32, 64)
+# name -> attention; linear ones of more features have the state of 8, 16 and 32 frequencies
+ATTENTIONS = {
+    "softmax": Kernel("softmax"),
+    **{f"implicit-{m}": Kernel("implicit", m) for m in FREQUENCIES},
+    **{f"implicit-{m}-none": Kernel("implicit", m, "none") for m in FREQUENCIES},
+    "rbf": Kernel("rbf"),
+    "elu": Kernel("elu"),
+    "elu-528": Kernel("elu", features=528),
+    "taylor": Kernel("taylor"),
+    "taylor-31": Kernel("taylor", features=31),
+    "taylor-63": Kernel("taylor", features=63),
+}
+# what differs in the size of its state alone -> how the plot draws it
+FAMILIES = {
+    "softmax": "ks",
+    "rbf": "kd",
+    "implicit, learned p": "o-",
+    "implicit, no magnitude": "o--",
+    "elu + 1": "^-",
+    "taylor": "v-",
+}
+RATE, KERNEL_RATE = 3e-3, 0.1  # of all attentions, of what was tried: docs/experiments/recall.md
+STAGES = (Stage((64,), 2048, 400), Stage((64, 128, 256, 512), 4096, 300))
+QUICK = (Stage((64,), 256, 2), Stage((64, 128), 256, 1))
+MOST_STEPS = 1.5  # times the steps of the stages, where softmax's time is longer than these
+SHOWN = ((512, 32), (512, 64), (1024, 64))  # length and pairs, of the table and the plot
+
+
+def family_of(name: str) -> str:
+    """The line of the plot that an attention belongs to."""
+    if name.startswith("implicit"):
+        return "implicit, no magnitude" if name.endswith("none") else "implicit, learned p"
+    kind = name.partition("-")[0]
+    return "elu + 1" if kind == "elu" else kind
+
+
+def choose_settings(options: argparse.Namespace) -> list[Setting]:
+    """Everything to train but for the seed, which is 0 here."""
+    return [
+        Setting(
+            name,
+            ATTENTIONS[name]._replace(width=width),
+            size,
+            rate,
+            kernel_rate,
+            0,
+        )
+        for size in options.sizes
+        for name in options.attention
+        for rate in options.rates
+        for width in (options.widths if name.startswith("implicit") else [1.0])
+        for kernel_rate in (options.kernel_rates if name.startswith("implicit") else [1.0])
+    ]
+
+
+def moments_of(stages: Sequence[Stage], seconds: float, of_softmax: float | None) -> dict[str, int]:
+    """When to test, in steps: after those of the stages, and after softmax's time for these."""
+    steps = sum(stage.steps for stage in stages)
+    if of_softmax is None:
+        return {"equal steps": steps}
+    in_time = min(max(1, round(steps * of_softmax / seconds)), int(MOST_STEPS * steps))
+    return {"equal steps": steps, "equal time": in_time}
+
+
+def mean_of(runs: Sequence[Run], moment: str, task: tuple[int, int]) -> str:
+    """Mean and deviation of the accuracies, in percent; "" where there are none."""
+    found = [
+        100 * run.accuracy
+        for run in runs
+        if run.moment == moment and (run.length, run.pairs) == task
+    ]
+    return spread(found, 1) if found else ""
+
+
+def print_row(label: str, runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> None:
+    state = next(run.state for run in runs if run.length == shown[0][0])
+    row = f"{label:<44}{state:9}{1e3 * runs[0].seconds_per_step:8.0f}"
+    for moment in ("equal steps", "equal time"):
+        row += "  " + "".join(f"{mean_of(runs, moment, task):>12}" for task in shown)
+    print(row, flush=True)
+
+
+def label_of(setting: Setting, options: argparse.Namespace) -> str:
+    """The setting's name, with those of its options that several values were given for."""
+    label = f"{setting.size}, {setting.kernel}"
+    of_kernel = setting.name.startswith("implicit")
+    if len(options.rates) > 1:
+        label += f", rate {setting.rate:g}"
+    if of_kernel and len(options.widths) > 1:
+        label += f", width {setting.kernel.width:g}"
+    if of_kernel and len(options.kernel_rates) > 1:
+        label += f", kernels x {setting.kernel_rate:g}"
+    return label
+
+
+def draw_recall(path: Path, runs: Sequence[Run], tasks: Sequence[tuple[int, int]]) -> None:
+    """Draws accuracy after equal steps against the size of the state, a panel for each task."""
+    import matplotlib.pyplot as plt
+
+    sizes = list(dict.fromkeys(run.size for run in runs))
+    figure, panels = plt.subplots(
+        len(sizes),
+        len(tasks),
+        figsize=(4.5 * len(tasks), 3.6 * len(sizes)),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    for row, size in zip(panels, sizes, strict=True):
+        for axes, task in zip(row, tasks, strict=True):
+            own = [
+                run
+                for run in runs
+                if (run.size, run.moment) == (size, "equal steps")
+                and (run.length, run.pairs) == task
+            ]
+            _draw_families(axes, own)
+            axes.set(title=f"width {size}: {task[1]} pairs in {task[0]} tokens", xscale="log")
+            axes.set(xlabel="numbers that a layer keeps", ylim=(-3, 103))
+        row[0].set_ylabel("answers that are right, %")
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_families(axes: Any, runs: Sequence[Run]) -> None:
+    """One line for the attentions that differ in the size of their state alone."""
+    for family, marker in FAMILIES.items():
+        names = [name for name in ATTENTIONS if family_of(name) == family]
+        points = []
+        for name in names:
+            found = [run for run in runs if run.attention == name]
+            if found:
+                accuracy = 100 * np.mean([run.accuracy for run in found])
+                points.append((found[0].state, accuracy))
+        points.sort()
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, label=family)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
+    add("--sizes", nargs="+", type=int, default=[64, 128], help="of the model; default: 64 128")
+    add("--seeds", type=int, default=1)
+    add("--stages", type=int, default=len(STAGES), help="of training; 1: short sequences alone")
+    add("--rates", nargs="+", type=float, default=[RATE], help=f"of Adam; default: {RATE}")
+    add("--widths", nargs="+", type=float, default=[1.0], help="of first frequencies; 0: paper's")
+    add("--kernel-rates", nargs="+", type=float, default=[KERNEL_RATE], help="times the rate")
+    add("--quick", action="store_true", help="width 64, three steps, up to 128 tokens")
+    add_options(parser, plotted="accuracies against the size of the state")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.seeds = [64], 1
+    check_options(parser, options, ["seeds", "stages", "threads"])
+    if any(size < HEAD_DIM or size % HEAD_DIM for size in options.sizes):
+        parser.error(f"--sizes must be multiples of {HEAD_DIM}, got {options.sizes}")
+    if min(options.rates) <= 0 or min(*options.widths, *options.kernel_rates) < 0:
+        parser.error("--rates must be above 0, --widths and --kernel-rates at least 0")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    stages = (QUICK if options.quick else STAGES)[: options.stages]
+    lengths = [n for n in LENGTHS if not options.quick or n <= 128]
+    shown = [(128, 32)] if options.quick else SHOWN
+    settings = choose_settings(options)
+    tasks = "; ".join(f"{pairs} pairs in {length} tokens" for length, pairs in shown)
+    print(f"State of the first task; ms per step; accuracy in % of {tasks}:")
+    print("after equal steps, then after softmax's time")
+    table = Table[Run](options.csv)
+    divergences = Divergences()
+    for size in options.sizes:
+        own = [setting for setting in settings if setting.size == size]
+        seconds = seconds_per_step(own, stages[-1], 1 if options.quick else 3)
+        times = dict(zip((setting.name for setting in own), seconds, strict=True))
+        for setting, per_step in zip(own, seconds, strict=True):
+            moments = moments_of(stages, per_step, times.get("softmax"))
+            label, rows = label_of(setting, options), []
+            for seed in tqdm(range(options.seeds), desc=label, leave=False, disable=None):
+                arguments = (setting._replace(seed=seed), stages, moments, per_step, lengths)
+                found = divergences.fit(f"{label}, seed {seed}", partial(fit, *arguments)) or []
+                table.add(*found)
+                rows += found
+            if rows:
+                print_row(label, rows, shown)
+    if options.plot is not None and table.runs:
+        draw_recall(options.plot, table.runs, shown)
+    divergences.end()
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,245 @@
+"""Multi-query associative recall (Arora et al. 2023): the task, a model's training, its test.
+
+A sequence begins with pairs of a key and a value. Keys then come again at random places, sooner
+more often than later, and the model is to name each one's value there. All other places hold random
+tokens: values, and keys that no pair has. There are no data but these.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ikattn
+from comparison import train_step
+from sequence_models import Kernel, SequenceModel, state_size
+
+KEYS = VALUES = 256
+HEAD_DIM = 64
+GAP_POWER = -0.99  # of the distance, in twos, by which the places of queries are drawn
+LARGEST_GRADIENT = 1.0
+WEIGHT_DECAY = 0.1
+AVERAGED_STEPS = 50  # the time constant of the mean of weights that is tested
+WARM_UP = 50  # steps
+TEST_SEED = 1 << 20
+
+LENGTHS = (64, 128, 256, 512, 1024)
+PAIRS = (4, 8, 16, 32, 64)
+
+
+class Examples(NamedTuple):
+    """Tokens [B, N], the places of queries [B, P] and the number of the value of each [B, P]."""
+
+    tokens: Tensor
+    places: Tensor
+    answers: Tensor
+
+
+class Stage(NamedTuple):
+    """A part of training: lengths, of which each step draws one, tokens of a batch, and steps."""
+
+    lengths: tuple[int, ...]
+    tokens: int
+    steps: int
+
+
+class Setting(NamedTuple):
+    """What is trained. Rates are of Adam; that of kernels is a multiple of the other."""
+
+    name: str
+    kernel: Kernel
+    size: int
+    rate: float
+    kernel_rate: float
+    seed: int
+
+
+class Run(NamedTuple):
+    """The accuracy of one model, at one moment of its training, on one task."""
+
+    attention: str
+    size: int
+    width: float
+    rate: float
+    kernel_rate: float
+    seed: int
+    moment: str  # "equal steps" or "equal time"
+    steps: int
+    seconds_per_step: float
+    length: int
+    pairs: int
+    state: int  # numbers that a layer keeps, of this length
+    accuracy: float
+
+
+def fitting(pairs: Sequence[int], length: int) -> list[int]:
+    """The numbers of pairs for which a sequence has room, with a query for each."""
+    return [count for count in pairs if 4 * count <= length]
+
+
+def draw(batch: int, length: int, pairs: int, generator: torch.Generator) -> Examples:
+    """Draws sequences.
+
+    Raises:
+        ValueError: The pairs and a query for each do not fit, or there are too few keys.
+    """
+    if pairs < 1 or 4 * pairs > length or pairs > KEYS:
+        raise ValueError(
+            f"pairs must be from 1 to {min(KEYS, length // 4)} at length {length}, got {pairs}"
+        )
+    order = torch.rand(batch, KEYS, generator=generator).argsort(1)
+    keys, others = order[:, :pairs], order[:, pairs:]
+    values = torch.randint(VALUES, (batch, pairs), generator=generator)
+    fillers = torch.cat([others, torch.arange(KEYS, KEYS + VALUES).expand(batch, -1)], 1)
+    chosen = torch.randint(fillers.size(1), (batch, length), generator=generator)
+    tokens = fillers.gather(1, chosen)
+    tokens[:, 0 : 2 * pairs : 2] = keys
+    tokens[:, 1 : 2 * pairs : 2] = KEYS + values
+    weights = torch.arange(1, (length - 2 * pairs) // 2 + 1).double() ** GAP_POWER
+    # the largest of log(uniform) / weight are a draw without replacement, by weight
+    drawn = torch.rand(batch, len(weights), generator=generator, dtype=torch.double)
+    places = 2 * pairs + 2 * (drawn.log() / weights).topk(pairs, 1).indices
+    tokens.scatter_(1, places, keys)
+    return Examples(tokens, places, values)
+
+
+def make_model(setting: Setting) -> SequenceModel:
+    torch.manual_seed(setting.seed)
+    return SequenceModel(
+        KEYS + VALUES,
+        VALUES,
+        setting.kernel,
+        size=setting.size,
+        heads=setting.size // HEAD_DIM,
+        causal=True,
+        convolution=True,
+    )
+
+
+def draw_batch(stage: Stage, generator: torch.Generator) -> Examples:
+    """A batch of one length and number of pairs, both drawn."""
+
+    def one_of(choices: Sequence[int]) -> int:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    length = one_of(stage.lengths)
+    pairs = one_of(fitting(PAIRS, length))
+    return draw(max(1, stage.tokens // length), length, pairs, generator)
+
+
+class Training:
+    """A model that learns, and the mean of its last weights."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.model = make_model(setting)
+        groups = ikattn.parameter_groups(
+            self.model,
+            lr=setting.rate,
+            frequency_lr=setting.rate * setting.kernel_rate,
+            weight_decay=WEIGHT_DECAY,
+        )
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+        self.warm_up = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / WARM_UP)
+        )
+        decay = 1 - 1 / AVERAGED_STEPS
+        self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def step(self, examples: Examples) -> float:
+        """Learns of a batch; returns its loss.
+
+        Raises:
+            FloatingPointError: The gradient is not finite.
+        """
+        logits = self.model(examples.tokens, places=examples.places)
+        loss = F.cross_entropy(logits.flatten(0, 1), examples.answers.flatten())
+        train_step(self.model, self.optimizer, loss, examples=1, largest_gradient=LARGEST_GRADIENT)
+        self.warm_up.step()
+        self.mean.update_parameters(self.model)
+        return loss.item()
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module, lengths: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Length, number of pairs, and the share of queries that are answered, of each task."""
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    for length in lengths:
+        for pairs in fitting(PAIRS, length):
+            right = asked = 0
+            for _ in range(2 if pairs >= 32 else 4):
+                examples = draw(16, length, pairs, generator)
+                found = model(examples.tokens, places=examples.places).argmax(-1)
+                right += int((found == examples.answers).sum())
+                asked += found.numel()
+            yield length, pairs, right / asked
+
+
+def seconds_per_step(settings: Sequence[Setting], stage: Stage, rounds: int) -> list[float]:
+    """The processor's seconds that a step takes each setting: the least of rounds, by length.
+
+    The settings take turns, so that what else the machine does slows all of them alike.
+    """
+    generator = torch.Generator().manual_seed(0)
+    trainings = [Training(setting) for setting in settings]
+    best = [[math.inf] * len(stage.lengths) for _ in settings]
+    for _ in range(rounds):
+        for column, length in enumerate(stage.lengths):
+            pairs = fitting(PAIRS, length)[-1]
+            examples = draw(max(1, stage.tokens // length), length, pairs, generator)
+            for row, training in zip(best, trainings, strict=True):
+                start = time.process_time()
+                training.step(examples)
+                row[column] = min(row[column], time.process_time() - start)
+    return [sum(row) / len(row) for row in best]
+
+
+def fit(
+    setting: Setting,
+    stages: Sequence[Stage],
+    moments: dict[str, int],
+    per_step: float,
+    lengths: Sequence[int],
+) -> list[Run]:
+    """Trains a model and tests it at moments of its training, in steps.
+
+    The last stage goes on until the last moment.
+
+    Raises:
+        FloatingPointError: The gradient is not finite.
+    """
+    training = Training(setting)
+    generator = torch.Generator().manual_seed(setting.seed)
+    ends = [sum(stage.steps for stage in stages[: i + 1]) for i in range(len(stages))]
+    runs = []
+    for step in range(1, max(moments.values()) + 1):
+        stage = next((s for s, end in zip(stages, ends, strict=True) if step <= end), stages[-1])
+        training.step(draw_batch(stage, generator))
+        due = [moment for moment, at in moments.items() if at == step]
+        for length, pairs, accuracy in accuracies(training.mean, lengths) if due else ():
+            state = state_size(setting.kernel, HEAD_DIM, length) * (setting.size // HEAD_DIM)
+            runs += [
+                Run(
+                    setting.name,
+                    setting.size,
+                    setting.kernel.width,
+                    setting.rate,
+                    setting.kernel_rate,
+                    setting.seed,
+                    moment,
+                    step,
+                    per_step,
+                    length,
+                    pairs,
+                    state,
+                    accuracy,
+                )
+                for moment in due
+            ]
+    return runs
