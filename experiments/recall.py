@@ -28,7 +28,19 @@ from tqdm import tqdm
 
 from command_line import add_options, check_options, parser_of, run_program
 from comparison import Divergences, Table, spread
-from recall_protocol import HEAD_DIM, LENGTHS, Run, Setting, Stage, fit, seconds_per_step
+from recall_protocol import (
+    HEAD_DIM,
+    LENGTHS,
+    PAIRS,
+    Moment,
+    Run,
+    Setting,
+    Stage,
+    Task,
+    fit,
+    fitting,
+    seconds_per_step,
+)
 from sequence_models import Kernel
 
 FREQUENCIES = (8, 16, 32, 64)
@@ -54,10 +66,10 @@ FAMILIES = {
     "taylor": "v-",
 }
 RATE, KERNEL_RATE = 3e-3, 0.1  # of all attentions, of what was tried: docs/experiments/recall.md
-STAGES = (Stage((64,), 2048, 400), Stage((64, 128, 256, 512), 4096, 300))
+STAGES = (Stage((64,), 2048, 400), Stage((64, 128, 256, 512), 2048, 300))
 QUICK = (Stage((64,), 256, 2), Stage((64, 128), 256, 1))
 MOST_STEPS = 1.5  # times the steps of the stages, where softmax's time is longer than these
-SHOWN = ((512, 32), (512, 64), (1024, 64))  # length and pairs, of the table and the plot
+SHOWN = [(512, 32), (512, 64), (1024, 64)]  # length and pairs, of the table and the plot
 
 
 def family_of(name: str) -> str:
@@ -87,16 +99,18 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def moments_of(stages: Sequence[Stage], seconds: float, of_softmax: float | None) -> dict[str, int]:
-    """When to test, in steps: after those of the stages, and after softmax's time for these."""
-    steps = sum(stage.steps for stage in stages)
-    if of_softmax is None:
-        return {"equal steps": steps}
-    in_time = min(max(1, round(steps * of_softmax / seconds)), int(MOST_STEPS * steps))
-    return {"equal steps": steps, "equal time": in_time}
+def moments_of(
+    steps: int, seconds: float, of_softmax: float | None, tasks: list[Task], shown: list[Task]
+) -> list[Moment]:
+    """After so many steps on all tasks, and after softmax's time for these on those shown."""
+    moments = [Moment("equal steps", steps, tasks)]
+    if of_softmax is not None:
+        in_time = min(max(1, round(steps * of_softmax / seconds)), int(MOST_STEPS * steps))
+        moments.append(Moment("equal time", in_time, shown))
+    return moments
 
 
-def mean_of(runs: Sequence[Run], moment: str, task: tuple[int, int]) -> str:
+def mean_of(runs: Sequence[Run], moment: str, task: Task) -> str:
     """Mean and deviation of the accuracies, in percent; "" where there are none."""
     found = [
         100 * run.accuracy
@@ -106,7 +120,7 @@ def mean_of(runs: Sequence[Run], moment: str, task: tuple[int, int]) -> str:
     return spread(found, 1) if found else ""
 
 
-def print_row(label: str, runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> None:
+def print_row(label: str, runs: Sequence[Run], shown: Sequence[Task]) -> None:
     state = next(run.state for run in runs if run.length == shown[0][0])
     row = f"{label:<44}{state:9}{1e3 * runs[0].seconds_per_step:8.0f}"
     for moment in ("equal steps", "equal time"):
@@ -127,7 +141,7 @@ def label_of(setting: Setting, options: argparse.Namespace) -> str:
     return label
 
 
-def draw_recall(path: Path, runs: Sequence[Run], tasks: Sequence[tuple[int, int]]) -> None:
+def draw_recall(path: Path, runs: Sequence[Run], tasks: Sequence[Task]) -> None:
     """Draws accuracy after equal steps against the size of the state, a panel for each task."""
     import matplotlib.pyplot as plt
 
@@ -199,10 +213,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     stages = (QUICK if options.quick else STAGES)[: options.stages]
     lengths = [n for n in LENGTHS if not options.quick or n <= 128]
+    tasks = [(length, pairs) for length in lengths for pairs in fitting(PAIRS, length)]
     shown = [(128, 32)] if options.quick else SHOWN
+    steps = sum(stage.steps for stage in stages)
     settings = choose_settings(options)
-    tasks = "; ".join(f"{pairs} pairs in {length} tokens" for length, pairs in shown)
-    print(f"State of the first task; ms per step; accuracy in % of {tasks}:")
+    told = "; ".join(f"{pairs} pairs in {length} tokens" for length, pairs in shown)
+    print(f"State of the first task; ms per step; accuracy in % of {told}:")
     print("after equal steps, then after softmax's time")
     table = Table[Run](options.csv)
     divergences = Divergences()
@@ -211,10 +227,10 @@ def main() -> None:
         seconds = seconds_per_step(own, stages[-1], 1 if options.quick else 3)
         times = dict(zip((setting.name for setting in own), seconds, strict=True))
         for setting, per_step in zip(own, seconds, strict=True):
-            moments = moments_of(stages, per_step, times.get("softmax"))
+            moments = moments_of(steps, per_step, times.get("softmax"), tasks, shown)
             label, rows = label_of(setting, options), []
             for seed in tqdm(range(options.seeds), desc=label, leave=False, disable=None):
-                arguments = (setting._replace(seed=seed), stages, moments, per_step, lengths)
+                arguments = (setting._replace(seed=seed), stages, moments, per_step)
                 found = divergences.fit(f"{label}, seed {seed}", partial(fit, *arguments)) or []
                 table.add(*found)
                 rows += found

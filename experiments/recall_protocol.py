@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ class Examples(NamedTuple):
     tokens: Tensor
     places: Tensor
     answers: Tensor
+
+
+Task = tuple[int, int]  # length and number of pairs
 
 
 class Stage(NamedTuple):
@@ -77,6 +81,14 @@ class Run(NamedTuple):
     pairs: int
     state: int  # numbers that a layer keeps, of this length
     accuracy: float
+
+
+class Moment(NamedTuple):
+    """When a model is tested, in steps of its training, and on what."""
+
+    name: str
+    step: int
+    tasks: list[Task]
 
 
 def fitting(pairs: Sequence[int], length: int) -> list[int]:
@@ -167,18 +179,16 @@ class Training:
 
 
 @torch.no_grad()
-def accuracies(model: nn.Module, lengths: Sequence[int]) -> Iterator[tuple[int, int, float]]:
-    """Length, number of pairs, and the share of queries that are answered, of each task."""
+def accuracy_of(model: nn.Module, task: Task) -> float:
+    """The share of queries that are answered, of the same sequences for every model."""
     generator = torch.Generator().manual_seed(TEST_SEED)
-    for length in lengths:
-        for pairs in fitting(PAIRS, length):
-            right = asked = 0
-            for _ in range(2 if pairs >= 32 else 4):
-                examples = draw(16, length, pairs, generator)
-                found = model(examples.tokens, places=examples.places).argmax(-1)
-                right += int((found == examples.answers).sum())
-                asked += found.numel()
-            yield length, pairs, right / asked
+    right = asked = 0
+    for _ in range(2 if task[1] >= 32 else 4):
+        examples = draw(16, *task, generator)
+        found = model(examples.tokens, places=examples.places).argmax(-1)
+        right += int((found == examples.answers).sum())
+        asked += found.numel()
+    return right / asked
 
 
 def seconds_per_step(settings: Sequence[Setting], stage: Stage, rounds: int) -> list[float]:
@@ -201,45 +211,43 @@ def seconds_per_step(settings: Sequence[Setting], stage: Stage, rounds: int) -> 
 
 
 def fit(
-    setting: Setting,
-    stages: Sequence[Stage],
-    moments: dict[str, int],
-    per_step: float,
-    lengths: Sequence[int],
+    setting: Setting, stages: Sequence[Stage], moments: Sequence[Moment], per_step: float
 ) -> list[Run]:
-    """Trains a model and tests it at moments of its training, in steps.
-
-    The last stage goes on until the last moment.
+    """Trains a model and tests it at moments of its training; the last stage goes on until then.
 
     Raises:
         FloatingPointError: The gradient is not finite.
     """
     training = Training(setting)
     generator = torch.Generator().manual_seed(setting.seed)
-    ends = [sum(stage.steps for stage in stages[: i + 1]) for i in range(len(stages))]
+    schedule = chain.from_iterable(repeat(stage, stage.steps) for stage in stages)
     runs = []
-    for step in range(1, max(moments.values()) + 1):
-        stage = next((s for s, end in zip(stages, ends, strict=True) if step <= end), stages[-1])
-        training.step(draw_batch(stage, generator))
-        due = [moment for moment, at in moments.items() if at == step]
-        for length, pairs, accuracy in accuracies(training.mean, lengths) if due else ():
-            state = state_size(setting.kernel, HEAD_DIM, length) * (setting.size // HEAD_DIM)
-            runs += [
-                Run(
-                    setting.name,
-                    setting.size,
-                    setting.kernel.width,
-                    setting.rate,
-                    setting.kernel_rate,
-                    setting.seed,
-                    moment,
-                    step,
-                    per_step,
-                    length,
-                    pairs,
-                    state,
-                    accuracy,
-                )
-                for moment in due
-            ]
+    for step in range(1, max(moment.step for moment in moments) + 1):
+        training.step(draw_batch(next(schedule, stages[-1]), generator))
+        found: dict[Task, float] = {}
+        for moment in moments:
+            if moment.step != step:
+                continue
+            for task in moment.tasks:
+                if task not in found:
+                    found[task] = accuracy_of(training.mean, task)
+                runs.append(run_of(setting, moment, per_step, task, found[task]))
     return runs
+
+
+def run_of(setting: Setting, moment: Moment, per_step: float, task: Task, accuracy: float) -> Run:
+    heads = setting.size // HEAD_DIM
+    return Run(
+        setting.name,
+        setting.size,
+        setting.kernel.width,
+        setting.rate,
+        setting.kernel_rate,
+        setting.seed,
+        moment.name,
+        moment.step,
+        per_step,
+        *task,
+        heads * state_size(setting.kernel, HEAD_DIM, task[0]),
+        accuracy,
+    )
