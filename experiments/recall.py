@@ -12,6 +12,7 @@ these. State is what a layer keeps of the tokens before, in numbers.
     python experiments/recall.py --quick
     python experiments/recall.py --csv recall.csv --plot recall.png
     python experiments/recall.py --stages 1 --sizes 64 --rates 1e-3 3e-3 1e-2
+    python experiments/recall.py --random
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from recall_protocol import (
     Task,
     fit,
     fitting,
+    random_recall,
     seconds_per_step,
 )
 from sequence_models import Kernel
@@ -185,6 +187,18 @@ def _draw_families(axes: Any, runs: Sequence[Run]) -> None:
             axes.plot(*zip(*points, strict=True), marker, label=family)
 
 
+def print_random() -> None:
+    """What random keys tell of a kernel's room, at the best of three widths."""
+    counts = (16, 32, 64, 128, 256, 512, 1024, 2048)
+    print("% of values that a kernel with random frequencies recalls, by number of tokens")
+    print(f"{'M':>3}{'entries':>9}" + "".join(f"{count:6}" for count in counts))
+    for m in (4, *FREQUENCIES):
+        row = f"{m:3}{m * (2 * m + 1) + 1:9}"
+        for count in counts:
+            row += f"{100 * max(random_recall(m, count, width) for width in (2, 3, 5)):6.0f}"
+        print(row, flush=True)
+
+
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -196,6 +210,7 @@ def parse_options() -> argparse.Namespace:
     add("--widths", nargs="+", type=float, default=[1.0], help="of first frequencies; 0: paper's")
     add("--kernel-rates", nargs="+", type=float, default=[KERNEL_RATE], help="times the rate")
     add("--quick", action="store_true", help="width 64, three steps, up to 128 tokens")
+    add("--random", action="store_true", help="print what random keys tell instead")
     add_options(parser, plotted="accuracies against the size of the state")
     options = parser.parse_args()
     if options.quick:
@@ -211,6 +226,9 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
+    if options.random:
+        print_random()
+        return
     stages = (QUICK if options.quick else STAGES)[: options.stages]
     lengths = [n for n in LENGTHS if not options.quick or n <= 128]
     tasks = [(length, pairs) for length in lengths for pairs in fitting(PAIRS, length)]

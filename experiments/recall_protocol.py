@@ -191,6 +191,36 @@ def accuracy_of(model: nn.Module, task: Task) -> float:
     return right / asked
 
 
+@torch.no_grad()
+def random_recall(frequencies: int, tokens: int, width: float, repeats: int = 4) -> float:
+    """What a kernel that has learned nothing recalls: the share of values that are read right.
+
+    Random keys, each asked for once, hold random values of VALUES, which are random vectors; the
+    answer is the vector most like the output.
+
+    Args:
+        frequencies: M, drawn from a normal distribution.
+        tokens: How many keys.
+        width: Standard deviation of the frequencies, in units of 1 / (2 pi sqrt(d)).
+        repeats: Draws of all of it.
+    """
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    right = 0
+    for _ in range(repeats):
+        keys = torch.randn(1, 1, tokens, HEAD_DIM, generator=generator)
+        w1, w2 = torch.randn(2, 1, HEAD_DIM, frequencies, generator=generator) * (
+            width / (2 * math.pi * math.sqrt(HEAD_DIM))
+        )
+        vectors = torch.randn(VALUES, HEAD_DIM, generator=generator)
+        vectors -= vectors.mean(0)
+        values = torch.randint(VALUES, (tokens,), generator=generator)
+        read = ikattn.implicit_kernel_attention(
+            keys, keys, vectors[values].expand(1, 1, -1, -1), w1, w2, p=None
+        )
+        right += int(((read[0, 0] @ vectors.T).argmax(-1) == values).sum())
+    return right / (repeats * tokens)
+
+
 def seconds_per_step(settings: Sequence[Setting], stage: Stage, rounds: int) -> list[float]:
     """The processor's seconds that a step takes each setting: the least of rounds, by length.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiment_programs import rows_of, run
 from programs import import_program
-from recall_protocol import KEYS, Setting, Stage, Training, draw, draw_batch
+from recall_protocol import KEYS, Setting, Stage, Training, draw, draw_batch, random_recall
 from sequence_models import Kernel, SequenceModel, state_size
 
 KERNELS = [
@@ -117,6 +117,11 @@ def test_every_query_has_one_answer() -> None:
         assert [pairs[tokens[place]] - KEYS for place in places] == answers
         elsewhere = set(range(32, 64)) - set(places)
         assert not {tokens[place] for place in elsewhere} & set(keys)
+
+
+def test_a_kernel_that_has_learned_nothing_has_room_by_its_entries() -> None:
+    found = [random_recall(m, 64, 3.0, repeats=2) for m in (2, 8, 32)]
+    assert found[0] < 0.5 < 0.8 < found[1] < found[2] == 1
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
