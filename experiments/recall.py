@@ -1,9 +1,10 @@
 """Recall by attention: how many pairs a model can keep, and what its state takes.
 
 Multi-query associative recall (Arora et al. 2023), generated, without data. Two causal layers with
-heads of size 64, whose queries, keys and values pass a convolution over three tokens. One model of
-each attention and width is trained on short sequences first, then on a mixture up to 512 tokens;
-it is tested on each length and number of pairs by itself, on longer sequences, too.
+heads of size 64, whose queries, keys and values pass a convolution over three tokens. Models
+are trained on short sequences first, of which the best rates are chosen on a validation set, then
+on a mixture up to 512 tokens. They are tested on each length and number of pairs by itself, on
+longer sequences, too.
 
 Models are compared after equally many steps, and after the time that softmax attention takes for
 these. State is what a layer keeps of the tokens before, in numbers.
@@ -11,7 +12,7 @@ these. State is what a layer keeps of the tokens before, in numbers.
     pip install 'ikattn[demo]'
     python experiments/recall.py --quick
     python experiments/recall.py --csv recall.csv --plot recall.png
-    python experiments/recall.py --stages 1 --sizes 64 --rates 1e-3 3e-3 1e-2
+    python experiments/recall.py --stages 1 --sizes 64 --attention implicit-32 --kernel-rates .1 1
     python experiments/recall.py --random
 """
 
@@ -67,7 +68,7 @@ FAMILIES = {
     "elu + 1": "^-",
     "taylor": "v-",
 }
-RATE, KERNEL_RATE = 3e-3, 0.1  # of all attentions, of what was tried: docs/experiments/recall.md
+RATES, KERNEL_RATE = (3e-3, 1e-2), 0.1
 STAGES = (Stage((64,), 2048, 400), Stage((64, 128, 256, 512), 2048, 300))
 QUICK = (Stage((64,), 256, 2), Stage((64, 128), 256, 1))
 MOST_STEPS = 1.5  # times the steps of the stages, where softmax's time is longer than these
@@ -82,22 +83,15 @@ def family_of(name: str) -> str:
     return "elu + 1" if kind == "elu" else kind
 
 
-def choose_settings(options: argparse.Namespace) -> list[Setting]:
-    """Everything to train but for the seed, which is 0 here."""
+def candidates_of(name: str, size: int, options: argparse.Namespace) -> list[Setting]:
+    """What to try of an attention, with seed 0."""
+    kernel = ATTENTIONS[name]
+    has_frequencies = kernel.kind == "implicit"
     return [
-        Setting(
-            name,
-            ATTENTIONS[name]._replace(width=width),
-            size,
-            rate,
-            kernel_rate,
-            0,
-        )
-        for size in options.sizes
-        for name in options.attention
+        Setting(name, kernel._replace(width=width), size, rate, kernel_rate, 0)
         for rate in options.rates
-        for width in (options.widths if name.startswith("implicit") else [1.0])
-        for kernel_rate in (options.kernel_rates if name.startswith("implicit") else [1.0])
+        for width in (options.widths if has_frequencies else [1.0])
+        for kernel_rate in (options.kernel_rates if has_frequencies else [1.0])
     ]
 
 
@@ -130,17 +124,16 @@ def print_row(label: str, runs: Sequence[Run], shown: Sequence[Task]) -> None:
     print(row, flush=True)
 
 
-def label_of(setting: Setting, options: argparse.Namespace) -> str:
-    """The setting's name, with those of its options that several values were given for."""
-    label = f"{setting.size}, {setting.kernel}"
-    of_kernel = setting.name.startswith("implicit")
-    if len(options.rates) > 1:
-        label += f", rate {setting.rate:g}"
-    if of_kernel and len(options.widths) > 1:
-        label += f", width {setting.kernel.width:g}"
-    if of_kernel and len(options.kernel_rates) > 1:
-        label += f", kernels x {setting.kernel_rate:g}"
-    return label
+def print_tried(runs: Sequence[Run]) -> None:
+    """The candidates of one attention and their validation, where there were several."""
+    tried: dict[tuple[float, ...], list[float]] = {}
+    for run in runs:
+        if run.moment == "validation":
+            found = tried.setdefault((run.rate, run.width, run.kernel_rate), [])
+            found.append(100 * run.accuracy)
+    for (rate, width, kernel_rate), found in tried.items() if len(tried) > 1 else ():
+        options = f"rate {rate:g}, width {width:g}, kernels x {kernel_rate:g}"
+        print(f"    {options:<40}validation {spread(found, 1)}", flush=True)
 
 
 def draw_recall(path: Path, runs: Sequence[Run], tasks: Sequence[Task]) -> None:
@@ -206,7 +199,7 @@ def parse_options() -> argparse.Namespace:
     add("--sizes", nargs="+", type=int, default=[64, 128], help="of the model; default: 64 128")
     add("--seeds", type=int, default=1)
     add("--stages", type=int, default=len(STAGES), help="of training; 1: short sequences alone")
-    add("--rates", nargs="+", type=float, default=[RATE], help=f"of Adam; default: {RATE}")
+    add("--rates", nargs="+", type=float, default=list(RATES), help="of Adam")
     add("--widths", nargs="+", type=float, default=[1.0], help="of first frequencies; 0: paper's")
     add("--kernel-rates", nargs="+", type=float, default=[KERNEL_RATE], help="times the rate")
     add("--quick", action="store_true", help="width 64, three steps, up to 128 tokens")
@@ -234,26 +227,28 @@ def main() -> None:
     tasks = [(length, pairs) for length in lengths for pairs in fitting(PAIRS, length)]
     shown = [(128, 32)] if options.quick else SHOWN
     steps = sum(stage.steps for stage in stages)
-    settings = choose_settings(options)
     told = "; ".join(f"{pairs} pairs in {length} tokens" for length, pairs in shown)
     print(f"State of the first task; ms per step; accuracy in % of {told}:")
     print("after equal steps, then after softmax's time")
     table = Table[Run](options.csv)
     divergences = Divergences()
     for size in options.sizes:
-        own = [setting for setting in settings if setting.size == size]
-        seconds = seconds_per_step(own, stages[-1], 1 if options.quick else 3)
-        times = dict(zip((setting.name for setting in own), seconds, strict=True))
-        for setting, per_step in zip(own, seconds, strict=True):
+        candidates = [candidates_of(name, size, options) for name in options.attention]
+        firsts = [tried[0] for tried in candidates]
+        seconds = seconds_per_step(firsts, stages[-1], 1 if options.quick else 3)
+        times = dict(zip(options.attention, seconds, strict=True))
+        for tried, per_step in zip(candidates, seconds, strict=True):
             moments = moments_of(steps, per_step, times.get("softmax"), tasks, shown)
-            label, rows = label_of(setting, options), []
+            label, rows = f"{size}, {tried[0].kernel}", []
             for seed in tqdm(range(options.seeds), desc=label, leave=False, disable=None):
-                arguments = (setting._replace(seed=seed), stages, moments, per_step)
+                seeded = [setting._replace(seed=seed) for setting in tried]
+                arguments = (seeded, stages, moments, per_step, shown[0])
                 found = divergences.fit(f"{label}, seed {seed}", partial(fit, *arguments)) or []
                 table.add(*found)
                 rows += found
             if rows:
                 print_row(label, rows, shown)
+                print_tried(rows)
     if options.plot is not None and table.runs:
         draw_recall(options.plot, table.runs, shown)
     divergences.end()

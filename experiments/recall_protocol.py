@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ WEIGHT_DECAY = 0.1
 AVERAGED_STEPS = 50  # the time constant of the mean of weights that is tested
 WARM_UP = 50  # steps
 TEST_SEED = 1 << 20
+VALIDATION_SEED = TEST_SEED + 1
 
 LENGTHS = (64, 128, 256, 512, 1024)
 PAIRS = (4, 8, 16, 32, 64)
@@ -74,7 +74,7 @@ class Run(NamedTuple):
     rate: float
     kernel_rate: float
     seed: int
-    moment: str  # "equal steps" or "equal time"
+    moment: str  # "validation", after the first stage; "equal steps" or "equal time"
     steps: int
     seconds_per_step: float
     length: int
@@ -147,9 +147,10 @@ def draw_batch(stage: Stage, generator: torch.Generator) -> Examples:
 
 
 class Training:
-    """A model that learns, and the mean of its last weights."""
+    """A model that learns, and the mean of its last weights, which is tested."""
 
     def __init__(self, setting: Setting) -> None:
+        self.setting = setting
         self.model = make_model(setting)
         groups = ikattn.parameter_groups(
             self.model,
@@ -163,6 +164,9 @@ class Training:
         )
         decay = 1 - 1 / AVERAGED_STEPS
         self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.generator = torch.Generator().manual_seed(setting.seed)
+        self.steps = 0
+        self.runs: list[Run] = []
 
     def step(self, examples: Examples) -> float:
         """Learns of a batch; returns its loss.
@@ -175,13 +179,43 @@ class Training:
         train_step(self.model, self.optimizer, loss, examples=1, largest_gradient=LARGEST_GRADIENT)
         self.warm_up.step()
         self.mean.update_parameters(self.model)
+        self.steps += 1
         return loss.item()
+
+    def train(self, stage: Stage, until: int, moments: Sequence[Moment], per_step: float) -> None:
+        """Learns on a stage's lengths until so many steps are done; tests at moments."""
+        while self.steps < until:
+            self.step(draw_batch(stage, self.generator))
+            for moment in moments:
+                for task in moment.tasks if moment.step == self.steps else ():
+                    self.test(moment.name, task, per_step, TEST_SEED)
+
+    def test(self, moment: str, task: Task, per_step: float, seed: int) -> float:
+        """Notes the accuracy on a task, and returns it."""
+        setting = self.setting
+        heads = setting.size // HEAD_DIM
+        run = Run(
+            setting.name,
+            setting.size,
+            setting.kernel.width,
+            setting.rate,
+            setting.kernel_rate,
+            setting.seed,
+            moment,
+            self.steps,
+            per_step,
+            *task,
+            heads * state_size(setting.kernel, HEAD_DIM, task[0]),
+            accuracy_of(self.mean, task, seed),
+        )
+        self.runs.append(run)
+        return run.accuracy
 
 
 @torch.no_grad()
-def accuracy_of(model: nn.Module, task: Task) -> float:
-    """The share of queries that are answered, of the same sequences for every model."""
-    generator = torch.Generator().manual_seed(TEST_SEED)
+def accuracy_of(model: nn.Module, task: Task, seed: int) -> float:
+    """The share of queries that are answered; a seed's sequences are the same for every model."""
+    generator = torch.Generator().manual_seed(seed)
     right = asked = 0
     for _ in range(2 if task[1] >= 32 else 4):
         examples = draw(16, *task, generator)
@@ -241,43 +275,42 @@ def seconds_per_step(settings: Sequence[Setting], stage: Stage, rounds: int) -> 
 
 
 def fit(
-    setting: Setting, stages: Sequence[Stage], moments: Sequence[Moment], per_step: float
+    candidates: Sequence[Setting],
+    stages: Sequence[Stage],
+    moments: Sequence[Moment],
+    per_step: float,
+    validated: Task,
 ) -> list[Run]:
-    """Trains a model and tests it at moments of its training; the last stage goes on until then.
+    """Trains candidates through the first stage, and the best of them through the others.
+
+    The best is chosen on a task whose sequences are not those of the tests. The last stage goes on
+    until the last moment.
+
+    Returns:
+        One run of moment "validation" for each candidate; all else is of the best one.
 
     Raises:
-        FloatingPointError: The gradient is not finite.
+        FloatingPointError: The gradient of every candidate, or of the best one, is not finite.
     """
-    training = Training(setting)
-    generator = torch.Generator().manual_seed(setting.seed)
-    schedule = chain.from_iterable(repeat(stage, stage.steps) for stage in stages)
-    runs = []
-    for step in range(1, max(moment.step for moment in moments) + 1):
-        training.step(draw_batch(next(schedule, stages[-1]), generator))
-        found: dict[Task, float] = {}
-        for moment in moments:
-            if moment.step != step:
-                continue
-            for task in moment.tasks:
-                if task not in found:
-                    found[task] = accuracy_of(training.mean, task)
-                runs.append(run_of(setting, moment, per_step, task, found[task]))
-    return runs
-
-
-def run_of(setting: Setting, moment: Moment, per_step: float, task: Task, accuracy: float) -> Run:
-    heads = setting.size // HEAD_DIM
-    return Run(
-        setting.name,
-        setting.size,
-        setting.kernel.width,
-        setting.rate,
-        setting.kernel_rate,
-        setting.seed,
-        moment.name,
-        moment.step,
-        per_step,
-        *task,
-        heads * state_size(setting.kernel, HEAD_DIM, task[0]),
-        accuracy,
-    )
+    trained: list[tuple[float, Training]] = []
+    problem: FloatingPointError | None = None
+    for setting in candidates:
+        training = Training(setting)
+        try:
+            training.train(stages[0], stages[0].steps, moments, per_step)
+        except FloatingPointError as error:
+            problem = error
+            continue
+        trained.append(
+            (training.test("validation", validated, per_step, VALIDATION_SEED), training)
+        )
+    if problem is not None and not trained:
+        raise problem
+    best = max(trained, key=lambda pair: pair[0])[1]
+    end = best.steps
+    for stage in stages[1:]:
+        end += stage.steps
+        best.train(stage, end, moments, per_step)
+    best.train(stages[-1], max(moment.step for moment in moments), moments, per_step)
+    validations = [run for _, t in trained for run in t.runs if run.moment == "validation"]
+    return validations + [run for run in best.runs if run.moment != "validation"]

@@ -43,7 +43,7 @@ def test_every_attention_runs(source_tree: Path, tmp_path: Path, recall: ModuleT
     assert (tmp_path / "a.png").stat().st_size > 10_000
     runs = rows_of(tmp_path / "a.csv")
     assert {row["attention"] for row in runs} == set(recall.ATTENTIONS)
-    assert {row["moment"] for row in runs} == {"equal steps", "equal time"}
+    assert {row["moment"] for row in runs} == {"validation", "equal steps", "equal time"}
     of_steps = [row for row in runs if row["moment"] == "equal steps"]
     assert {(row["length"], row["pairs"]) for row in of_steps} == {
         (str(length), str(pairs))
@@ -65,11 +65,20 @@ def test_options_that_are_several_are_all_run_and_told(
     monkeypatch.setattr(recall, "QUICK", (Stage((64,), 64, 1),))
     recall.main()
     told = capsys.readouterr().out
-    assert told.count("implicit, M = 8, rate 0.001, width 2, kernels x 0 ") == 1
-    assert told.count("taylor, rate 0.01 ") == 1
+    assert told.count("rate 0.001, width 2, kernels x 0 ") == 1
     rows = rows_of(tmp_path / "a.csv")
-    assert len({tuple(row.values())[:5] for row in rows}) == 2 * 2 * 2 + 2
-    assert {row["moment"] for row in rows} == {"equal steps"}  # no softmax, no time of its
+    tried = [row for row in rows if row["moment"] == "validation"]
+    assert len(tried) == len({tuple(row.values())[:5] for row in tried}) == 2 * 2 * 2 + 2
+    assert told.count("validation") == len(tried)
+    chosen = [row for row in rows if row["moment"] != "validation"]
+    assert {row["moment"] for row in chosen} == {"equal steps"}  # no softmax, no time of its
+    assert len({tuple(row.values())[:5] for row in chosen}) == 2
+    for name in ("implicit-8", "taylor"):
+        best = max(
+            (row for row in tried if row["attention"] == name),
+            key=lambda row: float(row["accuracy"]),
+        )
+        assert tuple(best.values())[:5] in {tuple(row.values())[:5] for row in chosen}
 
 
 @pytest.mark.parametrize(
