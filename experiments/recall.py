@@ -68,7 +68,7 @@ FAMILIES = {
     "elu + 1": "^-",
     "taylor": "v-",
 }
-RATES, KERNEL_RATE = (3e-3, 1e-2), 0.1
+RATES, KERNEL_RATES = [3e-3, 1e-2], [0.01, 0.1]
 STAGES = (Stage((64,), 2048, 400), Stage((64, 128, 256, 512), 2048, 300))
 QUICK = (Stage((64,), 256, 2), Stage((64, 128), 256, 1))
 MOST_STEPS = 1.5  # times the steps of the stages, where softmax's time is longer than these
@@ -199,9 +199,9 @@ def parse_options() -> argparse.Namespace:
     add("--sizes", nargs="+", type=int, default=[64, 128], help="of the model; default: 64 128")
     add("--seeds", type=int, default=1)
     add("--stages", type=int, default=len(STAGES), help="of training; 1: short sequences alone")
-    add("--rates", nargs="+", type=float, default=list(RATES), help="of Adam")
+    add("--rates", nargs="+", type=float, default=RATES, help="of Adam")
     add("--widths", nargs="+", type=float, default=[1.0], help="of first frequencies; 0: paper's")
-    add("--kernel-rates", nargs="+", type=float, default=[KERNEL_RATE], help="times the rate")
+    add("--kernel-rates", nargs="+", type=float, default=KERNEL_RATES, help="times the rate")
     add("--quick", action="store_true", help="width 64, three steps, up to 128 tokens")
     add("--random", action="store_true", help="print what random keys tell instead")
     add_options(parser, plotted="accuracies against the size of the state")
