@@ -4,7 +4,8 @@ What that budget leaves: every attention and order, of two epochs in translation
 three on SUBJ, MR and SST-2; order 2 of translation longer, for its models; parkinsons for its cost
 alone. An experiment whose log is in OUT is not run again.
 
---data DIR holds the files of all experiments, in any folders; --help of each names them.
+--data DIR holds the files of all experiments that need any, in any folders; --help of each names
+them.
 
     pip install 'ikattn[experiments]'
     python experiments/everything.py --data DIR --out OUT --quick
@@ -29,12 +30,13 @@ LEARNED = ("--attention", "softmax", "direct", "ikan", "mikan")
 ORDERS = ("--p", "1", "1.5", "2", "3", "none")
 NOT_2 = ("--p", "1", "1.5", "3", "none")  # with order 2 rbf is softmax
 TWO_EPOCHS, THREE_EPOCHS = ("--epochs", "2"), ("--epochs", "3")
-# program -> a file or folder beside which its data lie
-MARKERS = {
+# program -> a file or folder beside which its data lie; None: it makes its own
+MARKERS: dict[str, str | None] = {
     "regression": "airline_passengers",
     "sentences": "TREC.train.all",
     "translation": "train.lc.norm.tok.de",
     "nodes": "cora.npz",
+    "recall": None,
 }
 
 
@@ -51,6 +53,7 @@ PLAN = (
     Run("translation", "translation", LEARNED),
     Run("generated-orders", "translation", ("--attention", "ikan", "mikan", *ORDERS, *TWO_EPOCHS)),
     Run("direct-orders", "translation", ("--attention", "softmax", "direct", *ORDERS, *TWO_EPOCHS)),
+    Run("recall", "recall", ()),
     Run("subj", "sentences", ("--datasets", "subj", *ALL, *ORDERS, *THREE_EPOCHS)),
     Run("trec", "sentences", ("--datasets", "trec", *ALL, *ORDERS)),
     Run("rbf-orders", "translation", ("--attention", "rbf", *NOT_2, *TWO_EPOCHS)),
@@ -76,7 +79,8 @@ def folder_of(data: Path, marker: str) -> Path:
 
 def command_of(run: Run, data: Path, out: Path) -> list[str]:
     """What to execute."""
-    folder = folder_of(data, MARKERS[run.program])
+    marker = MARKERS[run.program]
+    given = [] if marker is None else ["--data", str(folder_of(data, marker))]
     options = ["--csv", str(out / f"{run.name}.csv")]
     if "--cost" not in run.arguments:
         options += ["--plot", str(out / f"{run.name}.png")]
@@ -85,7 +89,7 @@ def command_of(run: Run, data: Path, out: Path) -> list[str]:
         aligned = folder_of(data, "alignment.talp")
         options += ["--align", str(aligned), "--align-csv", str(out / "alignment.csv")]
     program = Path(__file__).parent / f"{run.program}.py"
-    return [sys.executable, str(program), "--data", str(folder), *run.arguments, *options]
+    return [sys.executable, str(program), *given, *run.arguments, *options]
 
 
 def execute(run: Run, data: Path, out: Path) -> bool:

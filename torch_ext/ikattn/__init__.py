@@ -26,7 +26,7 @@ from ikattn.integrations.transformers import (
     state_cache,
     use_implicit_attention,
 )
-from ikattn.nn import MultiheadAttention, multi_head_attention_forward
+from ikattn.nn import MultiheadAttention, multi_head_attention_forward, parameter_groups
 from ikattn.ops import (
     Edges,
     KeyFeatures,
@@ -78,6 +78,7 @@ __all__ = [
     "multi_head_attention_forward",
     "nn",
     "ops",
+    "parameter_groups",
     "record",
     "reference",
     "regularization_loss",

@@ -36,7 +36,8 @@ def test_the_comparisons_run(source_tree: Path, tmp_path: Path, name: str) -> No
 def everything(source_tree: Path, tmp_path: Path) -> ModuleType:
     """The program that runs all experiments; ``tmp_path / "data"`` holds what it looks for."""
     program = import_program(source_tree / "experiments/everything.py")
-    for number, marker in enumerate((*program.MARKERS.values(), "alignment.talp")):
+    markers = [marker for marker in program.MARKERS.values() if marker is not None]
+    for number, marker in enumerate((*markers, "alignment.talp")):
         (tmp_path / f"data/{number}").mkdir(parents=True)
         (tmp_path / f"data/{number}" / marker).touch()
     return program
@@ -54,7 +55,7 @@ def test_everything_is_called_with_options_that_there_are(
         monkeypatch.setattr("sys.argv", command[1:])
         options = import_program(Path(command[1])).parse_options()
         marker = everything.MARKERS[planned.program]
-        assert (options.data / marker).exists()
+        assert marker is None or (options.data / marker).exists()
 
 
 def test_everything_keeps_what_has_been_run(

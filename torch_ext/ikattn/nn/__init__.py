@@ -2,5 +2,6 @@
 
 from ikattn.nn.functional import multi_head_attention_forward
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.parameter_groups import parameter_groups
 
-__all__ = ["MultiheadAttention", "multi_head_attention_forward"]
+__all__ = ["MultiheadAttention", "multi_head_attention_forward", "parameter_groups"]
