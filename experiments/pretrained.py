@@ -18,6 +18,7 @@ those of Multi30k, lower-cased and tokenised (train.lc.norm.tok.en, test_2016_fl
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -132,8 +133,9 @@ def draw(path: Path, runs: list[Run]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    settings = list(dict.fromkeys((run.frequencies, run.sentences) for run in runs if run.cosine > 0))
-    steps = list(dict.fromkeys(run.step for run in runs if run.cosine > 0))
+    runs = [run for run in runs if run.model == "minilm"]
+    settings = list(dict.fromkeys((run.frequencies, run.sentences) for run in runs))
+    steps = list(dict.fromkeys(run.step for run in runs))
     for setting in settings:
         own = [run for run in runs if (run.frequencies, run.sentences) == setting]
         label = f"M = {setting[0]}, {setting[1]} sentences" if setting[0] else "softmax"
@@ -150,6 +152,7 @@ def draw(path: Path, runs: list[Run]) -> None:
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
+    logging.getLogger("ikattn").setLevel(logging.ERROR)  # of heads that are no nearer
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     table = Table[Run](options.csv)
@@ -159,7 +162,7 @@ def main() -> None:
             parts[model](options, table)
         except (OSError, ValueError) as error:
             sys.exit(f"pretrained.py: {error}")
-    if options.plot is not None and any(run.cosine > 0 for run in table.runs):
+    if options.plot is not None and any(run.model == "minilm" for run in table.runs):
         draw(options.plot, table.runs)
 
 

@@ -49,9 +49,7 @@ def text_of(sentences: Path, captions: Path) -> Text:
     words = [word for word, _ in counts.most_common(VOCABULARY - 2)]
     numbers = {word: number for number, word in enumerate(words, start=2)}
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()
-    tokens = torch.tensor(
-        [number for i in order for number in (*_numbers(lines[i], numbers), END)]
-    )
+    tokens = torch.tensor([number for i in order for number in (*_numbers(lines[i], numbers), END)])
     blocks = tokens[: len(tokens) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     tenth = len(blocks) // 10
     return Text(blocks[tenth:], blocks[:tenth], len(words) + 2)
@@ -85,9 +83,7 @@ def new_model(words: int, *, frequencies: int | None, quick: bool) -> Any:
 def train(model: Any, blocks: Tensor, steps: int, rate: float = 1e-3) -> None:
     """Adam on blocks drawn anew each epoch; the rate rises for a tenth of the steps, then falls."""
     generator = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW(
-        ikattn.parameter_groups(model, lr=rate, frequency_lr=3 * rate, weight_decay=0.01)
-    )
+    optimizer = torch.optim.AdamW(ikattn.parameter_groups(model, lr=rate, weight_decay=0.01))
     warm = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

@@ -42,9 +42,10 @@ class SoftmaxHeads(nn.Module):
         if heads is None:
             return
         mask = torch.as_tensor(heads)
-        if mask.dtype != torch.bool or mask.dim() != 1:
+        count = getattr(self, "num_heads", mask.numel())
+        if mask.dtype != torch.bool or mask.shape != (count,):
             raise ValueError(
-                f"keep_softmax: heads must be bool [H], got {mask.dtype} {list(mask.shape)}"
+                f"keep_softmax: heads must be bool [{count}], got {mask.dtype} {list(mask.shape)}"
             )
         like = next(self.parameters()).device
         self.register_buffer("softmax_heads", mask.detach().to(like, copy=True))
