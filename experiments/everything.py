@@ -37,6 +37,7 @@ MARKERS: dict[str, str | None] = {
     "translation": "train.lc.norm.tok.de",
     "nodes": "cora.npz",
     "recall": None,
+    "pretrained": "subj.all",
 }
 
 
@@ -54,6 +55,7 @@ PLAN = (
     Run("generated-orders", "translation", ("--attention", "ikan", "mikan", *ORDERS, *TWO_EPOCHS)),
     Run("direct-orders", "translation", ("--attention", "softmax", "direct", *ORDERS, *TWO_EPOCHS)),
     Run("recall", "recall", ()),
+    Run("pretrained", "pretrained", ()),
     Run("subj", "sentences", ("--datasets", "subj", *ALL, *ORDERS, *THREE_EPOCHS)),
     Run("trec", "sentences", ("--datasets", "trec", *ALL, *ORDERS)),
     Run("rbf-orders", "translation", ("--attention", "rbf", *NOT_2, *TWO_EPOCHS)),
@@ -84,6 +86,8 @@ def command_of(run: Run, data: Path, out: Path) -> list[str]:
     options = ["--csv", str(out / f"{run.name}.csv")]
     if "--cost" not in run.arguments:
         options += ["--plot", str(out / f"{run.name}.png")]
+    if run.program == "pretrained":
+        given += ["--captions", str(folder_of(data, MARKERS["translation"] or ""))]
     if run.name == "translation":
         options += ["--models", str(out / "models")]
         aligned = folder_of(data, "alignment.talp")

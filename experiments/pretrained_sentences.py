@@ -80,7 +80,9 @@ def texts_of(sentences: Path, captions: Path, quick: bool) -> Texts:
     def said(part: Sequence[Any]) -> list[str]:
         return [" ".join(sentence.words) for sentence in part]
 
-    probe = training[2500 : 2500 + count]
+    quarter = count // 4
+    unlabelled, held_out = training[:count], training[count : count + quarter]
+    probe = training[count + quarter : 2 * count + quarter]
     test = test[: 2 * count]
     pairs = [
         read_lines(captions / f"test_2016_flickr.lc.norm.tok.{language}", ORIGIN)[
@@ -89,8 +91,8 @@ def texts_of(sentences: Path, captions: Path, quick: bool) -> Texts:
         for language in ("en", "de")
     ]
     return Texts(
-        said(training[:count]),
-        said(training[2000 : 2000 + count // 4]),
+        said(unlabelled),
+        said(held_out),
         said(probe),
         torch.tensor([sentence.label for sentence in probe]),
         said(test),
@@ -187,7 +189,7 @@ def probe_accuracy(minilm: MiniLm, model: Any, texts: Texts) -> float:
     return 100 * right.double().mean().item()
 
 
-def attention_share(model: Any, length: int = 512, rounds: int = 5) -> tuple[float, float]:
+def attention_share(model: Any, length: int = 512, rounds: int = 3) -> tuple[float, float]:
     """CPU seconds of a forward of one text, and per cent of them within attention functions.
 
     The least of some rounds: another program may take the processor away.
