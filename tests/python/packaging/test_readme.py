@@ -41,7 +41,8 @@ def test_examples_of_the_readme_run_as_shown(
     assert attention["kernels"].forward.algorithm == "quadratic"
 
 
-RUN = ("analysis", "analysis_aggregation", "batch_invariance", "comparing", "corpora", "packed")
+RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
+RUN += ("corpora", "packed")
 
 
 @pytest.mark.parametrize("page", RUN)

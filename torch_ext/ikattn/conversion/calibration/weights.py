@@ -16,8 +16,9 @@ from ikattn.spectral.direct import Direct
 
 __all__ = ["by_what_is_held_out", "fit_to_weights", "some_queries"]
 
-# Weights that are kept of a call.
+# Weights that are kept of a call, and those of a step.
 _OF_CALL = 1 << 19
+_LOOKS = 20  # at what is held out, at even distances, where a step sees a part of the calls
 _HELD_OUT = 5  # one sequence, or query, in so many
 
 _logger = logging.getLogger("ikattn")
@@ -50,7 +51,7 @@ def fit_to_weights(
     Args:
         layer: The layer; its parameters are in float32 at least.
         calls: What its attention was given while the model computed softmax.
-        steps: Of Adam.
+        steps: Of Adam, each on calls of about half a million weights.
         learning_rate: Of Adam, falling to 0 as a cosine.
 
     Returns:
@@ -62,19 +63,24 @@ def fit_to_weights(
     _check_calls(layer, calls)
     parameters = layer.frequencies
     optimiser = torch.optim.Adam(parameters, learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
     state = [w.detach().clone() for w in parameters]
     by_head = isinstance(layer.kernel, Direct)
-    fitted, held_out = _errors(layer, calls)
-    before = best = held_out.detach()
-    for _ in range(steps):
+    with torch.no_grad():
+        before = best = _errors(layer, calls)[1]
+    groups = _groups(calls)
+    every = max(1, steps // _LOOKS) if len(groups) > 1 else 1
+    for step in range(steps):
+        fitted = _errors(layer, groups[step % len(groups)])[0]
         gradients = torch.autograd.grad(fitted.sum(), parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimiser.step()
         schedule.step()
-        fitted, held_out = _errors(layer, calls)
-        found = held_out.detach()
+        if (step + 1) % every and step + 1 < steps:
+            continue
+        with torch.no_grad():
+            found = _errors(layer, calls)[1]
         better = found < best if by_head else (found.mean() < best.mean()).expand_as(found)
         best = torch.where(better, found, best)
         for kept, w in zip(state, parameters, strict=True):
@@ -85,6 +91,19 @@ def fit_to_weights(
     if steps:
         _tell_of_heads(layer, before.sqrt(), best.sqrt())
     return before.sqrt(), best.sqrt()
+
+
+def _groups(calls: list[AttentionCall]) -> list[list[AttentionCall]]:
+    """The calls in parts of about as many weights as a step takes."""
+    groups: list[list[AttentionCall]] = []
+    left = 0
+    for call in calls:
+        if left <= 0:
+            groups.append([])
+            left = _OF_CALL
+        groups[-1].append(call)
+        left -= call.weights.numel()
+    return groups
 
 
 def _keep(kept: Tensor, found: Tensor, better: Tensor, by_head: bool) -> None:
