@@ -136,6 +136,11 @@ def test_calibration_keeps_the_heads_whose_error_stays_large() -> None:
     assert report.softmax_heads == tuple((free.after > bound).nonzero().flatten().tolist())
     assert len(report.softmax_heads) == 2
     assert model.self_attn.split_heads().softmax == report.softmax_heads
+    (again,) = ikattn.calibrate(model, [x], steps=2, output_steps=0)
+    assert again.softmax_heads == report.softmax_heads
+    (none,) = ikattn.calibrate(model, [x], steps=2, output_steps=0, keep=10.0)
+    assert none.softmax_heads == ()
+    assert model.self_attn.split_heads() is None
 
 
 @pytest.mark.parametrize("heads", [[0, 1], torch.ones(2, 2, dtype=torch.bool)], ids=str)

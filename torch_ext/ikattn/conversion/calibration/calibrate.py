@@ -86,7 +86,7 @@ def calibrate(
             of ``learning_rate`` then.
         keep: Heads whose weights still have a larger relative error than this, after the steps on
             them, compute softmax from then on, those of one module beside the others. Such a module
-            is not of linear time. None: no head.
+            is not of linear time. None: those that did before, if any.
 
     Returns:
         For each module how near it was and is; prints as a table by layer and head.
@@ -133,8 +133,8 @@ def calibrate(
         for layer in layers:
             with _all_or_nothing(layer):
                 errors[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
-        kept = [layer for layer in layers if errors[layer][-1]]
-        note_softmax_heads(model, kept)
+        if keep is not None:
+            note_softmax_heads(model, layers)
         report = {layer: CalibratedModule(layer.names, *errors[layer]) for layer in layers}
         for layer in seen.order if output_steps else ():
             with _all_or_nothing(layer), torch.enable_grad(), _without_autocast(seen.calls[layer]):
@@ -265,10 +265,11 @@ def _fit(
         _without_autocast(calls),
     ):
         before, after = fit_to_weights(layer, calls, steps, learning_rate)
-    softmax = after > keep if keep is not None else torch.zeros_like(after, dtype=torch.bool)
-    if bool(softmax.any()):
-        layer.keep_softmax(softmax)
-    return before, after, None, None, tuple(softmax.nonzero().flatten().tolist())
+    if keep is not None:
+        softmax = after > keep
+        layer.owner.keep_softmax(softmax if bool(softmax.any()) else None)
+    split = layer.owner.split_heads()
+    return before, after, None, None, () if split is None else split.softmax
 
 
 def _without_autocast(calls: list[AttentionCall]) -> torch.autocast:

@@ -19,6 +19,7 @@ from ikattn.analysis._recorder.padding import fill_padding
 from ikattn.analysis._recorder.torch_attention import torch_call
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.selection import Selection, is_selected, path_to, select_modules
+from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.spectral.interface import call_source
 
@@ -68,9 +69,10 @@ class Layer(ABC):
     ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
         """w1, w2, p and what is added to the logits of keys."""
 
+    @property
     @abstractmethod
-    def keep_softmax(self, heads: Tensor) -> None:
-        """Makes the heads of bool [H] compute softmax from now on."""
+    def owner(self) -> SoftmaxHeads:
+        """What knows which heads compute softmax."""
 
 
 class _TorchLayer(Layer):
@@ -89,8 +91,9 @@ class _TorchLayer(Layer):
             p, key_bias = None, magnitude if key_bias is None else magnitude + key_bias
         return w1, w2, p, key_bias
 
-    def keep_softmax(self, heads: Tensor) -> None:
-        self.module.keep_softmax(heads)
+    @property
+    def owner(self) -> SoftmaxHeads:
+        return self.module  # type: ignore[no-any-return]
 
 
 class _InterfaceLayer(Layer):
@@ -102,8 +105,9 @@ class _InterfaceLayer(Layer):
         w1, w2 = self.kernel(call.query, call.key, call.key_padding)
         return w1, w2, self.kernel.p, call.key_bias
 
-    def keep_softmax(self, heads: Tensor) -> None:
-        self.kernel.keep_softmax(heads)
+    @property
+    def owner(self) -> SoftmaxHeads:
+        return self.kernel  # type: ignore[no-any-return]
 
 
 def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:

@@ -27,7 +27,7 @@ from ikattn.integrations.transformers._switches import watch_configs
 from ikattn.nn._masks import Masks, padded
 from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
 from ikattn.nn._softmax import refuse_context_parallel, softmax_attention
-from ikattn.nn.softmax_heads import SoftmaxHeads, Split, by_heads
+from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
@@ -92,17 +92,16 @@ def _implicit_attention(
         passed = options.get("is_causal")  # of one token a rank, too
         causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
-    has_softmax_heads = isinstance(kernel, SoftmaxHeads) and kernel.split_heads() is not None
-    if has_softmax_heads:
+    split = _split_of(kernel)
+    if split is not None:
         _refuse_softmax_heads(module, kernel, options)
-    packed = None if has_softmax_heads else _sequences(module, query, key, visibility, options)
+    packed = None if split is not None else _sequences(module, query, key, visibility, options)
     if packed is not None and isinstance(getattr(kernel, "spectral", None), Mikan):
         raise NotImplementedError(
             f'{IMPLICIT}: spectral="mikan" averages over whole rows, where {type(module).__name__} '
             'got several sequences in one; use spectral="ikan", or rows of one sequence'
         )
     w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
-    split = kernel.split_heads() if isinstance(kernel, SoftmaxHeads) else None
     if split is not None:
         wants_weights = bool(options.get("output_attentions"))
         mixed, weights = _hybrid_attention(
@@ -144,7 +143,7 @@ def _from_state(
         "position_bias": options.get("position_bias") is not None,
         "training": module.training or torch.is_grad_enabled(),
         "spectral": type(kernel) is not ImplicitKernel,
-        "softmax heads": isinstance(kernel, SoftmaxHeads) and kernel.split_heads() is not None,
+        "softmax heads": _split_of(kernel) is not None,
         "is_causal=False": not is_causal(module, Given(*tokens, mask, IMPLICIT, options))
         and tokens[0].size(2) > 1,
     }
@@ -286,6 +285,12 @@ def _packed_attention(
         p=p,
     )
     return output.view(query.size(0), query.size(2), *output.shape[1:])
+
+
+def _split_of(kernel: Any) -> Split | None:
+    """Which heads compute softmax; of what has been put in the kernel's place, too."""
+    split_heads = getattr(kernel, "split_heads", None)  # PEFT's wrapper hands it on
+    return None if split_heads is None else split_heads()
 
 
 def _refuse_softmax_heads(module: nn.Module, kernel: Any, options: dict[str, Any]) -> None:

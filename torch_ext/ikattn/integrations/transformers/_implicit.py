@@ -194,11 +194,12 @@ def from_pretrained(
     model, info = kind.from_pretrained(
         path, *args, attn_implementation=IMPLICIT, output_loading_info=True, **kwargs
     )
-    lost = [x for x in info["unexpected_keys"] if str(x).endswith("spectral.softmax_heads")]
+    names = (*info["unexpected_keys"], *info["missing_keys"])
+    lost = [str(name) for name in names if str(name).endswith("spectral.softmax_heads")]
     if lost:
         raise ValueError(
-            f"from_pretrained: {path} has heads that compute softmax ({', '.join(lost)}) of which "
-            "its config does not tell; ikattn.calibrate(keep=...) notes them there"
+            f"from_pretrained: {path} and its config do not agree on whether heads compute "
+            f"softmax ({', '.join(lost)}); ikattn.calibrate(keep=...) notes it in both"
         )
     model.__class__ = model_class
     for module in model.modules():
@@ -226,13 +227,17 @@ def _note_in_configs(model: Any, options: dict[str, Any]) -> None:
 
 
 def note_softmax_heads(model: nn.Module) -> None:
-    """Tells the configs that kernels have heads with softmax, so that checkpoints find them."""
-    for module in model.modules():
-        if isinstance(module, KERNELS) and getattr(module, "softmax_heads", None) is None:
-            heads = _heads_of(module)
-            module.keep_softmax(torch.zeros(heads, dtype=torch.bool))
+    """Tells the configs whether kernels have heads with softmax, so that checkpoints find them."""
+    kernels = [module for module in model.modules() if isinstance(module, KERNELS)]
+    has_some = any(kernel.split_heads() is not None for kernel in kernels)
+    for kernel in kernels:
+        none = torch.zeros(_heads_of(kernel), dtype=torch.bool) if has_some else None
+        if kernel.split_heads() is None:
+            kernel.keep_softmax(none)
     for config in configs_of(model):
-        setattr(config, _SETTINGS, {**getattr(config, _SETTINGS), "softmax_heads": True})
+        settings = {**getattr(config, _SETTINGS)}
+        settings.pop("softmax_heads", None)
+        setattr(config, _SETTINGS, settings | ({"softmax_heads": True} if has_some else {}))
 
 
 def _heads_of(kernel: Any) -> int:
