@@ -82,11 +82,11 @@ def texts_of(sentences: Path, captions: Path, quick: bool) -> Texts:
 
     quarter = count // 4
     unlabelled, held_out = training[:count], training[count : count + quarter]
-    probe = training[count + quarter : 2 * count + quarter]
-    test = test[: 2 * count]
+    probe = training[count + quarter : count + 3 * quarter]
+    test = test[: count // 2]
     pairs = [
         read_lines(captions / f"test_2016_flickr.lc.norm.tok.{language}", ORIGIN)[
-            : 2 * count if quick else CAPTIONS
+            : count if quick else CAPTIONS
         ]
         for language in ("en", "de")
     ]
@@ -127,19 +127,22 @@ class MiniLm:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.original = transformers.AutoModel.from_pretrained(folder).eval()
 
-    def batches(self, texts: Sequence[str], *, mixed: bool = False) -> list[dict[str, Tensor]]:
-        """Of texts of like lengths; ``mixed``: in an order of no meaning."""
-        by_length = sorted(texts, key=len) if mixed else texts
-        parts = [by_length[n : n + BATCH] for n in range(0, len(by_length), BATCH)]
+    def batches(self, texts: Sequence[str]) -> list[tuple[list[int], dict[str, Tensor]]]:
+        """Batches of texts of like lengths, each after the numbers of its texts."""
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         options = {"padding": True, "truncation": True, "max_length": LONGEST}
-        made = [dict(self.tokenizer(part, return_tensors="pt", **options)) for part in parts]
-        order = torch.randperm(len(made), generator=_seeded()).tolist()
-        return [made[i] for i in order] if mixed else made
+        return [
+            (part, dict(self.tokenizer([texts[i] for i in part], return_tensors="pt", **options)))
+            for part in (order[n : n + BATCH] for n in range(0, len(order), BATCH))
+        ]
 
     def embed(self, model: Any, texts: Sequence[str]) -> Tensor:
         """Unit vectors [B, D]."""
+        found = torch.empty(len(texts), model.config.hidden_size)
         with torch.no_grad():
-            return torch.cat([embedding(model, batch) for batch in self.batches(texts)])
+            for numbers, batch in self.batches(texts):
+                found[numbers] = embedding(model, batch)
+        return found
 
 
 def embedding(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -235,7 +238,8 @@ def steps_of(
     # without a magnitude: exp(|k|^2 / 2 sqrt d) is far from 1 in trained models
     ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
     yield "as drawn", model, 0.0
-    batches = minilm.batches(unlabelled, mixed=True)
+    by_length = [batch for _, batch in minilm.batches(unlabelled)]
+    batches = [by_length[i] for i in torch.randperm(len(by_length), generator=_seeded()).tolist()]
     steps, output_steps = (3, 3) if quick else (300, 200)
 
     def calibrated(given: Any, **options: Any) -> tuple[Any, float]:
