@@ -135,6 +135,17 @@ void find_references(const CausalPlan<T>& plan, const MomentsHead& head, double*
   }
 }
 
+// What logits of a chunk are relative to: the largest before it, or its first one. Not the largest
+// of its own, for later keys must not change how a row is rounded.
+inline double base_of(const double* logits, int64_t count, double reference) {
+  if (reference != -infinity<double>()) return reference;
+  for (int64_t t = 0; t < count; ++t) {
+    if (is_finite(logits[t])) return logits[t];
+  }
+  return 0;
+}
+
+// reference: that of the keys before.
 template <typename T>
 void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t chunk,
                      double reference, ChunkKeys<T>& out) {
@@ -148,10 +159,10 @@ void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t
               head.b * value.stride[0] + head.head * params.G / params.K * value.stride[1] +
                   i0 * value.stride[2],
               value.stride[2], value.stride[3], count, d_v, out.values, kCausalChunk);
-  out.base = reference == -infinity<double>() ? 0 : reference;
   double found[kCausalChunk];
   T scales[kCausalChunk];
   load_row(logits, head.offset(logits) + i0 * logits.stride[2], logits.stride[2], count, found);
+  out.base = base_of(found, count, reference);
   for (int64_t t = 0; t < padded; ++t) {
     const bool is_hidden = t >= count || found[t] == -infinity<double>();
     const bool counts = !is_hidden && is_finite(found[t]) &&
@@ -181,9 +192,9 @@ void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t
 }
 
 // What the keys before a chunk leave to queries of it: to own.out [value panels][count][64] and to
-// the state of the rows, relative to a base.
+// the state of the rows.
 template <typename T>
-void read_running(const CausalPlan<T>& plan, const QueryRows& at, double reference, double base,
+void read_running(const CausalPlan<T>& plan, const QueryRows& at, double reference,
                   CausalScratch<T>& scratch) {
   const FromMomentsParams& params = plan.params.queries;
   const Table& table = plan.table;
@@ -203,7 +214,7 @@ void read_running(const CausalPlan<T>& plan, const QueryRows& at, double referen
   for (int64_t r = 0; r < at.count; ++r) {
     T sum = sum_of_lanes<T>(load(own.lane_sums + r * kLanes<T>)) * scale + least;
     scratch.rows.sums[r * kLanes<T>] = sum < least ? least : sum;
-    scratch.rows.maxima[r] = static_cast<T>(reference - base);
+    scratch.rows.maxima[r] = 0;  // the reference is the base
     for (int64_t of_values = 0; of_values < table.value_panels(); ++of_values) {
       T* row = own.out + (of_values * at.count + r) * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
@@ -263,7 +274,7 @@ void add_chunk_pairs(const CausalPlan<T>& plan, const QueryRows& at, CausalScrat
 }
 
 template <typename T>
-void finish_chunk_rows(const CausalPlan<T>& plan, const QueryRows& at, double base,
+void finish_chunk_rows(const CausalPlan<T>& plan, const QueryRows& at,
                        const CausalScratch<T>& scratch) {
   const FromMomentsParams& params = plan.params.queries;
   const Array &output = params.output, &logs = params.log_normalizer;
@@ -272,8 +283,9 @@ void finish_chunk_rows(const CausalPlan<T>& plan, const QueryRows& at, double ba
     const double largest = static_cast<double>(scratch.rows.maxima[r]);
     scratch.rows.rescale[r] = sum == T(0) ? T(0) : T(1) / sum;
     store_element(logs, at.offset(logs) + r * logs.stride[2],
-                  sum == T(0) ? -infinity<double>()
-                              : __builtin_log(static_cast<double>(sum)) + (largest + base));
+                  sum == T(0)
+                      ? -infinity<double>()
+                      : __builtin_log(static_cast<double>(sum)) + (largest + scratch.keys.base));
   }
   scale_rows(at.count, plan.table.d_v, scratch.rows.rescale, scratch.own.out, at.count);
   store_panels(output, at.offset(output), output.stride[2], output.stride[3], at.count,
@@ -332,12 +344,12 @@ void attend_causally(const CausalPlan<T>& plan, const MomentsHead& head,
   HeldTable<T>& running = scratch.running;
   load_running(plan, head, scratch);
   for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
-    load_chunk_keys(plan, head, chunk, references[chunk + 1], scratch.keys);
+    load_chunk_keys(plan, head, chunk, references[chunk], scratch.keys);
     for (int64_t index = 0; index < plan.heads(); ++index) {
       const QueryRows at = plan.queries_at(head, index, chunk * kCausalChunk, plan.rows_of(chunk));
-      read_running(plan, at, references[chunk], scratch.keys.base, scratch);
+      read_running(plan, at, references[chunk], scratch);
       add_chunk_pairs(plan, at, scratch);
-      finish_chunk_rows(plan, at, scratch.keys.base, scratch);
+      finish_chunk_rows(plan, at, scratch);
     }
     add_chunk_keys(plan, head, chunk, references[chunk], references[chunk + 1], running.panels,
                    scratch);

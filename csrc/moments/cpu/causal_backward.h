@@ -157,7 +157,7 @@ void pass_forward(const CausalPlan<T>& plan, const MomentsHead& head, CausalScra
   of_keys.by_entry = nullptr;  // only the gradient of queries reads them
   for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
     const int64_t count = plan.rows_of(chunk), i0 = chunk * kCausalChunk;
-    load_chunk_keys(plan, head, chunk, references[chunk + 1], scratch.keys);
+    load_chunk_keys(plan, head, chunk, references[chunk], scratch.keys);
     __builtin_memset(scratch.grad_key, 0, plan.feature_panels * kCausalChunk * kPanel * sizeof(T));
     __builtin_memset(scratch.grad_value, 0, value_panels * kCausalChunk * kPanel * sizeof(T));
     __builtin_memset(scratch.grad_logits, 0, kCausalChunk * sizeof(T));

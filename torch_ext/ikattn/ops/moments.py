@@ -164,19 +164,6 @@ def causal_attention_from_moments(
     )
 
 
-def join_log_normalizers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """log Z of two sets of keys together, and which share the output over the second set has.
-
-    Args:
-        one, other: log Z of each, float64; -inf where a query sees no key of it.
-
-    Returns:
-        log Z of both, and a share in [0, 1]; 0 where neither has a key.
-    """
-    both = torch.logaddexp(one, other)
-    return both, (other - both).exp().nan_to_num(0.0)
-
-
 def merge_moments(
     moments: Tensor, reference: Tensor, other_moments: Tensor, other_reference: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -150,13 +150,15 @@ class _Sharing:
     def __init__(self, call: Call, phi_q: Tensor, logits: Tensor, value: Tensor) -> None:
         self.call = call
         self.chunks = call.layout.chunks(call.ranks.number)
-        B, K, L = logits.shape
+        K, L = logits.shape[1:]
         G = value.size(1)
         # a group has a head for each thread; without kernels of the CPU one call takes them all
-        count = min(G, B * K // torch.get_num_threads()) if phi_q.device.type == "cpu" else 1
-        bounds = [G * n // max(1, count) for n in range(max(1, count) + 1)]
+        count = K // torch.get_num_threads() if phi_q.device.type == "cpu" else 1
+        count = max(1, min(G, count))
+        bounds = [G * n // count for n in range(count + 1)]
+        H = phi_q.size(1)
         self.groups = [
-            _Heads(*(slice(a * n // G, b * n // G) for n in (phi_q.size(1), K)), slice(a, b))
+            _Heads(slice(a * H // G, b * H // G), slice(a * K // G, b * K // G), slice(a, b))
             for a, b in pairwise(bounds)
         ]
         self.first = min(len(self.groups), call.ranks.size - 1)
@@ -263,7 +265,9 @@ class _Causal(torch.autograd.Function):
             return k, own, value[:, heads.values, tokens]
 
         def total(place: int, group: int, before: _Sums) -> _Sums:
-            return list(merge_moments(*before, *key_moments(*keys(place, group))))
+            moments, reference = before
+            own = key_moments(*keys(place, group))
+            return list(merge_moments(moments, reference, *own))
 
         def compute(place: int, group: int, before: _Sums) -> _Sums:
             at = slice(None), sharing.groups[group].queries, sharing.tokens[place]
