@@ -96,14 +96,9 @@ def test_a_rank_computes_first_what_it_need_not_wait_for(
 
 def _sharing(layout: Layout, rank: int, heads: int) -> _Sharing:
     ranks = types.SimpleNamespace(number=rank, size=layout.size)
-    call: Any = types.SimpleNamespace(layout=layout, ranks=ranks)
+    call: Any = types.SimpleNamespace(layout=layout, ranks=ranks, threads=1)
     tokens = torch.zeros(1, heads, 8, 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _Sharing(call, tokens, tokens[..., 0], tokens)
-    finally:
-        torch.set_num_threads(threads)
+    return _Sharing(call, tokens, tokens[..., 0], tokens)
 
 
 def test_heads_that_share_a_group_of_values_stay_together() -> None:

@@ -31,6 +31,7 @@ class Call:
         is_causal: Whether a query sees keys up to its own place alone.
         options: Of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p.
         dropout_seed: int64 [2], that of the whole call; None without dropout.
+        threads: Of the rank that has most of them.
     """
 
     ranks: Ranks
@@ -38,6 +39,7 @@ class Call:
     is_causal: bool
     options: dict[str, Any]
     dropout_seed: Tensor | None = None
+    threads: int = 1
 
     def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
         """What this rank computes with the keys of rank ``source``."""

@@ -153,7 +153,7 @@ class _Sharing:
         K, L = logits.shape[1:]
         G = value.size(1)
         # a group has a head for each thread; without kernels of the CPU one call takes them all
-        count = K // torch.get_num_threads() if phi_q.device.type == "cpu" else 1
+        count = K // call.threads if phi_q.device.type == "cpu" else 1
         count = max(1, min(G, count))
         bounds = [G * n // count for n in range(count + 1)]
         H = phi_q.size(1)
