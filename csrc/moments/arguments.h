@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <optional>
 #include <tuple>
 
 #include "ikattn/moments.h"
@@ -21,6 +22,13 @@
 #define IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA                                        \
   "(Tensor grad_output, Tensor query_features, Tensor moments, Tensor reference, " \
   "Tensor output, Tensor log_normalizer, float eps, bool[2] wanted)"
+#define IKATTN_CAUSAL_SCHEMA                                                   \
+  "(Tensor query_features, Tensor key_features, Tensor logits, Tensor value, " \
+  "Tensor moments, Tensor reference, float eps=1e-05)"
+#define IKATTN_CAUSAL_BACKWARD_SCHEMA                                                    \
+  "(Tensor grad_output, Tensor? grad_all_moments, Tensor query_features, "               \
+  "Tensor key_features, Tensor logits, Tensor value, Tensor moments, Tensor reference, " \
+  "Tensor output, Tensor log_normalizer, float eps, bool[5] wanted)"
 #define IKATTN_MERGE_MOMENTS_SCHEMA \
   "(Tensor moments, Tensor reference, Tensor other_moments, Tensor other_reference)"
 
@@ -28,6 +36,8 @@ namespace ikattn {
 
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 using KeyMomentsSignature = TwoTensors(const at::Tensor& key_features, const at::Tensor& logits,
                                        const at::Tensor& value);
@@ -45,6 +55,17 @@ using FromMomentsBackwardSignature =
     TwoTensors(const at::Tensor& grad_output, const at::Tensor& query_features,
                const at::Tensor& moments, const at::Tensor& reference, const at::Tensor& output,
                const at::Tensor& log_normalizer, double eps, std::array<bool, 2> wanted);
+
+using CausalSignature = FourTensors(const at::Tensor& query_features,
+                                    const at::Tensor& key_features, const at::Tensor& logits,
+                                    const at::Tensor& value, const at::Tensor& moments,
+                                    const at::Tensor& reference, double eps);
+using CausalBackwardSignature =
+    FiveTensors(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_all_moments,
+                const at::Tensor& query_features, const at::Tensor& key_features,
+                const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
+                const at::Tensor& reference, const at::Tensor& output,
+                const at::Tensor& log_normalizer, double eps, std::array<bool, 5> wanted);
 
 // Typed access to the operators through the dispatcher.
 TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
@@ -64,6 +85,17 @@ TwoTensors call_from_moments_backward(const at::Tensor& grad_output,
                                       const at::Tensor& log_normalizer, double eps,
                                       std::array<bool, 2> wanted);
 
+FourTensors call_causal(const at::Tensor& query_features, const at::Tensor& key_features,
+                        const at::Tensor& logits, const at::Tensor& value,
+                        const at::Tensor& moments, const at::Tensor& reference, double eps);
+FiveTensors call_causal_backward(const at::Tensor& grad_output,
+                                 const std::optional<at::Tensor>& grad_all_moments,
+                                 const at::Tensor& query_features, const at::Tensor& key_features,
+                                 const at::Tensor& logits, const at::Tensor& value,
+                                 const at::Tensor& moments, const at::Tensor& reference,
+                                 const at::Tensor& output, const at::Tensor& log_normalizer,
+                                 double eps, std::array<bool, 5> wanted);
+
 // Sizes of a checked call.
 struct KeyMomentsSizes {
   int64_t B, K, G, S, F, d_v;
@@ -71,6 +103,10 @@ struct KeyMomentsSizes {
 };
 struct FromMomentsSizes {
   int64_t B, H, K, L, F, d_v;
+};
+struct CausalSizes {
+  FromMomentsSizes queries;
+  KeyMomentsSizes keys;
 };
 
 // Throw, naming the argument, what was expected and what came. Of a call whose sizes are symbols of
@@ -90,10 +126,24 @@ FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::
                                     const char* function = "attention_from_moments");
 void check_from_moments_call(const at::Tensor& query_features, const at::Tensor& moments,
                              const at::Tensor& reference, double eps);
-FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
-                                             const at::Tensor& query_features,
-                                             const at::Tensor& moments, const at::Tensor& reference,
-                                             const at::Tensor& output,
-                                             const at::Tensor& log_normalizer, double eps);
+FromMomentsSizes check_from_moments_backward(
+    const at::Tensor& grad_output, const at::Tensor& query_features, const at::Tensor& moments,
+    const at::Tensor& reference, const at::Tensor& output, const at::Tensor& log_normalizer,
+    double eps, const char* function = "attention_from_moments_backward");
+
+CausalSizes check_causal(const at::Tensor& query_features, const at::Tensor& key_features,
+                         const at::Tensor& logits, const at::Tensor& value,
+                         const at::Tensor& moments, const at::Tensor& reference, double eps,
+                         const char* function = "causal_attention_from_moments");
+void check_causal_call(const at::Tensor& query_features, const at::Tensor& key_features,
+                       const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
+                       const at::Tensor& reference, double eps);
+CausalSizes check_causal_backward(const at::Tensor& grad_output,
+                                  const std::optional<at::Tensor>& grad_all_moments,
+                                  const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value,
+                                  const at::Tensor& moments, const at::Tensor& reference,
+                                  const at::Tensor& output, const at::Tensor& log_normalizer,
+                                  double eps);
 
 }  // namespace ikattn

@@ -84,6 +84,53 @@ class FromMomentsFunction : public torch::autograd::Function<FromMomentsFunction
   }
 };
 
+class CausalFunction : public torch::autograd::Function<CausalFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& query_features,
+                               const at::Tensor& key_features, const at::Tensor& logits,
+                               const at::Tensor& value, const at::Tensor& moments,
+                               const at::Tensor& reference, double eps) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [output, log_normalizer, all_moments, all_reference] =
+        call_causal(query_features, key_features, logits, value, moments, reference, eps);
+    ctx->save_for_backward(
+        {query_features, key_features, logits, value, moments, reference, output, log_normalizer});
+    ctx->saved_data["eps"] = eps;
+    ctx->mark_non_differentiable({log_normalizer, all_reference});
+    ctx->set_materialize_grads(false);
+    return {output, log_normalizer, all_moments, all_reference};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list result(7);  // the five differentiable inputs, then reference and eps
+    if (!grads[0].defined() && !grads[2].defined()) return result;
+    const variable_list saved = ctx->get_saved_variables();
+    const std::array<at::Tensor, 5> inputs = {saved[0], saved[1], saved[2], saved[3], saved[4]};
+    const double eps = ctx->saved_data["eps"].toDouble();
+    const auto wanted = wanted_gradients<5>(ctx, inputs);
+    const at::Tensor grad_output = grads[0].defined() ? grads[0] : at::zeros_like(saved[6]);
+    std::array<at::Tensor, 5> gradients;
+    if (at::GradMode::is_enabled()) {
+      const auto views = views_of(inputs);
+      const auto [output, logs, all_moments, all] =
+          reference_causal(views[0], views[1], views[2], views[3], views[4], saved[5], eps);
+      variable_list outputs = {output}, incoming = {grad_output};
+      if (grads[2].defined()) {
+        outputs.push_back(all_moments);
+        incoming.push_back(grads[2]);
+      }
+      gradients = differentiable_gradients<5>(outputs, incoming, views, wanted);
+    } else {
+      gradients = only_wanted<5>(
+          call_causal_backward(grad_output, or_none(grads[2]), inputs[0], inputs[1], inputs[2],
+                               inputs[3], inputs[4], saved[5], saved[6], saved[7], eps, wanted),
+          wanted);
+    }
+    std::move(gradients.begin(), gradients.end(), result.begin());
+    return result;
+  }
+};
+
 TwoTensors key_moments_autograd(const at::Tensor& key_features, const at::Tensor& logits,
                                 const at::Tensor& value) {
   check_placement("key_moments", "key_features", key_features,
@@ -137,7 +184,30 @@ TwoTensors from_moments_autograd(const at::Tensor& query_features, const at::Ten
   return {std::move(result[0]), std::move(result[1])};
 }
 
+FourTensors causal_autograd(const at::Tensor& query_features, const at::Tensor& key_features,
+                            const at::Tensor& logits, const at::Tensor& value,
+                            const at::Tensor& moments, const at::Tensor& reference, double eps) {
+  check_placement("causal_attention_from_moments", "query_features", query_features,
+                  {{"key_features", &key_features},
+                   {"logits", &logits},
+                   {"value", &value},
+                   {"moments", &moments},
+                   {"reference", &reference}});
+  if (any_transformed({&query_features, &key_features, &logits, &value, &moments}, {})) {
+    check_causal_call(query_features, key_features, logits, value, moments, reference, eps);
+    return reference_causal(query_features, key_features, logits, value, moments, reference, eps);
+  }
+  if (!is_recorded({&query_features, &key_features, &logits, &value, &moments}, {})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_causal(query_features, key_features, logits, value, moments, reference, eps);
+  }
+  variable_list result =
+      CausalFunction::apply(query_features, key_features, logits, value, moments, reference, eps);
+  return {std::move(result[0]), std::move(result[1]), std::move(result[2]), std::move(result[3])};
+}
+
 TORCH_LIBRARY_IMPL(ikattn, Autograd, m) {
+  implement<"causal_attention_from_moments", causal_autograd>(m);
   implement<"key_moments", key_moments_autograd>(m);
   implement<"add_key_moments_", add_key_moments_autograd>(m);
   implement<"attention_from_moments", from_moments_autograd>(m);

@@ -37,6 +37,17 @@ void place_queries(const char* function, const at::Tensor& query_features,
                   {{"moments", &moments}, {"reference", &reference}});
 }
 
+void place_causal(const char* function, const at::Tensor& query_features,
+                  const at::Tensor& key_features, const at::Tensor& logits, const at::Tensor& value,
+                  const at::Tensor& moments, const at::Tensor& reference) {
+  check_placement(function, "query_features", query_features,
+                  {{"key_features", &key_features},
+                   {"logits", &logits},
+                   {"value", &value},
+                   {"moments", &moments},
+                   {"reference", &reference}});
+}
+
 }  // namespace
 
 KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
@@ -128,8 +139,8 @@ FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
                                              const at::Tensor& query_features,
                                              const at::Tensor& moments, const at::Tensor& reference,
                                              const at::Tensor& output,
-                                             const at::Tensor& log_normalizer, double eps) {
-  const char* function = "attention_from_moments_backward";
+                                             const at::Tensor& log_normalizer, double eps,
+                                             const char* function) {
   const FromMomentsSizes sizes =
       check_from_moments(query_features, moments, reference, eps, function);
   const std::array<int64_t, 4> output_sizes = {sizes.B, sizes.H, sizes.L, sizes.d_v};
@@ -141,7 +152,76 @@ FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
   return sizes;
 }
 
+CausalSizes check_causal(const at::Tensor& query_features, const at::Tensor& key_features,
+                         const at::Tensor& logits, const at::Tensor& value,
+                         const at::Tensor& moments, const at::Tensor& reference, double eps,
+                         const char* function) {
+  place_causal(function, query_features, key_features, logits, value, moments, reference);
+  const FromMomentsSizes queries =
+      check_from_moments(query_features, moments, reference, eps, function);
+  const KeyMomentsSizes keys = check_key_moments(key_features, logits, value, function);
+  const at::ScalarType type = query_features.scalar_type();
+  TORCH_CHECK_TYPE(key_features.scalar_type() == type, function, ": key_features must be ", type,
+                   " as query_features, got ", key_features.scalar_type());
+  TORCH_CHECK(
+      keys.B == queries.B && keys.K == queries.K && keys.S == queries.L && keys.F == queries.F,
+      function, ": key_features must have shape [B, K, L, F] = [", queries.B, ", ", queries.K, ", ",
+      queries.L, ", ", queries.F, "], got ", key_features.sizes());
+  TORCH_CHECK(keys.d_v == queries.d_v, function, ": value must have d_v = ", queries.d_v,
+              " numbers, one less than moments, got ", value.sizes());
+  return {queries, keys};
+}
+
+void check_causal_call(const at::Tensor& query_features, const at::Tensor& key_features,
+                       const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
+                       const at::Tensor& reference, double eps) {
+  place_causal("causal_attention_from_moments", query_features, key_features, logits, value,
+               moments, reference);
+  if (has_symbols({&query_features, &key_features, &logits, &value, &moments, &reference})) return;
+  check_causal(query_features, key_features, logits, value, moments, reference, eps);
+}
+
+CausalSizes check_causal_backward(const at::Tensor& grad_output,
+                                  const std::optional<at::Tensor>& grad_all_moments,
+                                  const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value,
+                                  const at::Tensor& moments, const at::Tensor& reference,
+                                  const at::Tensor& output, const at::Tensor& log_normalizer,
+                                  double eps) {
+  const char* function = "causal_attention_from_moments_backward";
+  const CausalSizes sizes =
+      check_causal(query_features, key_features, logits, value, moments, reference, eps, function);
+  check_from_moments_backward(grad_output, query_features, moments, reference, output,
+                              log_normalizer, eps, function);
+  if (grad_all_moments) {
+    check_like(function, "grad_all_moments", *grad_all_moments, moments.sizes(),
+               moments.scalar_type(), moments.device());
+  }
+  return sizes;
+}
+
 namespace {
+
+void causal_backward(const at::Tensor& grad_output,
+                     const std::optional<at::Tensor>& grad_all_moments,
+                     const at::Tensor& query_features, const at::Tensor& key_features,
+                     const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
+                     const at::Tensor& reference, const at::Tensor& output,
+                     const at::Tensor& log_normalizer, double eps, std::array<bool, 5>) {
+  const char* function = "causal_attention_from_moments_backward";
+  place_causal(function, query_features, key_features, logits, value, moments, reference);
+  check_placement(function, "query_features", query_features,
+                  {{"grad_output", &grad_output},
+                   {"grad_all_moments", address(grad_all_moments)},
+                   {"output", &output},
+                   {"log_normalizer", &log_normalizer}});
+  if (has_symbols({&grad_output, address(grad_all_moments), &query_features, &key_features, &logits,
+                   &value, &moments, &reference, &output, &log_normalizer})) {
+    return;
+  }
+  check_causal_backward(grad_output, grad_all_moments, query_features, key_features, logits, value,
+                        moments, reference, output, log_normalizer, eps);
+}
 
 void add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
                      const at::Tensor& key_features, const at::Tensor& logits,
@@ -194,6 +274,9 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
         check_from_moments_call);
   m.def("check_attention_from_moments_backward" IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA " -> ()",
         from_moments_backward);
+  m.def("check_causal_attention_from_moments" IKATTN_CAUSAL_SCHEMA " -> ()", check_causal_call);
+  m.def("check_causal_attention_from_moments_backward" IKATTN_CAUSAL_BACKWARD_SCHEMA " -> ()",
+        causal_backward);
 }
 
 }  // namespace

@@ -26,6 +26,16 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("attention_from_moments_backward" IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA
         " -> (Tensor grad_query_features, Tensor grad_moments)",
         tags);
+  m.def("causal_attention_from_moments" IKATTN_CAUSAL_SCHEMA
+        " -> (Tensor output, Tensor log_normalizer, Tensor all_moments, Tensor all_reference)",
+        tags);
+  m.def("causal_attention_from_moments_backward" IKATTN_CAUSAL_BACKWARD_SCHEMA
+        " -> (Tensor grad_query_features, Tensor grad_key_features, Tensor grad_logits, "
+        "Tensor grad_value, Tensor grad_moments)",
+        tags);
+  m.def("causal_attention_from_moments_reference" IKATTN_CAUSAL_SCHEMA
+        " -> (Tensor output, Tensor log_normalizer, Tensor all_moments, Tensor all_reference)",
+        tags);
   m.def("key_moments_reference" IKATTN_KEY_MOMENTS_SCHEMA " -> (Tensor moments, Tensor reference)",
         tags);
   m.def("attention_from_moments_reference" IKATTN_FROM_MOMENTS_SCHEMA
@@ -44,6 +54,14 @@ TwoTensors from_moments_reference_op(const at::Tensor& query_features, const at:
                                      const at::Tensor& reference, double eps) {
   check_from_moments_call(query_features, moments, reference, eps);
   return reference_from_moments(query_features, moments, reference, eps);
+}
+
+FourTensors causal_reference_op(const at::Tensor& query_features, const at::Tensor& key_features,
+                                const at::Tensor& logits, const at::Tensor& value,
+                                const at::Tensor& moments, const at::Tensor& reference,
+                                double eps) {
+  check_causal_call(query_features, key_features, logits, value, moments, reference, eps);
+  return reference_causal(query_features, key_features, logits, value, moments, reference, eps);
 }
 
 void check_mergeable(const at::Tensor& moments, const at::Tensor& reference,
@@ -67,27 +85,16 @@ void check_mergeable(const at::Tensor& moments, const at::Tensor& reference,
   }
 }
 
-TwoTensors merged(const at::Tensor& moments, const at::Tensor& reference,
-                  const at::Tensor& other_moments, const at::Tensor& other_reference) {
-  const at::Tensor largest = at::maximum(reference, other_reference).detach();
-  const at::Tensor base =
-      at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
-  const auto rescaled = [&](const at::Tensor& own, const at::Tensor& from) {
-    const at::Tensor factor = at::exp(from.detach() - base).to(own.scalar_type());
-    return own * factor.unsqueeze(-1).unsqueeze(-1);
-  };
-  return {rescaled(moments, reference) + rescaled(other_moments, other_reference), largest};
-}
-
 TwoTensors merge_moments_op(const at::Tensor& moments, const at::Tensor& reference,
                             const at::Tensor& other_moments, const at::Tensor& other_reference) {
   check_mergeable(moments, reference, other_moments, other_reference);
-  return merged(moments, reference, other_moments, other_reference);
+  return reference_merged(moments, reference, other_moments, other_reference);
 }
 
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"key_moments_reference", key_moments_reference_op>(m);
   implement<"attention_from_moments_reference", from_moments_reference_op>(m);
+  implement<"causal_attention_from_moments_reference", causal_reference_op>(m);
   implement<"merge_moments", merge_moments_op>(m);
 }
 
@@ -96,7 +103,7 @@ void add_key_moments_anywhere(at::Tensor& moments, at::Tensor& reference,
                               const at::Tensor& value) {
   check_add_key_moments(moments, reference, key_features, logits, value);
   const auto [own, own_reference] = key_moments_in_blocks(key_features, logits, value);
-  const auto [sums, largest] = merged(moments, reference, own, own_reference);
+  const auto [sums, largest] = reference_merged(moments, reference, own, own_reference);
   moments.copy_(sums);
   reference.copy_(largest);
 }
@@ -119,6 +126,19 @@ TwoTensors from_moments_backward_anywhere(const at::Tensor& grad_output,
                                          log_normalizer, eps, wanted);
 }
 
+FiveTensors causal_backward_anywhere(const at::Tensor& grad_output,
+                                     const std::optional<at::Tensor>& grad_all_moments,
+                                     const at::Tensor& query_features,
+                                     const at::Tensor& key_features, const at::Tensor& logits,
+                                     const at::Tensor& value, const at::Tensor& moments,
+                                     const at::Tensor& reference, const at::Tensor& output,
+                                     const at::Tensor& log_normalizer, double eps,
+                                     std::array<bool, 5> wanted) {
+  return causal_backward_in_blocks(grad_output, grad_all_moments, query_features, key_features,
+                                   logits, value, moments, reference, output, log_normalizer, eps,
+                                   wanted);
+}
+
 // Where no kernel is.
 TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
   implement<"key_moments", key_moments_in_blocks>(m);
@@ -126,12 +146,15 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
   implement<"key_moments_backward", key_moments_backward_anywhere>(m);
   implement<"attention_from_moments", from_moments_in_blocks>(m);
   implement<"attention_from_moments_backward", from_moments_backward_anywhere>(m);
+  implement<"causal_attention_from_moments", causal_in_blocks>(m);
+  implement<"causal_attention_from_moments_backward", causal_backward_anywhere>(m);
 }
 
 // vmap: the reference instead of a loop over the batch.
 TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
   implement<"key_moments", key_moments_reference_op>(m);
   implement<"attention_from_moments", from_moments_reference_op>(m);
+  implement<"causal_attention_from_moments", causal_reference_op>(m);
 }
 
 // Autocast: features come lowered under it, and sums of their products are made in float32.
@@ -154,7 +177,15 @@ struct Autocast {
     c10::impl::ExcludeDispatchKeyGuard guard(keys());
     return call_from_moments(wide(query_features), moments, reference, eps);
   }
+  static FourTensors causal(const at::Tensor& query_features, const at::Tensor& key_features,
+                            const at::Tensor& logits, const at::Tensor& value,
+                            const at::Tensor& moments, const at::Tensor& reference, double eps) {
+    c10::impl::ExcludeDispatchKeyGuard guard(keys());
+    return call_causal(wide(query_features), wide(key_features), logits, value, moments, reference,
+                       eps);
+  }
   static void register_in(torch::Library& m) {
+    implement<"causal_attention_from_moments", causal>(m);
     implement<"key_moments", key_moments>(m);
     implement<"attention_from_moments", from_moments>(m);
   }
@@ -203,6 +234,26 @@ TwoTensors call_from_moments_backward(const at::Tensor& grad_output,
                  wanted);
 }
 
+FourTensors call_causal(const at::Tensor& query_features, const at::Tensor& key_features,
+                        const at::Tensor& logits, const at::Tensor& value,
+                        const at::Tensor& moments, const at::Tensor& reference, double eps) {
+  static const auto op = find_operator<CausalSignature>("ikattn::causal_attention_from_moments");
+  return op.call(query_features, key_features, logits, value, moments, reference, eps);
+}
+
+FiveTensors call_causal_backward(const at::Tensor& grad_output,
+                                 const std::optional<at::Tensor>& grad_all_moments,
+                                 const at::Tensor& query_features, const at::Tensor& key_features,
+                                 const at::Tensor& logits, const at::Tensor& value,
+                                 const at::Tensor& moments, const at::Tensor& reference,
+                                 const at::Tensor& output, const at::Tensor& log_normalizer,
+                                 double eps, std::array<bool, 5> wanted) {
+  static const auto op =
+      find_operator<CausalBackwardSignature>("ikattn::causal_attention_from_moments_backward");
+  return op.call(grad_output, grad_all_moments, query_features, key_features, logits, value,
+                 moments, reference, output, log_normalizer, eps, wanted);
+}
+
 KeyMoments key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                        const at::Tensor& value) {
   auto [moments, reference] = call_key_moments(key_features, logits, value);
@@ -218,6 +269,14 @@ void add_key_moments(const KeyMoments& keys, const at::Tensor& key_features,
 std::tuple<at::Tensor, at::Tensor> attention_from_moments(const at::Tensor& query_features,
                                                           const KeyMoments& keys, double eps) {
   return call_from_moments(query_features, keys.moments, keys.reference, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor, KeyMoments> causal_attention_from_moments(
+    const at::Tensor& query_features, const at::Tensor& key_features, const at::Tensor& logits,
+    const at::Tensor& value, const KeyMoments& keys, double eps) {
+  auto [output, log_normalizer, moments, reference] =
+      call_causal(query_features, key_features, logits, value, keys.moments, keys.reference, eps);
+  return {output, log_normalizer, {moments, reference}};
 }
 
 KeyMoments merge_moments(const KeyMoments& keys, const KeyMoments& others) {

@@ -36,4 +36,12 @@ struct FromMomentsParams {
   Array grad_moments{};    // [B, K, E, d_v + 1]
 };
 
+// Causal attention of tokens to themselves and to the keys before, whose moments `queries` has.
+// `keys` are the tokens', with the moments of those before and theirs; in the backward with the
+// gradient of these, which may be absent.
+struct CausalParams {
+  FromMomentsParams queries{};
+  KeyMomentsParams keys{};
+};
+
 }  // namespace ikattn

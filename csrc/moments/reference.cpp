@@ -1,71 +1,14 @@
 #include "moments/reference.h"
 
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
-
-#include <algorithm>
-
-#include "support/autograd.h"
-#include "support/checks.h"
-#include "support/exact_arithmetic.h"
+#include "moments/composition.h"
 
 namespace ikattn {
 namespace {
-
-int64_t static_size(const at::Tensor& tensor, int64_t axis) {
-  return tensor.sym_size(axis).guard_int(__FILE__, __LINE__);
-}
-
-// Repeats each head so that there are K.
-at::Tensor to_heads(const at::Tensor& tensor, int64_t K) {
-  const int64_t heads = static_size(tensor, 1);
-  return heads == K ? tensor : tensor.repeat_interleave(K / heads, 1);
-}
 
 // Query heads that share moments as more queries: [B, H, L, ..] becomes [B, K, H / K L, ..].
 at::Tensor by_key_head(const at::Tensor& tensor, int64_t K) {
   return tensor.unflatten(1, {K, static_size(tensor, 1) / K}).flatten(2, 3);
 }
-
-at::Tensor or_zero(const at::Tensor& tensor, const at::Tensor& where_not) {
-  return at::where(where_not, at::zeros({}, tensor.options()), tensor);
-}
-
-// The products of two of F features.
-struct Products {
-  int64_t F;
-  at::Tensor left, right;  // [E - 1], features of each
-  at::Tensor square;       // [F F], the product of every two
-  at::Tensor counts;       // [E], how often a query counts it, times (2 F)^-2; for 1: eps
-
-  Products(const at::Tensor& like, double eps = 0) : F(static_size(like, -1)) {
-    const auto index = like.options().dtype(at::kLong);
-    const int64_t M = F / 2, count = F * M + M;
-    const at::Tensor e = at::arange(count, index);
-    left = e.remainder(F);
-    right = (left + e.div(F, "floor")).remainder(F);
-    const at::Tensor a = at::arange(F, index).unsqueeze(1), b = at::arange(F, index);
-    const at::Tensor shift = (b - a).remainder(F);
-    const at::Tensor is_own =
-        at::logical_or(shift < M, at::logical_and(shift == M, a < M));  // of b, or of a
-    square = at::where(is_own, shift * F + a, (shift.neg() + F) * F + b).flatten();
-    counts = (1 + (e >= F).to(at::kDouble)) / static_cast<double>(4 * F * F);
-    counts = at::constant_pad_nd(counts, {0, 1}, eps).to(like.scalar_type());
-  }
-
-  // [.., E], the constant 1 last.
-  at::Tensor entries(const at::Tensor& x) const {
-    const at::Tensor psi = x.index_select(-1, left) * x.index_select(-1, right);
-    return at::constant_pad_nd(psi, {0, 1}, 1);
-  }
-
-  // The gradient of x from that of its entries.
-  at::Tensor gradient(const at::Tensor& x, const at::Tensor& grad) const {
-    const at::Tensor of_pairs = grad.index_select(-1, square).unflatten(-1, {F, F});
-    const at::Tensor diagonal = at::eye(F, x.options()) + 1;
-    return at::matmul(of_pairs * diagonal, x.unsqueeze(-1)).squeeze(-1);
-  }
-};
 
 // Keys in the arithmetic type: features and values, zero where hidden, and weights.
 struct Keys {
@@ -73,10 +16,6 @@ struct Keys {
   at::Tensor rows;     // [B, K, S, d_v + 1]   [v_j, 1]
   at::Tensor weights;  // [B, K, S, 1]   exp(logit_j - reference)
 };
-
-at::Tensor finite_or_zero(const at::Tensor& reference) {
-  return at::where(reference == -INFINITY, at::zeros({}, reference.options()), reference);
-}
 
 Keys weighted_keys(const at::Tensor& features, const at::Tensor& logits, const at::Tensor& value,
                    const at::Tensor& reference) {
@@ -90,10 +29,7 @@ Keys weighted_keys(const at::Tensor& features, const at::Tensor& logits, const a
 }
 
 at::Tensor largest_finite(const at::Tensor& logits) {
-  const at::Tensor wide = logits.detach().to(at::kDouble);
-  const at::Tensor finite =
-      at::where(at::isfinite(wide), wide, at::full({}, -INFINITY, wide.options()));
-  return at::amax(at::constant_pad_nd(finite, {0, 1}, -INFINITY), {-1});
+  return at::amax(at::constant_pad_nd(finite_logits(logits), {0, 1}, -INFINITY), {-1});
 }
 
 at::Tensor moments_of(const Products& products, const Keys& keys) {
@@ -110,32 +46,6 @@ TwoTensors read(const Products& products, const at::Tensor& x, const at::Tensor&
   const at::Tensor safe = at::where(sum == 0, at::ones({}, sum.options()), sum);
   const at::Tensor log_sum = at::log(sum.detach().squeeze(-1).to(at::kDouble));
   return {both.narrow(-1, 0, d_v) / safe, log_sum + finite_or_zero(reference).unsqueeze(-1)};
-}
-
-// Tokens of a block.
-int64_t block_size(int64_t units, int64_t F) {
-  const int64_t numbers = int64_t{1} << 24;
-  return std::max<int64_t>(16, numbers / std::max<int64_t>(1, units * (F * (F + 1) / 2 + 1)));
-}
-
-template <typename Function>
-void for_blocks(int64_t tokens, int64_t size, const Function& function) {
-  for (int64_t first = 0; first < tokens; first += size) {
-    function(first, std::min(size, tokens - first));
-  }
-}
-
-at::Tensor empty_or(bool wanted, const at::Tensor& like) {
-  return wanted ? at::empty_like(like) : at::empty({0}, like.options());
-}
-
-// torch.func leaves out what keeps autocast away, and sums would be made in 16 bits.
-void refuse_autocast(const char* function, const at::Tensor& features) {
-  TORCH_CHECK(!at::autocast::is_autocast_enabled(features.device().type()) ||
-                  !(is_batched(features) || is_transformed(features)),
-              function,
-              ": torch.func and torch.vmap do not work under autocast, where sums would "
-              "be made in 16 bits; leave it with torch.autocast(..., enabled=False)");
 }
 
 }  // namespace
@@ -160,6 +70,17 @@ TwoTensors reference_from_moments(const at::Tensor& query_features, const at::Te
     return tensor.unflatten(2, {H / K, -1}).flatten(1, 2);
   };
   return {by_head(output).to(query_features.scalar_type()), by_head(log_normalizer)};
+}
+
+TwoTensors reference_merged(const at::Tensor& moments, const at::Tensor& reference,
+                            const at::Tensor& other_moments, const at::Tensor& other_reference) {
+  const at::Tensor largest = at::maximum(reference, other_reference).detach();
+  const at::Tensor base = finite_or_zero(largest);
+  const auto rescaled = [&](const at::Tensor& own, const at::Tensor& from) {
+    const at::Tensor factor = at::exp(from.detach() - base).to(own.scalar_type());
+    return own * factor.unsqueeze(-1).unsqueeze(-1);
+  };
+  return {rescaled(moments, reference) + rescaled(other_moments, other_reference), largest};
 }
 
 TwoTensors key_moments_in_blocks(const at::Tensor& key_features, const at::Tensor& logits,

@@ -11,6 +11,11 @@ TwoTensors reference_key_moments(const at::Tensor& key_features, const at::Tenso
                                  const at::Tensor& value);
 TwoTensors reference_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
                                   const at::Tensor& reference, double eps);
+FourTensors reference_causal(const at::Tensor& query_features, const at::Tensor& key_features,
+                             const at::Tensor& logits, const at::Tensor& value,
+                             const at::Tensor& moments, const at::Tensor& reference, double eps);
+TwoTensors reference_merged(const at::Tensor& moments, const at::Tensor& reference,
+                            const at::Tensor& other_moments, const at::Tensor& other_reference);
 
 // In blocks, not differentiable.
 TwoTensors key_moments_in_blocks(const at::Tensor& key_features, const at::Tensor& logits,
@@ -28,5 +33,17 @@ TwoTensors from_moments_backward_in_blocks(const at::Tensor& grad_output,
                                            const at::Tensor& output,
                                            const at::Tensor& log_normalizer, double eps,
                                            const std::array<bool, 2>& wanted);
+
+FourTensors causal_in_blocks(const at::Tensor& query_features, const at::Tensor& key_features,
+                             const at::Tensor& logits, const at::Tensor& value,
+                             const at::Tensor& moments, const at::Tensor& reference, double eps);
+FiveTensors causal_backward_in_blocks(const at::Tensor& grad_output,
+                                      const std::optional<at::Tensor>& grad_all_moments,
+                                      const at::Tensor& query_features,
+                                      const at::Tensor& key_features, const at::Tensor& logits,
+                                      const at::Tensor& value, const at::Tensor& moments,
+                                      const at::Tensor& reference, const at::Tensor& output,
+                                      const at::Tensor& log_normalizer, double eps,
+                                      const std::array<bool, 5>& wanted);
 
 }  // namespace ikattn

@@ -49,9 +49,14 @@ constexpr const char* kOperators[] = {
     "streamed_contribution_maps", "contribution_maps_backward"};
 
 // Those that are composed of torch's operators where there are no kernels.
-constexpr const char* kComposed[] = {"attention_from_features", "key_moments",
-                                     "add_key_moments_",        "key_moments_backward",
-                                     "attention_from_moments",  "attention_from_moments_backward"};
+constexpr const char* kComposed[] = {"attention_from_features",
+                                     "key_moments",
+                                     "add_key_moments_",
+                                     "key_moments_backward",
+                                     "attention_from_moments",
+                                     "attention_from_moments_backward",
+                                     "causal_attention_from_moments",
+                                     "causal_attention_from_moments_backward"};
 
 // A call with tensors that are not dense, which is checked before it comes here but in inference
 // mode and in a backward: the check names the argument.

@@ -47,6 +47,15 @@ std::tuple<at::Tensor, at::Tensor> attention_from_moments(const at::Tensor& quer
                                                           const KeyMoments& keys,
                                                           double eps = 1e-5);
 
+// Causal attention of tokens that come after the keys of `keys`: a query sees those and the tokens
+// up to its own. Arguments as above, with L keys; output and log Z as of attention_from_moments,
+// and the moments of all keys, the tokens' own included. Differentiable, in keys.moments too.
+//   query_features [B, H, L, F]   key_features [B, K, L, F]   logits [B, K, L]   value [B, G, L,
+//   d_v]
+std::tuple<at::Tensor, at::Tensor, KeyMoments> causal_attention_from_moments(
+    const at::Tensor& query_features, const at::Tensor& key_features, const at::Tensor& logits,
+    const at::Tensor& value, const KeyMoments& keys, double eps = 1e-5);
+
 // Moments of the keys of both, relative to the larger reference. Differentiable.
 KeyMoments merge_moments(const KeyMoments& keys, const KeyMoments& others);
 

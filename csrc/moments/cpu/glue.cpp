@@ -144,7 +144,84 @@ TwoTensors from_moments_backward_cpu(const at::Tensor& grad_output,
   return {grad_features, grad_moments};
 }
 
+// Of pairs and of both sums, over the tokens of a causal call.
+double causal_work(const CausalSizes& sizes) {
+  return 2 * work_of(sizes.queries.B * sizes.queries.H * sizes.queries.L, sizes.queries.F,
+                     sizes.queries.d_v);
+}
+
+FourTensors causal_cpu(const at::Tensor& query_features, const at::Tensor& key_features,
+                       const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
+                       const at::Tensor& reference, double eps) {
+  const char* function = "causal_attention_from_moments";
+  const CausalSizes sizes =
+      check_causal(query_features, key_features, logits, value, moments, reference, eps);
+  const auto [B, H, K, L, F, d_v] = sizes.queries;
+  const auto options = query_features.options();
+  const auto [output, log_normalizer, all_moments, all_reference] =
+      with_memory_for(function, "the output, its normalizer and the moments", [&] {
+        return FourTensors{at::empty({B, L, H, d_v}, options).transpose(1, 2),
+                           at::empty({B, H, L}, options.dtype(at::kDouble)),
+                           at::empty(moments.sizes(), moments.options()),
+                           at::empty({B, K}, options.dtype(at::kDouble))};
+      });
+  const CausalParams params{
+      query_params(sizes.queries, query_features, moments, reference, output, log_normalizer, eps),
+      key_params(sizes.keys, key_features, logits, value, all_moments, all_reference)};
+  kernels().causal[compute_index(query_features)](params,
+                                                  TorchExecutor(function, causal_work(sizes)));
+  return {output, log_normalizer, all_moments, all_reference};
+}
+
+FiveTensors causal_backward_cpu(const at::Tensor& grad_output,
+                                const std::optional<at::Tensor>& grad_all_moments,
+                                const at::Tensor& query_features, const at::Tensor& key_features,
+                                const at::Tensor& logits, const at::Tensor& value,
+                                const at::Tensor& moments, const at::Tensor& reference,
+                                const at::Tensor& output, const at::Tensor& log_normalizer,
+                                double eps, std::array<bool, 5> wanted) {
+  const char* function = "causal_attention_from_moments_backward";
+  const CausalSizes sizes =
+      check_causal_backward(grad_output, grad_all_moments, query_features, key_features, logits,
+                            value, moments, reference, output, log_normalizer, eps);
+  const auto [B, K, G, L, F, d_v] = sizes.keys;
+  const at::Tensor none = not_wanted(moments);
+  CausalParams params{
+      query_params(sizes.queries, query_features, moments, reference, output, log_normalizer, eps),
+      key_params(sizes.keys, key_features, logits, value, none, none)};
+  params.queries.grad_output = array_of(grad_output);
+  params.keys.moments = grad_all_moments ? array_of(*grad_all_moments) : Array{};
+  const auto gradient = [&](bool is_wanted, at::IntArrayRef shape, Array& array) {
+    if (!is_wanted) return none;
+    const at::Tensor result = at::empty(shape, moments.options());
+    array = array_of(result);
+    return result;
+  };
+  // All in the arithmetic type, for keys are added to twice.
+  const auto [of_query, of_key, of_logits, of_value,
+              of_moments] = with_memory_for(function, "the gradients", [&] {
+    return FiveTensors{gradient(wanted[0], query_features.sizes(), params.queries.grad_features),
+                       gradient(wanted[1], key_features.sizes(), params.keys.grad_features),
+                       gradient(wanted[2], logits.sizes(), params.keys.grad_logits),
+                       gradient(wanted[3], {B, K, L, d_v}, params.keys.grad_value),
+                       gradient(wanted[4], moments.sizes(), params.queries.grad_moments)};
+  });
+  kernels().causal_backward[compute_index(query_features)](
+      params, TorchExecutor(function, 2.5 * causal_work(sizes)));
+  const auto finished = [&](bool is_wanted, const at::Tensor& result, const at::Tensor& like) {
+    return is_wanted ? at::empty_like(like).copy_(result) : not_wanted(like);
+  };
+  const bool shares_values = wanted[3] && G != K;
+  return {finished(wanted[0], of_query, query_features), finished(wanted[1], of_key, key_features),
+          finished(wanted[2], of_logits, logits),
+          finished(wanted[3], shares_values ? of_value.unflatten(1, {G, K / G}).sum(2) : of_value,
+                   value),
+          of_moments};
+}
+
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
+  implement<"causal_attention_from_moments", causal_cpu>(m);
+  implement<"causal_attention_from_moments_backward", causal_backward_cpu>(m);
   implement<"key_moments", key_moments_cpu>(m);
   implement<"add_key_moments_", add_key_moments_cpu>(m);
   implement<"key_moments_backward", key_moments_backward_cpu>(m);

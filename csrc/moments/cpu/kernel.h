@@ -12,6 +12,8 @@ struct MomentsKernels {
   void (*key_moments_backward[2])(const KeyMomentsParams&, const Executor&);
   void (*from_moments[2])(const FromMomentsParams&, const Executor&);
   void (*from_moments_backward[2])(const FromMomentsParams&, const Executor&);
+  void (*causal[2])(const CausalParams&, const Executor&);
+  void (*causal_backward[2])(const CausalParams&, const Executor&);
 };
 
 // Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.

@@ -17,7 +17,14 @@ enum class Counted {
   kByQuery,    // table to panels: times the count of a query
   kOfKeys,     // panels to table: divided by c_e
   kOfQueries,  // panels to table: divided by c_e, times the count of a query
+  kToKeys,     // the way back from kOfKeys, for sums that go on growing
+  kToQueries,  // likewise from kOfQueries
 };
+
+// Whether panels get shift M in full: sums of one half of it alone would not be stored whole.
+constexpr bool fills_last_shift(Counted counted) {
+  return counted == Counted::kToKeys || counted == Counted::kToQueries;
+}
 
 struct Table {
   ProductLayout products;
@@ -42,6 +49,10 @@ struct Table {
         return T(1) / of_key;
       case Counted::kOfQueries:
         return of_query / of_key;
+      case Counted::kToKeys:
+        return of_key;
+      case Counted::kToQueries:
+        return of_key / of_query;
       default:
         return T(1);
     }
@@ -51,7 +62,9 @@ struct Table {
 // Multiplies entries of a panel, which is number `panel` and one of `held`.
 template <typename T>
 void multiply_entries(const Table& table, Counted counted, int64_t panel, const Moments<T>& held) {
-  for (int64_t r = 0; r < table.rows(panel); ++r) {
+  const int64_t rows =
+      fills_last_shift(counted) ? table.products.entries(panel) : table.rows(panel);
+  for (int64_t r = 0; r < rows; ++r) {
     const T factor = table.factor<T>(counted, panel * kPanel + r);
     if (factor == T(1)) continue;
     held.total(panel)[r] *= factor;
@@ -59,6 +72,19 @@ void multiply_entries(const Table& table, Counted counted, int64_t panel, const 
       T* row = held.by_entry + held.tile(panel, of_values) + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
     }
+  }
+}
+
+// The half of shift M that a table does not have, as far as it is in a panel: the products of the
+// other half.
+template <typename T>
+void load_last_half(const Table& table, const Array& array, int64_t offset, int64_t panel,
+                    const Moments<T>& held) {
+  for (int64_t r = table.rows(panel); r < table.products.entries(panel); ++r) {
+    const int64_t at = offset + (panel * kPanel + r - table.products.M) * array.stride[2];
+    load_panels(array, at, 0, array.stride[3], 1, table.d_v,
+                held.by_entry + held.tile(panel, 0) + r * kPanel, kPanel);
+    held.total(panel)[r] = load_element<T>(array, at + table.d_v * array.stride[3]);
   }
 }
 
@@ -76,6 +102,7 @@ void load_table(const Table& table, const Array& array, int64_t offset, const Pa
     }
     load_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v, tiles, kPanel);
     load_row(array, at + table.d_v * array.stride[3], array.stride[2], rows, held.total(panel));
+    if (fills_last_shift(counted)) load_last_half(table, array, offset, panel, held);
     multiply_entries(table, counted, panel, held);
   }
   if (held.by_value) held.transpose(panels);

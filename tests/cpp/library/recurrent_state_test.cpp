@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <limits>
 #include <sstream>
 
 #include "ikattn/attention.h"
@@ -104,6 +106,30 @@ TEST(Moments, GradientsReachFeaturesLogitsAndValues) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     EXPECT_TRUE(at::allclose(found[i], truth[i], 1e-9, 1e-11)) << i;
   }
+}
+
+// A sequence in two calls, the second one going on from the moments of the first.
+TEST(Moments, CausalAttentionGoesOnFromMoments) {
+  const Tokens of = drawn();
+  const at::Tensor phi_q = spectral_features(of.query, of.w1, of.w2);
+  const at::Tensor key = of.key.repeat_interleave(2, 1);
+  const at::Tensor phi_k = spectral_features(key, of.w1, of.w2);
+  const at::Tensor logits = key.square().sum(-1) / (2 * std::sqrt(8.0));
+  KeyMoments keys{at::zeros({2, 4, 22, 6}, at::kDouble),
+                  at::full({2, 4}, -std::numeric_limits<double>::infinity(), at::kDouble)};
+  std::vector<at::Tensor> outputs;
+  for (const auto& [first, count] : {std::pair{0, 7}, {7, 13}}) {
+    const auto part = [first = first, count = count](const at::Tensor& tensor) {
+      return tensor.narrow(2, first, count);
+    };
+    const auto [output, log_normalizer, all] =
+        causal_attention_from_moments(part(phi_q), part(phi_k), part(logits), part(of.value), keys);
+    EXPECT_EQ(log_normalizer.sizes(), (std::vector<int64_t>{2, 4, count}));
+    outputs.push_back(output);
+    keys = all;
+  }
+  EXPECT_TRUE(at::allclose(at::cat(outputs, 2), whole(of, true), 1e-10, 1e-12));
+  EXPECT_TRUE(at::allclose(keys.moments, key_moments(phi_k, logits, of.value).moments, 1e-10));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from context_programs import CALLS, LAYOUTS, SIZES, N
 from ikattn.nn._over_ranks import is_over_ranks
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
+from ikattn.parallel._sums import _Sharing
 from processes import run_processes
 
 # Of the largest element: float32 and bfloat16 round parts before they are merged.
@@ -73,17 +75,42 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-def test_causal_sums_are_made_by_pieces(alone: None) -> None:
-    """One rank has all chunks; the long call of the ranks has six pieces a chunk of two."""
-    tensors, options = programs.tensors_of(**CALLS["causal, long"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_rank_computes_first_what_it_need_not_wait_for(
+    layout: Any, count: int, reverse: bool
+) -> None:
+    """Every group once, and before those that wait as many others as there are chunks before."""
+    for size, rank in ((2, 0), (2, 1), (4, 2), (4, 3)):
+        sharing = _sharing(Layout(layout, size), rank, count)
+        assert sharing.first == min(count, size - 1)
+        for chunk in sharing.chunks:
+            order = sharing.order(chunk, reverse=reverse)
+            assert sorted(order) == list(range(count))
+            before = sharing.call.layout.count - 1 - chunk if reverse else chunk
+            waits = [n >= sharing.first for n in order]
+            assert not any(waits[: min(before, sharing.first)])
+            assert waits == sorted(waits) or before < sharing.first
 
-    def attend(**arguments: Any) -> torch.Tensor:
-        return context_parallel_attention(**arguments, algorithm="linear")
 
-    found = programs.differentiated(attend, tensors, options)
-    right = programs.differentiated(ikattn.implicit_kernel_attention, tensors, options)
-    for name, expected in right.items():
-        assert (found[name] - expected).abs().max() <= 1e-13 * expected.abs().max(), name
+def _sharing(layout: Layout, rank: int, heads: int) -> _Sharing:
+    ranks = types.SimpleNamespace(number=rank, size=layout.size)
+    call: Any = types.SimpleNamespace(layout=layout, ranks=ranks, threads=1)
+    tokens = torch.zeros(1, heads, 8, 2)
+    return _Sharing(call, tokens, tokens[..., 0], tokens)
+
+
+def test_heads_that_share_a_group_of_values_stay_together() -> None:
+    sharing = _sharing(Layout("contiguous", 2), 0, 6)
+    assert [x.queries for x in sharing.groups] == [slice(n, n + 1) for n in range(6)]
+    grouped = _Sharing(
+        sharing.call, torch.zeros(1, 12, 8, 2), torch.zeros(1, 6, 8), torch.zeros(1, 3, 8, 2)
+    )
+    for group in grouped.groups:
+        ends = [(x.start, x.stop) for x in group]
+        assert ends[0] == tuple(4 * n for n in ends[2])
+        assert ends[1] == tuple(2 * n for n in ends[2])
 
 
 def test_zigzag_gives_every_rank_as_many_pairs() -> None:

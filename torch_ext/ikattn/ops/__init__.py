@@ -24,7 +24,12 @@ from ikattn.ops.edges import (
 from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
-from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
+from ikattn.ops.moments import (
+    attention_from_moments,
+    causal_attention_from_moments,
+    key_moments,
+    merge_moments,
+)
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.ops.recurrent_state import RecurrentState
 
@@ -37,6 +42,7 @@ __all__ = [
     "RecurrentState",
     "attention_from_features",
     "attention_from_moments",
+    "causal_attention_from_moments",
     "decompositions",
     "deterministic",
     "draw_dropout_seed",

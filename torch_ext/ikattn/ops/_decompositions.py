@@ -19,6 +19,7 @@ _WITH_REFERENCE = (
     "attention_from_features",
     "key_moments",
     "attention_from_moments",
+    "causal_attention_from_moments",
     "edge_attention_from_features",
     "contribution_maps",
     "streamed_contribution_maps",

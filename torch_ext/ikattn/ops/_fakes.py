@@ -244,6 +244,43 @@ def _from_moments_backward(
     return features, moments.new_empty(moments.shape if wanted[1] else (0,))
 
 
+@_fake("causal_attention_from_moments")
+def _causal(
+    query_features: Tensor,
+    key_features: Tensor,
+    logits: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    reference: Tensor,
+    eps: float = 1e-5,
+) -> tuple[Tensor, ...]:
+    found = _from_moments(query_features, moments, reference, eps)
+    return *found, moments.new_empty(moments.shape), reference.new_empty(reference.shape)
+
+
+@_fake("causal_attention_from_moments_backward")
+def _causal_backward(
+    grad_output: Tensor,
+    grad_all_moments: Tensor | None,
+    query_features: Tensor,
+    key_features: Tensor,
+    logits: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    reference: Tensor,
+    output: Tensor,
+    log_normalizer: Tensor,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    inputs = (query_features, key_features, logits, value)
+    gradients = [
+        torch.empty_like(tensor) if want else tensor.new_empty((0,))
+        for tensor, want in zip(inputs, wanted, strict=False)
+    ]
+    return *gradients, moments.new_empty(moments.shape if wanted[4] else (0,))
+
+
 @_fake("dropout_keep_mask")
 def _dropout_keep_mask(
     dropout_seed: Tensor, B: int, H: int, L: int, S: int, dropout_p: float

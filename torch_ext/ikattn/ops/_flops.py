@@ -202,6 +202,20 @@ def _moments(at: int, products: int) -> Callable[..., int]:
     return formula
 
 
+def _causal_moments(at: int, of_queries: int, of_keys: int) -> Callable[..., int]:
+    """Of so many products of the entries of queries and of keys, as ``_moments``.
+
+    The pairs of neighbouring tokens, which are a small part, are not counted.
+    """
+
+    def formula(*tensors: Any, out_val: Any = None, **_: Any) -> int:
+        B, H, L, _F = tensors[at].shape
+        K, E, columns = tensors[at + 4].shape[1:]
+        return int(2 * B * (of_queries * H + of_keys * K) * L * E * columns)
+
+    return formula
+
+
 def _by_target(products: int) -> Callable[..., int]:
     """Of a pass over the edges by target, with so many products of features ``[N, H, F]``."""
 
@@ -283,6 +297,8 @@ def _register() -> None:
         "key_moments_backward": _moments(1, 2),
         "attention_from_moments": _moments(0, 1),
         "attention_from_moments_backward": _moments(1, 2),
+        "causal_attention_from_moments": _causal_moments(0, 1, 1),
+        "causal_attention_from_moments_backward": _causal_moments(2, 2, 3),
         "edge_attention_from_features": _by_target(1),
         "edge_query_gradients": _by_target(2),
         "edge_key_gradients": _by_source,

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from ikattn.ops._decompositions import operator
 
-__all__ = ["attention_from_moments", "key_moments", "merge_moments"]
+__all__ = [
+    "attention_from_moments",
+    "causal_attention_from_moments",
+    "key_moments",
+    "merge_moments",
+]
 
 
 def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,17 +107,61 @@ def attention_from_moments(
     )
 
 
-def join_log_normalizers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """log Z of two sets of keys together, and which share the output over the second set has.
+def causal_attention_from_moments(
+    query_features: Tensor,
+    key_features: Tensor,
+    logits: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    reference: Tensor,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Causal attention of tokens that come after the keys that moments are of, in linear time.
+
+    A query sees all those keys, and the tokens up to its own. The moments of all keys come back, so
+    that a sequence may be computed part by part, each going on where the one before ended. Tokens
+    near a query are taken by pairs, those before them by moments, and a query whose scores are all
+    near zero errs as in :func:`attention_from_moments`.
 
     Args:
-        one, other: log Z of each, float64; -inf where a query sees no key of it.
+        query_features: ``[B, H, L, F]`` of :func:`ikattn.spectral_features`, any floating type.
+        key_features: ``[B, K, L, F]``, K a divisor of H, in the type of query_features.
+        logits: ``[B, K, L]``, as of :func:`key_moments`; -inf hides a key.
+        value: ``[B, G, L, d_v]``, G a divisor of K.
+        moments: ``[B, K, E, d_v + 1]`` of the keys before; zeros where there is none. Float64 for
+            float64 features, otherwise float32.
+        reference: ``[B, K]``, float64, with the moments; -inf where there is no key.
+        eps: Added to the squared similarity; positive.
 
     Returns:
-        log Z of both, and a share in [0, 1]; 0 where neither has a key.
+        output ``[B, H, L, d_v]`` in the type of query_features, zero where a query sees no key;
+        log_normalizer ``[B, H, L]`` in float64, without a gradient; and moments and reference of
+        all keys, of the shapes of those given. Gradients reach the first five arguments, through
+        output and moments.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype, device or value.
+
+    Source: as of :func:`key_moments`.
+
+    Example:
+        >>> import torch, ikattn
+        >>> phi, logits, v = torch.randn(1, 2, 9, 8), torch.zeros(1, 2, 9), torch.randn(1, 2, 9, 3)
+        >>> nothing = torch.zeros(1, 2, 37, 4), torch.full((1, 2), -torch.inf).double()
+        >>> attend = ikattn.ops.causal_attention_from_moments
+        >>> whole, _, *_ = attend(phi, phi, logits, v, *nothing)
+        >>> parts, state = [], nothing
+        >>> for part in (slice(0, 4), slice(4, 9)):
+        ...     tokens = (x[:, :, part] for x in (phi, phi, logits, v))
+        ...     output, _, *state = attend(*tokens, *state)
+        ...     parts.append(output)
+        >>> torch.allclose(torch.cat(parts, 2), whole, atol=1e-5)
+        True
     """
-    both = torch.logaddexp(one, other)
-    return both, (other - both).exp().nan_to_num(0.0)
+    return operator("causal_attention_from_moments")(  # type: ignore[no-any-return]
+        query_features, key_features, logits, value, moments, reference, eps
+    )
 
 
 def merge_moments(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
-from ikattn.ops._decompositions import operator
 from ikattn.ops._fixed_kernel import (
     FixedKernel,
     added,
@@ -25,7 +24,7 @@ from ikattn.ops._fixed_kernel import (
 )
 from ikattn.ops.moments import (
     attention_from_moments,
-    join_log_normalizers,
+    causal_attention_from_moments,
     key_moments,
     merge_moments,
 )
@@ -180,7 +179,15 @@ class RecurrentState(FixedKernel):
             RuntimeError, TypeError, ValueError: An argument has a wrong shape, type or value, or a
                 gradient would be lost.
         """
-        return self._read("attend", query, eps)[0].to(query.dtype)
+        self._refuse_gradients("attend", query)
+        check_floating("RecurrentState.attend", query=query)
+        self._check_eps("attend", eps)
+        moments, reference = self._known()
+        self._check_query("attend", query, moments.size(0), self._groups)
+        with as_they_are(query):
+            features = self._of_queries(query, moments.dtype)
+            output, _ = attention_from_moments(features, moments, reference, eps=eps)
+        return output.to(query.dtype)
 
     @takes_memory_for("features and the output", function="RecurrentState.extend")
     def extend(
@@ -220,16 +227,19 @@ class RecurrentState(FixedKernel):
         self._check_eps("extend", eps)
         self._check_tokens("extend", key, value, key_bias)
         self._check_query("extend", query, key.size(0), key.size(1))
-        if key.size(2) == 1:
+        if key.size(2) == 1:  # written in place
             self.update(key, value, key_bias)
             return self.attend(query, eps=eps)
-        before = self._read("extend", query, eps) if self._moments is not None else None
-        output, log_z = self._among_themselves(query, key, value, key_bias, eps)
-        if before is not None:
-            _, share = join_log_normalizers(before[1], log_z)
-            dtype = before[0].dtype
-            output = before[0].lerp(output.to(dtype), share.unsqueeze(-1).to(dtype))
-        self.update(key, value, key_bias)
+        # Ordinary tensors, also from below inference_mode.
+        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+            features, logits = self._keys_of(key, key_bias)
+            before = self._before(features, value.size(3))
+            output, _, *grown = causal_attention_from_moments(
+                self._of_queries(query, features.dtype), features, logits, value, *before, eps=eps
+            )
+            self._moments, self._reference = grown
+        self._length += key.size(2)
+        self._groups = key.size(1)
         return output.to(query.dtype)
 
     def reorder(self, indices: Tensor) -> None:
@@ -356,41 +366,13 @@ class RecurrentState(FixedKernel):
             logits = added(to_heads(logits, heads), to_heads(bias, heads))
         return features, to_heads(logits, self.w1.size(0)).expand(features.shape[:3])
 
-    def _read(self, method: str, query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Output in the type of the sums, and log Z."""
-        self._refuse_gradients(method, query)
-        check_floating(f"RecurrentState.{method}", query=query)
-        self._check_eps(method, eps)
-        moments, reference = self._known()
-        self._check_query(method, query, moments.size(0), self._groups)
-        with as_they_are(query):
-            features = self._of_queries(query, moments.dtype)
-            return attention_from_moments(features, moments, reference, eps=eps)
-
-    def _among_themselves(
-        self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Causal attention of new tokens to each other, and log Z."""
-        dtype = torch.float32
-        for x in (query, key, value):
-            dtype = torch.promote_types(dtype, x.dtype)
-        if key_bias is not None:
-            key_bias = to_heads(*with_heads(key_bias, query.size(1), key.size(1)))
-        with as_they_are(query):
-            wide = query.to(dtype)
-            found: tuple[Tensor, Tensor] = operator("implicit_kernel_attention")(
-                wide,
-                key.to(dtype),
-                value.to(dtype),
-                *self._frequencies_for(query.size(1), wide),
-                p=self.p,
-                key_bias=key_bias,
-                is_causal=True,
-                enable_gqa=query.size(1) != key.size(1),
-                eps=eps,
-                magnitude_scale=self.magnitude_scale,
-            )
-        return found
+    def _before(self, features: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The sums so far, or those of no key, where ``features`` are of the first ones."""
+        if self._moments is not None:
+            return self._known()
+        batch, heads, _, size = features.shape
+        moments = features.new_zeros((batch, heads, size * (size + 1) // 2 + 1, width + 1))
+        return moments, moments.new_full((batch, heads), -torch.inf, dtype=torch.float64)
 
     def _check_eps(self, method: str, eps: float) -> None:
         dtype = self.dtype if self._moments is None else self._moments.dtype

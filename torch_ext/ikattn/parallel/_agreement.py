@@ -45,6 +45,8 @@ def agree(
 ) -> None:
     """Compares what the ranks were called with, before anything else is exchanged.
 
+    The call gets what all have to know of each other: threads, and the first rank's dropout seed.
+
     Raises:
         ValueError: They differ; the same sentence on every rank.
     """
@@ -73,7 +75,7 @@ def agree(
     for n, half in enumerate(halves):
         signature[f"dropout_seed, part {n}"] = -1 if drawn else half
     signature["whether dropout_seed is given"] = not drawn
-    numbers = [*map(float, signature.values()), *map(float, halves)]
+    numbers = [*map(float, signature.values()), torch.get_num_threads(), *map(float, halves)]
     row = torch.zeros(_NUMBERS, dtype=torch.float64)
     row[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     rows = call.ranks.gather(row.to(query.device)).cpu()
@@ -89,6 +91,7 @@ def agree(
                 f"{_told(name, column[0])} on rank 0 and {_told(name, column[other])} on rank "
                 f"{other}"
             )
+    call.threads = int(rows[:, len(signature)].max())
     if call.dropout_seed is not None:
         low1, high1, low2, high2 = (int(x) for x in rows[0, -4:])
         numbers_of_first = [low1 | high1 << 32, low2 | high2 << 32]

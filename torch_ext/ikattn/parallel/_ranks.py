@@ -80,17 +80,20 @@ class Ranks:
             operations.append(self._operation(dist.irecv, into, of, tag))
         return self._start(operations, received, of)
 
-    def send(self, tensors: Sequence[Tensor], to: int) -> Exchange:
-        """Starts to send tensors to one rank, which calls ``receive`` with their likes."""
+    def send(self, tensors: Sequence[Tensor], to: int, first_tag: int = 0) -> Exchange:
+        """Starts to send tensors to one rank, which calls ``receive`` with likes and tag."""
         operations = [
-            self._operation(dist.isend, x.contiguous(), to, tag) for tag, x in enumerate(tensors)
+            self._operation(dist.isend, x.contiguous(), to, tag)
+            for tag, x in enumerate(tensors, first_tag)
         ]
         return self._start(operations, [], to)
 
-    def receive(self, likes: Sequence[Tensor], of: int) -> list[Tensor]:
+    def receive(self, likes: Sequence[Tensor], of: int, first_tag: int = 0) -> list[Tensor]:
         """The tensors that a rank sends, of the shapes of ``likes``."""
         into = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in likes]
-        operations = [self._operation(dist.irecv, x, of, tag) for tag, x in enumerate(into)]
+        operations = [
+            self._operation(dist.irecv, x, of, tag) for tag, x in enumerate(into, first_tag)
+        ]
         return self._start(operations, into, of).wait()
 
     def sum(self, tensor: Tensor) -> Tensor:

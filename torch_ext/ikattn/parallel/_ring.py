@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ikattn.ops.dropout import place_dropout_seed
-from ikattn.ops.moments import join_log_normalizers
 from ikattn.parallel._layout import Block, Layout
 from ikattn.parallel._ranks import Exchange, Ranks
 
-__all__ = ["Call", "Merged", "ring_attention"]
+__all__ = ["Call", "ring_attention"]
 
 
 @dataclass
@@ -32,6 +31,7 @@ class Call:
         is_causal: Whether a query sees keys up to its own place alone.
         options: Of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p.
         dropout_seed: int64 [2], that of the whole call; None without dropout.
+        threads: Of the rank that has most of them.
     """
 
     ranks: Ranks
@@ -39,6 +39,7 @@ class Call:
     is_causal: bool
     options: dict[str, Any]
     dropout_seed: Tensor | None = None
+    threads: int = 1
 
     def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
         """What this rank computes with the keys of rank ``source``."""
@@ -84,7 +85,8 @@ class Merged:
     def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
         """Takes in the output of some queries over further keys."""
         before = self.log_normalizer[:, :, rows]
-        both, share = join_log_normalizers(before, log_normalizer)
+        both = torch.logaddexp(before, log_normalizer)
+        share = (log_normalizer - both).exp().nan_to_num(0.0)  # 0 where neither has a key
         dtype = self.output.dtype
         self.output[:, :, rows].lerp_(output.to(dtype), share.unsqueeze(-1).to(dtype))
         self.log_normalizer[:, :, rows] = both

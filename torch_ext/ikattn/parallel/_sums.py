@@ -1,16 +1,15 @@
 """Attention over ranks in linear time: ranks exchange moments, of one size for any number of keys.
 
-Not causal, moments of all keys are one sum over ranks. Causal, chunks are cut into pieces. The
-queries of a piece see its own keys by pairs, and those of all pieces before it by moments: of the
-rank's own pieces, and of the chunks before, which are passed on from chunk to chunk: an exclusive
-scan. Sizes as in ``ikattn.ops``, L and S those of one rank; K heads of the moments, F = 2 M
-features, E entries of the moments, P pieces of a rank.
+Not causal, moments of all keys are one sum over ranks. Causal, moments of all keys before a chunk
+are passed on from chunk to chunk, some heads after the others: an exclusive scan. Sizes as in
+``ikattn.ops``, L and S those of one rank; K heads of the moments, F = 2 M features, E entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from ikattn.ops.attention import spectral_features
 from ikattn.ops.magnitude import log_magnitude
-from ikattn.ops.moments import attention_from_moments, key_moments, merge_moments
-from ikattn.parallel._ring import Call, Merged
+from ikattn.ops.moments import (
+    attention_from_moments,
+    causal_attention_from_moments,
+    key_moments,
+    merge_moments,
+)
+from ikattn.parallel._ranks import Exchange
+from ikattn.parallel._ring import Call
 
 __all__ = ["sums_attention"]
 
@@ -28,32 +33,13 @@ class _State(NamedTuple):
     """Moments of keys, or gradients of such, with what they are relative to.
 
     Attributes:
-        moments: [B, K, E, d_v + 1]; of several pieces, [B, P, K, E, d_v + 1].
-        reference: float64 [B, K] or [B, P, K]: they are to be multiplied with its exponential; -inf
-            where there is no key.
+        moments: [B, K, E, d_v + 1].
+        reference: float64 [B, K]: they are to be multiplied with its exponential; -inf where there
+            is no key.
     """
 
     moments: Tensor
     reference: Tensor
-
-    def empty(self) -> _State:
-        """The state of no key, of the same sizes."""
-        return _State(torch.zeros_like(self.moments), torch.full_like(self.reference, -torch.inf))
-
-    def piece(self, number: int) -> _State:
-        """One of several."""
-        return _State(self.moments[:, number], self.reference[:, number])
-
-    def of(self, pieces: slice) -> _State:
-        """Some of several."""
-        return _State(self.moments[:, pieces], self.reference[:, pieces])
-
-    def total(self) -> _State:
-        """What several add up to."""
-        largest = self.reference.amax(1)
-        factor = (self.reference - largest.unsqueeze(1)).exp().nan_to_num(0.0)
-        sums = torch.einsum("bpk...,bpk->bk...", self.moments, factor.to(self.moments.dtype))
-        return _State(sums, largest)
 
     def scaled(self, log_factor: Tensor) -> Tensor:
         """The moments times exp(log_factor), of the reference's shape; zero for no number."""
@@ -82,10 +68,7 @@ def sums_attention(
     if key_bias is not None:
         logits = logits + _repeated(key_bias, K if bias_heads > 1 else 1, 1)
     apply: Any = _Causal.apply if call.is_causal else _Whole.apply
-    arguments = [phi_q, phi_k, logits]
-    tokens: list[Tensor | None] = [query, key, value, w1, w2, key_bias]
-    given = [*tokens, *arguments] if call.is_causal else [*arguments, value]
-    output: Tensor = apply(call, *given)
+    output: Tensor = apply(call, phi_q, phi_k, logits, value)
     return output.to(query.dtype)
 
 
@@ -139,211 +122,207 @@ class _Whole(torch.autograd.Function):
         return (None, of_queries, *of_keys)
 
 
-class _Inputs(NamedTuple):
-    """The tensors of a causal call on one rank, cut into pieces, or gradients of these.
+class _Heads(NamedTuple):
+    """Heads that are computed together: those of some values, and what belongs to them."""
 
-    Attributes:
-        query, key, value: [B P, heads, piece, size].
-        w1, w2: Frequencies, whole.
-        key_bias: [B P, heads, piece], or None.
-        phi_q, phi_k: [B P, H or K, piece, F].
-        logits: [B P, K, piece].
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    w1: Tensor
-    w2: Tensor | None
-    key_bias: Tensor | None
-    phi_q: Tensor
-    phi_k: Tensor
-    logits: Tensor
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> _Inputs:
-        """All of them but the frequencies changed."""
-        return _Inputs(
-            *(
-                x if x is None or name in ("w1", "w2") else change(x)
-                for name, x in self._asdict().items()
-            )
-        )
+    queries: slice
+    moments: slice
+    values: slice
 
 
-class _Pieces:
-    """How a rank's tokens are cut: all pieces of one length, each within a chunk.
+class _Sharing:
+    """How a causal call of one rank is cut, and in which order its parts are computed.
+
+    A part is a chunk of tokens and a group of heads. What a part makes of the moments before it is
+    what the same heads of the next chunk begin with, mostly on another rank. So a rank would wait
+    for the first group of the rank before, which waits itself. The ``first`` groups are summed
+    before anything else is computed, once more than the rest, and passed on: as many as there are
+    ranks to wait for. A rank computes as many of them as there are chunks before its own; then the
+    groups that come from rank to rank; then what is left of the first ones.
 
     Args:
         call: Who takes part.
-        inputs: Of the rank's tokens, whole.
+        phi_q: [B, H, L, F], this rank's.
+        logits: [B, K, L].
+        value: [B, G, L, d_v].
     """
 
-    def __init__(self, call: Call, inputs: _Inputs) -> None:
-        self.batch, length = inputs.query.size(0), inputs.query.size(2)
-        self.chunks = len(call.layout.chunks(call.ranks.number))
-        chunk, features = length // self.chunks, inputs.phi_q.size(3)
-        # A piece's pairs then take a part of what moments take.
-        wanted = max(64, features * (features + 1) // 2)
-        count = max(1, -(-chunk // wanted))
-        count = next((n for n in range(count, 4 * count + 1) if chunk % n == 0), 1)
-        self.per_chunk, self.count = count, count * self.chunks
-        self.length = chunk // count
+    def __init__(self, call: Call, phi_q: Tensor, logits: Tensor, value: Tensor) -> None:
+        self.call = call
+        self.chunks = call.layout.chunks(call.ranks.number)
+        K, L = logits.shape[1:]
+        G = value.size(1)
+        # a group has a head for each thread; without kernels of the CPU one call takes them all
+        count = K // call.threads if phi_q.device.type == "cpu" else 1
+        count = max(1, min(G, count))
+        bounds = [G * n // count for n in range(count + 1)]
+        H = phi_q.size(1)
+        self.groups = [
+            _Heads(slice(a * H // G, b * H // G), slice(a * K // G, b * K // G), slice(a, b))
+            for a, b in pairwise(bounds)
+        ]
+        self.first = min(len(self.groups), call.ranks.size - 1)
+        length = L // len(self.chunks)
+        self.tokens = [slice(n * length, (n + 1) * length) for n in range(len(self.chunks))]
 
-    def cut(self, x: Tensor) -> Tensor:
-        """[B P, heads, piece, ...] of [B, heads, L, ...]."""
-        by_piece: Tensor = x.unflatten(2, (self.count, self.length))
-        return by_piece.transpose(1, 2).flatten(0, 1)
+    def order(self, chunk: int, *, reverse: bool) -> list[int]:
+        """Numbers of the groups of a chunk, in the order in which they are computed."""
+        before = self.call.layout.count - 1 - chunk if reverse else chunk
+        early, groups = min(before, self.first), range(len(self.groups))
+        return [*groups[:early], *groups[self.first :], *groups[early : self.first]]
 
-    def join(self, x: Tensor) -> Tensor:
-        """[B, heads, L, ...] of [B P, heads, piece, ...]."""
-        by_piece: Tensor = x.unflatten(0, (self.batch, self.count))
-        return by_piece.transpose(1, 2).flatten(2, 3)
+    def neighbours(self, chunk: int, *, reverse: bool) -> tuple[int | None, int | None]:
+        """The chunks before and after one, in the order of a scan; None at its ends."""
+        found = (chunk + 1, chunk - 1) if reverse else (chunk - 1, chunk + 1)
+        before, after = (n if 0 <= n < self.call.layout.count else None for n in found)
+        return before, after
 
-    def states(self, moments: Tensor, reference: Tensor) -> _State:
-        """States by piece, of those with the pieces in the batch."""
-        by_piece = (self.batch, self.count)
-        return _State(moments.unflatten(0, by_piece), reference.unflatten(0, by_piece))
+
+_Sums: TypeAlias = "list[Tensor]"  # moments and reference, or the gradient of moments
+
+
+def _scan(
+    sharing: _Sharing,
+    nothing: Callable[[int], _Sums],
+    total: Callable[[int, int, _Sums], _Sums],
+    compute: Callable[[int, int, _Sums], _Sums],
+    *,
+    reverse: bool = False,
+) -> None:
+    """Computes all parts of this rank, each from the sums that the part before it gave.
+
+    Args:
+        sharing: Which parts there are.
+        nothing: Sums of a group of heads before the first part.
+        total: Of chunk, number of a group and sums before: the sums after, and nothing else.
+        compute: The same, and the part.
+        reverse: From the last chunk to the first.
+    """
+    ranks, owner = sharing.call.ranks, sharing.call.layout.owner
+    places = range(len(sharing.chunks))[:: -1 if reverse else 1]
+    held: dict[tuple[int, int], _Sums] = {}  # by chunk and group, what comes before
+    sent: list[Exchange] = []
+
+    def sums_before(chunk: int, group: int) -> _Sums:
+        before, _ = sharing.neighbours(chunk, reverse=reverse)
+        if before is None:
+            return nothing(group)
+        if (chunk, group) not in held:
+            likes = nothing(group)
+            held[chunk, group] = ranks.receive(likes, owner(before), group * len(likes))
+        return held[chunk, group]
+
+    def pass_on(chunk: int, group: int, sums: _Sums) -> None:
+        _, after = sharing.neighbours(chunk, reverse=reverse)
+        assert after is not None
+        if owner(after) == ranks.number:
+            held[after, group] = sums
+        else:
+            sent.append(ranks.send(sums, owner(after), group * len(sums)))
+
+    for place in places:
+        chunk = sharing.chunks[place]
+        has_next = sharing.neighbours(chunk, reverse=reverse)[1] is not None
+        for group in range(sharing.first if has_next else 0):
+            pass_on(chunk, group, total(place, group, sums_before(chunk, group)))
+    for place in places:
+        chunk = sharing.chunks[place]
+        has_next = sharing.neighbours(chunk, reverse=reverse)[1] is not None
+        for group in sharing.order(chunk, reverse=reverse):
+            after = compute(place, group, sums_before(chunk, group))
+            held.pop((chunk, group), None)
+            if has_next and group >= sharing.first:
+                pass_on(chunk, group, after)
+    for exchange in sent:
+        exchange.wait()
 
 
 class _Causal(torch.autograd.Function):
-    """Causal: queries see their own piece by the operator, pieces before it by moments."""
+    """Causal: moments go from part to part, and each part is one call of the operator."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor:
-        whole = _Inputs(*tensors)
-        pieces = _Pieces(call, whole)
-        cut = whole.map(pieces.cut)
-        own = pieces.states(*key_moments(cut.phi_k, cut.logits, cut.value))
-        before = _others(call, pieces, own)
-        own_output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(
-            *cut[:5], key_bias=cut.key_bias, **_options(call)
-        )
-        merged = Merged(own_output.to(cut.phi_q.dtype), log_normalizer)
-        state = (x.flatten(0, 1) for x in before)
-        merged.add(slice(None), *attention_from_moments(cut.phi_q, *state, eps=call.options["eps"]))
-        ctx.call, ctx.pieces, ctx.own_reference = call, pieces, own.reference
-        ctx.save_for_backward(*whole, *before, merged.output, merged.log_normalizer)
-        output: Tensor = pieces.join(merged.output).to(whole.query.dtype)
+    def forward(
+        ctx: Any, call: Call, phi_q: Tensor, phi_k: Tensor, logits: Tensor, value: Tensor
+    ) -> Tensor:
+        sharing = _Sharing(call, phi_q, logits, value)
+        B, H, L, F = phi_q.shape
+        shape = (F * (F + 1) // 2 + 1, value.size(3) + 1)
+        output = phi_q.new_empty((B, L, H, value.size(3))).transpose(1, 2)
+        log_normalizer = logits.new_empty((B, H, L))
+        states: dict[tuple[int, int], list[Tensor]] = {}
+
+        def nothing(group: int) -> _Sums:
+            heads = sharing.groups[group].moments
+            shape_of_heads = (B, heads.stop - heads.start)
+            return [
+                phi_q.new_zeros((*shape_of_heads, *shape)),
+                logits.new_full(shape_of_heads, -torch.inf),
+            ]
+
+        def keys(place: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+            heads, tokens = sharing.groups[group], sharing.tokens[place]
+            k, own = (x[:, heads.moments, tokens] for x in (phi_k, logits))
+            return k, own, value[:, heads.values, tokens]
+
+        def total(place: int, group: int, before: _Sums) -> _Sums:
+            moments, reference = before
+            own = key_moments(*keys(place, group))
+            return list(merge_moments(moments, reference, *own))
+
+        def compute(place: int, group: int, before: _Sums) -> _Sums:
+            at = slice(None), sharing.groups[group].queries, sharing.tokens[place]
+            output[at], log_normalizer[at], *after = causal_attention_from_moments(
+                phi_q[at], *keys(place, group), *before, eps=call.options["eps"]
+            )
+            states[place, group] = [*before, after[1]]
+            return after
+
+        _scan(sharing, nothing, total, compute)
+        ctx.sharing, ctx.places = sharing, list(states)
+        kept = [x for state in states.values() for x in state]
+        ctx.save_for_backward(phi_q, phi_k, logits, value, output, log_normalizer, *kept)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, moments, reference, output, log_normalizer = ctx.saved_tensors
-        whole, call, pieces = _Inputs(*tensors), ctx.call, ctx.pieces
-        cut, before = whole.map(pieces.cut), _State(moments, reference)
-        results = (pieces.cut(grad_output), output, log_normalizer)
-        gradients = _gradients_of_pieces(call, cut, results, ctx.needs_input_grad[1:7])
-        of_queries, of_before = torch.ops.ikattn.attention_from_moments_backward(
-            results[0].to(cut.phi_q.dtype),
-            cut.phi_q,
-            *(x.flatten(0, 1) for x in before),
-            output,
-            log_normalizer,
-            call.options["eps"],
-            [True, True],
-        )
-        # relative to moments, gradients have the inverse factor; without a key there is none
-        inverse = torch.where(reference == -torch.inf, -torch.inf, -reference)
-        after = _others(call, pieces, _State(of_before.view(moments.shape), inverse), reverse=True)
-        of_moments = after.scaled(ctx.own_reference + after.reference).flatten(0, 1)
-        of_keys, of_logits, of_values = torch.ops.ikattn.key_moments_backward(
-            of_moments,
-            cut.phi_k,
-            cut.logits,
-            cut.value,
-            ctx.own_reference.flatten(0, 1),
-            [True, True, True],
-        )
-        value = gradients.value + of_values if ctx.needs_input_grad[3] else of_values
-        found = gradients._replace(
-            value=value, phi_q=of_queries, phi_k=of_keys, logits=of_logits
-        ).map(pieces.join)
-        wanted = ctx.needs_input_grad[1:]
-        return (
-            None,
-            *(
-                x.to(like.dtype) if want and x is not None and like is not None else None
-                for x, like, want in zip(found, whole, wanted, strict=True)
-            ),
-        )
+        phi_q, phi_k, logits, value, output, log_normalizer, *kept = ctx.saved_tensors
+        sharing, eps = ctx.sharing, ctx.sharing.call.options["eps"]
+        states = dict(zip(ctx.places, zip(*[iter(kept)] * 3, strict=True), strict=True))
+        gradients = [torch.empty_like(x) for x in (phi_q, phi_k, logits, value)]
+        operators = torch.ops.ikattn
 
+        def nothing(group: int) -> _Sums:
+            return [torch.zeros_like(states[0, group][0])]
 
-def _options(call: Call) -> dict[str, Any]:
-    """The operator's, of a piece."""
-    return {**call.options, "is_causal": True}
+        def of_queries(place: int, group: int) -> tuple[tuple[Any, ...], list[Tensor]]:
+            at = slice(None), sharing.groups[group].queries, sharing.tokens[place]
+            return at, [x[at] for x in (grad_output, phi_q, output, log_normalizer)]
 
+        def total(place: int, group: int, after: _Sums) -> _Sums:
+            moments, reference, reference_after = states[place, group]
+            _, (grad, x, own, log_z) = of_queries(place, group)
+            _, of_own = operators.attention_from_moments_backward(
+                grad, x, moments, reference, own, log_z, eps, [False, True]
+            )
+            # relative to moments, gradients have the inverse factor
+            rest = _State(after[0], reference_after).scaled(reference - reference_after)
+            return [of_own + rest]
 
-def _gradients_of_pieces(
-    call: Call,
-    cut: _Inputs,
-    results: tuple[Tensor, Tensor, Tensor],
-    wanted: tuple[bool, ...],
-) -> _Inputs:
-    """What the queries and keys of each piece give among themselves; results are of all keys."""
-    grad_output, output, log_normalizer = results
-    wide = cut.phi_q.dtype
-    gradients: list[Any] = torch.ops.ikattn.implicit_kernel_attention_backward(
-        grad_output,
-        *cut[:3],
-        cut.w1.to(wide),
-        None if cut.w2 is None else cut.w2.to(wide),
-        output.to(cut.query.dtype),
-        log_normalizer,
-        key_bias=cut.key_bias,
-        **_options(call),
-        wanted=[*wanted, False],
-    )
-    found: list[Any] = [x if want else None for x, want in zip(gradients, wanted, strict=False)]
-    others: list[Any] = [None] * 3  # phi_q, phi_k and logits are not among the operator's inputs
-    return _Inputs(*found, *others)
+        def compute(place: int, group: int, after: _Sums) -> _Sums:
+            heads, tokens = sharing.groups[group], sharing.tokens[place]
+            at, (grad, x, own, log_z) = of_queries(place, group)
+            at_keys = slice(None), heads.moments, tokens
+            at_values = slice(None), heads.values, tokens
+            moments, reference, _ = states[place, group]
+            *found, of_moments = operators.causal_attention_from_moments_backward(
+                *(grad, after[0], x, phi_k[at_keys], logits[at_keys], value[at_values]),
+                *(moments, reference, own, log_z, eps, [True] * 5),
+            )
+            places = (at, at_keys, at_keys, at_values)
+            for into, place_of, part in zip(gradients, places, found, strict=True):
+                into[place_of] = part
+            return [of_moments]
 
-
-def _others(call: Call, pieces: _Pieces, own: _State, *, reverse: bool = False) -> _State:
-    """For each piece of this rank what the pieces before it, on all ranks, add up to.
-
-    Args:
-        call: Who takes part.
-        pieces: How the rank's tokens are cut.
-        own: The states of the rank's pieces.
-        reverse: What the pieces after it add up to, instead.
-    """
-    result = _State(torch.empty_like(own.moments), torch.empty_like(own.reference))
-    chunks = [slice(n, n + pieces.per_chunk) for n in range(0, pieces.count, pieces.per_chunk)]
-    totals = [own.of(chunk).total() for chunk in chunks]
-    for chunk, first in zip(chunks, _scan(call, totals, reverse=reverse), strict=True):
-        numbers = range(chunk.start, chunk.stop)
-        running = totals[0].empty() if first is None else first
-        for number in reversed(numbers) if reverse else numbers:
-            for into, x in zip(result, running, strict=True):
-                into[:, number] = x
-            running = _State(*merge_moments(*running, *own.piece(number)))
-    return result
-
-
-def _scan(call: Call, own: list[_State], *, reverse: bool) -> list[_State | None]:
-    """For each chunk of this rank what the chunks before it add up to; None before the first.
-
-    Args:
-        call: Who takes part.
-        own: The states of this rank's chunks.
-        reverse: What the chunks after it add up to, instead.
-    """
-    ranks, layout = call.ranks, call.layout
-    chunks, step = layout.chunks(ranks.number), -1 if reverse else 1
-    result: list[_State | None] = [None] * len(chunks)
-    carried: _State | None = None
-    sent = []
-    for place in range(len(chunks))[::step]:
-        before, after = chunks[place] - step, chunks[place] + step
-        if not 0 <= before < layout.count:
-            carried = None
-        elif layout.owner(before) != ranks.number:
-            carried = _State(*ranks.receive(own[place], layout.owner(before)))
-        result[place] = carried
-        carried = own[place] if carried is None else _State(*merge_moments(*carried, *own[place]))
-        if 0 <= after < layout.count and layout.owner(after) != ranks.number:
-            sent.append(ranks.send(carried, layout.owner(after)))
-    for exchange in sent:
-        exchange.wait()
-    return result
+        _scan(sharing, nothing, total, compute, reverse=True)
+        return (None, *gradients)

@@ -1,0 +1,439 @@
+"""Causal attention that goes on from moments, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import ikattn
+from agreement import assert_close, assert_identical
+from ikattn.ops import causal_attention_from_moments, key_moments
+
+OPERATORS = torch.ops.ikattn
+EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+class Case(NamedTuple):
+    """Sizes of a call, letters as in ikattn.ops.moments; keys before, and how logits rise."""
+
+    name: str
+    L: int = 70
+    before: int = 9
+    B: int = 2
+    H: int = 4
+    K: int = 4
+    G: int = 4
+    M: int = 4
+    d_v: int = 6
+    hidden: float = 0.2
+    rise: float = 0.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("one chunk"),
+    Case("grouped, three chunks", L=300, K=2, G=1),
+    Case("panels of values", L=130, B=1, H=2, K=2, G=1, M=7, d_v=70),
+    Case("panels of features", L=150, B=1, H=2, K=1, G=1, M=33, d_v=5),
+    Case("one frequency", L=129, M=1, d_v=1),
+    Case("no key before", L=200, before=0),
+    Case("later keys outweigh all before", L=300, K=2, G=2, rise=3.0),
+    Case("no values", d_v=0),
+    Case("no token", L=0),
+    Case("all hidden", before=0, hidden=1.1),
+]
+
+
+def drawn(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Features of queries and keys, logits, values; the last three of the keys before, too."""
+    generator = torch.Generator().manual_seed(case.L + case.M)
+    S = case.before + case.L
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query = draw(case.B, case.H, case.L, 2 * case.M)
+    key = draw(case.B, case.K, S, 2 * case.M)
+    logits = 3 * draw(case.B, case.K, S) + case.rise * torch.arange(S)
+    value = draw(case.B, case.G, S, case.d_v)
+    is_hidden = torch.rand(logits.shape, generator=generator) < case.hidden
+    logits = logits.masked_fill(is_hidden, -math.inf)
+    return tuple(x.to(dtype) for x in (query, key, logits, value))
+
+
+def divided(case: Case, *keys: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys before, and those of the tokens."""
+    parts = [x.split([case.before, case.L], 2) for x in keys]
+    return [a for a, _ in parts], [b for _, b in parts]
+
+
+def attend(case: Case, query: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    before, own = divided(case, *keys)
+    return causal_attention_from_moments(query, *own, *key_moments(*before))
+
+
+def by_pairs(case: Case, query: Tensor, key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
+    sees = torch.ones(case.L, case.before + case.L, dtype=torch.bool).tril(case.before)
+    spread = logits.repeat_interleave(case.H // case.K, 1).unsqueeze(-2)
+    spread = spread.masked_fill(~sees, -math.inf)
+    return ikattn.reference.attention_from_features(query, key, spread, value)
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_attention_by_pairs(case: Case) -> None:
+    leaves = [x.requires_grad_() for x in drawn(case)]
+    output, log_z, moments, reference = attend(case, *leaves)
+    expected = by_pairs(case, *leaves)
+    assert_close(output, expected, 1e-12)
+    of_all = key_moments(*leaves[1:])
+    assert_close(moments, of_all[0], 1e-12)
+    assert torch.equal(reference, of_all[1])
+    assert torch.equal(log_z == -math.inf, (expected == 0).all(-1)) or case.d_v == 0
+    directions = torch.randn_like(output), torch.randn_like(moments)
+    found = torch.autograd.grad([output, moments], leaves, directions)
+    truth = torch.autograd.grad([expected, of_all[0]], leaves, directions)
+    for name, own, right in zip(("query", "key", "logits", "value"), found, truth, strict=True):
+        assert_close(own, right, 1e-11, f"gradient of {name}")
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_are_the_compositions(case: Case) -> None:
+    """Those that are differentiable, and those in blocks for devices without kernels."""
+    query, *keys = drawn(case)
+    before, own = divided(case, *keys)
+    moments, reference = key_moments(*before)
+    given = [query, *own, moments, reference]
+    found = causal_attention_from_moments(*given)
+    operator = OPERATORS.causal_attention_from_moments.default
+    for others in (
+        OPERATORS.causal_attention_from_moments_reference(*given),
+        operator._op_dk(EXPLICIT, *given),
+    ):
+        for one, other in zip(found, others, strict=True):
+            assert_close(one, other, 1e-12)
+    leaves = [x.clone().requires_grad_() for x in given[:5]]
+    output, log_z, moments, _ = OPERATORS.causal_attention_from_moments_reference(
+        *leaves, reference
+    )
+    directions = torch.randn_like(output), torch.randn_like(moments)
+    expected = torch.autograd.grad([output, moments], leaves, directions)
+    backward = OPERATORS.causal_attention_from_moments_backward.default
+    arguments = (*directions, *given, output.detach(), log_z, 1e-5, [True] * 5)
+    for gradients in (backward(*arguments), backward._op_dk(EXPLICIT, *arguments)):
+        for one, other in zip(gradients, expected, strict=True):
+            assert_close(one, other, 1e-11)
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_sums_of_narrow_types_are_in_float32(case: Case, dtype: torch.dtype) -> None:
+    arguments = [x.requires_grad_() for x in drawn(case, dtype)]
+    wide = [x.detach().double().requires_grad_() for x in arguments]
+    output, log_z, moments, reference = attend(case, *arguments)
+    assert (output.dtype, moments.dtype) == (dtype, torch.float32)
+    assert log_z.dtype == reference.dtype == torch.float64
+    expected = by_pairs(case, *wide)
+    tolerance = 2e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert_close(output, expected, tolerance)
+    found = torch.autograd.grad(output.sum(), arguments)
+    truth = torch.autograd.grad(expected.sum(), wide)
+    for one, other in zip(found, truth, strict=True):
+        assert one.dtype == dtype
+        assert_close(one, other, 20 * tolerance)
+
+
+@pytest.mark.operators
+def test_any_strides_are_read_as_they_lie() -> None:
+    case = CASES[1]
+    query, *keys = drawn(case)
+    before, own = divided(case, *keys)
+    moments, reference = key_moments(*before)
+    given = [query, *own, moments]
+    strided = [x.mT.contiguous().mT.requires_grad_() for x in given]
+    plain = [x.contiguous().requires_grad_() for x in given]
+    outputs = [
+        causal_attention_from_moments(*x, reference.mT.contiguous().mT) for x in (strided, plain)
+    ]
+    directions = [torch.randn_like(outputs[0][n]) for n in (0, 2)]
+    gradients = [
+        torch.autograd.grad([x[0], x[2]], leaves, directions)
+        for x, leaves in zip(outputs, (strided, plain), strict=True)
+    ]
+    for one, other in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
+        assert_close(one, other, 1e-12)
+
+
+@pytest.mark.operators
+def test_bits_depend_neither_on_threads_nor_on_the_batch_nor_on_later_tokens() -> None:
+    case = CASES[1]
+    query, *keys = drawn(case, torch.float32)
+    before, own = divided(case, *keys)
+    state, count, found = key_moments(*before), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            output, log_z, *after = causal_attention_from_moments(query, *own, *state)
+            gradients = OPERATORS.causal_attention_from_moments_backward(
+                output, None, query, *own, *state, output, log_z, 1e-5, [True] * 5
+            )
+            found.append([output, log_z, *after, *gradients])
+    finally:
+        torch.set_num_threads(count)
+    assert_identical(*found)
+    item = slice(1, 2)
+    alone = causal_attention_from_moments(*(x[item] for x in (query, *own, *state)))
+    assert_identical(list(alone), [x[item] for x in found[0][:4]])
+    shorter = causal_attention_from_moments(*(x[:, :, :200] for x in (query, *own)), *state)
+    assert_identical(shorter[0], found[0][0][:, :, :200])
+
+
+# --- Parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("cuts", [(1, 100, 128), (128, 256), (0, 299)])
+def test_parts_go_on_where_the_last_one_ended(cuts: tuple[int, ...]) -> None:
+    case = CASES[6]
+    leaves = [x.requires_grad_() for x in drawn(case)]
+    query, *keys = leaves
+    before, own = divided(case, *keys)
+    state, outputs = list(key_moments(*before)), []
+    for begin, end in zip((0, *cuts), (*cuts, case.L), strict=True):
+        tokens = [x[:, :, begin:end] for x in (query, *own)]
+        output, _, *state = causal_attention_from_moments(*tokens, *state)
+        outputs.append(output)
+    found, expected = torch.cat(outputs, 2), by_pairs(case, *leaves)
+    assert_close(found, expected, 1e-12)
+    direction = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves, direction),
+        torch.autograd.grad(expected, leaves, direction),
+        strict=True,
+    ):
+        assert_close(one, other, 1e-11)
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("wanted", range(5))
+def test_gradients_one_by_one_are_those_of_all(wanted: int) -> None:
+    case = CASES[1]
+    query, *keys = drawn(case)
+    before, own = divided(case, *keys)
+    given = (query, *own, *key_moments(*before))
+    output, log_z, moments, _ = causal_attention_from_moments(*given)
+
+    def backward(flags: list[bool]) -> Any:
+        return OPERATORS.causal_attention_from_moments_backward(
+            output, moments, *given, output, log_z, 1e-5, flags
+        )
+
+    every, some = backward([True] * 5), backward([n == wanted for n in range(5)])
+    assert torch.equal(some[wanted], every[wanted])
+    assert all(x.numel() == 0 for n, x in enumerate(some) if n != wanted)
+
+
+# --- What is not finite ---------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+def test_hidden_keys_may_hold_anything() -> None:
+    case = Case("hidden", L=200, K=2, G=2, hidden=0.4)
+    query, key, logits, value = drawn(case)
+    is_hidden = (logits == -math.inf).unsqueeze(-1)
+    assert is_hidden.any()
+    leaves = [
+        query,
+        key.masked_fill(is_hidden, math.nan),
+        logits,
+        value.masked_fill(is_hidden, math.inf),
+    ]
+    leaves = [x.requires_grad_() for x in leaves]
+    output, *_, moments, _ = attend(case, *leaves)
+    assert_close(output, by_pairs(case, query, key, logits, value), 1e-12)
+    gradients = torch.autograd.grad(output.sum() + moments.sum(), leaves)
+    assert all(x.isfinite().all() for x in gradients)
+    for of_key in gradients[1], gradients[3]:
+        assert not of_key.masked_select(is_hidden).any()
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("name", ["key", "logits", "value"])
+def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it(name: str) -> None:
+    case = Case("poison", L=200, K=2, G=2, hidden=0.0)
+    tensors = dict(zip(("query", "key", "logits", "value"), drawn(case), strict=True))
+    tensors[name][0, 1, case.before + 70] = math.nan
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    output, *_, moments, _ = attend(case, *leaves)
+    assert output[0, 2:, 70:].isnan().all()
+    assert moments[0, 1].isnan().any()
+    assert output[0, :2].isfinite().all()
+    assert output[0, 2:, :70].isfinite().all()
+    assert output[1].isfinite().all()
+    of_query, of_key, *_ = torch.autograd.grad(output[:, :, :70].sum(), leaves)
+    assert of_query[0, 2:, 70:].isnan().all()
+    assert of_query[0, 2:, :70].isfinite().all()
+    assert of_key[1].isfinite().all()
+
+
+@pytest.mark.operators
+def test_a_query_that_is_not_finite_reaches_the_keys_that_it_sees() -> None:
+    case = Case("poison", L=200, K=2, G=2, hidden=0.0)
+    query, *keys = drawn(case)
+    query[0, 2, 70, 1] = math.nan
+    before, own = divided(case, *keys)
+    state = key_moments(*before)
+    leaves = [x.requires_grad_() for x in (query, *own, state[0])]
+    output = causal_attention_from_moments(*leaves, state[1])[0]
+    assert output[0, 2, 70].isnan().all()
+    assert output.isnan().sum() == case.d_v
+    of_query, of_key, _, _, of_moments = torch.autograd.grad(output.sum(), leaves)
+    assert of_query.isnan().any(-1).sum() == 1
+    assert of_key[0, 1, :71].isnan().all()
+    assert of_key[0, 1, 71:].isfinite().all()
+    assert of_key[0, 0].isfinite().all()
+    assert of_moments[0, 1].isnan().any()
+    assert of_moments[1].isfinite().all()
+
+
+# --- Transformations and wrong arguments ----------------------------------------------------------
+
+
+def small(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    """Five arguments and the reference, of a call of few tokens."""
+    case = Case("small", L=3, before=2, B=2, H=2, K=2, G=1, M=2, d_v=2, hidden=0.0)
+    query, *keys = drawn(case, dtype)
+    before, own = divided(case, *keys)
+    moments, reference = key_moments(*before)
+    return [query, *own, moments], reference
+
+
+def test_gradcheck_twice() -> None:
+    given, reference = small()
+    leaves = [x.requires_grad_() for x in given]
+    constant = torch.maximum(reference, leaves[2].detach().amax(-1))
+
+    def call(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        # relative to a constant: what the perturbed call subtracts, it adds again
+        output, _, moments, largest = causal_attention_from_moments(*arguments, reference)
+        return output, moments * (largest - constant).exp()[..., None, None]
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_opcheck() -> None:
+    given, reference = small(torch.float32)
+    operator = OPERATORS.causal_attention_from_moments.default
+    torch.library.opcheck(operator, (*given, reference))
+    torch.library.opcheck(operator, (*(x.requires_grad_() for x in given), reference))
+    given = [x.detach() for x in given]
+    output, log_z, moments, _ = causal_attention_from_moments(*given, reference)
+    backward = OPERATORS.causal_attention_from_moments_backward.default
+    for of_moments, wanted in ((moments, [True] * 5), (None, [True, False] * 2 + [False])):
+        torch.library.opcheck(
+            backward, (output, of_moments, *given, reference, output, log_z, 1e-5, wanted)
+        )
+
+
+def test_flops_are_those_of_the_products() -> None:
+    given, reference = small()
+    entries, columns, tokens = 11, 3, 2 * 2 * 3
+    with FlopCounterMode(display=False) as counter:
+        causal_attention_from_moments(*given, reference)
+    assert counter.get_total_flops() == 2 * 2 * tokens * entries * columns
+    with FlopCounterMode(display=False) as counter:
+        given[0].requires_grad_()
+        causal_attention_from_moments(*given, reference)[0].sum().backward()
+    assert counter.get_total_flops() == (2 + 5) * 2 * tokens * entries * columns
+
+
+def test_vmap_and_functional_gradients_go_through_the_reference() -> None:
+    given, reference = small()
+    one = torch.func.vmap(
+        lambda *x: causal_attention_from_moments(*(y.unsqueeze(0) for y in x))[0].squeeze(0)
+    )
+    expected = causal_attention_from_moments(*given, reference)[0]
+    assert_close(one(*given, reference), expected, 1e-12)
+    gradient = torch.func.grad(
+        lambda m: causal_attention_from_moments(*given[:4], m, reference)[0].sum()
+    )(given[4])
+    moments = given[4].requires_grad_()
+    output = causal_attention_from_moments(*given[:4], moments, reference)[0]
+    (expected,) = torch.autograd.grad(output.sum(), moments)
+    assert_close(gradient, expected, 1e-12)
+
+
+def test_autocast_keeps_features_and_sums_in_float32() -> None:
+    (query, key, logits, value, moments), reference = small(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _, after, _ = causal_attention_from_moments(
+            query.bfloat16(), key.bfloat16(), logits, value, moments, reference
+        )
+        with pytest.raises(RuntimeError, match=r"torch\.vmap do not work under autocast"):
+            torch.vmap(
+                lambda q: causal_attention_from_moments(q, key, logits, value, moments, reference)
+            )(query[None])
+    assert output.dtype == after.dtype == torch.float32
+
+
+class _Attend(torch.nn.Module):
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return causal_attention_from_moments(*arguments)[0]
+
+
+def test_exported_it_is_a_composition() -> None:
+    given, reference = small()
+    program = torch.export.export(_Attend(), (*given, reference))
+    program = program.run_decompositions(ikattn.decompositions())
+    assert "ikattn" not in str(program.graph)
+    assert_close(program.module()(*given, reference), _Attend()(*given, reference), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "error", "message"),
+    [
+        (0, lambda x: x[..., :3], RuntimeError, "query_features must have .* even number F"),
+        (1, lambda x: x[:, :, :2], RuntimeError, r"logits must have shape \[B, K, S\]"),
+        (1, lambda x: x.float(), TypeError, "key_features must be Double as query_features"),
+        (1, lambda x: x[..., :2], RuntimeError, r"key_features must have shape \[B, K, L, F\] = "),
+        (2, lambda x: x.long(), TypeError, "logits must be float64"),
+        (3, lambda x: x[..., :1], RuntimeError, "value must have d_v = 2 numbers"),
+        (4, lambda x: x[:, :, 1:], RuntimeError, r"E = F \(F \+ 1\) / 2 \+ 1 = 11, got"),
+        (4, lambda x: x.float(), TypeError, "moments must be Double for Double features"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    number: int, change: Any, error: type[Exception], message: str
+) -> None:
+    given, reference = small()
+    given[number] = change(given[number])
+    with pytest.raises(error, match=message):
+        causal_attention_from_moments(*given, reference)
+    with pytest.raises(error, match=message):
+        causal_attention_from_moments(*(x.to("meta") for x in (*given, reference)))
+
+
+def test_a_wrong_reference_and_eps_are_refused() -> None:
+    given, reference = small()
+    with pytest.raises((RuntimeError, TypeError), match="reference must be Double of shape"):
+        causal_attention_from_moments(*given, reference.float())
+    with pytest.raises(ValueError, match="eps must be finite and positive, got 0"):
+        causal_attention_from_moments(*given, reference, eps=0.0)
+    output, log_z, moments, _ = causal_attention_from_moments(*given, reference)
+    with pytest.raises(RuntimeError, match="grad_all_moments must be Double of shape"):
+        OPERATORS.causal_attention_from_moments_backward(
+            output, moments[:1], *given, reference, output, log_z, 1e-5, [True] * 5
+        )
