@@ -6,10 +6,6 @@ Each process has one thread. A wrapper of the process group counts the bytes tha
 it; an all-reduce of n bytes over W ranks counts as the 2 (W - 1) / W n of a ring. Times are of the
 slowest rank, medians of rounds; the attention of one process is the operator itself. With --paper
 nothing runs: the bytes and times of docs/internals/parallel.md are computed.
-
-With --cpu-clock times are what they would be with a core for each process, on a machine that others
-use: a rank's clock is the CPU time of its process, and goes forward to that of the sender where it
-receives. What sending itself takes is in it as far as processes compute it.
 """
 
 from __future__ import annotations
@@ -29,32 +25,10 @@ import ikattn
 from ikattn.parallel import context_parallel_attention
 
 
-class Exchanged:
-    """What is on its way, with the sender's clock."""
-
-    def __init__(self, works: list[Any], clock: Tensor) -> None:
-        self.works, self.clock = works, clock
-
-    def wait(self) -> bool:
-        for work in self.works:
-            work.wait()
-        Counting.ahead += max(0.0, self.clock.item() - Counting.now())
-        return True
-
-
 class Counting(dist.ProcessGroup):
-    """A group over gloo that counts what this rank sends, and has a clock of CPU time."""
+    """A group over gloo that counts what this rank sends."""
 
     sent = 0
-    ahead = 0.0  # seconds that others had to be waited for
-    clock_tag = 1 << 20
-
-    @staticmethod
-    def now() -> float:
-        return time.process_time() + Counting.ahead
-
-    def stamp(self) -> Tensor:
-        return torch.tensor([self.now()], dtype=torch.float64)
 
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -65,37 +39,18 @@ class Counting(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         Counting.sent += sum(x.nbytes for x in tensors)
-        clock = self.stamp()
-        works = [
-            self.inner.send([clock], to, tag + self.clock_tag),
-            self.inner.send(tensors, to, tag),
-        ]
-        return Exchanged(works, clock)
+        return self.inner.send(tensors, to, tag)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> Any:
-        clock = torch.zeros(1, dtype=torch.float64)
-        works = [
-            self.inner.recv([clock], of, tag + self.clock_tag),
-            self.inner.recv(tensors, of, tag),
-        ]
-        return Exchanged(works, clock)
+        return self.inner.recv(tensors, of, tag)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         share = 2 * (self.size() - 1) / self.size()
         Counting.sent += int(share * sum(x.nbytes for x in tensors))
-        clock = self.stamp()
-        works = [self.latest(clock), self.inner.allreduce(tensors, opts)]
-        return Exchanged(works, clock)
+        return self.inner.allreduce(tensors, opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        clock = self.stamp()
-        return Exchanged([self.latest(clock)], clock)
-
-    def latest(self, clock: Tensor) -> Any:
-        """Starts to make a clock the latest of all ranks."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        return self.inner.allreduce([clock], options)
+        return self.inner.barrier(opts)
 
 
 def _make(store: Any, rank: int, size: int, timeout: Any) -> Counting:
@@ -117,21 +72,20 @@ def program(rank: int, size: int, given: argparse.Namespace, folder: str) -> Non
         (0.1 * torch.randn(given.heads, given.size, given.frequencies)).requires_grad_()
         for _ in range(2)
     ]
-    now = Counting.now if given.cpu_clock else time.perf_counter
     lines = []
     for algorithm, is_causal in given.ways:
         times, both = [], []
         for _ in range(given.rounds + 1):
             for keeps in (False, True):
                 dist.barrier()
-                Counting.sent, begin = 0, now()
+                Counting.sent, begin = 0, time.perf_counter()
                 with torch.set_grad_enabled(keeps):
                     output = attend(given, size, algorithm, is_causal, leaves, frequencies)
                     forward = Counting.sent
                     if keeps:
                         output.sum().backward()
                 dist.barrier()
-                (both if keeps else times).append(now() - begin)
+                (both if keeps else times).append(time.perf_counter() - begin)
         seconds, whole = statistics.median(times[1:]), statistics.median(both[1:])
         lines.append(f"{algorithm} {is_causal} {seconds} {whole} {forward} {Counting.sent}")
     if rank == 0:
@@ -211,7 +165,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quadratic", action="store_true", help="the ring, not the sums")
-    parser.add_argument("--cpu-clock", action="store_true", help="a core for each process")
     parser.add_argument("--layout", default=None, choices=["contiguous", "zigzag"])
     parser.add_argument("--paper", action="store_true")
     given = parser.parse_args()
