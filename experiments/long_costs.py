@@ -53,12 +53,12 @@ def prepare(attention: str, kernel: Kernel, heads: int, length: int) -> Callable
     task = Lists()
     setting = Setting(kernel, heads)
     torch.manual_seed(0)
-    model = build_model(task, setting, convolved=True)
+    model = build_model(task, setting)
     if attention == NO_ATTENTION:
         for block in model.blocks:
             assert isinstance(block, Block)
             block.attention._attend = value_alone  # type: ignore[method-assign]
-    step = Training(model, Plan((length,), length, 100, 1e-3, 2, True), setting)
+    step = Training(model, Plan((length,), length, 100, 1e-3, 2), setting)
     batch = task.draw(1, length, np.random.default_rng(0))
     return lambda: step(batch)
 

@@ -82,6 +82,7 @@ class Lists:
 
     vocabulary = SYMBOLS * (DEEPEST + 1)
     outputs = 10
+    places_are_told = False
     pooled = False
     measures = ("inner lists", "outermost list")
 
@@ -123,6 +124,7 @@ class CopyAndSort:
 
     vocabulary = NUMBERS + 2
     outputs = NUMBERS
+    places_are_told = True  # those in a half, by codes
     pooled = False
     measures = ("copied", "sorted")
 
@@ -151,6 +153,7 @@ class Texts:
 
     vocabulary = 256
     outputs = 2
+    places_are_told = False
     pooled = True
     measures = ("texts",)
 

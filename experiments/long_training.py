@@ -12,14 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ikattn
+from comparison import parse_order
+from ikattn.ops.magnitude import log_magnitude
+from ikattn.spectral import Direct
 from long_tasks import NOT_ASKED, Batch, CopyAndSort, Lists, Texts
-from sequence_models import Kernel, SequenceModel
+from sequence_models import Attention, Kernel, SequenceModel
 
 Task = Lists | Texts | CopyAndSort
 
 SIZE, LAYERS = 64, 2
 LARGEST_GRADIENT = 1.0
 WEIGHT_DECAY = 0.01
+SLOWEST = 10_000.0  # tokens in a radian of the slowest code of places
 WARM_UP = 0.1  # share of the steps in which the learning rate grows; then it falls as a cosine
 EVALUATIONS = 8  # on validation, on the way
 TEST_SEED, VALIDATION_SEED = 1_000_000, 2_000_000
@@ -31,8 +36,6 @@ class Plan(NamedTuple):
     lengths: Of the sequences, one after the other, of equal shares of the steps.
     tokens: Of a step: as many sequences as they hold, and at least one.
     test_sequences: Of the last length; validation takes an eighth as many.
-    convolved: Whether queries, keys and values pass a convolution over three tokens, and queries
-        and keys are turned by their place (rotary).
     """
 
     lengths: tuple[int, ...]
@@ -40,7 +43,6 @@ class Plan(NamedTuple):
     steps: int
     learning_rate: float
     test_sequences: int
-    convolved: bool
 
 
 class Setting(NamedTuple):
@@ -49,7 +51,8 @@ class Setting(NamedTuple):
     kernel: Kernel
     heads: int = 2
     learning_rate: float = 1.0  # times that of the plan
-    frequency_rate: float = 1.0  # of the frequencies, times that of the other parameters
+    frequency_rate: float = 0.1  # of the kernels, times that of the other parameters
+    reach: float = 8.0  # of places in the implicit kernel, see PlacedAttention; 0: rotary places
 
 
 class Progress(NamedTuple):
@@ -62,54 +65,78 @@ class Progress(NamedTuple):
     accuracies: tuple[float, ...]  # one of each measure of the task
 
 
-class HalfCodes(nn.Module):
+class PlaceCodes(nn.Module):
     """Embeddings of tokens [B, N] that tell their place in their half by sines and cosines."""
 
     def __init__(self, vocabulary: int, size: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, size)
         nn.init.normal_(self.tokens.weight, std=0.5)
-        self.size = size
+        half = size // 2
+        self.register_buffer("speeds", SLOWEST ** (-torch.arange(half) / half), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        half = tokens.size(1) // 2
-        speeds = 10_000.0 ** (-torch.arange(self.size // 2) / (self.size // 2))
-        angles = torch.arange(half)[:, None] * speeds
+        angles = torch.arange(tokens.size(1) // 2)[:, None] * self.speeds
         codes = torch.cat([angles.sin(), angles.cos()], -1).repeat(2, 1)
         embedded: Tensor = self.tokens(tokens) + codes
         return embedded
 
 
-def build_model(task: Task, setting: Setting, convolved: bool) -> SequenceModel:
+class PlacedAttention(Attention):
+    """Implicit kernel whose tokens have their place as one more coordinate of query and key.
+
+    The kernel then depends on the distance of two places: w1 and w2 share the row of this
+    coordinate. At first the similarity of heads reaches ``reach``, 4, 16 .. times as many tokens
+    far, by its standard deviation. Rotary places would not do: with frequencies for queries and
+    keys that are turned, the similarity is no function of the distance.
+    """
+
+    def __init__(self, size: int, heads: int, kernel: Kernel, reach: float) -> None:
+        super().__init__(size, heads, kernel, causal=False, convolution=True)
+        dim = size // heads + 1
+        self.spectral = Direct(heads, dim, kernel.frequencies, initial="unit angle")
+        with torch.no_grad():
+            for w in self.spectral.frequencies():
+                assert w is not None
+                w[:, :-1].mul_(kernel.width)
+        reaches = reach * 4.0 ** torch.arange(heads)
+        self.register_buffer("token", math.sqrt(dim) / reaches[:, None, None], persistent=False)
+
+    def _implicit(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+        assert self.spectral is not None
+        bias = None
+        if self.magnitude is not None:
+            bias = self.magnitude(k, hidden)
+        elif (p := parse_order(self.kernel.p)) is not None:
+            bias = log_magnitude(k, p)
+        places = self.token * torch.arange(q.size(-2), device=q.device)[:, None]
+        q, k = (torch.cat([x, places.expand(len(x), -1, -1, -1)], -1) for x in (q, k))
+        w1, w2 = self.spectral.frequencies()
+        assert w2 is not None
+        w2 = torch.cat([w2[:, :-1], w1[:, -1:]], 1)
+        return ikattn.implicit_kernel_attention(q, k, v, w1, w2, p=None, key_bias=bias)
+
+
+def build_model(task: Task, setting: Setting) -> SequenceModel:
     """The model of a task, with fresh parameters of torch's default generator."""
+    kernel, heads = setting.kernel, setting.heads
     model = SequenceModel(
         task.vocabulary,
         task.outputs,
-        setting.kernel,
+        kernel,
         size=SIZE,
-        heads=setting.heads,
+        heads=heads,
         layers=LAYERS,
-        positions="rotary" if convolved else "none",
-        convolution=convolved,
+        positions="none" if task.places_are_told else "rotary",
+        convolution=True,
         pooled=task.pooled,
     )
-    if isinstance(task, CopyAndSort):
-        model.embedding = HalfCodes(task.vocabulary, SIZE)  # type: ignore[assignment]
+    if task.places_are_told:
+        model.embedding = PlaceCodes(task.vocabulary, SIZE)  # type: ignore[assignment]
+    elif kernel.kind == "implicit" and setting.reach:
+        for block in model.blocks:
+            block.attention = PlacedAttention(SIZE, heads, kernel, setting.reach)
     return model
-
-
-def parameter_groups(
-    model: nn.Module, rate: float, frequency_rate: float
-) -> list[dict[str, object]]:
-    """Frequencies with a rate of their own and without weight decay, and all the rest."""
-    names = [name for name, _ in model.named_parameters() if "spectral" in name]
-    found = dict(model.named_parameters())
-    rest = [parameter for name, parameter in found.items() if name not in names]
-    groups: list[dict[str, object]] = [{"params": rest, "lr": rate}]
-    if names:
-        own = [found[name] for name in names]
-        groups.append({"params": own, "lr": rate * frequency_rate, "weight_decay": 0.0})
-    return groups
 
 
 def length_at(plan: Plan, step: int) -> int:
@@ -131,8 +158,10 @@ class Training:
     def __init__(self, model: nn.Module, plan: Plan, setting: Setting) -> None:
         self.model = model
         rate = plan.learning_rate * setting.learning_rate
-        groups = parameter_groups(model, rate, setting.frequency_rate)
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY)
+        groups = ikattn.parameter_groups(
+            model, lr=rate, frequency_lr=rate * setting.frequency_rate, weight_decay=WEIGHT_DECAY
+        )
+        self.optimizer = torch.optim.AdamW(groups)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: rate_at(step, plan.steps)
         )
@@ -199,7 +228,7 @@ def train(
     random = np.random.default_rng(seed)
     length, measures = plan.lengths[-1], len(parts[0].measures)
     held = draw_batches(parts[1], length, plan.test_sequences // 8, VALIDATION_SEED)
-    step_of = Training(build_model(parts[0], setting, plan.convolved), plan, setting)
+    step_of = Training(build_model(parts[0], setting), plan, setting)
     seconds = 0.0
     for step in range(plan.steps):
         now = length_at(plan, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +32,15 @@ def program(source_tree: Path) -> ModuleType:
 
 
 @pytest.fixture
+def training(source_tree: Path) -> ModuleType:
+    return import_program(source_tree / "experiments/long_training.py")
+
+
+@pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with sentences of two classes."""
     lines = [f"{number % 2} sentence {number} of class {number % 2}" for number in range(80)]
-    (tmp_path / "subj.all").write_text("\n".join(lines) + "\n")
+    (tmp_path / "rt-polarity.all").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
@@ -106,7 +112,7 @@ def test_half_of_a_sequence_is_asked_for_as_it_came_or_sorted(tasks: ModuleType)
 
 
 def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, data: Path) -> None:
-    parts = tasks.split_texts(tasks.read_sentences(data, "subj.all"), 0)
+    parts = tasks.split_texts(tasks.read_sentences(data, "rt-polarity.all"), 0)
     owned = [{s for own in part.sentences for s in own} for part in parts]
     assert sum(map(len, owned)) == len(set.union(*owned)) == 80
     assert [len(own) for own in owned] == [64, 8, 8]
@@ -130,9 +136,32 @@ def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, dat
 def test_sentences_that_are_none_are_named(
     tasks: ModuleType, tmp_path: Path, text: str, message: str
 ) -> None:
-    (tmp_path / "subj.all").write_text(text)
+    (tmp_path / "rt-polarity.all").write_text(text)
     with pytest.raises(ValueError, match=message):
-        tasks.read_sentences(tmp_path, "subj.all")
+        tasks.read_sentences(tmp_path, "rt-polarity.all")
+
+
+@pytest.mark.parametrize("p", ["none", "2", "learned"])
+def test_the_kernel_with_places_depends_on_their_distance(training: ModuleType, p: str) -> None:
+    torch.manual_seed(0)
+    kernel = training.Kernel("implicit", 8, p=p)
+    attention = training.PlacedAttention(16, 2, kernel, reach=2.0).double()
+    q, k, v = (torch.randn(1, 2, 12, 8, dtype=torch.float64) for _ in range(3))
+    later = torch.arange(12)[:, None] >= 4
+    hidden_first = k.new_zeros(1, 1, 12).masked_fill(~later.T, -torch.inf)
+    moved = attention._implicit(*(x[:, :, 4:] for x in (q, k, v)), None)
+    attend = training.ikattn.implicit_kernel_attention
+    with pytest.MonkeyPatch.context() as patch:
+
+        def without_first(
+            *args: torch.Tensor, key_bias: torch.Tensor | None, **options: Any
+        ) -> Any:
+            given = 0 if key_bias is None else key_bias
+            return attend(*args, key_bias=given + hidden_first, **options)
+
+        patch.setattr(training.ikattn, "implicit_kernel_attention", without_first)
+        there = attention._implicit(q, k, v, None)[:, :, 4:]
+    torch.testing.assert_close(there, moved)
 
 
 def test_every_task_and_attention_is_trained_quickly(
@@ -240,5 +269,5 @@ def test_options_out_of_range_are_refused(
 def test_a_missing_file_is_named(source_tree: Path, tmp_path: Path) -> None:
     result = run(source_tree, "long_sequences.py", "--data", "nowhere", cwd=tmp_path)
     assert result.returncode == 1
-    assert "subj.all is missing: it is part of" in result.stderr
+    assert "rt-polarity.all is missing: it is part of" in result.stderr
     assert "Traceback" not in result.stderr
