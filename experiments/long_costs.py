@@ -67,11 +67,12 @@ def algorithms(kernel: Kernel, heads: int, length: int, size: int) -> tuple[str,
     """Which algorithm each pass of attention takes: "linear" or "quadratic"; "-" of softmax."""
     if kernel.kind != "implicit":
         return "-", "-"
-    x = torch.randn(1, heads, length, size // heads, requires_grad=True)
-    w = torch.randn(heads, size // heads, kernel.frequencies, requires_grad=True)
-    kernels = ikattn.which_kernels(x, x, x, w, w)
-    passes = (str(kernels.forward), str(kernels.backward))
-    return tuple("linear" if "linear" in name else "quadratic" for name in passes)  # type: ignore[return-value]
+    dim = size // heads
+    q = torch.randn(1, heads, length, dim + 1, requires_grad=True)  # with the place
+    v = torch.randn(1, heads, length, dim, requires_grad=True)
+    w = torch.randn(heads, dim + 1, kernel.frequencies, requires_grad=True)
+    kernels = ikattn.which_kernels(q, q, v, w, w, p=None)
+    return kernels.forward.algorithm, kernels.backward.algorithm
 
 
 def peak_of(attention: str, heads: int, length: int, threads: int) -> float:
