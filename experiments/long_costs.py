@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
@@ -85,15 +84,24 @@ def peak_of(attention: str, heads: int, length: int, threads: int) -> float:
     return float(result.stdout)
 
 
+def resident(field: str) -> float:
+    """MiB that this process holds ("VmRSS") or held at its peak ("VmHWM"), as Linux tells it.
+
+    The peak of getrusage would not do: a process begins with that of the one that started it.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
 def print_peak_of(kernel: Kernel, options: argparse.Namespace) -> None:
     """Prints what ``peak_of`` reads."""
     attention, heads, length = options.peak_of
     warm = prepare(attention, kernel, int(heads), 64)  # what libraries set up once does not count
     warm()
     step = prepare(attention, kernel, int(heads), int(length))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
     step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(max(0.0, resident("VmHWM") - before))
 
 
 def measure_costs(

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,20 +32,20 @@ import torch
 from command_line import add_options, check_options, parser_of, run_program
 from comparison import Divergences, Table
 from long_costs import measure_costs, print_peak_of
-from long_tasks import CopyAndSort, Lists, read_sentences, split_texts
+from long_tasks import SHORTEST_LIST, CopyAndSort, Lists, read_sentences, split_texts
 from long_training import SIZE, Plan, Progress, Setting, Task, train
 from sequence_models import Kernel
 
 PLANS = {
     "lists": Plan((500, 500, 1000, 2000), 4000, 300, 4e-3, 100),
     "texts": Plan((500, 1000, 2000), 4000, 75, 4e-3, 100),
-    "copy-sort": Plan((128, 256, 512, 1024, 2048, 8192), 4096, 150, 8e-3, 8),
+    "copy-sort": Plan((128, 256, 512, 1024, 2048, 8192), 4096, 72, 8e-3, 8),
 }
 FILE = "rt-polarity.all"
 ATTENTIONS = ("softmax", "M = 16", "M = 32", "M = 64")
 TUNED = Kernel("implicit", p="none")  # --tune: orders differ by less than a point; the fastest
 TUNING = Plan((500,), 2000, 250, 4e-3, 200)  # of lists, for every setting
-COST_SHAPES = [(2, 2000), (2, 4000), (2, 8000), (1, 2000), (8, 2000)]
+COST_LENGTHS = (2000, 4000, 8000)
 COST_SAMPLES = 3
 
 
@@ -183,6 +184,7 @@ def parse_options() -> argparse.Namespace:
     add("--tune", action="store_true", help="compare settings on validation, of lists, instead")
     add("--settings", nargs="+", choices=candidates(), help="of --tune; default: all")
     add("--cost", action="store_true", help="measure time and memory of a step instead")
+    add("--lengths", nargs="+", type=int, default=COST_LENGTHS, help="of --cost, in tokens")
     add("--quick", action="store_true", help="two steps of short sequences, or one sample")
     add("--peak-of", nargs=3, help=argparse.SUPPRESS)
     add_options(parser, plotted="accuracy over training time")
@@ -190,6 +192,10 @@ def parse_options() -> argparse.Namespace:
     check_options(parser, options, ["seeds", "threads"])
     if any(heads < 1 or SIZE % heads for heads in options.heads):
         parser.error(f"--heads must be divisors of {SIZE}, got {options.heads}")
+    if min(options.lengths) < SHORTEST_LIST:
+        parser.error(f"--lengths must be at least {SHORTEST_LIST}, got {min(options.lengths)}")
+    if options.cost and not Path("/proc/self/status").is_file():
+        parser.error("--cost reads /proc/self/status, which only Linux has")
     if options.tune and options.cost:
         parser.error("--tune and --cost are two programs")
     if options.plot is not None and (options.tune or options.cost):
@@ -248,7 +254,8 @@ def main() -> None:
     if options.peak_of:
         print_peak_of(kernel_of(options.peak_of[0]), options)
     elif options.cost:
-        shapes = [(2, 64)] if options.quick else COST_SHAPES
+        lengths = [64] if options.quick else options.lengths
+        shapes = list(product(options.heads, lengths))
         samples = 1 if options.quick else COST_SAMPLES
         kernels = {name: kernel_of(name) for name in ATTENTIONS}
         measure_costs(kernels, shapes, samples, SIZE, options)

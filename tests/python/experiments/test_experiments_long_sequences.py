@@ -250,6 +250,7 @@ def test_settings_are_tuned_one_change_at_a_time(
         (["--tasks", "texts"], "--tasks texts needs --data"),
         (["--tune", "--cost"], "are two programs"),
         (["--cost", "--plot", "a.png"], "have no plot"),
+        (["--cost", "--lengths", "3"], "--lengths must be at least 4, got 3"),
         (["--seeds", "0"], "must be at least 1"),
     ],
 )
