@@ -37,7 +37,7 @@ MARKERS: dict[str, str | None] = {
     "translation": "train.lc.norm.tok.de",
     "nodes": "cora.npz",
     "recall": None,
-    "long_sequences": "rt-polarity.all",
+    "long_sequences": "subj.all",
 }
 
 

@@ -40,7 +40,7 @@ def training(source_tree: Path) -> ModuleType:
 def data(tmp_path: Path) -> Path:
     """A folder with sentences of two classes."""
     lines = [f"{number % 2} sentence {number} of class {number % 2}" for number in range(80)]
-    (tmp_path / "rt-polarity.all").write_text("\n".join(lines) + "\n")
+    (tmp_path / "subj.all").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
@@ -112,7 +112,7 @@ def test_half_of_a_sequence_is_asked_for_as_it_came_or_sorted(tasks: ModuleType)
 
 
 def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, data: Path) -> None:
-    parts = tasks.split_texts(tasks.read_sentences(data, "rt-polarity.all"), 0)
+    parts = tasks.split_texts(tasks.read_sentences(data, "subj.all"), 0)
     owned = [{s for own in part.sentences for s in own} for part in parts]
     assert sum(map(len, owned)) == len(set.union(*owned)) == 80
     assert [len(own) for own in owned] == [64, 8, 8]
@@ -136,9 +136,9 @@ def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, dat
 def test_sentences_that_are_none_are_named(
     tasks: ModuleType, tmp_path: Path, text: str, message: str
 ) -> None:
-    (tmp_path / "rt-polarity.all").write_text(text)
+    (tmp_path / "subj.all").write_text(text)
     with pytest.raises(ValueError, match=message):
-        tasks.read_sentences(tmp_path, "rt-polarity.all")
+        tasks.read_sentences(tmp_path, "subj.all")
 
 
 @pytest.mark.parametrize("p", ["none", "2", "learned"])
@@ -270,5 +270,5 @@ def test_options_out_of_range_are_refused(
 def test_a_missing_file_is_named(source_tree: Path, tmp_path: Path) -> None:
     result = run(source_tree, "long_sequences.py", "--data", "nowhere", cwd=tmp_path)
     assert result.returncode == 1
-    assert "rt-polarity.all is missing: it is part of" in result.stderr
+    assert "subj.all is missing: it is part of" in result.stderr
     assert "Traceback" not in result.stderr
