@@ -148,7 +148,8 @@ def draw_curves(path: Path, runs: list[Run]) -> None:
     """Draws accuracy on validation over seconds of training; a panel for each task and measure."""
     import matplotlib.pyplot as plt
 
-    runs = [run for run in runs if run.part == "validation"]
+    few = Lists.measures[1]  # one a sequence: too few on the way
+    runs = [run for run in runs if run.part == "validation" and run.measure != few]
     panels = list(dict.fromkeys((run.task, run.measure) for run in runs))
     figure, grid = plt.subplots(
         1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False, layout="constrained"
@@ -168,7 +169,11 @@ def draw_curves(path: Path, runs: list[Run]) -> None:
                     markersize=3,
                     label=f"{name[0]}, {name[1]} heads" if first else None,
                 )
-        axes.set(title=", ".join(panel), xlabel="seconds of training", ylabel="accuracy, %")
+        axes.set(
+            title=", ".join(dict.fromkeys(panel)),
+            xlabel="seconds of training",
+            ylabel="accuracy, %",
+        )
     grid[0][0].legend()
     figure.savefig(path, dpi=150)
 
