@@ -38,6 +38,7 @@ MARKERS: dict[str, str | None] = {
     "nodes": "cora.npz",
     "recall": None,
     "pretrained": "subj.all",
+    "long_sequences": "subj.all",
 }
 
 
@@ -56,6 +57,7 @@ PLAN = (
     Run("direct-orders", "translation", ("--attention", "softmax", "direct", *ORDERS, *TWO_EPOCHS)),
     Run("recall", "recall", ()),
     Run("pretrained", "pretrained", ()),
+    Run("long", "long_sequences", ()),
     Run("subj", "sentences", ("--datasets", "subj", *ALL, *ORDERS, *THREE_EPOCHS)),
     Run("trec", "sentences", ("--datasets", "trec", *ALL, *ORDERS)),
     Run("rbf-orders", "translation", ("--attention", "rbf", *NOT_2, *TWO_EPOCHS)),
@@ -65,6 +67,8 @@ PLAN = (
     Run("airline", "regression", ("--datasets", "airline", *ALL, *ORDERS)),
     Run("co2", "regression", ("--datasets", "co2", "--repeats", "2", *ALL, *ORDERS)),
     Run("nodes", "nodes", ()),
+    Run("long-tuned", "long_sequences", ("--tune",)),
+    Run("long-cost", "long_sequences", ("--cost",)),
     Run("cost", "regression", ("--datasets", "parkinsons", "--cost")),
 )
 QUICK = tuple(Run(f"{program}-quick", program, ("--quick",)) for program in MARKERS)
@@ -84,7 +88,7 @@ def command_of(run: Run, data: Path, out: Path) -> list[str]:
     marker = MARKERS[run.program]
     given = [] if marker is None else ["--data", str(folder_of(data, marker))]
     options = ["--csv", str(out / f"{run.name}.csv")]
-    if "--cost" not in run.arguments:
+    if not {"--cost", "--tune"} & set(run.arguments):
         options += ["--plot", str(out / f"{run.name}.png")]
     if run.program == "pretrained":
         given += ["--captions", str(folder_of(data, MARKERS["translation"] or ""))]

@@ -163,7 +163,7 @@ class Attention(nn.Module):
                 projected = projected.masked_fill(hidden.unsqueeze(-1), 0.0)
             before = CONVOLUTION - 1 if self.causal else CONVOLUTION // 2
             padded = F.pad(projected.mT, (before, CONVOLUTION - 1 - before))
-            projected = self.convolution(padded).mT
+            projected = self.convolution(padded).mT.contiguous()  # else softmax takes a slow path
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in projected.split(self.sizes, -1)
