@@ -15,7 +15,7 @@ from ikattn.spectral.regularized import Regularized
 
 __all__ = ["parameter_groups"]
 
-# Of 0, 0.05, 0.1, 0.2, 0.5, 1 and 4 times the learning rate: docs/experiments/recall.md
+# Of the learning rate; docs/experiments/recall.md compares it with a hundredth
 FREQUENCY_RATE = 0.1
 
 
