@@ -186,7 +186,7 @@ def parse_options() -> argparse.Namespace:
     add("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     add("--heads", nargs="+", type=int, default=[2], help=f"divisors of {SIZE}; default: 2")
     add("--seeds", type=int, default=1, help="default: 1")
-    add("--tune", action="store_true", help="compare settings on validation, of lists, instead")
+    add("--tune", action="store_true", help="compare settings on lists of their own, instead")
     add("--settings", nargs="+", choices=candidates(), help="of --tune; default: all")
     add("--cost", action="store_true", help="measure time and memory of a step instead")
     add("--lengths", nargs="+", type=int, default=COST_LENGTHS, help="of --cost, in tokens")
@@ -219,7 +219,7 @@ def shortened(plan: Plan) -> Plan:
 
 
 def tune(options: argparse.Namespace) -> None:
-    """Trains on lists with each setting for the same steps; what counts is validation."""
+    """Trains with each setting for the same steps, on lists that the comparison does not have."""
     table, divergences, task = Table[Run](options.csv), Divergences(), Lists()
     plan = shortened(TUNING) if options.quick else TUNING
     for name, setting in candidates().items():

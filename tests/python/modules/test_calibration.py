@@ -242,3 +242,49 @@ def test_steps_of_calibration_may_be_a_number_of_numpy() -> None:
     module = ikattn.MultiheadAttention(8, 2, kernel="implicit", batch_first=True)
     x = torch.randn(2, 5, 8)
     assert ikattn.calibrate(module, [(x, x, x)], steps=numpy.int64(2))
+
+
+class Sometimes(nn.Module):
+    """A model whose second attention is for long sequences alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = ikattn.MultiheadAttention(E, H, batch_first=True, num_frequencies=8, seed=0)
+        self.second = copy.deepcopy(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x, x, x, need_weights=False)[0]
+        return x if x.size(1) < L else x + self.second(x, x, x, need_weights=False)[0]
+
+
+def test_layers_that_some_batches_do_not_call() -> None:
+    torch.manual_seed(0)
+    model, x = Sometimes(), data(10)
+    report = ikattn.calibrate(model, [x[:, :3], x, x[:, :4]], steps=5, output_steps=5)
+    assert [layer.names for layer in report] == [["first"], ["second"]]
+    with pytest.raises(ValueError, match="second was not called in 1 batches"):
+        ikattn.calibrate(model, [x[:, :3]], steps=5)
+
+
+def test_interrupted_training_leaves_a_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Sometimes()
+    before = copy.deepcopy(model.state_dict())
+    calls = iter(range(12))
+
+    def step(self: torch.optim.Adam) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+        if next(calls) == 11:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        ikattn.calibrate(model, [data(10)], steps=5, output_steps=5, train="attention")
+    # the eleventh step is the second of those on the first layer's output
+    for name, value in model.state_dict().items():
+        if ".spectral." not in name:
+            torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert model.training
+    assert model.first.kernel == model.second.kernel == "implicit"

@@ -89,8 +89,9 @@ def fit_to_outputs(
         The relative errors of the output, on what is held out, before and after. Where it came no
         nearer everything is as it was.
     """
-    pairs = zip(batches, targets, strict=True)
+    pairs = [(batch, own) for batch, own in zip(batches, targets, strict=True) if own]
     calls = [_calls_of(model, layer, batch, len(own)) for batch, own in pairs]
+    targets = [own for _, own in pairs]
     frequencies = layer.frequencies
     own = {id(w) for w in frequencies}
     others = [] if rates.projections is None else _others(layer, own)
