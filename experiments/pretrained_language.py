@@ -134,7 +134,7 @@ def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str
     ikattn.calibrate(model, batches, train="attention", **options)
     calibrated = copy.deepcopy(model)
     yield "converted, calibrated", perplexity(model, test), time.process_time() - begin
-    train(calibrated, text.training, tenth, rate=1e-4)
+    train(calibrated, text.training, tenth, rate=3e-4)
     yield "the same, a tenth of training", perplexity(calibrated, test), time.process_time() - begin
     begin = time.process_time()
     model = new_model(text.words, frequencies=frequencies, quick=quick)
