@@ -22,7 +22,10 @@ struct ChunkKeys {
   T* values = nullptr;            // [value panels][128][64]
   T* values_by_column = nullptr;  // [2][value panels][64][64]   backward
   T* logits = nullptr;            // [128]
+  double* exact = nullptr;        // [128]   the same, relative to nothing, where they are finite
   double base = 0;
+  bool rises = false;     // so far above the base that a difference of logits would be rounded away
+  bool poisoned = false;  // a key is not finite
 
   void take(Workspace& workspace, int64_t feature_panels, int64_t value_panels, bool backward) {
     phi = workspace.take<T>(feature_panels * kCausalChunk * kPanel);
@@ -30,8 +33,20 @@ struct ChunkKeys {
     values = workspace.take<T>(value_panels * kCausalChunk * kPanel);
     if (backward) values_by_column = workspace.take<T>(value_panels * kCausalChunk * kPanel);
     logits = workspace.take<T>(kCausalChunk);
+    exact = workspace.take<double>(kCausalChunk);
+  }
+
+  // The logits of the 64 keys at k0 relative to another base.
+  void logits_from(double other, int64_t k0, T* out) const {
+    for (int64_t c = 0; c < kPanel; ++c) {
+      const T own = logits[k0 + c];
+      out[c] = own == -infinity<T>() || own != own ? own : static_cast<T>(exact[k0 + c] - other);
+    }
   }
 };
+
+// A rise of logits above the base of a chunk that float32 rounds by half a millionth.
+constexpr double kLargestRise = 8;
 
 template <typename T>
 struct CausalScratch {
@@ -39,19 +54,23 @@ struct CausalScratch {
   HeldTable<T> running;          // of the keys before a chunk; backward: gradients, too
   double* references = nullptr;  // [chunks + 1]   of the keys before each, and of all
   ChunkKeys<T> keys;
-  T* phi = nullptr;       // [feature panels][64][64]   of queries
-  T* tile = nullptr;      // [64][64]
-  T* diagonal = nullptr;  // [64][64]   0 where a query sees a key of its block, otherwise -inf
-  RowState<T> rows;       // [128]
+  T* phi = nullptr;         // [feature panels][64][64]   of queries
+  T* tile = nullptr;        // [64][64]
+  T* diagonal = nullptr;    // [64][64]   0 where a query sees a key of its block, otherwise -inf
+  RowState<T> rows;         // [128]
+  double* bases = nullptr;  // [128]   what the maxima of rows are relative to
+  T* row_logits = nullptr;  // [64]    of keys, for one query
+  bool poisoned = false;    // a key before the chunk is not finite
   // Backward:
-  T* grad_out = nullptr;     // [value panels][64][64]
-  T* dp = nullptr;           // [64][64]
-  T* grad_query = nullptr;   // [feature panels][64][64]
-  T* grad_key = nullptr;     // [feature panels][128][64]
-  T* grad_value = nullptr;   // [value panels][128][64]
-  T* grad_logits = nullptr;  // [128]
-  T* deltas = nullptr;       // [64]
-  T* log_sums = nullptr;     // [64]
+  T* grad_out = nullptr;             // [value panels][64][64]
+  T* dp = nullptr;                   // [64][64]
+  T* grad_query = nullptr;           // [feature panels][64][64]
+  T* grad_key = nullptr;             // [feature panels][128][64]
+  T* grad_value = nullptr;           // [value panels][128][64]
+  T* grad_logits = nullptr;          // [128]
+  T* deltas = nullptr;               // [64]
+  T* log_sums = nullptr;             // [64]
+  double* exact_log_sums = nullptr;  // [64]   relative to nothing
 };
 
 // Its memory, a scratch for each thread.
@@ -76,6 +95,8 @@ struct CausalPlan {
     out.tile = workspace.take<T>(kPanel * kPanel);
     out.diagonal = workspace.take<T>(kPanel * kPanel);
     out.rows.take(workspace, kCausalChunk);
+    out.bases = workspace.take<double>(kCausalChunk);
+    out.row_logits = workspace.take<T>(kPanel);
     if (!backward) return;
     out.grad_out = workspace.take<T>(value_panels * kPanel * kPanel);
     out.dp = workspace.take<T>(kPanel * kPanel);
@@ -85,6 +106,7 @@ struct CausalPlan {
     out.grad_logits = workspace.take<T>(kCausalChunk);
     out.deltas = workspace.take<T>(kPanel);
     out.log_sums = workspace.take<T>(kPanel);
+    out.exact_log_sums = workspace.take<double>(kPanel);
   }
   void allocate(bool backward) {
     const auto lay_out = [&](void* base) {
@@ -163,6 +185,7 @@ void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t
   T scales[kCausalChunk];
   load_row(logits, head.offset(logits) + i0 * logits.stride[2], logits.stride[2], count, found);
   out.base = base_of(found, count, reference);
+  out.rises = out.poisoned = false;
   for (int64_t t = 0; t < padded; ++t) {
     const bool is_hidden = t >= count || found[t] == -infinity<double>();
     const bool counts = !is_hidden && is_finite(found[t]) &&
@@ -172,6 +195,9 @@ void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t
                     : is_hidden ? -infinity<T>()
                                 : not_a_number<T>();
     scales[t] = T(0.25) / static_cast<T>(params.M);
+    out.exact[t] = counts ? found[t] : 0;
+    if (counts && found[t] - out.base > kLargestRise) out.rises = true;
+    if (!counts && !is_hidden) out.poisoned = true;
     if (counts) continue;
     fill_row(out.phi, kCausalChunk, t, plan.features, T(0));
     fill_row(out.values, kCausalChunk, t, d_v, T(0));
@@ -245,12 +271,56 @@ void load_query_block(const CausalPlan<T>& plan, const QueryRows& at, T* phi) {
               plan.features, phi, kPanel);
 }
 
+// Makes each row relative to the largest logit that it sees, where logits of the chunk rise.
+template <typename T>
+void find_bases(const CausalPlan<T>& plan, int64_t count, CausalScratch<T>& scratch) {
+  const ChunkKeys<T>& keys = scratch.keys;
+  double base = keys.base;
+  for (int64_t r = 0; r < count; ++r) {
+    const bool is_finite = keys.logits[r] > -infinity<T>();
+    if (keys.rises && is_finite && keys.exact[r] > base) base = keys.exact[r];
+    scratch.bases[r] = base;
+    scratch.rows.rescale[r] = static_cast<T>(__builtin_exp(keys.base - base));
+    for (int64_t c = 0; keys.rises && c < kLanes<T>; ++c) {
+      scratch.rows.sums[r * kLanes<T> + c] *= scratch.rows.rescale[r];
+    }
+  }
+  if (keys.rises) {
+    scale_rows(count, plan.table.d_v, scratch.rows.rescale, scratch.own.out, count);
+  }
+}
+
+// general_weights of a block of rows and one of keys; those of rows that logits rise among, each
+// relative to its own base.
+template <typename T>
+bool chunk_weights(const CausalPlan<T>& plan, int64_t count, int64_t r0, int64_t k0,
+                   CausalScratch<T>& scratch) {
+  const ChunkKeys<T>& keys = scratch.keys;
+  const RowState<T> rows = scratch.rows.from(r0);
+  const T eps = static_cast<T>(plan.params.queries.eps);
+  const auto weights = [&](int64_t row, int64_t some, const T* logits) {
+    T* tile = scratch.tile + row * kPanel;
+    const T* diagonal = scratch.diagonal + row * kPanel;
+    return k0 == r0
+               ? general_weights<T, true>(some, kPanel, eps, logits, diagonal, tile, rows.from(row))
+               : general_weights<T, false>(some, kPanel, eps, logits, nullptr, tile,
+                                           rows.from(row));
+  };
+  if (!keys.rises) return weights(0, count, keys.logits + k0);
+  bool rose = false;
+  for (int64_t r = 0; r < count; ++r) {
+    keys.logits_from(scratch.bases[r0 + r], k0, scratch.row_logits);
+    rose |= weights(r, 1, scratch.row_logits);
+  }
+  return rose;
+}
+
 // Adds the pairs of a chunk to what is there of its rows.
 template <typename T>
 void add_chunk_pairs(const CausalPlan<T>& plan, const QueryRows& at, CausalScratch<T>& scratch) {
   const int64_t d_v = plan.table.d_v;
-  const T eps = static_cast<T>(plan.params.queries.eps);
   const ChunkKeys<T>& keys = scratch.keys;
+  find_bases(plan, at.count, scratch);
   for (int64_t r0 = 0; r0 < at.count; r0 += kPanel) {
     const QueryRows block{at.b, at.h, at.i0 + r0, min_of(kPanel, at.count - r0)};
     const RowState<T> rows = scratch.rows.from(r0);
@@ -258,12 +328,9 @@ void add_chunk_pairs(const CausalPlan<T>& plan, const QueryRows& at, CausalScrat
     load_query_block(plan, block, scratch.phi);
     for (int64_t k0 = 0; k0 <= r0; k0 += kPanel) {
       score_block(plan, block.count, k0, scratch);
-      const T* logits = keys.logits + k0;
-      const bool rose = k0 == r0 ? general_weights<T, true>(block.count, kPanel, eps, logits,
-                                                            scratch.diagonal, scratch.tile, rows)
-                                 : general_weights<T, false>(block.count, kPanel, eps, logits,
-                                                             nullptr, scratch.tile, rows);
-      if (rose) scale_rows(block.count, d_v, rows.rescale, out, at.count);
+      if (chunk_weights(plan, block.count, r0, k0, scratch)) {
+        scale_rows(block.count, d_v, rows.rescale, out, at.count);
+      }
       for (int64_t first = 0; first < d_v; first += kPanel) {
         panel_gemm<T, Left::kRows>(
             block.count, min_of(kPanel, d_v - first), min_of(kPanel, at.count - k0), scratch.tile,
@@ -285,7 +352,7 @@ void finish_chunk_rows(const CausalPlan<T>& plan, const QueryRows& at,
     store_element(logs, at.offset(logs) + r * logs.stride[2],
                   sum == T(0)
                       ? -infinity<double>()
-                      : __builtin_log(static_cast<double>(sum)) + (largest + scratch.keys.base));
+                      : __builtin_log(static_cast<double>(sum)) + (largest + scratch.bases[r]));
   }
   scale_rows(at.count, plan.table.d_v, scratch.rows.rescale, scratch.own.out, at.count);
   store_panels(output, at.offset(output), output.stride[2], output.stride[3], at.count,
@@ -343,16 +410,25 @@ void attend_causally(const CausalPlan<T>& plan, const MomentsHead& head,
   const double* references = scratch.references;
   HeldTable<T>& running = scratch.running;
   load_running(plan, head, scratch);
+  scratch.poisoned = running.constant.total != running.constant.total;
   for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
     load_chunk_keys(plan, head, chunk, references[chunk], scratch.keys);
     for (int64_t index = 0; index < plan.heads(); ++index) {
       const QueryRows at = plan.queries_at(head, index, chunk * kCausalChunk, plan.rows_of(chunk));
       read_running(plan, at, references[chunk], scratch);
+      for (int64_t r = 0; scratch.poisoned && r < at.count; ++r) {
+        scratch.rows.sums[r * kLanes<T>] = not_a_number<T>();
+      }
       add_chunk_pairs(plan, at, scratch);
       finish_chunk_rows(plan, at, scratch);
     }
     add_chunk_keys(plan, head, chunk, references[chunk], references[chunk + 1], running.panels,
                    scratch);
+    scratch.poisoned |= scratch.keys.poisoned;
+  }
+  // whatever later keys outweigh
+  if (scratch.poisoned) {
+    rescale_table(plan.table, not_a_number<T>(), running, running.panels.summed());
   }
   const Array &moments = plan.params.keys.moments, &reference = plan.params.keys.reference;
   const int64_t offset = head.offset(moments);

@@ -32,7 +32,10 @@ void load_row_sums(const CausalPlan<T>& plan, const QueryRows& at, CausalScratch
                         row_is_finite(scratch.grad_out, kPanel, r, d_v) &&
                         row_is_finite(scratch.phi, kPanel, r, plan.features);
     scratch.deltas[r] = counts ? delta : T(0);
-    scratch.log_sums[r] = counts      ? static_cast<T>(log_sum - scratch.keys.base)
+    scratch.exact_log_sums[r] = log_sum;
+    // where logits rise nobody reads it of a row that counts
+    const double rise = scratch.keys.rises ? 0 : log_sum - scratch.keys.base;
+    scratch.log_sums[r] = counts      ? static_cast<T>(rise)
                           : sees_none ? infinity<T>()
                                       : not_a_number<T>();
     if (counts) continue;
@@ -78,9 +81,19 @@ void add_pair_gradients(const CausalPlan<T>& plan, int64_t rows, int64_t r0,
                                  scratch.grad_out + first * kPanel,
                                  keys.values_by_column + block * of_tile, scratch.dp, first > 0);
     }
-    chunk_pair_gradients(rows, eps, keys.logits + k0, k0 == r0 ? scratch.diagonal : nullptr,
-                         scratch.log_sums, scratch.deltas, scratch.tile, scratch.dp,
-                         scratch.grad_logits + k0);
+    const auto pairs = [&](int64_t r, int64_t some, const T* logits, const T* log_sums) {
+      chunk_pair_gradients(some, eps, logits, k0 == r0 ? scratch.diagonal + r * kPanel : nullptr,
+                           log_sums, scratch.deltas + r, scratch.tile + r * kPanel,
+                           scratch.dp + r * kPanel, scratch.grad_logits + k0);
+    };
+    if (!keys.rises) pairs(0, rows, keys.logits + k0, scratch.log_sums);
+    const T nothing = 0;
+    for (int64_t r = 0; keys.rises && r < rows; ++r) {
+      const bool counts = is_finite(scratch.log_sums[r]);
+      if (counts) keys.logits_from(scratch.exact_log_sums[r], k0, scratch.row_logits);
+      pairs(r, 1, counts ? scratch.row_logits : keys.logits + k0,
+            counts ? &nothing : scratch.log_sums + r);
+    }
     for (int64_t panel = 0; panel < plan.feature_panels; ++panel) {
       const int64_t columns = min_of(kPanel, plan.features - panel * kPanel);
       const int64_t at = (panel * kCausalChunk + k0) * kPanel;

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ikattn.nn.functional import Kernel, check_kernel
-from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.direct import checked_size
@@ -18,7 +17,7 @@ from ikattn.spectral.regularized import Regularized
 _logger = logging.getLogger("ikattn")
 
 
-class WithKernel(Regularized, SoftmaxHeads):
+class WithKernel(Regularized):
     """A base of attention modules whose kernel can be chosen and changed."""
 
     kernel: Kernel
@@ -69,7 +68,6 @@ class WithKernel(Regularized, SoftmaxHeads):
                 device=like.device,
                 dtype=like.dtype,
             ).train(self.training)
-        self.keep_softmax(None)
         self.kernel = kernel
         self.p = p
         self.register_module("magnitude", magnitude)
@@ -78,11 +76,9 @@ class WithKernel(Regularized, SoftmaxHeads):
 
     def _drop_kernel(self) -> None:
         """Takes away what ``_choose_kernel`` gave, before the class changes back."""
-        self.keep_softmax(None)
         for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
             delattr(self, name)
-        for name in ("_regularized_in", "_split"):
-            vars(self).pop(name, None)
+        vars(self).pop("_regularized_in", None)
 
     def _reset_kernel(self) -> None:
         """Draws frequencies anew, and makes orders the first ones again."""

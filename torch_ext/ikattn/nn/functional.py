@@ -325,9 +325,11 @@ def _can_use_causal_hint(
     kernel: KernelOptions, extra: ExtraKeys, masks: Masks, wanted: Wanted
 ) -> bool:
     """Whether ``is_causal`` may stand for attn_mask, so that the mask need not be read."""
-    if kernel.name == "implicit" and kernel.split is None:
+    if kernel.name == "implicit":
         # appended keys come last, where causality would hide them
-        return extra.bias_k is None and not extra.add_zero
+        has_extra = extra.bias_k is not None or extra.add_zero
+        is_alone = masks.padding is None and not wanted.weights
+        return not has_extra and (kernel.split is None or is_alone)
     if kernel.name == "rbf" and (kernel.p != 2 or kernel.magnitude is not None):
         # F.scaled_dot_product_attention takes no bias together with is_causal
         return False

@@ -23,6 +23,7 @@ from ikattn.nn._over_ranks import is_over_ranks
 from ikattn.nn._projection import InProjection, Projection, check_axes, project
 from ikattn.nn._with_kernel import WithKernel
 from ikattn.nn.functional import ExtraKeys, Kernel, KernelOptions, Wanted, attend
+from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.spectral import Spectral
 
 __all__ = ["MultiheadAttention"]
@@ -30,7 +31,7 @@ __all__ = ["MultiheadAttention"]
 _stock_forward = StockMultiheadAttention.forward
 
 
-class MultiheadAttention(WithKernel, StockMultiheadAttention):
+class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
 
     Constructor, ``forward``, parameter names, initial values and random stream are those of
@@ -157,6 +158,7 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
             stationary=stationary,
             seed=seed,
         )
+        self.keep_softmax(None)
         self._keep_off_fused_path()
 
     def remove_kernel(self) -> None:
@@ -167,6 +169,8 @@ class MultiheadAttention(WithKernel, StockMultiheadAttention):
         self.kernel = "dot"
         self._keep_off_fused_path()
         self._drop_kernel()
+        self.keep_softmax(None)
+        vars(self).pop("_split", None)
         self.__class__ = StockMultiheadAttention  # type: ignore[assignment]
 
     def reset_parameters(self) -> None:

@@ -49,7 +49,7 @@ class SoftmaxHeads(nn.Module):
             )
         like = next(self.parameters()).device
         self.register_buffer("softmax_heads", mask.detach().to(like, copy=True))
-        if not mask.is_meta:
+        if not self.softmax_heads.is_meta:
             self.split_heads()
 
     def split_heads(self) -> Split | None:
@@ -63,8 +63,15 @@ class SoftmaxHeads(nn.Module):
             self._split = Split(softmax, tuple(h for h in range(len(flags)) if h not in softmax))
         return self._split if self._split.softmax else None
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}softmax_heads"
+        if name in state_dict and getattr(self, "softmax_heads", None) is None:
+            errors: list[str] = args[-1]
+            errors.append(
+                f"{name} is in the checkpoint: heads compute softmax there; call keep_softmax with "
+                "it before"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._split = None
 
 

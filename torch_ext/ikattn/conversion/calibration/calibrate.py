@@ -72,8 +72,8 @@ def calibrate(
 
     Args:
         model: With ``ikattn.MultiheadAttention`` of kernel "implicit", or of transformers, after
-            ``use_implicit_attention``; called in eval mode, without grad, while it computes
-            softmax.
+            ``use_implicit_attention``; called in eval mode, without grad, while all its implicit
+            kernels compute softmax, those that are left out among them.
         batches: Inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
             ``attention_mask`` of a dict tells which tokens are padding.
         select: Which modules, as for ``convert``.
@@ -93,10 +93,11 @@ def calibrate(
 
     Raises:
         TypeError: batches is one batch, or steps no whole number.
-        ValueError: There is no implicit kernel, no batch, a number is out of range, a token id is
-            none of the model's, a module was not called, has no frequencies that require grad, was
-            given single tokens or nothing but padding, or its softmax weights are not finite. Of
-            the module at which an error occurs everything is as it was.
+        ValueError: There is no implicit kernel, no batch, a number is out of range, input_ids of a
+            dict are none of the model's, a module was not called, has no frequencies that require
+            grad, shares its kernel with another, was given single tokens or nothing but padding, or
+            its softmax weights are not finite. Of the module at which an error occurs everything is
+            as it was; those before it are calibrated.
 
     Example:
         >>> import torch, ikattn
@@ -121,6 +122,11 @@ def calibrate(
                 f"calibrate: the heads of {layer} are shared out over ranks; calibrate the model "
                 "before"
             )
+    if len({id(layer.kernel) for layer in layers}) < len(layers):
+        raise ValueError(
+            "calibrate: expected a kernel for each layer, got one that several modules share; "
+            "select leaves modules out"
+        )
     rates = Rates(
         _OF_OUTPUTS * learning_rate, projection_learning_rate if train == "attention" else None
     )
@@ -130,11 +136,13 @@ def calibrate(
             if not seen.calls[layer]:
                 raise ValueError(f"calibrate: {layer} was not called in {len(given)} batches")
         errors = {}
-        for layer in layers:
-            with _all_or_nothing(layer):
-                errors[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
-        if keep is not None:
-            note_softmax_heads(model, layers)
+        try:
+            for layer in layers:
+                with _all_or_nothing(layer):
+                    errors[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
+        finally:
+            if keep is not None:
+                note_softmax_heads(model, layers)
         report = {layer: CalibratedModule(layer.names, *errors[layer]) for layer in layers}
         for layer in seen.order if output_steps else ():
             with _all_or_nothing(layer), torch.enable_grad(), _without_autocast(seen.calls[layer]):
@@ -232,15 +240,23 @@ class _Seen:
 
 def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
     """Raises ValueError for a cache, and for token ids that the model's embeddings do not have."""
-    if isinstance(batch, Mapping) and (batch.get("past_key_values") or batch.get("use_cache")):
+    if not isinstance(batch, Mapping):
+        return
+    has_cache = any(batch.get(name) is not None for name in ("past_key_values", "cache"))
+    if has_cache or batch.get("use_cache"):
         raise ValueError(
             f"calibrate: expected batches without a cache of keys, got one in batch {number}; "
-            "leave past_key_values and use_cache out"
+            "leave past_key_values, cache and use_cache out"
         )
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.numel() == 0:
+        return
+    try:
+        embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):  # of models with several towers
+        return
     count = getattr(embeddings, "num_embeddings", None)
-    if not isinstance(ids, Tensor) or count is None or ids.numel() == 0:
+    if count is None:
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= count:

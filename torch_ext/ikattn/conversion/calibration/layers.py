@@ -5,6 +5,7 @@ Sizes: B batch, H query heads, T queries, S keys, E model size.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,9 @@ from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.spectral.interface import call_source
 
 __all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
+
+# What modules of transformers call the tokens that are not their own.
+_OTHERS = ("key_value_states", "encoder_hidden_states")
 
 Listener = Callable[["Layer", AttentionCall], None]
 
@@ -164,12 +168,17 @@ def _interface_layers(model: nn.Module, select: Selection | None) -> list[Layer]
 
 @contextmanager
 def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
-    """Makes every implicit kernel of the layers softmax for the time of the block."""
+    """Makes every implicit kernel of the model softmax for the time of the block.
+
+    Args:
+        model: The model.
+        layers: Those that are calibrated, which tell the kinds of kernels that there are.
+    """
     with ExitStack() as stack:
-        for layer in layers:
-            if isinstance(layer, _TorchLayer):
-                stack.callback(vars(layer.module).__setitem__, "kernel", "implicit")
-                vars(layer.module)["kernel"] = "dot"
+        for module in model.modules():
+            if isinstance(module, MultiheadAttention) and module.kernel == "implicit":
+                stack.callback(vars(module).__setitem__, "kernel", "implicit")
+                vars(module)["kernel"] = "dot"
         if any(isinstance(layer, _InterfaceLayer) for layer in layers):
             from ikattn.integrations.transformers._interface import softmax_in_place
 
@@ -205,16 +214,38 @@ def listening(
             from ikattn.analysis._recorder import transformers_attention
             from ikattn.integrations.transformers._attention import scaled_query
 
+            crosses: dict[nn.Module, bool] = {}
+
+            def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                crosses[module] = _reads_others(module, args, kwargs)
+
+            for module in of_interface:
+                hook = module.register_forward_pre_hook(look, with_kwargs=True)
+                stack.callback(hook.remove)
+            is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
             def hear(module: nn.Module, given: Any, _: Any) -> None:
-                is_self = given.query.size(2) == given.key.size(2)
+                is_self = not crosses[module] and given.query.size(2) == given.key.size(2)
                 kind = "self" if is_self else "cross"
                 call = transformers_attention.interface_call(module, given, kind)
                 call.query, call.scaling = scaled_query(call.query, call.scaling), None
-                fill_padding(call, given.attention_mask, _mask_of_tokens(batch, call))
+                tells = is_one_stack and is_self and given.attention_mask is not None
+                of_tokens = _mask_of_tokens(batch, call) if tells else None
+                fill_padding(call, given.attention_mask, of_tokens)
                 listener(by_module[module], call)
 
             stack.enter_context(transformers_attention.listening(model, of_interface, hear))
         yield
+
+
+def _reads_others(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a module of transformers is cross-attention."""
+    try:
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    except TypeError:
+        given = kwargs
+    given = given | given.get("kwargs", {})
+    return any(given.get(name) is not None for name in _OTHERS)
 
 
 def _mask_of_tokens(batch: Any, call: AttentionCall) -> Tensor | None:

@@ -22,6 +22,7 @@ from ikattn.conversion.calibration.weights import by_what_is_held_out
 
 __all__ = ["Rates", "Target", "fit_to_outputs", "in_float32", "rows_of", "run"]
 
+_NOTHING = 1e-30  # a square of outputs
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -49,11 +50,13 @@ class _Enough(Exception):
 
 
 def run(model: nn.Module, batch: Any) -> None:
-    """Calls the model with a batch."""
-    if isinstance(batch, Mapping):
-        model(**batch)
-    else:
-        model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    """Calls the model with a batch; what it draws at random is the same in every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if isinstance(batch, Mapping):
+            model(**batch)
+        else:
+            model(*(batch if isinstance(batch, tuple | list) else (batch,)))
 
 
 def rows_of(output: Any, module: nn.Module) -> Tensor:
@@ -98,7 +101,10 @@ def fit_to_outputs(
     groups = [{"params": frequencies, "lr": rates.frequencies}]
     if others:
         groups.append({"params": others, "lr": rates.projections})
+    split = layer.owner.split_heads()
     parameters = [*frequencies, *others]
+    if split is not None and not split.implicit:  # of no use where all heads compute softmax
+        groups, parameters = groups[1:], others
     with _alone(layer.module, parameters), in_float32([layer.module]):
         first = [w.detach().clone() for w in parameters]
 
@@ -108,6 +114,8 @@ def fit_to_outputs(
 
         with torch.no_grad():
             before = _held_out(error, len(calls))
+        if not parameters:
+            return before, before
         optimiser = torch.optim.Adam(groups)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
         order = torch.Generator().manual_seed(0)
@@ -153,6 +161,11 @@ def _calls_of(
         pass
     finally:
         hook.remove()
+    if len(found) != count:
+        raise ValueError(
+            f"calibrate: {layer} was called {count} times while the model computed softmax and "
+            f"{len(found)} times with implicit kernels; expected as many, whatever the values"
+        )
     wide: list[Any] = tree_map_only(Tensor, _for_autograd, found)
     return wide
 
@@ -181,7 +194,9 @@ def _errors(
 
 
 def _held_out(error: Callable[[int], Tensor], count: int) -> float:
-    squared, size = torch.stack([error(number)[1] for number in range(count)]).double().sum(0)
+    sums = torch.stack([error(number) for number in range(count)]).double().sum(0)
+    # where all that is held out is padding, of what is fitted to
+    squared, size = sums[1] if sums[1, 1] > _NOTHING else sums[0]
     return math.sqrt(float(squared / size))
 
 

@@ -18,6 +18,7 @@ __all__ = ["by_what_is_held_out", "fit_to_weights", "some_queries"]
 
 # Weights that are kept of a call, and those of a step.
 _OF_CALL = 1 << 19
+_FEWEST = 16  # queries of a sequence that are kept, where it has so many
 _LOOKS = 20  # at what is held out, at even distances, where a step sees a part of the calls
 _HELD_OUT = 5  # one sequence, or query, in so many
 
@@ -25,15 +26,28 @@ _logger = logging.getLogger("ikattn")
 
 
 def some_queries(call: AttentionCall) -> AttentionCall:
-    """Returns the call with as many of its queries as are kept, at even distances."""
+    """Returns the call with as many of its queries as are kept, at even distances.
+
+    Of a call of many sequences some are left out, rather than all but a few queries of each.
+    """
     B, H, T, S = call.sizes
-    step = max(1, (B * H * T * S) // _OF_CALL)
-    if step > 1:
-        call.query = call.query[:, :, ::step].contiguous()
-        if call.attn_mask is not None and call.attn_mask.size(-2) == T:
-            call.attn_mask = call.attn_mask[..., ::step, :]
-        if call.query_padding is not None:
-            call.query_padding = call.query_padding[:, ::step]
+    wanted = max(1, (B * H * T * S) // _OF_CALL)
+    of_queries = min(wanted, max(1, T // _FEWEST))
+    of_sequences = min(B, -(-wanted // of_queries))
+    rows, queries = slice(None, None, of_sequences), slice(of_queries // 2, None, of_queries)
+    if wanted > 1:
+        call.query, call.key = call.query[rows, :, queries].clone(), call.key[rows].clone()
+        call.value = call.value[:0]  # weights are made without it
+        for name in ("attn_mask", "key_bias", "key_padding", "query_padding"):
+            x = getattr(call, name)
+            if x is None:
+                continue
+            x = x[rows] if x.size(0) == B else x
+            if name == "query_padding":
+                x = x[:, queries]
+            if name == "attn_mask" and x.size(-2) == T:
+                x = x[..., queries, :]
+            setattr(call, name, x.clone())
     for name, x in vars(call).items():  # autograd refuses to save tensors of inference mode
         if isinstance(x, Tensor) and x.is_inference():
             setattr(call, name, x.clone())
@@ -144,7 +158,8 @@ def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
         sums.append(by_what_is_held_out(of_rows.transpose(2, 3)))  # [2, 2, H]
     errors, sizes = torch.stack(sums).sum(0).unbind(1)
     fitted, rest = errors / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
-    return fitted, rest
+    # where all that is held out is padding
+    return fitted, torch.where(sizes[1] > 0, rest, fitted.detach())
 
 
 def by_what_is_held_out(of_rows: Tensor) -> Tensor:

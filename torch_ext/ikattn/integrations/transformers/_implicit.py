@@ -194,8 +194,11 @@ def from_pretrained(
     model, info = kind.from_pretrained(
         path, *args, attn_implementation=IMPLICIT, output_loading_info=True, **kwargs
     )
-    names = (*info["unexpected_keys"], *info["missing_keys"])
-    lost = [str(name) for name in names if str(name).endswith("spectral.softmax_heads")]
+    modules = {name for name, _ in model.named_modules()}
+    lost = [x for x in map(str, info["unexpected_keys"]) if x.rpartition(".")[0] in modules]
+    absent = set(info["missing_keys"])  # with all of a layer that the checkpoint lacks
+    lost += [x for x in absent if f"{x.rpartition('.')[0]}.w1" not in absent]
+    lost = [name for name in lost if name.endswith("spectral.softmax_heads")]
     if lost:
         raise ValueError(
             f"from_pretrained: {path} and its config do not agree on whether heads compute "
@@ -235,6 +238,8 @@ def note_softmax_heads(model: nn.Module) -> None:
         if kernel.split_heads() is None:
             kernel.keep_softmax(none)
     for config in configs_of(model):
+        if getattr(config, _SETTINGS, None) is None:  # of a model without kernels within this one
+            continue
         settings = {**getattr(config, _SETTINGS)}
         settings.pop("softmax_heads", None)
         setattr(config, _SETTINGS, settings | ({"softmax_heads": True} if has_some else {}))

@@ -47,6 +47,8 @@ def watch_configs(kernel: str) -> None:
             if id(config) not in _lines:
                 finalize(config, _forget, id(config))
             _lines[id(config)] = _line()
+        elif config._attn_implementation_internal == kernel:
+            _forget(id(config))
 
     set_implementation.is_watched = True  # type: ignore[attr-defined]
     config_class._attn_implementation = property(watched.fget, set_implementation)
