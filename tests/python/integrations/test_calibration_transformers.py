@@ -138,8 +138,9 @@ def test_frequencies_of_another_number_are_no_checkpoint(tmp_path: Path) -> None
         ({"input_ids": torch.tensor([[5]]), "attention_mask": None}, "several tokens, got one key"),
         ({"attention_mask": torch.zeros(2, 6).long()}, "nothing but padding"),
         ({"use_cache": True}, "without a cache of keys, got one in batch 0"),
+        ({"past_key_values": transformers.DynamicCache()}, "without a cache of keys"),
     ],
-    ids=["vocabulary", "one token", "padding", "cache"],
+    ids=["vocabulary", "one token", "padding", "use_cache", "cache"],
 )
 def test_data_that_nothing_can_be_fitted_to(change: dict[str, Any], message: str) -> None:
     model = convert(build("bert"))
@@ -213,3 +214,89 @@ def test_frequencies_of_generators() -> None:
     ikattn.use_implicit_attention(model, spectral="ikan", num_frequencies=4, seed=0)
     report = ikattn.calibrate(model, [inputs_of("bert")], steps=5, output_steps=5)
     assert str(report).startswith("layer ")
+
+
+def test_layers_all_of_whose_heads_keep_softmax_need_no_steps_on_outputs() -> None:
+    torch.manual_seed(0)
+    model, inputs = build("bert"), inputs_of("bert")
+    expected = hidden(model, inputs)
+    convert(model)
+    report = ikattn.calibrate(model, [inputs], steps=1, output_steps=2, keep=1e-9)
+    assert all(layer.output_after < 1e-9 for layer in report)  # type: ignore[operator]
+    ikattn.calibrate(model, [inputs], steps=1, output_steps=2)
+    assert_close(hidden(model, inputs), expected, TOLERANCE)
+
+
+def test_cross_attention_of_equal_lengths_has_the_decoder_s_queries() -> None:
+    """Padding of the encoder says nothing of the decoder's tokens, nor of queries across."""
+    torch.manual_seed(0)
+    model = convert(build("t5"), p=None)
+    tokens = torch.randint(5, 30, (6, 8))
+    mask = torch.zeros(6, 8).long()
+    mask[:, :2] = 1
+    inputs = {"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": tokens}
+    report = ikattn.calibrate(model, [inputs], steps=0, output_steps=0)
+    own, across = (
+        next(x.before for x in report if f"decoder.block.0.layer.{n}" in x.names[0]) for n in (0, 1)
+    )
+    with ikattn.record(model, maps="weights") as implicit, torch.no_grad():
+        model(**inputs)
+    model.set_attn_implementation("sdpa")
+    with ikattn.record(model, maps="weights") as softmax, torch.no_grad():
+        model(**inputs)
+    name = next(x.names[0] for x in report if "decoder.block.0.layer.0" in x.names[0])
+    found, expected = (x.batches[0][name].weights[2].double() for x in (implicit, softmax))
+    error = (found - expected).square().sum((1, 2)) / expected.square().sum((1, 2))
+    assert_close(own, error.sqrt(), 1e-5)
+    assert (across > 0).all()
+
+
+def test_long_calls_keep_several_queries_of_a_sequence() -> None:
+    torch.manual_seed(0)
+    model = convert(build("gpt2", n_positions=64, n_layer=1), p=None)
+    tokens = torch.randint(5, 30, (128, 64))
+    (layer,) = ikattn.calibrate(model, [{"input_ids": tokens}], steps=0, output_steps=0)
+    (small,) = ikattn.calibrate(model, [{"input_ids": tokens[:8]}], steps=0, output_steps=0)
+    assert (layer.before > 0.3 * small.before).all()
+
+
+def test_an_error_on_the_way_leaves_a_model_that_can_be_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = convert(build("t5")), inputs_of("t5")
+    one = inputs | {"decoder_input_ids": torch.tensor([[5], [6]]), "decoder_attention_mask": None}
+    with pytest.raises(ValueError, match="several tokens"):
+        ikattn.calibrate(model, [one], steps=1, keep=1e-9)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(transformers.T5Model, tmp_path).eval()
+    assert_close(hidden(loaded, inputs), hidden(model, inputs), TOLERANCE)
+
+
+def test_a_part_of_a_hybrid_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = convert(build("bert")), inputs_of("bert")
+    ikattn.calibrate(model, [inputs], steps=1, output_steps=0, keep=1e-9)
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1)
+    part = from_pretrained(transformers.BertModel, tmp_path, config=config)
+    assert kernels(part)[0].split_heads().implicit == ()
+
+
+def test_what_a_model_draws_at_random_is_the_same_for_both_attentions() -> None:
+    torch.manual_seed(0)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = convert(build("bert"), p=None)
+
+        def forward(self, input_ids: Tensor) -> Any:
+            embeddings = self.inner.get_input_embeddings()(input_ids)
+            return self.inner(inputs_embeds=embeddings + torch.randn_like(embeddings))
+
+    state = torch.random.get_rng_state()
+    model = Noisy()
+    torch.random.set_rng_state(state)
+    tokens = torch.randint(5, 30, (10, 6), generator=torch.Generator().manual_seed(0))
+    report = ikattn.calibrate(model, [{"input_ids": tokens}], steps=20, output_steps=20)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(layer.output_after < 0.9 for layer in report)  # type: ignore[operator]

@@ -152,3 +152,19 @@ def test_heads_are_a_mask(heads: Any) -> None:
 def test_a_mask_of_another_number_of_heads() -> None:
     with pytest.raises(ValueError, match=r"heads must be bool \[4\], got torch.bool \[3\]"):
         module().keep_softmax(torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("extra", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_appended_keys_are_seen_in_causal_calls(extra: dict[str, Any]) -> None:
+    x = tokens()
+    masks: dict[str, Any] = {"attn_mask": CAUSAL, "is_causal": True}
+    implicit = module(**extra)
+    hybrid = copy.deepcopy(implicit)
+    hybrid.keep_softmax(KEPT)
+    alone = hybrid(x, x, x, need_weights=False, **masks)[0]
+    torch.testing.assert_close(alone, hybrid(x, x, x, **masks)[0])
+
+
+def test_only_what_reads_them_has_softmax_heads() -> None:
+    pyg = pytest.importorskip("ikattn.integrations.pyg")
+    assert not hasattr(pyg.ImplicitKernelTransformerConv, "keep_softmax")

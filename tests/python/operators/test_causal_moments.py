@@ -437,3 +437,56 @@ def test_a_wrong_reference_and_eps_are_refused() -> None:
         OPERATORS.causal_attention_from_moments_backward(
             output, moments[:1], *given, reference, output, log_z, 1e-5, [True] * 5
         )
+
+
+@pytest.mark.parametrize("padding", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("count", [20, 140])
+def test_float32_is_as_accurate_after_padding_with_low_logits(padding: float, count: int) -> None:
+    """Of tokens on the left that a mask's finite lowest value hides, in the first chunk or two."""
+    case = Case("", L=200, before=0, hidden=0.0)
+    query, key, logits, value = drawn(case)
+    logits[:, :, :count] += padding
+    leaves = [x.float().requires_grad_() for x in (query, key, logits, value)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    found = attend(case, *leaves)[0][:, :, count:]
+    expected = by_pairs(case, *exact)[:, :, count:]
+    assert_close(found.double(), expected, 5e-5)  # as without padding
+    incoming = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).double()
+    gradients = torch.autograd.grad(found, leaves, incoming.float())
+    wanted = torch.autograd.grad(expected, exact, incoming)
+    for name, own, other in zip(
+        ("query", "key", "logits", "value"), gradients, wanted, strict=True
+    ):
+        assert_close(own.double(), other, 5e-4, name)
+
+
+@pytest.mark.parametrize("rise", [30.0, 1000.0, 1e5])
+def test_float32_is_as_accurate_where_logits_rise_within_a_chunk(rise: float) -> None:
+    case = Case("", L=150, before=20, hidden=0.0)
+    query, key, logits, value = drawn(case)
+    logits[:, :, 90:] += rise
+    narrow = [x.float() for x in (query, key, logits, value)]
+    expected = by_pairs(case, *(x.double() for x in narrow))
+    assert_close(attend(case, *narrow)[0].double(), expected, 5e-5)  # as without a rise
+
+
+@pytest.mark.parametrize("outweighed", [0.0, 1000.0], ids=["level", "outweighed"])
+@pytest.mark.parametrize("alone", [True, False], ids=["the only key", "one of many"])
+def test_a_key_that_is_not_finite_is_seen_from_then_on(alone: bool, outweighed: float) -> None:
+    case = Case("", L=300, before=0, B=1, H=1, K=1, G=1, hidden=0.0)
+    query, key, logits, value = drawn(case)
+    logits[:, :, 128:] += outweighed
+    if alone:
+        logits[:, :, :128] = -math.inf
+    logits[:, :, 100] = math.nan
+    output, _, moments, reference = attend(case, query, key, logits, value)
+    assert output.isnan().all(-1).flatten().tolist() == [row >= 100 for row in range(300)]
+    later = causal_attention_from_moments(
+        query[:, :, 200:],
+        key[:, :, 200:],
+        logits[:, :, 200:],
+        value[:, :, 200:],
+        moments,
+        reference,
+    )
+    assert later[0].isnan().all()
