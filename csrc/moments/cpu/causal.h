@@ -182,7 +182,7 @@ void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t
                   i0 * value.stride[2],
               value.stride[2], value.stride[3], count, d_v, out.values, kCausalChunk);
   double found[kCausalChunk];
-  T scales[kCausalChunk];
+  T scales[kCausalChunk] = {};
   load_row(logits, head.offset(logits) + i0 * logits.stride[2], logits.stride[2], count, found);
   out.base = base_of(found, count, reference);
   out.rises = out.poisoned = false;
