@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ikattn.conversion.calibration import CalibratedModule, calibrate
-from ikattn.nn.functional import Kernel, check_kernel
+from ikattn.nn._kernels import Kernel
+from ikattn.nn.functional import check_kernel
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.selection import AttentionModule, Selection, check_unwrapped, select_modules
 from ikattn.spectral import Mikan, Spectral

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ikattn.nn.functional import Kernel, check_kernel
+from ikattn.nn._kernels import Kernel
+from ikattn.nn.functional import check_kernel
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.direct import checked_size

@@ -9,62 +9,29 @@ M frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ikattn._heads import HeadShare
 from ikattn._memory import takes_memory_for
+from ikattn.nn._kernels import Frequencies, Kernel, KernelOptions, Wanted, attend_heads
 from ikattn.nn._masks import (
     Masks,
-    as_bias,
-    as_visible,
     check_hint,
     check_types,
-    hidden,
-    padded,
     padding_of_queries,
 )
-from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
 from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn.nn._softmax import (
-    rbf_key_bias,
     refuse_context_parallel,
-    select_away,
-    softmax_attention,
 )
-from ikattn.nn.softmax_heads import Split, by_heads
-from ikattn.ops.attention import implicit_kernel_weights
-from ikattn.ops.magnitude import LearnedOrder
 
 __all__ = ["multi_head_attention_forward"]
-
-Kernel = Literal["dot", "rbf", "implicit"]
-
-# Projected queries [N, H, L, d], keys [N, H, S, d], bool padding of the keys [N, S] and of the
-# queries [N, L], each or None -> w1, w2
-Frequencies: TypeAlias = Callable[
-    [Tensor, Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor | None]"
-]
-
-
-class KernelOptions(NamedTuple):
-    """Which kernel, and what it needs."""
-
-    name: Kernel
-    p: float | None
-    frequencies: Frequencies | None  # of "implicit" alone
-    magnitude: LearnedOrder | None = None  # in place of p
-    pools: bool = False  # whether frequencies depend on averages over queries
-    query_padding: Tensor | None = None  # bool [N, L], for these averages
-    head_share: HeadShare | None = None  # whose heads these are, where ranks share them out
-    split: Split | None = None  # of heads, where some compute softmax in spite of the name
 
 
 class ExtraKeys(NamedTuple):
@@ -75,13 +42,6 @@ class ExtraKeys(NamedTuple):
     add_zero: bool
     static_k: Tensor | None = None  # [N * H, S, d]
     static_v: Tensor | None = None
-
-
-class Wanted(NamedTuple):
-    """How to return weights, if at all."""
-
-    weights: bool
-    average: bool
 
 
 def multi_head_attention_forward(
@@ -292,9 +252,7 @@ def attend(
     _check_values_fit(k, v, wanted.weights)
     if kernel.name != "dot" and not torch.compiler.is_compiling():
         refuse_context_parallel(kernel.name)
-    compute = _implicit if kernel.name == "implicit" else _softmax
-    compute = compute if kernel.split is None else _hybrid
-    output, weights = compute(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
+    output, weights = attend_heads(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
     output = out_proj(merge_heads(output, batch_first))
 
     if not is_batched:
@@ -390,126 +348,3 @@ def _static_heads(name: str, static: Tensor, heads: Tensor) -> Tensor:
                 f"expecting {name}.size({axis}) of {expected}, but got {static.size(axis)}"
             )
     return static.view(batch, count, static.size(1), size)
-
-
-def _softmax(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    key, value = select_away(key, value, masks.padding)
-    share = kernel.head_share if dropout_p > 0.0 else None
-    with nullcontext() if share is None else share.own_numbers(query.device):
-        return softmax_attention(
-            query,
-            key,
-            value,
-            masks,
-            key_bias=(
-                rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None
-            ),
-            dropout_p=dropout_p,
-            need_weights=wanted.weights,
-            average=wanted.average,
-            mask_dtype=mask_dtype,
-        )
-
-
-def _implicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    assert kernel.frequencies is not None
-    padding, attention = masks.padding, masks.attention
-    of_keys = None if padding is None else padded(padding)
-    w1, w2 = kernel.frequencies(query, key, of_keys, kernel.query_padding)
-    key_bias = None if padding is None else as_bias(padding, mask_dtype)[:, None]
-    if kernel.magnitude is not None:
-        magnitude = kernel.magnitude(key, None if padding is None else hidden(padding))
-        key_bias = magnitude if key_bias is None else magnitude + key_bias
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    drops_all = dropout_p == 1.0
-    if drops_all:
-        dropout_p = 0.0  # the operator divides by the share that is kept
-    options: dict[str, Any] = {
-        "p": kernel.p,
-        "key_bias": key_bias,
-        "attn_mask": None if attention is None else as_visible(attention),
-        "is_causal": masks.is_causal,
-        "dropout_p": dropout_p,
-        # one seed for both calls: the weights returned are the weights used
-        "dropout_seed": dropout_seed_for(dropout_p, query.device, kernel.head_share),
-    }
-    if wanted.weights and is_over_ranks():
-        raise RuntimeError(
-            "MultiheadAttention: need_weights must be False under context_parallel, where no rank "
-            "has all weights of a query"
-        )
-    output = attention_function()(query, key, value, w1, w2, **options)
-    weights = None
-    if wanted.weights:
-        weights = implicit_kernel_weights(
-            query, key, w1, w2, **options, average_heads=wanted.average
-        )
-    if drops_all:
-        return 0.0 * output, None if weights is None else 0.0 * weights
-    return output, weights
-
-
-def _hybrid(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    """Some heads with softmax, the others with the implicit kernel."""
-    assert kernel.frequencies is not None
-    assert kernel.split is not None
-    if is_over_ranks() or kernel.head_share is not None:
-        raise NotImplementedError(
-            "MultiheadAttention: heads that compute softmax are not supported where ranks share "
-            "tokens or heads; keep_softmax(None) takes them back"
-        )
-    of_keys = None if masks.padding is None else padded(masks.padding)
-    frequencies = kernel.frequencies(query, key, of_keys, kernel.query_padding)
-    magnitude = None
-    if kernel.magnitude is not None:
-        magnitude = kernel.magnitude(key, None if masks.padding is None else hidden(masks.padding))
-    by_head = Wanted(wanted.weights, average=False)
-
-    def part(compute: Any) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-        def compute_heads(heads: Tensor) -> tuple[Tensor, Tensor | None]:
-            own: Any = [None if w is None else w.index_select(-3, heads) for w in frequencies]
-            options = kernel._replace(frequencies=lambda *_: tuple(own))
-            if magnitude is not None:
-                of_heads = magnitude.index_select(1, heads)
-                options = options._replace(magnitude=lambda *_: of_heads)  # type: ignore[arg-type]
-            mask = masks.attention
-            if mask is not None and mask.size(1) > 1:
-                mask = mask.index_select(1, heads)
-            q, k, v = (x.index_select(1, heads) for x in (query, key, value))
-            own_masks = masks._replace(attention=mask)
-            return compute(q, k, v, options, own_masks, by_head, dropout_p, mask_dtype)  # type: ignore[no-any-return]
-
-        return compute_heads
-
-    output, weights = by_heads(kernel.split, part(_softmax), part(_implicit), query.device)
-    if weights is not None and wanted.average:
-        weights = weights.mean(1)
-    return output, weights

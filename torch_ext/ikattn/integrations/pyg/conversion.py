@@ -17,7 +17,7 @@ from ikattn.integrations.pyg.layers import (
     ImplicitKernelGATv2Conv,
     ImplicitKernelTransformerConv,
 )
-from ikattn.nn.functional import Kernel
+from ikattn.nn._kernels import Kernel
 from ikattn.nn.selection import Selection, is_selected, path_to
 from ikattn.spectral import Spectral
 

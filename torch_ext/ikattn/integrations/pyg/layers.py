@@ -21,8 +21,8 @@ from ikattn.integrations.pyg._edges import (
     with_self_loops,
     with_weights,
 )
+from ikattn.nn._kernels import Kernel
 from ikattn.nn._with_kernel import WithKernel
-from ikattn.nn.functional import Kernel
 from ikattn.ops.edges import (
     Edges,
     gat_edge_attention,
