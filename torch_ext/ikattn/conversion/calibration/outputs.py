@@ -116,18 +116,7 @@ def fit_to_outputs(
             before = _held_out(error, len(calls))
         if not parameters:
             return before, before
-        optimiser = torch.optim.Adam(groups)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-        order = torch.Generator().manual_seed(0)
-        numbers: list[int] = []
-        for _ in range(steps):
-            numbers = numbers or torch.randperm(len(calls), generator=order).tolist()
-            squared, size = error(numbers.pop())[0]
-            gradients = torch.autograd.grad(squared / size, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimiser.step()
-            schedule.step()
+        _descend(groups, parameters, error, len(calls), steps)
         with torch.no_grad():
             after = _held_out(error, len(calls))
             if not after < before:  # NaN, too
@@ -135,6 +124,36 @@ def fit_to_outputs(
                     parameter.copy_(value)
                 after = before
     return before, after
+
+
+def _descend(
+    groups: list[dict[str, Any]],
+    parameters: list[nn.Parameter],
+    error: Callable[[int], Tensor],
+    count: int,
+    steps: int,
+) -> None:
+    """Takes steps of Adam down the errors of batches, each batch as often as the others.
+
+    Args:
+        groups: For the optimiser.
+        parameters: All of them.
+        error: From the number of a batch to what ``_errors`` gives of its calls.
+        count: Of batches.
+        steps: Of Adam.
+    """
+    optimiser = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    order = torch.Generator().manual_seed(0)
+    numbers: list[int] = []
+    for _ in range(steps):
+        numbers = numbers or torch.randperm(count, generator=order).tolist()
+        squared, size = error(numbers.pop())[0]
+        gradients = torch.autograd.grad(squared / size, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimiser.step()
+        schedule.step()
 
 
 def _others(layer: Layer, own: set[int]) -> list[nn.Parameter]:
