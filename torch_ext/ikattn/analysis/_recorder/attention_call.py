@@ -102,8 +102,12 @@ class AttentionCall:
         return torch.where(self.softmax_heads[:, None, None], self._softmax_weights(), weights)
 
     def _softmax_weights(self) -> Tensor:
-        query: Tensor = self.query.unflatten(1, (self.key.size(1), -1))
-        logits: Tensor = (query @ self.key.unsqueeze(2).mT).flatten(1, 2)
+        G = self.key.size(1)
+        if self.query.size(1) == G:
+            logits: Tensor = self.query @ self.key.mT
+        else:
+            grouped: Tensor = self.query.unflatten(1, (G, -1))
+            logits = (grouped @ self.key.unsqueeze(2).mT).flatten(1, 2)
         logits = logits * (self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling)
         if self.softcap is not None:
             logits = self.softcap * (logits / self.softcap).tanh()
@@ -116,6 +120,13 @@ class AttentionCall:
                 if is_bool
                 else logits + self.attn_mask
             )
+        if (
+            self.key_bias is None
+            and self.attn_mask is None
+            and self.sinks is None
+            and logits.size(-1)
+        ):
+            return logits.softmax(-1)  # every query sees a key
         blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
         logits = logits.masked_fill(blind, 0.0)
         if self.sinks is not None:
@@ -126,8 +137,11 @@ class AttentionCall:
     def context(self) -> Tensor:
         """The weighted values with their heads merged, ``[B, T, H d_v]``."""
         groups = self.query.size(1) // self.value.size(1)
-        weights = self.weights.unflatten(1, (-1, groups))  # [B, G, H / G, T, S]
-        merged: Tensor = (weights @ self.value.unsqueeze(2)).flatten(1, 2)
+        if groups == 1:
+            merged: Tensor = self.weights @ self.value
+        else:
+            weights = self.weights.unflatten(1, (-1, groups))  # [B, G, H / G, T, S]
+            merged = (weights @ self.value.unsqueeze(2)).flatten(1, 2)
         return merged.transpose(1, 2).flatten(2)
 
     def row(self, b: int, i: int) -> AttentionCall:

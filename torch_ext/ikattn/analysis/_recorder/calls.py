@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.flow import Seen, see
-from ikattn.analysis._recorder.runs import Run
+from ikattn.analysis._recorder.runs import Claim, Run
 from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer
@@ -53,6 +53,7 @@ class Call:
     times_run: dict[nn.Module, int] = field(default_factory=dict)
     reports: dict[nn.Module, int] = field(default_factory=dict)
     pending: list[Run] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)  # not looked at yet
     query_padding: dict[str, Tensor | None] = field(default_factory=dict)  # by side
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)

@@ -8,18 +8,20 @@ Sizes: B batch, T queries, H heads, d_v head size of value, D model size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ikattn._precision import widened
 
 __all__ = [
+    "Distance",
     "Seen",
     "Sum",
-    "close",
+    "distance",
     "find_sum",
     "first_tensor",
     "multiple_of",
@@ -36,6 +38,7 @@ TOLERANCES = {
     torch.float16: 5e-2,
     torch.bfloat16: 1e-1,
 }
+_WIDE = (torch.float32, torch.float64)
 
 
 class Seen(NamedTuple):
@@ -74,9 +77,14 @@ def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
 @torch.no_grad()
 def rows_of(x: Tensor) -> Tensor:
     """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy."""
-    x = x.detach()
     if x.is_nested:
         x = x.unbind()[0]
+    if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.numel():
+        *outer, last = zip(x.shape, x.stride(), strict=True)
+        step = sum((size - 1) * stride for size, stride in outer)  # from the first to the last
+        ends = x.as_strided((2, last[0]), (step, last[1]))
+        return ends.clone() if x.dtype in _WIDE else ends.float()
+    x = x.detach()
     rows = [x[(x.dim() - 1) * (end,)] for end in (0, -1)]
     if hasattr(x, "full_tensor"):  # a DTensor
         rows = [row.full_tensor() for row in rows]  # type: ignore[attr-defined]
@@ -88,23 +96,37 @@ def see(x: Tensor) -> Seen:
     return Seen(x, rows_of(x), -1 if x.is_inference() else x._version)
 
 
-def close(
-    found: Tensor, expected: Tensor, dtype: torch.dtype, where: Tensor | None = None
-) -> float:
-    """How far rows are apart over what rounding in that type allows; NaN where both are NaN.
+class Distance(NamedTuple):
+    """How far rows are apart that should be the same, where they lie: the host need not wait."""
 
-    Args:
-        found: ``[.., D]``.
-        expected: ``[.., D]``.
-        dtype: In which they were computed.
-        where: bool ``[..]``, the rows that count; without any it is 0. Of a GPU the host waits for
-            the answer alone, not for which they are.
-    """
-    if where is not None:
-        left_out = ~where.unsqueeze(-1)
-        found, expected = found.masked_fill(left_out, 0), expected.masked_fill(left_out, 0)
-    size = torch.maximum(found.abs().amax(), expected.abs().amax()).clamp_min(1e-30)
-    return float((found - expected).abs().amax() / size) / TOLERANCES.get(dtype, 1e-1)
+    numbers: Tensor  # [3, rows]: the largest difference, number found, and number expected
+    tolerance: float  # the part of the largest number that they may be off
+    zeros_count: bool = True  # whether rows count of which only zeros are expected
+
+    def off_of(self, numbers: list[list[float]]) -> float:
+        """The largest difference over the largest number, of rows that are expected finite."""
+        rows = [
+            row
+            for row in zip(*numbers, strict=True)
+            if math.isfinite(row[2]) and (self.zeros_count or row[2] > 0)
+        ]
+        if any(map(math.isnan, (number for row in rows for number in row))):
+            return math.nan
+        size = max((number for row in rows for number in row[1:]), default=0.0)
+        return max((row[0] for row in rows), default=0.0) / max(size, 1e-30)
+
+    @property
+    def is_too_far(self) -> bool:
+        """Whether they are farther apart than rounding allows; not where numbers are NaN."""
+        return self.off_of(self.numbers.tolist()) > self.tolerance
+
+
+def distance(
+    found: Tensor, expected: Tensor, dtype: torch.dtype, *, zeros_count: bool = True
+) -> Distance:
+    """How far rows ``[.., D]`` are apart that were computed in a type."""
+    numbers = torch.stack([found - expected, found, expected]).abs().amax(-1)
+    return Distance(numbers.flatten(1), TOLERANCES.get(dtype, 1e-1), zeros_count)
 
 
 @torch.no_grad()
@@ -119,7 +141,13 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
 
 @torch.no_grad()
 def find_sum(
-    x: Tensor, y: Tensor, variants: Sequence[Tensor], residuals: Sequence[Seen], others: Any = ()
+    x: Tensor,
+    y: Tensor,
+    variants: Sequence[Tensor],
+    residuals: Sequence[Seen],
+    others: Any = (),
+    *,
+    looks_for_all: bool = True,
 ) -> Sum | None:
     """Whether ``x`` is a residual plus the attention's output, and which.
 
@@ -129,6 +157,7 @@ def find_sum(
         variants: The two rows of ``y``, and of what modules have made of it since.
         residuals: What may have been added, the most likely first.
         others: Rows of other branches, one of which may be in the sum, too.
+        looks_for_all: Whether to tell if another residual fits.
 
     Returns:
         None where nothing adds up, on both rows as far as they are finite.
@@ -143,13 +172,14 @@ def find_sum(
     added = torch.stack([rows.to(total.dtype) for rows in variants])  # [V, 2, D]
     rest = total - before[:, None] - added  # [C, V, 2, D]
     size = (before.abs()[:, None] + added.abs()).amax(-1) + total.abs().amax(-1)
-    fits = _fits(rest, size, y.dtype)
-    fitting = fits.tolist()
+    fitting = _fits(rest, size, y.dtype).tolist()
     found = [candidate for candidate, row in enumerate(fitting) if any(row)]
     if found:
         variant = fitting[found[0]].index(True)
-        own = before[found[0]].nan_to_num(0.0)
-        is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
+        is_alone = True
+        if looks_for_all:
+            own = before[found[0]].nan_to_num(0.0)
+            is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
         return Sum(residuals[found[0]], variant, is_alone=is_alone)
     if others:
         branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]
@@ -161,11 +191,10 @@ def find_sum(
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of rests [.., 2, D] and sizes [.., 2]: which are rounding alone."""
+    """Of rests [.., 2, D] and sizes [.., 2]: which are rounding alone, where they are numbers."""
     allowed = 8 * torch.finfo(dtype).eps * size.unsqueeze(-1)
-    is_nan = rest.isnan()
-    fits = ((rest.abs() <= allowed) | is_nan).all(-1).all(-1)
-    return fits & ~is_nan.all(-1).all(-1)
+    beyond = (rest.abs() - allowed).nan_to_num(-math.inf).amax((-2, -1))
+    return (beyond <= 0) & (beyond > -math.inf)
 
 
 def _find_scaled(

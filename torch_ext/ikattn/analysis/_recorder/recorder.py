@@ -31,7 +31,7 @@ from ikattn.analysis._recorder.attention_call import (
     make_maps,
 )
 from ikattn.analysis._recorder.calls import Call, Entered, note_ids
-from ikattn.analysis._recorder.flow import first_tensor, rows_of
+from ikattn.analysis._recorder.flow import Distance, first_tensor, rows_of
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.padding import fill_padding, mask_argument
 from ikattn.analysis._recorder.plan import Plan
@@ -42,7 +42,7 @@ from ikattn.analysis._recorder.projection import (
     is_probing,
     plain_projection,
 )
-from ikattn.analysis._recorder.runs import Run
+from ikattn.analysis._recorder.runs import Claim, Run, settle
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
 from ikattn.analysis._recorder.transfers import Transfers
@@ -216,6 +216,7 @@ class Recorder:
         """Keeps the batch: the call that opened it has come to its end without an error."""
         for run in tuple(call.pending):
             self._nothing_follows(call, run)
+        settle(call.claims)
         self._hand_over(call, waits=True)
         self._transfers.arrival().wait()
         with self._lock:
@@ -275,10 +276,10 @@ class Recorder:
             return
         if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
             with torch.no_grad(), without_autocast(y.device):
-                self._check_torch(run, module, y)
+                self._check_torch(call, run, module, y)
         self._projected(call, run, y)
 
-    def _check_torch(self, run: Run, module: Any, y: Tensor) -> None:
+    def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
         """Of a module that does not call its out-projection: heads and projection at once."""
         i = run.a_row()
         if i is None:
@@ -291,11 +292,9 @@ class Recorder:
                 heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
         else:
             heads, own = run.attention.row(0, i).context(), own[:1, i : i + 1]
-        off = run.projected(heads, own, self._checks_all)
-        if off > 1:
-            raise run.fails(
-                "weights times values, through its out-projection, are not its output", off
-            )
+        step = "weights times values, through its out-projection, are not its output"
+        apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
+        call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
 
     def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
         """Takes up what a module passed to its attention function, and what that returned."""
@@ -451,8 +450,10 @@ class Recorder:
         if run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
             with torch.no_grad(), without_autocast(x.device):
-                run.check_heads(self._checks_all)
-            run.projection = self._projection_of(run, module, run.heads, out)
+                claim = run.heads_claim(self._checks_all)
+            if claim is not None:
+                call.claims.append(claim)
+            run.projection = self._projection_of(call, run, module, run.heads, out)
             self._projected(call, run, out)
         elif run.stage == "sum":
             is_around = module in run.plan.ancestors
@@ -483,7 +484,8 @@ class Recorder:
             is_last = last is not None and last[2].shape == out.shape
             if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
                 norm, norm_input, norm_output = last
-                if run.plan.module.training or run.second_half_off(norm_input) == 0:
+                apart = run.second_half(norm_input)
+                if run.plan.module.training or apart is None or not apart.is_too_far:
                     parts = replace(run.plan.parts, second_norm=norm)
                     run.plan, run.stage = replace(run.plan, parts=parts), "second norm"
                     self._normed(call, run, norm, norm_input, norm_output)
@@ -495,28 +497,35 @@ class Recorder:
         else:
             run.note_other(out)
 
-    def _projection_of(self, run: Run, module: nn.Module, x: Tensor, y: Tensor) -> Projection:
+    def _projection_of(
+        self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor
+    ) -> Projection:
         """What an out-projection computes, cached for the recording unless it has a gradient."""
-        plain = plain_projection(module)
-        known = plain or self._projections.get(module)
-        for fresh in (False, True):
-            if known is None or (fresh and plain is None):
-                with self._grad_mode(), without_autocast(x.device):
-                    known = effective_projection(module, x.size(-1), x)
-                if self._detach:
-                    self._projections[module] = known
-            run.projection, run.is_probed = known, plain is None
-            if not x.numel():
-                return known
-            with torch.no_grad(), without_autocast(x.device):
-                off = run.projected(x, y, self._checks_all)
-            if off <= 1:
-                return known
-        raise run.fails(
+        step = (
             f"its out-projection, a {describe(module)}, makes something else of its heads than the "
-            "linear map that it is taken for",
-            off,
+            "linear map that it is taken for"
         )
+        plain = plain_projection(module)
+        run.is_probed = plain is None
+        known = plain or self._projections.get(module)
+        apart = None if known is None else self._apart(run, known, x, y)
+        has_changed = run.is_probed and apart is not None and apart.is_too_far
+        if known is None or has_changed:
+            with self._grad_mode(), without_autocast(x.device):
+                known = effective_projection(module, x.size(-1), x)
+            if self._detach:
+                self._projections[module] = known
+            apart = self._apart(run, known, x, y)
+        if apart is not None:
+            call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
+        return known
+
+    def _apart(self, run: Run, projection: Projection, x: Tensor, y: Tensor) -> Distance | None:
+        """How far a projection of heads ``x`` is from ``y``; None where there are none."""
+        if not x.numel():
+            return None
+        with torch.no_grad(), without_autocast(x.device):
+            return run.projected(projection, x, y, self._checks_all)
 
     def _projected(self, call: Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
@@ -568,7 +577,7 @@ class Recorder:
             with self._grad_mode():
                 stats = NormStats.of(norm, _as_batch(before, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
-                run.check_norm(norm, stats, before, after)
+                call.claims.append(run.norm_claim(norm, stats, before, after))
             run.around.output_norm = stats
         if parts.block == "found":
             is_norm = module is not None and "Norm" in type(module).__name__
@@ -627,7 +636,7 @@ class Recorder:
         run.norm_input = None
         if not x.is_nested and x.numel():
             with torch.no_grad(), without_autocast(x.device):
-                run.check_norm(norm, stats, x, out)
+                call.claims.append(run.norm_claim(norm, stats, x, out))
         parts = run.plan.parts
         if stage == "norm":
             run.around.norm = stats
@@ -637,13 +646,13 @@ class Recorder:
             run.around.second_norm = stats
             if not run.plan.module.training and not x.is_nested and x.numel():
                 with torch.no_grad():
-                    off = run.second_half_off(x)
-                if off:
-                    raise run.fails(
+                    apart = run.second_half(x)
+                if apart is not None:
+                    step = (
                         "what its block's second norm was given is not the output of the first "
-                        "plus that of a module",
-                        off,
+                        "plus that of a module"
                     )
+                    call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
         wanted = () if run.is_found else run.plan.maps(run.attention.kind)
         if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
             run.stage, run.others = "second norm", []
@@ -675,7 +684,7 @@ class Recorder:
             with self._grad_mode():
                 stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
-                run.check_norm(norm, stats, x, out)
+                settle([run.norm_claim(norm, stats, x, out)])
         except (TypeError, RuntimeError) as error:
             is_memory = isinstance(error, torch.OutOfMemoryError)
             if is_memory or "encoder" in run.plan.asked.required:
@@ -744,6 +753,7 @@ class Recorder:
         if self._on_layer is None:
             call.batch.layers[run.name] = run.maps
         else:
+            settle(call.claims)
             call.made.append((layer, run.maps, self._transfers.arrival()))
             self._hand_over(call, waits=False)
 

@@ -12,9 +12,9 @@ Sizes: B batch, T queries, S keys, H heads, d_v head size of value, D model size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings
 from ikattn.analysis._recorder.flow import (
     TOLERANCES,
+    Distance,
     Seen,
-    close,
+    distance,
     find_sum,
     multiple_of,
     rows_of,
@@ -34,11 +35,39 @@ from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
 from ikattn.analysis.contributions import Contributions, NormStats
 
-__all__ = ["Run", "Variant", "joined"]
+__all__ = ["Claim", "Run", "Variant", "joined", "settle"]
 
 Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
 ]
+
+
+class Claim(NamedTuple):
+    """That rows are the same, which is looked at when the host waits anyway."""
+
+    distance: Distance
+    error: Callable[[float], RuntimeError]  # of how far they are apart, over the largest number
+
+
+def settle(claims: list[Claim]) -> None:
+    """Looks at all claims, and takes them from the list; of each device the host waits once.
+
+    Raises:
+        RuntimeError: That of the first which does not hold.
+    """
+    made, claims[:] = list(claims), []
+    alike: dict[Any, list[int]] = {}
+    for number, claim in enumerate(made):
+        numbers = claim.distance.numbers
+        alike.setdefault((numbers.device, numbers.dtype, numbers.shape), []).append(number)
+    found: dict[int, list[list[float]]] = {}
+    for own in alike.values():
+        values = torch.stack([made[number].distance.numbers for number in own]).tolist()
+        found.update(zip(own, values, strict=True))
+    for number, claim in enumerate(made):
+        off = claim.distance.off_of(found[number])
+        if off > claim.distance.tolerance:
+            raise claim.error(off)
 
 
 @dataclass
@@ -128,35 +157,36 @@ class Run:
             return False
         if x.size(-1) != contexts[0].size(-1):
             return False
-        if x.numel() == 0:
+        is_same = len(contexts) == 1 and x.data_ptr() == contexts[0].data_ptr()
+        if x.numel() == 0 or (is_same and x.is_contiguous() and contexts[0].is_contiguous()):
             return True
         ends = rows_of(contexts[0])[0], rows_of(contexts[-1])[1]
         return same_rows(x, torch.stack(ends))
 
-    def check_heads(self, every_row: bool) -> None:
-        """Raises RuntimeError where weights times values are not the heads."""
+    def heads_claim(self, every_row: bool) -> Claim | None:
+        """That weights times values are the heads; None where there is nothing to compare."""
         context, attention = self.contexts[0], self.attention
         if self.drops or context is None or context.numel() == 0:
-            return
+            return None
         if every_row:
             found, expected = widened(context), attention.context()
         else:
             i = self.a_row()
             if i is None:
-                return
+                return None
             found, expected = widened(context[:1, i : i + 1]), attention.row(0, i).context()
         found = found.to(expected.dtype)
-        seen = expected.ne(0).any(-1)  # rows that see no key the model may make anything of
         if every_row and attention.query_padding is not None:
-            seen &= ~attention.query_padding
-        off = close(found, expected, context.dtype, seen)
-        if off > 1:
-            hint = (
-                ". The attention differs from softmax(query . key) as it was told: something "
-                "changed logits, weights or values in between"
-            )
-            off *= TOLERANCES.get(context.dtype, 0.1)
-            raise self.fails("weights times values are not the heads it computed", off, hint)
+            expected = expected.masked_fill(attention.query_padding.unsqueeze(-1), 0)
+        hint = (
+            ". The attention differs from softmax(query . key) as it was told: something "
+            "changed logits, weights or values in between"
+        )
+        # rows that see no key the model may make anything of
+        return Claim(
+            distance(found, expected, context.dtype, zeros_count=False),
+            lambda off: self.fails("weights times values are not the heads it computed", off, hint),
+        )
 
     def a_row(self) -> int | None:
         """A query of the first item that is no padding."""
@@ -166,10 +196,9 @@ class Run:
         there = (~padding[0]).nonzero()
         return int(there[-1]) if there.numel() else None
 
-    def projected(self, x: Tensor, y: Tensor, every_row: bool) -> float:
-        """How far the out-projection of heads ``x`` is from ``y``, over what rounding allows."""
-        assert self.projection is not None
-        weight, bias = self.projection
+    def projected(self, projection: Projection, x: Tensor, y: Tensor, every_row: bool) -> Distance:
+        """How far an out-projection of heads ``x`` is from ``y``."""
+        weight, bias = projection
         weight = widened(weight.detach())
         if every_row:
             rows, found = widened(x.detach()), widened(y.detach())
@@ -178,11 +207,10 @@ class Run:
         expected = rows.to(weight.dtype) @ weight.mT
         if bias is not None:
             expected = expected + widened(bias.detach())
-        finite = expected.isfinite().all(-1)
         dtype = y.dtype if TOLERANCES.get(y.dtype, 1) > TOLERANCES.get(x.dtype, 1) else x.dtype
         if self.is_probed:  # it may round its inputs to 8 bits, or its weights to fewer
             dtype = torch.float16
-        return close(found.to(expected.dtype), expected, dtype, finite)
+        return distance(found.to(expected.dtype), expected, dtype)
 
     # --- 3
 
@@ -209,32 +237,28 @@ class Run:
         if out.size(-1) == y.size(-1) and out.numel() == y.numel() and len(self.others) < 32:
             self.others.append(rows_of(out))
 
-    def second_half_off(self, x: Tensor) -> float:
-        """How far ``x`` is from the first norm's output plus a module's; 0 within rounding."""
+    def second_half(self, x: Tensor) -> Distance | None:
+        """How far ``x`` is from the first norm's output plus a module's; None: nothing is known."""
         if self.norm_output is None or not self.variants:
-            return 0.0
+            return None
         rest = rows_of(x) - self.norm_output
-        size = self.norm_output.abs().amax() + rest.abs().amax()
+        size = self.norm_output.abs().amax() + rest.abs().amax()  # NaN: not apart
         off = size
         if self.others:
             offs = (rest - torch.stack(self.others)).abs().flatten(1).amax(1)
             off = offs.nan_to_num(torch.inf).amin()
-        # The host waits once for all of them.
-        is_finite, far, large = torch.stack(
-            [rest.isfinite().all().to(off.dtype), off, size]
-        ).tolist()
-        if not is_finite or far <= 8 * torch.finfo(x.dtype).eps * large:
-            return 0.0
-        return float(far / large)
+        return Distance(torch.stack([off, size, size]).unsqueeze(-1), 8 * torch.finfo(x.dtype).eps)
 
     def is_sum(self, x: Tensor, with_others: bool) -> bool:
         """Whether a tensor is the sum of residual and output; keeps what it is a sum of."""
         y = self.variants[0]
         rows = [variant.rows for variant in self.variants]
-        found = find_sum(x, y.tensor, rows, self.residuals, self.others if with_others else ())
+        others = self.others if with_others else ()
+        is_unknown = self.plan.parts.block == "found"
+        found = find_sum(x, y.tensor, rows, self.residuals, others, looks_for_all=is_unknown)
         if found is None:
             return False
-        if not found.is_alone and self.plan.parts.block == "found":
+        if not found.is_alone:
             return False  # the first and last token are too small to tell
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:
@@ -272,22 +296,21 @@ class Run:
 
     # --- 4
 
-    def check_norm(self, norm: nn.Module, stats: NormStats, x: Tensor, out: Tensor) -> None:
-        """Raises RuntimeError where a norm does not act as ``stats`` say."""
+    def norm_claim(self, norm: nn.Module, stats: NormStats, x: Tensor, out: Tensor) -> Claim:
+        """That a norm acts as ``stats`` say."""
         rows = rows_of(x)
         if stats.centered:
             rows = rows - rows.mean(-1, keepdim=True)
-        ends = stats.scale.detach()
-        scale = torch.stack([ends[0, 0], ends[-1, -1]])
-        expected = rows * widened(stats.weight.detach()) / scale.unsqueeze(-1)
+        scale = rows_of(stats.scale.detach().unsqueeze(-1))
+        expected = rows * widened(stats.weight.detach()) / scale
         bias = getattr(norm, "bias", None)
         if isinstance(bias, Tensor):
             expected = expected + widened(bias.detach())
-        found, finite = rows_of(out), expected.isfinite().all(-1)
-        off = close(found, expected.to(found.dtype), out.dtype, finite)
-        if off > 1:
-            off *= TOLERANCES.get(out.dtype, 0.1)
-            raise self.fails(f"the norm, a {describe(norm)}, makes something else", off)
+        found = rows_of(out)
+        return Claim(
+            distance(found, expected.to(found.dtype), out.dtype),
+            lambda off: self.fails(f"the norm, a {describe(norm)}, makes something else", off),
+        )
 
 
 def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
