@@ -151,6 +151,13 @@ def test_data_that_nothing_can_be_fitted_to(change: dict[str, Any], message: str
     assert model.config._attn_implementation == "ikattn_implicit"
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_positional_ids_are_looked_at(alone: bool) -> None:
+    ids = torch.full((2, 6), 99)
+    with pytest.raises(ValueError, match=r"input_ids must be in \[0, 30\).*got 99 to 99"):
+        ikattn.calibrate(convert(build("bert")), [ids if alone else (ids,)], steps=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

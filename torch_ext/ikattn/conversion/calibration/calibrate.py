@@ -93,8 +93,8 @@ def calibrate(
 
     Raises:
         TypeError: batches is one batch, or steps no whole number.
-        ValueError: There is no implicit kernel, no batch, a number is out of range, input_ids of a
-            dict are none of the model's, a module was not called, has no frequencies that require
+        ValueError: There is no implicit kernel, no batch, a number is out of range, input_ids are
+            none of the model's, a module was not called, has no frequencies that require
             grad, shares its kernel with another, was given single tokens or nothing but padding, or
             its softmax weights are not finite. Of the module at which an error occurs everything is
             as it was; those before it are calibrated.
@@ -240,16 +240,19 @@ class _Seen:
 
 def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
     """Raises ValueError for a cache, and for token ids that the model's embeddings do not have."""
-    if not isinstance(batch, Mapping):
+    if isinstance(batch, Mapping):
+        has_cache = any(batch.get(name) is not None for name in ("past_key_values", "cache"))
+        if has_cache or batch.get("use_cache"):
+            raise ValueError(
+                f"calibrate: expected batches without a cache of keys, got one in batch {number}; "
+                "leave past_key_values, cache and use_cache out"
+            )
+        ids = batch.get("input_ids")
+    else:
+        ids = batch[0] if isinstance(batch, tuple) and batch else batch
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         return
-    has_cache = any(batch.get(name) is not None for name in ("past_key_values", "cache"))
-    if has_cache or batch.get("use_cache"):
-        raise ValueError(
-            f"calibrate: expected batches without a cache of keys, got one in batch {number}; "
-            "leave past_key_values, cache and use_cache out"
-        )
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.numel() == 0:
+    if ids.numel() == 0:
         return
     try:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
