@@ -24,6 +24,7 @@ from sentences import read
 LENGTH, BATCH = 64, 16
 VOCABULARY = 6000
 STEPS = 1000
+RATE_AFTER = 3e-5  # of training that goes on
 ORIGIN = "github.com/multi30k/dataset, data/task1/tok"
 END, UNKNOWN = 0, 1
 
@@ -125,6 +126,9 @@ def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str
     begin = time.process_time()
     train(model, text.training, steps)
     yield "softmax", perplexity(model, test), time.process_time() - begin
+    more = copy.deepcopy(model)
+    train(more, text.training, tenth, rate=RATE_AFTER)
+    yield "softmax, a tenth of training more", perplexity(more, test), time.process_time() - begin
     begin = time.process_time()
     ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
     yield "converted, as drawn", perplexity(model, test), 0.0
@@ -134,7 +138,7 @@ def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str
     ikattn.calibrate(model, batches, train="attention", **options)
     calibrated = copy.deepcopy(model)
     yield "converted, calibrated", perplexity(model, test), time.process_time() - begin
-    train(calibrated, text.training, tenth, rate=3e-4)
+    train(calibrated, text.training, tenth, rate=RATE_AFTER)
     yield "the same, a tenth of training", perplexity(calibrated, test), time.process_time() - begin
     begin = time.process_time()
     model = new_model(text.words, frequencies=frequencies, quick=quick)

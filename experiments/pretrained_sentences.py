@@ -256,16 +256,49 @@ def steps_of(
         yield "weights, outputs", of_outputs, seconds + added
     of_attention, added = calibrated(of_weights, train="attention", **rest)
     yield "weights, outputs with projections", of_attention, seconds + added
-    if whole:
+    if not whole:
+        return
+    batches = batches[: 2 if quick else None]
+    ways = {"the same, then fine-tuned": (_Whole, 5e-5), "the same, then LoRA": (_Adapted, 5e-4)}
+    for name, (trained, rate) in ways.items():
+        if trained is _Adapted and find_spec("peft") is None:
+            print("LoRA is left out: peft is not installed")
+            continue
         begin = time.process_time()
-        _fine_tune(minilm, of_attention, batches[: 2 if quick else None])
-        tuned = time.process_time() - begin
-        yield "the same, then fine-tuned", of_attention, seconds + added + tuned
+        tuned = trained(copy.deepcopy(of_attention))
+        _fine_tune(minilm, tuned.model, batches, rate)
+        yield name, tuned.merged(), seconds + added + time.process_time() - begin
 
 
-def _fine_tune(minilm: MiniLm, model: Any, batches: list[dict[str, Tensor]]) -> None:
-    """One epoch of all parameters, towards the original's embeddings."""
-    groups = ikattn.parameter_groups(model, lr=5e-5, frequency_lr=1e-3, weight_decay=0.0)
+class _Whole:
+    """A model all of whose parameters are trained."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def merged(self) -> Any:
+        return self.model
+
+
+class _Adapted:
+    """A model of which adapters of rank 8 in attention are trained, and frequencies."""
+
+    def __init__(self, model: Any) -> None:
+        import peft
+
+        targets = ["query", "key", "value", "attention.output.dense"]
+        config = peft.LoraConfig(
+            r=8, lora_alpha=16, target_modules=targets, modules_to_save=["spectral"]
+        )
+        self.model = peft.get_peft_model(model, config)
+
+    def merged(self) -> Any:
+        return self.model.merge_and_unload()
+
+
+def _fine_tune(minilm: MiniLm, model: Any, batches: list[dict[str, Tensor]], rate: float) -> None:
+    """One epoch, towards the original's embeddings."""
+    groups = ikattn.parameter_groups(model, lr=rate, frequency_lr=1e-3, weight_decay=0.0)
     optimizer = torch.optim.AdamW(groups)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
     for batch in batches:
