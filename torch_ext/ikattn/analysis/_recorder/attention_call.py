@@ -144,15 +144,20 @@ class AttentionCall:
             merged = (weights @ self.value.unsqueeze(2)).flatten(1, 2)
         return merged.transpose(1, 2).flatten(2)
 
-    def row(self, b: int, i: int) -> AttentionCall:
-        """The run of query i of item b alone."""
+    def row(self, b: int, place: slice | Tensor) -> AttentionCall:
+        """The run of one query of item b alone: a slice of one, or its number, [1]."""
 
         def of_item(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[b : b + 1] if x.size(0) > 1 else x
 
-        mask = of_item(self.attn_mask)
-        if mask is not None and mask.size(-2) > 1:
-            mask = mask[..., i : i + 1, :]
+        def of_row(x: Tensor) -> Tensor:
+            return x.index_select(2, place) if isinstance(place, Tensor) else x[:, :, place]
+
+        mask = self.attn_mask
+        if mask is not None:
+            mask = of_item(mask.view(*(1,) * (4 - mask.dim()), *mask.shape))
+        if mask is not None and mask.size(2) > 1:
+            mask = of_row(mask)
         frequencies = self.frequencies
         if frequencies is not None and frequencies[0].dim() == 4:
             w1, w2 = (of_item(w) for w in frequencies)
@@ -160,7 +165,7 @@ class AttentionCall:
             frequencies = w1, w2
         return dataclasses.replace(
             self,
-            query=self.query[b : b + 1, :, i : i + 1],
+            query=of_row(self.query[b : b + 1]),
             key=self.key[b : b + 1],
             value=self.value[b : b + 1],
             frequencies=frequencies,

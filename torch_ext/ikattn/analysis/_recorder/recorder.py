@@ -281,9 +281,6 @@ class Recorder:
 
     def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
         """Of a module that does not call its out-projection: heads and projection at once."""
-        i = run.a_row()
-        if i is None:
-            return
         own = y.unsqueeze(0) if y.dim() == 2 else y if module.batch_first else y.transpose(0, 1)
         if self._checks_all:
             heads = run.attention.context()
@@ -291,7 +288,8 @@ class Recorder:
                 there = ~run.attention.query_padding
                 heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
         else:
-            heads, own = run.attention.row(0, i).context(), own[:1, i : i + 1]
+            row = run.a_row()
+            heads, own = run.attention.row(0, row.place).context(), row.of(own[:1])
         step = "weights times values, through its out-projection, are not its output"
         apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
         call.claims.append(Claim(apart, lambda off: run.fails(step, off)))

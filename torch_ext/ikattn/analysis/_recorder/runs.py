@@ -70,6 +70,20 @@ def settle(claims: list[Claim]) -> None:
             raise claim.error(off)
 
 
+class ARow(NamedTuple):
+    """A query of the first item."""
+
+    place: slice | Tensor  # of queries: of one, or its number [1]
+    is_missing: Tensor | None  # whether all of them are padding; None: none is
+
+    def of(self, x: Tensor) -> Tensor:
+        """That row of ``[1, T, D]``; NaN, which is compared with nothing, where it is missing."""
+        if not isinstance(self.place, Tensor):
+            return x[:, self.place]
+        row = x.index_select(1, self.place)
+        return row if self.is_missing is None else row.masked_fill(self.is_missing, torch.nan)
+
+
 @dataclass
 class Variant:
     """The attention's output, or what modules have made of it on its way to the sum."""
@@ -171,10 +185,8 @@ class Run:
         if every_row:
             found, expected = widened(context), attention.context()
         else:
-            i = self.a_row()
-            if i is None:
-                return None
-            found, expected = widened(context[:1, i : i + 1]), attention.row(0, i).context()
+            row = self.a_row()
+            found, expected = widened(row.of(context[:1])), attention.row(0, row.place).context()
         found = found.to(expected.dtype)
         if every_row and attention.query_padding is not None:
             expected = expected.masked_fill(attention.query_padding.unsqueeze(-1), 0)
@@ -188,13 +200,14 @@ class Run:
             lambda off: self.fails("weights times values are not the heads it computed", off, hint),
         )
 
-    def a_row(self) -> int | None:
-        """A query of the first item that is no padding."""
+    def a_row(self) -> ARow:
+        """The last query of the first item that is no padding; the host need not know which."""
         T, padding = self.attention.sizes[2], self.attention.query_padding
         if padding is None:
-            return T - 1
-        there = (~padding[0]).nonzero()
-        return int(there[-1]) if there.numel() else None
+            return ARow(slice(T - 1, T), None)
+        there = ~padding[0]
+        places = torch.arange(T, device=padding.device)
+        return ARow((places * there).argmax().unsqueeze(0), there.any().logical_not())
 
     def projected(self, projection: Projection, x: Tensor, y: Tensor, every_row: bool) -> Distance:
         """How far an out-projection of heads ``x`` is from ``y``."""
