@@ -445,6 +445,10 @@ def convert_tensors(
         name: convert(x) for name, x in vars(maps).items() if isinstance(x, Tensor)
     }
     changes["mixing_ratio"] = {name: convert(x) for name, x in maps.mixing_ratio.items()}
+    changes["reduced"] = {
+        name: convert(x) if isinstance(x, Tensor) else type(x)(*map(convert, x))
+        for name, x in maps.reduced.items()
+    }
     return dataclasses.replace(maps, **changes)
 
 

@@ -42,6 +42,7 @@ from ikattn.analysis._recorder.projection import (
     is_probing,
     plain_projection,
 )
+from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
@@ -73,12 +74,14 @@ class Recorder:
         on_layer: OnLayer | None,
         check: Literal["rows", "all"],
         on_run: OnRun | None = None,
+        rows: RowsAsked | None = None,
     ) -> None:
         self._recording = recording
         self._to_cpu = to_cpu
         self._detach = detach
         self._on_layer = on_layer
         self._on_run = on_run
+        self._rows = rows
         self._checks_all = check == "all"
         self._transfers = Transfers()
         self._handles: list[RemovableHandle] = []
@@ -774,7 +777,11 @@ class Recorder:
         assert run.projection is not None
         with memory_for("record", f"the maps of layer {run.name}"):
             with self._grad_mode(), without_autocast(attention.query.device):
-                maps = make_maps(attention, run.projection.weight, run.around, wanted)
+                weight = run.projection.weight
+                if self._rows is None:
+                    maps = make_maps(attention, weight, run.around, wanted)
+                else:
+                    maps = self._rows.make(attention, weight, run.around, wanted, run.name)
             move = self._to_cpu_later if self._to_cpu else lambda x: x
             return convert_tensors(maps, detach=self._detach, move=move)
 
