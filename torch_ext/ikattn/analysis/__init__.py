@@ -38,6 +38,7 @@ from ikattn.analysis.corpus import TOKEN_TYPES, CorpusMeans, CorpusSums, token_t
 from ikattn.analysis.files import MapFileError, MapWriter
 from ikattn.analysis.flow import attention_flow
 from ikattn.analysis.graphs import EdgeContributions, EdgeMaps, edge_contributions
+from ikattn.analysis.layer_writer import LayerWriter
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.patches import patch_maps, plot_patches
 from ikattn.analysis.recording import Recording, load_maps
@@ -82,6 +83,7 @@ __all__ = [
     "GoldAlignments",
     "Groups",
     "Layer",
+    "LayerWriter",
     "LedgerShares",
     "MapDistance",
     "MapFileError",
