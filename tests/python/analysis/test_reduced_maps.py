@@ -286,7 +286,7 @@ def test_function_gets_rows_and_the_number_of_the_first() -> None:
 
 
 def test_reduction_of_ones_own_sees_what_it_needs() -> None:
-    class Largest:
+    class LargestEntry:
         def begin(self, about: PairMap) -> Any:
             begun.append(about)
             return LargestOf()
@@ -301,12 +301,20 @@ def test_reduction_of_ones_own_sees_what_it_needs() -> None:
         def finish(self) -> Tensor:
             return torch.stack(self.found).amax(0)
 
+    class Nothing(LargestEntry):
+        def begin(self, about: PairMap) -> Any:
+            state = super().begin(about)
+            state.finish = lambda: None
+            return state
+
     begun: list[PairMap] = []
     model, x = encoder(), torch.randn(2, 6, 16)
     whole = recorded(model, x, "summed")["layers.0.self_attn"]
-    found = recorded(model, x, "summed", reduce=Largest())["layers.0.self_attn"]
+    found = recorded(model, x, "summed", reduce=LargestEntry())["layers.0.self_attn"]
     assert_close(found.reduced["summed"], whole.summed.amax((-2, -1)), TOLERANCE)
     assert begun[0] == ("layers.0.self_attn", "summed", (2, 6, 6), 0)
+    with pytest.raises(TypeError, match="finish of a reduction must return a tensor or TopSources"):
+        recorded(model, x, "summed", reduce=Nothing())
 
 
 # --- What needs whole maps says so

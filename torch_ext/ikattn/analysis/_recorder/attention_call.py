@@ -184,6 +184,25 @@ class AttentionCall:
             diagonal=self.diagonal + start,
         )
 
+    def without_later_keys(self) -> AttentionCall:
+        """The run without the keys that causality hides from all of its queries."""
+        T, S = self.sizes[2:]
+        end = S if self.causal is None else min(S, T + self.causal)
+        if end == S:
+            return self
+
+        def cut(x: Tensor | None, axis: int) -> Tensor | None:
+            return None if x is None else x.narrow(axis, 0, end) if x.size(axis) == S else x
+
+        return dataclasses.replace(
+            self,
+            key=self.key[:, :, :end],
+            value=self.value[:, :, :end],
+            attn_mask=cut(self.attn_mask, -1),
+            key_bias=cut(self.key_bias, -1),
+            key_padding=cut(self.key_padding, 1),
+        )
+
     def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
         """``ikattn.contributions`` of this run.
 

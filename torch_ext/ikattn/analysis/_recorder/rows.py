@@ -13,13 +13,22 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings, make_maps
 from ikattn.analysis._recorder.coordinates import in_own_coordinates, pays
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.reduction import Diagonal, PairMap, Reducing, Reduction, reduction_of
+from ikattn.analysis.reduction import (
+    Diagonal,
+    PairMap,
+    Reduced,
+    Reducing,
+    Reduction,
+    TopSources,
+    reduction_of,
+)
 
 __all__ = ["Queries", "RowsAsked", "check_kinds", "pair_maps", "rows_asked"]
 
@@ -145,18 +154,31 @@ class RowsAsked:
             runs = _blocks(runs, _rows_at_once(call, wanted))
             if not _OF_THE_BLOCK & set(wanted) and pays(call, projection, len(runs)):
                 call, projection = in_own_coordinates(call, projection)
+        of_keys = [name for name in wanted if name in ("value_norms", "magnitude")]
+        found = make_maps(call.narrow(0, 0), projection, around.narrow(0, 0), of_keys)
+        of_rows = [name for name in wanted if name not in of_keys]
         parts = []
         for run in runs:
             ends = run.start, run.stop
-            part = make_maps(call.narrow(*ends), projection, around.narrow(*ends), wanted)
+            block = call.narrow(*ends).without_later_keys()
+            part = _widened(make_maps(block, projection, around.narrow(*ends), of_rows), S)
             parts.append(_without_rows(part, states, run))
-            wanted = [name for name in wanted if name not in ("value_norms", "magnitude")]
-        found = _stacked(parts)
-        found.reduced = {name: state.finish() for name, state in states.items()}
+        found = _stacked(found, parts)
+        found.reduced = {name: _kept(state, name, layer) for name, state in states.items()}
         if runs[0].start != 0 or len(runs) > 1 or count != T:
             rows = torch.tensor([query for run in runs for query in run], dtype=torch.int64)
             found.rows = None if torch.equal(rows, torch.arange(T)) else rows
         return found
+
+
+def _kept(state: Reducing, name: str, layer: str) -> Reduced:
+    kept = state.finish()
+    if not isinstance(kept, (Tensor, TopSources)):
+        raise TypeError(
+            f"record: finish of a reduction must return a tensor or TopSources, got "
+            f"{type(kept).__name__}, for {name!r} of {layer}"
+        )
+    return kept
 
 
 def _rows_at_once(call: AttentionCall, wanted: Collection[str]) -> int:
@@ -174,6 +196,15 @@ def _blocks(runs: Iterable[range], rows: int) -> list[range]:
     return [run[first : first + rows] for run in runs for first in range(0, max(1, len(run)), rows)]
 
 
+def _widened(maps: Contributions, S: int) -> Contributions:
+    """``maps`` with the columns of keys that were left out, which nobody sees: 0."""
+    for name in pair_maps(AXES):
+        rows = getattr(maps, name)
+        if rows is not None and rows.size(-1) < S:
+            setattr(maps, name, pad(rows, (0, S - rows.size(-1))))
+    return maps
+
+
 def _without_rows(
     maps: Contributions, states: dict[str, Reducing], queries: range
 ) -> Contributions:
@@ -186,15 +217,14 @@ def _without_rows(
     return maps
 
 
-def _stacked(parts: Sequence[Contributions]) -> Contributions:
-    """The maps of rows below each other; what keys have alone is that of the first part."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
+def _stacked(of_keys: Contributions, parts: Sequence[Contributions]) -> Contributions:
+    """``of_keys``, what keys have alone, with the maps of rows below each other."""
 
     def stacked(tensors: Sequence[Tensor | None], axis: int) -> Tensor | None:
         there = [x for x in tensors if x is not None]
-        return torch.cat(there, axis) if len(there) == len(tensors) else None
+        if len(there) < len(tensors):
+            return None
+        return torch.cat(there, axis) if len(there) > 1 else there[0]
 
     changes: dict[str, Any] = {
         name: stacked([getattr(part, name) for part in parts], -2) for name in pair_maps(AXES)
@@ -202,6 +232,6 @@ def _stacked(parts: Sequence[Contributions]) -> Contributions:
     changes["query_padding"] = stacked([part.query_padding for part in parts], 1)
     changes["mixing_ratio"] = {
         name: torch.cat([part.mixing_ratio[name] for part in parts], 1)
-        for name in first.mixing_ratio
+        for name in parts[0].mixing_ratio
     }
-    return dataclasses.replace(first, **changes)
+    return dataclasses.replace(of_keys, **changes)
