@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -55,3 +56,36 @@ def takes_memory_for(
         return decorated
 
     return decorate
+
+
+def free_memory(device: torch.device) -> int | None:
+    """The bytes that tensors may still take on a device; None where that is not known.
+
+    On the CPU what Linux calls available, and no more than the process's own group (cgroup 2) has
+    left. On CUDA also what torch's allocator holds and no tensor uses.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = int(available.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    left = _left_in_group(Path("/sys/fs/cgroup"))
+    return free if left is None else min(free, left)
+
+
+def _left_in_group(folder: Path) -> int | None:
+    """What the memory limit of a container leaves, its file cache counted as free."""
+    try:
+        limit = int((folder / "memory.max").read_text())  # "max": none
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        return None

@@ -38,9 +38,20 @@ from ikattn.analysis.corpus import TOKEN_TYPES, CorpusMeans, CorpusSums, token_t
 from ikattn.analysis.files import MapFileError, MapWriter
 from ikattn.analysis.flow import attention_flow
 from ikattn.analysis.graphs import EdgeContributions, EdgeMaps, edge_contributions
+from ikattn.analysis.layer_writer import LayerWriter
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.patches import patch_maps, plot_patches
 from ikattn.analysis.recording import Recording, load_maps
+from ikattn.analysis.reduction import (
+    Columns,
+    Diagonal,
+    Groups,
+    PairMap,
+    Reducing,
+    Reduction,
+    TopK,
+    TopSources,
+)
 from ikattn.analysis.summary import (
     Factors,
     LedgerShares,
@@ -58,25 +69,34 @@ __all__ = [
     "AttentionParts",
     "Attribution",
     "Batch",
+    "Columns",
     "Comparison",
     "Contributions",
     "CorpusMeans",
     "CorpusSums",
+    "Diagonal",
     "EdgeContributions",
     "EdgeMaps",
     "Estimate",
     "Factors",
     "Faithfulness",
     "GoldAlignments",
+    "Groups",
     "Layer",
+    "LayerWriter",
     "LedgerShares",
     "MapDistance",
     "MapFileError",
     "MapProbe",
     "MapWriter",
     "NormStats",
+    "PairMap",
     "RankedToken",
     "Recording",
+    "Reducing",
+    "Reduction",
+    "TopK",
+    "TopSources",
     "alignment_error_rate",
     "alignment_scores",
     "alti",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.maps import Layer, RecordedMaps, check_whole
 from ikattn.analysis.tokens import Tokens, tokens_of_batch
 
 __all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
@@ -96,8 +97,11 @@ def sequences(
 
     Raises:
         ValueError: Not as many lists of tokens as sequences, or others than the calls were made
-            with.
+            with; or maps that were reduced, or are of some queries alone.
     """
+    for batch in recording.batches:
+        for name, maps in batch.items():
+            check_whole(maps, name, "pages, pictures and sums over sequences need whole maps")
     total = sum(sequence_count(list(batch.values())) for batch in recording.batches)
     if hasattr(tokens, "convert_ids_to_tokens"):
         decoded = [tokens_of_batch(tokens, batch) for batch in recording.batches]
@@ -150,7 +154,9 @@ def cut(maps: Contributions, index: int) -> Contributions:
                 tensor = tensor.index_select(dim, chosen.to(tensor.device))
         return tensor
 
-    found = {name: of_sequence(getattr(maps, name), axes) for name, axes in AXES.items()}
+    found: dict[str, Any] = {
+        name: of_sequence(getattr(maps, name), axes) for name, axes in AXES.items()
+    }
     ratios = {name: of_sequence(ratio, "T") for name, ratio in maps.mixing_ratio.items()}
     return replace(
         maps,
@@ -163,10 +169,11 @@ def cut(maps: Contributions, index: int) -> Contributions:
 
 def batch_of_one(maps: Contributions) -> Contributions:
     """One sequence's maps, as :func:`cut` gives them, with the batch axis again."""
-    found = {name: getattr(maps, name) for name in AXES}
+    there = {name: getattr(maps, name) for name in AXES}
+    found: dict[str, Any] = {name: None if x is None else x[None] for name, x in there.items()}
     return replace(
         maps,
-        **{name: None if tensor is None else tensor[None] for name, tensor in found.items()},
+        **found,
         mixing_ratio={name: ratio[None] for name, ratio in maps.mixing_ratio.items()},
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikattn.analysis.maps import RecordedMaps
+from ikattn.analysis.maps import RecordedMaps, check_whole
 from ikattn.analysis.through_layers import rollout
 
 __all__ = ["alti_plus"]
@@ -72,6 +72,7 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
             f"alti_plus: attention was left out of the recording: {', '.join(recording.left_out)}"
         )
     for name in names:
+        check_whole(maps[name], name, "alti_plus")
         if maps[name].alti is None:
             raise ValueError(f"alti_plus: {name} has no map 'alti'; record it with maps=('alti',)")
     first = crossing[0] - 1  # the decoder's first self-attention

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
+from ikattn.analysis.reduction import Reduced
 from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from ikattn.ops._decompositions import operator
 
@@ -173,6 +174,10 @@ class Contributions:
         magnitude: ``[B, H, S]``, likewise: weight is similarity x magnitude over its row's sum.
         query_padding: bool ``[B, T]``, True = padding; None: nothing is padded.
         key_padding: bool ``[B, S]``, likewise.
+        reduced: What a recording with ``reduce=`` keeps of each map of queries and keys, by its
+            name; the map itself is then None.
+        rows: int64 ``[R]``, the queries whose rows the maps hold, of a recording with ``queries=``;
+            T is then R everywhere. None: all.
     """
 
     value_norms: Tensor | None = None
@@ -188,6 +193,8 @@ class Contributions:
     magnitude: Tensor | None = None
     query_padding: Tensor | None = None
     key_padding: Tensor | None = None
+    reduced: dict[str, Reduced] = field(default_factory=dict)
+    rows: Tensor | None = None
 
 
 @takes_memory_for("the maps")

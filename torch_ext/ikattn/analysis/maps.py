@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikattn.analysis.contributions import Contributions
 
-__all__ = ["Batch", "Layer", "RecordedMaps"]
+__all__ = ["Batch", "Layer", "RecordedMaps", "check_whole"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,27 @@ class Batch(Mapping[str, Contributions]):
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool = True) -> None:
+    """Raises ValueError where a layer's maps were reduced, or are of some queries alone.
+
+    Args:
+        maps: Of the layer.
+        layer: Its name.
+        caller: What needs them whole, for the message.
+        rows_too: Whether maps of some queries are refused, too.
+    """
+    if maps.reduced:
+        raise ValueError(
+            f"{caller}: maps of layer {layer!r} were reduced as they were made, and their rows are "
+            "not there; record without reduce="
+        )
+    if rows_too and maps.rows is not None:
+        raise ValueError(
+            f"{caller}: maps of layer {layer!r} hold the rows of {len(maps.rows)} chosen queries "
+            "alone; record without queries="
+        )
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ikattn.analysis._beams import followed_beams
 from ikattn.analysis._joined import groups_of_calls, joined_calls, with_encoders
 from ikattn.analysis._sequences import sequence_count
 from ikattn.analysis.graphs import EdgeMaps
-from ikattn.analysis.maps import RecordedMaps
+from ikattn.analysis.maps import RecordedMaps, check_whole
 from ikattn.analysis.page.notebook import notebook_view
 from ikattn.analysis.tokens import Tokens
 
@@ -64,9 +64,10 @@ class Recording(RecordedMaps):
                 sequences that came out. Steps after a sequence's end (-1) are padding.
 
         Raises:
-            ValueError: Sequences changed their places between calls, as those of a beam search
-                do, and no beam_indices were given; or these do not fit the calls. Places are told
-                by ``value_norms``; of several sequences without it there is a warning.
+            ValueError: Maps were reduced, or are of some queries alone. Sequences changed their
+                places between calls, as those of a beam search do, and no beam_indices were given;
+                or these do not fit the calls. Places are told by ``value_norms``; of several
+                sequences without it there is a warning.
 
         Example:
             >>> import torch, ikattn
@@ -78,6 +79,9 @@ class Recording(RecordedMaps):
             ...     "layer"].summed.shape
             torch.Size([1, 5, 5])
         """
+        for batch in self.batches:
+            for name, maps in batch.items():
+                check_whole(maps, name, "joined")
         groups = groups_of_calls(self)
         if beam_indices is not None:
             counts = [sequence_count(list(group[0].values())) for group in groups]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ikattn._memory import takes_memory_for
 from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, RecordedMaps
+from ikattn.analysis.maps import Batch, RecordedMaps, check_whole
 
 __all__ = [
     "Factors",
@@ -160,6 +160,7 @@ def layer_contributions(
     for name in chosen:
         if name not in batch:
             raise KeyError(f"{caller}: no layer {name!r}; there are {', '.join(batch)}")
+        check_whole(batch[name], name, caller, rows_too=False)
     return {name: batch[name] for name in chosen}
 
 

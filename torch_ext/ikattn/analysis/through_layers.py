@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import memory_for
-from ikattn.analysis.maps import Batch, RecordedMaps
+from ikattn.analysis.maps import Batch, RecordedMaps, check_whole
 from ikattn.analysis.summary import (
     Maps,
     check_padding,
@@ -259,6 +259,7 @@ def steps_of(
     """The factors of the product, first layer first: [B, T, T] each."""
     layers = None if layers is None else list(layers)
     _warn_of_with_norm(maps, map)
+    _check_rows(maps, layers, caller)
     padding = padding_of(maps, layers, padding, caller)
     found = layer_maps(
         maps, map=map, layers=layers, query_padding=padding, key_padding=padding, caller=caller
@@ -295,6 +296,7 @@ def _single_step(
             names = list(layer_contributions(maps, layers, caller))
             layer = names[_checked_number(layer, len(names))]
         one, layers = maps, [layer]
+        _check_rows(maps, layers, caller)
         if query_padding is None:
             query_padding = layer_contributions(maps, layers, caller)[layer].query_padding
     else:
@@ -337,6 +339,13 @@ def _warn_of_with_norm(maps: Maps, map: str) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def _check_rows(maps: Maps, layers: Iterable[str] | None, caller: str) -> None:
+    """Raises ValueError where a layer's maps are of some queries alone."""
+    if isinstance(maps, (RecordedMaps, Batch)):
+        for name, own in layer_contributions(maps, layers, caller).items():
+            check_whole(own, name, caller)
 
 
 def padding_of(

@@ -52,6 +52,7 @@ class AttentionCall:
         scaling: Of query . key in the logits; None: 1 / sqrt(d).
         attn_mask: Broadcastable to ``[B, H, T, S]``. Bool: True = may attend; floating point: added
             to the logits, -inf where a pair is hidden.
+        causal: Query i sees keys up to i + causal, besides the mask; None: all.
         key_bias: ``[B, H or 1, S]``, added to the logits, -inf where a key is hidden.
         query_padding: bool ``[B, T]``, True = padding, or None.
         key_padding: bool ``[B, S]``, likewise.
@@ -59,6 +60,7 @@ class AttentionCall:
         softcap: Logits are softcap tanh(logits / softcap) before masks.
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
+        streams: Whether weights are never held where no map needs them, however few they are.
     """
 
     query: Tensor
@@ -70,6 +72,7 @@ class AttentionCall:
     frequencies: tuple[Tensor, Tensor | None] | None = None
     scaling: float | None = None
     attn_mask: Tensor | None = None
+    causal: int | None = None
     key_bias: Tensor | None = None
     query_padding: Tensor | None = None
     key_padding: Tensor | None = None
@@ -77,12 +80,22 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     softmax_heads: Tensor | None = None
+    streams: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, H, T and S."""
         B, H, T, _ = self.query.shape
         return B, H, T, self.key.size(2)
+
+    @property
+    def has_own_softmax(self) -> bool:
+        """Whether its weights are no plain softmax or kernel, which ``streamed_contributions`` has.
+
+        Maps are then made of weights that are held.
+        """
+        changes = (self.softcap, self.sinks, self.softmax_heads)
+        return any(change is not None for change in changes)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -113,20 +126,12 @@ class AttentionCall:
             logits = self.softcap * (logits / self.softcap).tanh()
         if self.key_bias is not None:
             logits = logits + self.key_bias.unsqueeze(-2)
-        if self.attn_mask is not None:
-            is_bool = self.attn_mask.dtype == torch.bool
-            logits = (
-                logits.masked_fill(~self.attn_mask, -math.inf)
-                if is_bool
-                else logits + self.attn_mask
-            )
-        if (
-            self.key_bias is None
-            and self.attn_mask is None
-            and self.sinks is None
-            and logits.size(-1)
-        ):
+        mask = self._mask()
+        if mask is None and self.key_bias is None and self.sinks is None and logits.size(-1) > 0:
             return logits.softmax(-1)  # every query sees a key
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask
         blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
         logits = logits.masked_fill(blind, 0.0)
         if self.sinks is not None:
@@ -136,6 +141,11 @@ class AttentionCall:
 
     def context(self) -> Tensor:
         """The weighted values with their heads merged, ``[B, T, H d_v]``."""
+        B, H, T, S = self.sizes
+        rows = max(1, MOST_WEIGHTS // max(1, B * H * S))
+        if rows < T and "weights" not in vars(self):
+            blocks = [self.narrow(i, min(i + rows, T)) for i in range(0, T, rows)]
+            return torch.cat([block.context() for block in blocks], 1)
         groups = self.query.size(1) // self.value.size(1)
         if groups == 1:
             merged: Tensor = self.weights @ self.value
@@ -150,22 +160,17 @@ class AttentionCall:
         def of_item(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[b : b + 1] if x.size(0) > 1 else x
 
-        def of_row(x: Tensor) -> Tensor:
-            return x.index_select(2, place) if isinstance(place, Tensor) else x[:, :, place]
-
         mask = self.attn_mask
         if mask is not None:
             mask = of_item(mask.view(*(1,) * (4 - mask.dim()), *mask.shape))
-        if mask is not None and mask.size(2) > 1:
-            mask = of_row(mask)
         frequencies = self.frequencies
         if frequencies is not None and frequencies[0].dim() == 4:
             w1, w2 = (of_item(w) for w in frequencies)
             assert w1 is not None
             frequencies = w1, w2
-        return dataclasses.replace(
+        item = dataclasses.replace(
             self,
-            query=of_row(self.query[b : b + 1]),
+            query=self.query[b : b + 1],
             key=self.key[b : b + 1],
             value=self.value[b : b + 1],
             frequencies=frequencies,
@@ -173,6 +178,47 @@ class AttentionCall:
             key_bias=of_item(self.key_bias),
             query_padding=None,
             key_padding=None,
+        )
+        if not isinstance(place, Tensor):
+            return item.narrow(place.start, place.stop)
+        if self.causal is not None:  # what it sees depends on its number
+            return item.narrow(int(place), int(place) + 1)
+        if mask is not None and mask.size(2) > 1:
+            mask = mask.index_select(2, place)
+        return dataclasses.replace(item, query=item.query.index_select(2, place), attn_mask=mask)
+
+    def narrow(self, start: int, end: int) -> AttentionCall:
+        """The run of queries from ``start`` to before ``end``."""
+        mask = self.attn_mask
+        if mask is not None and mask.size(-2) > 1:
+            mask = mask[..., start:end, :]
+        padding = self.query_padding
+        return dataclasses.replace(
+            self,
+            query=self.query[:, :, start:end],
+            attn_mask=mask,
+            causal=None if self.causal is None else self.causal + start,
+            query_padding=None if padding is None else padding[:, start:end],
+            diagonal=self.diagonal + start,
+        )
+
+    def without_later_keys(self) -> AttentionCall:
+        """The run without the keys that causality hides from all of its queries."""
+        T, S = self.sizes[2:]
+        end = S if self.causal is None else min(S, T + self.causal)
+        if end == S:
+            return self
+
+        def cut(x: Tensor | None, axis: int) -> Tensor | None:
+            return None if x is None else x.narrow(axis, 0, end) if x.size(axis) == S else x
+
+        return dataclasses.replace(
+            self,
+            key=self.key[:, :, :end],
+            value=self.value[:, :, :end],
+            attn_mask=cut(self.attn_mask, -1),
+            key_bias=cut(self.key_bias, -1),
+            key_padding=cut(self.key_padding, 1),
         )
 
     def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
@@ -189,10 +235,9 @@ class AttentionCall:
             "key_padding": self.key_padding,
             "diagonal": self.diagonal,
         }
-        has_own_softmax = self.softcap is not None or self.sinks is not None
-        has_own_softmax |= self.softmax_heads is not None
-        holds_weights = "per_head" in names or "weights" in vars(self) or has_own_softmax
-        if holds_weights or math.prod(self.sizes) <= MOST_WEIGHTS:
+        holds_weights = "per_head" in names or "weights" in vars(self) or self.has_own_softmax
+        are_few = math.prod(self.sizes) <= MOST_WEIGHTS and not self.streams
+        if holds_weights or are_few:
             return contributions(self.weights, self.value, out_proj_weight, **block)
         w1, w2 = self.frequencies or (None, None)
         return streamed_contributions(
@@ -211,17 +256,30 @@ class AttentionCall:
 
     def hidden(self) -> Tensor | None:
         """The pairs that a mask hides, bool, broadcastable to ``[B, H, T, S]``; None: none."""
-        hidden = None
-        if self.attn_mask is not None:
-            is_bool = self.attn_mask.dtype == torch.bool
-            hidden = ~self.attn_mask if is_bool else self.attn_mask == -math.inf
+        hidden, mask = None, self._mask()
+        if mask is not None:
+            hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
         if self.key_bias is None:
             return hidden
         keys = (self.key_bias == -math.inf).unsqueeze(-2)
         return keys if hidden is None else hidden | keys
 
+    def _mask(self) -> Tensor | None:
+        """``attn_mask`` and ``causal`` as one mask."""
+        if self.causal is None:
+            return self.attn_mask
+        sizes = self.sizes[2:]
+        seen = torch.ones(sizes, dtype=torch.bool, device=self.query.device).tril(self.causal)
+        if self.attn_mask is None:
+            return seen[None, None]
+        if self.attn_mask.dtype == torch.bool:
+            return self.attn_mask & seen
+        return self.attn_mask.masked_fill(~seen, -math.inf)
+
     def _masks(self) -> dict[str, Any]:
-        return {"attn_mask": self.attn_mask, "key_bias": self.key_bias}
+        is_causal = self.causal == 0  # as the operators have it: the first query sees one key
+        mask = self.attn_mask if is_causal else self._mask()
+        return {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
 
 
 @dataclass
@@ -245,6 +303,17 @@ class Surroundings:
     scale: float | Tensor | None = None
     output_norm: NormStats | None = None
     output: Tensor | None = None
+
+    def narrow(self, start: int, end: int) -> Surroundings:
+        """What it did to queries from ``start`` to before ``end``."""
+
+        def of_rows(x: Any) -> Any:
+            if isinstance(x, NormStats):
+                return dataclasses.replace(x, scale=x.scale[:, start:end])
+            return None if x is None else x[:, start:end]
+
+        names = ("residual", "norm", "second_norm", "output_norm", "output")
+        return dataclasses.replace(self, **{name: of_rows(getattr(self, name)) for name in names})
 
 
 def why_undefined(
@@ -413,6 +482,10 @@ def convert_tensors(
         name: convert(x) for name, x in vars(maps).items() if isinstance(x, Tensor)
     }
     changes["mixing_ratio"] = {name: convert(x) for name, x in maps.mixing_ratio.items()}
+    changes["reduced"] = {
+        name: convert(x) if isinstance(x, Tensor) else type(x)(*map(convert, x))
+        for name, x in maps.reduced.items()
+    }
     return dataclasses.replace(maps, **changes)
 
 

@@ -60,6 +60,7 @@ class Call:
     batch: Batch = field(default_factory=Batch)
     made: deque[tuple[Layer, Contributions, Arrival]] = field(default_factory=deque)
     last_seen: tuple[Tensor, Seen] | None = None
+    has_room: set[tuple[str, str]] = field(default_factory=set)  # sides and kinds of layers
 
     @property
     def is_alive(self) -> bool:

@@ -33,7 +33,7 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
     B, _, T, S = call.sizes
     hidden = call.hidden() if given is not None or call.attn_mask is not None else None
     seen = None if hidden is None else ~hidden.all(1).all(1).expand(B, S)
-    seen_until = S
+    seen_until = S if call.causal is None else min(S, T + call.causal)
     if seen is not None and T != S and bool(seen.any()):
         seen_until = int(seen.any(0).nonzero().max()) + 1
     if call.kind == "self":

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ikattn.analysis._recorder.attention_call import ALL_MAPS
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
 from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, OnRun, Recorder
+from ikattn.analysis._recorder.rows import Queries, RowsAsked, check_kinds, rows_asked
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
 from ikattn.analysis.recording import Recording
+from ikattn.analysis.reduction import Reduction
 from ikattn.integrations.transformers._interface import Given
 from ikattn.nn.selection import Selection
 
@@ -32,6 +34,8 @@ def record(
     detach: bool = True,
     on_layer: OnLayer | None = None,
     check: Literal["rows", "all"] = "rows",
+    reduce: str | Reduction | Callable[[Tensor, int], Tensor] | None = None,
+    queries: Queries | None = None,
 ) -> Iterator[Recording]:
     """Records what every token contributes, in every layer of attention, while the model runs.
 
@@ -81,6 +85,14 @@ def record(
             are there, in the thread that runs the model; the recording then keeps no maps. A call
             that raises later may have handed over some layers.
         check: "rows" holds two rows of every tensor to what the model computed, "all" every row.
+        reduce: What to keep of each map of queries and keys, in ``reduced`` of a layer's maps:
+            "columns", "diagonal", "top_k" (8 of each row), or an object of
+            :class:`ikattn.analysis.Columns`, ``Diagonal``, ``TopK``, ``Groups`` or your own
+            :class:`ikattn.analysis.Reduction`. A function of rows ``[B, R, S]`` (``[B, H, R, S]``)
+            and the number of the first query returns a tensor ``[B, R, ..]``; those of blocks of
+            rows stand below each other. ``[T, S]`` is never held. None: whole maps.
+        queries: The rows to make, a slice or a list of numbers, in every layer and call. Runs of
+            consecutive queries are made at once. None: all.
 
     Yields:
         The recording, filled as calls end. Shapes are those of ``Contributions``; unbatched input
@@ -90,7 +102,9 @@ def record(
         TypeError: model is no module, or an out-projection is no linear map.
         ValueError: A map does not exist, or a layer does not have it (the message says why); layers
             selects none; the model holds no attention; its attention implementation is neither
-            "eager" nor "sdpa".
+            "eager" nor "sdpa"; reduce="diagonal" of cross-attention; queries that a call lacks.
+        torch.OutOfMemoryError: In a forward call, at its first layer: maps of all layers need more
+            memory than is free.
         NotImplementedError: The model's attention cannot be recorded.
         RuntimeError: In a forward call: a layer does not add up to what it computed; a layer ran,
             and its attention was not seen; a norm that should follow it did not run.
@@ -108,8 +122,16 @@ def record(
         >>> recording["layers.0.self_attn"].with_norm.shape
         torch.Size([3, 5, 5])
     """
+    rows = rows_asked(reduce, queries)
     with recorded(
-        model, maps, layers=layers, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check
+        model,
+        maps,
+        layers=layers,
+        to_cpu=to_cpu,
+        detach=detach,
+        on_layer=on_layer,
+        check=check,
+        rows=rows,
     ) as recording:
         yield recording
 
@@ -125,6 +147,7 @@ def recorded(
     on_layer: OnLayer | None = None,
     check: Literal["rows", "all"] = "rows",
     on_run: OnRun | None = None,
+    rows: RowsAsked | None = None,
 ) -> Iterator[Recording]:
     """``record``, which also tells ``on_run`` of each run of attention when its maps are made."""
     if not isinstance(model, nn.Module):
@@ -132,6 +155,12 @@ def recorded(
     if check not in ("rows", "all"):
         raise ValueError(f'record: check must be "rows" or "all", got {check!r}')
     graphs = graph_layers(model, layers)
+    if graphs and rows is not None:
+        raise ValueError(
+            f"record: reduce and queries must be None for layers that attend over a graph, such as "
+            f"{next(iter(graphs)) or 'the model'}, whose maps are of edges; leave them out by "
+            "layers="
+        )
     if graphs and on_layer is not None:
         raise ValueError(
             f"record: on_layer is not called for layers that attend over a graph, such as "
@@ -139,11 +168,19 @@ def recorded(
             "recording.graphs"
         )
     plans, unseen = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
+    if rows is not None:
+        check_kinds(plans, rows)
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
     recording.left_out = tuple(unseen)
     recorder = Recorder(
-        recording, to_cpu=to_cpu, detach=detach, on_layer=on_layer, check=check, on_run=on_run
+        recording,
+        to_cpu=to_cpu,
+        detach=detach,
+        on_layer=on_layer,
+        check=check,
+        on_run=on_run,
+        rows=rows,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_written(model))

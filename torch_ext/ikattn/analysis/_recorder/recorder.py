@@ -42,6 +42,8 @@ from ikattn.analysis._recorder.projection import (
     is_probing,
     plain_projection,
 )
+from ikattn.analysis._recorder.room import check_room
+from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.runs import Claim, Run, settle
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
@@ -73,12 +75,14 @@ class Recorder:
         on_layer: OnLayer | None,
         check: Literal["rows", "all"],
         on_run: OnRun | None = None,
+        rows: RowsAsked | None = None,
     ) -> None:
         self._recording = recording
         self._to_cpu = to_cpu
         self._detach = detach
         self._on_layer = on_layer
         self._on_run = on_run
+        self._rows = rows
         self._checks_all = check == "all"
         self._transfers = Transfers()
         self._handles: list[RemovableHandle] = []
@@ -540,7 +544,7 @@ class Recorder:
         run.contexts, run.heads = [], None
         if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
             # made here, where what they are made of is let go
-            run.maps = self._make_maps(run, run.plan.maps(run.attention.kind))
+            run.maps = self._make_maps(call, run, run.plan.maps(run.attention.kind))
         run.begin_sum(y)
 
     def _limit_of(self, run: Run) -> nn.Module | None:
@@ -736,7 +740,7 @@ class Recorder:
             else:
                 run.around.residual = None
             wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
-            run.maps = self._make_maps(run, wanted)
+            run.maps = self._make_maps(call, run, wanted)
         if self._on_run is not None:
             self._on_run(run)
         layer = Layer(
@@ -763,7 +767,7 @@ class Recorder:
             assert self._on_layer is not None
             self._on_layer(call.index, layer, maps)
 
-    def _make_maps(self, run: Run, wanted: tuple[str, ...]) -> Contributions:
+    def _make_maps(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention
         if attention.softcap is not None or attention.sinks is not None:
             for name in ("similarity", "magnitude"):
@@ -780,11 +784,35 @@ class Recorder:
                 "found; in training dropout may hide it"
             )
         assert run.projection is not None
+        self._check_room(call, run, wanted)
         with memory_for("record", f"the maps of layer {run.name}"):
             with self._grad_mode(), without_autocast(attention.query.device):
-                maps = make_maps(attention, run.projection.weight, run.around, wanted)
+                weight = run.projection.weight
+                if self._rows is None:
+                    maps = make_maps(attention, weight, run.around, wanted)
+                else:
+                    maps = self._rows.make(attention, weight, run.around, wanted, run.name)
             move = self._to_cpu_later if self._to_cpu else lambda x: x
             return convert_tensors(maps, detach=self._detach, move=move)
+
+    def _check_room(self, call: Call, run: Run, wanted: tuple[str, ...]) -> None:
+        """Raises torch.OutOfMemoryError where the maps of this layer, and its like, do not fit.
+
+        Asked at the first of them in a call, before its maps are made.
+        """
+        group = (run.plan.parts.side, run.attention.kind)
+        if group in call.has_room:
+            return
+        call.has_room.add(group)
+        outermost = call.running[0].module if call.running else None
+        alike = [
+            plan
+            for plan in self._plans.values()
+            if plan.parts.side == group[0] and plan.parts.kind in (None, group[1])
+            if outermost in (plan.module, *plan.ancestors)
+        ]
+        layers = 1 if self._on_layer is not None else max(1, len(alike))
+        check_room(run.attention, run.name, wanted, self._rows, layers, self._to_cpu)
 
     def _to_cpu_later(self, x: Tensor) -> Tensor:
         return self._transfers.to_cpu(x, is_kept=self._on_layer is None)

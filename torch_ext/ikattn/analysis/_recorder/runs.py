@@ -336,6 +336,7 @@ def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
     simple = all(
         call.query.size(0) == first.query.size(0)
         and call.attn_mask is None
+        and call.causal is None
         and call.key_bias is None
         and call.frequencies is None
         and call.sizes[2] == call.sizes[3]

@@ -132,9 +132,6 @@ def sdpa_call(
             f"{list(query.shape) if not query.is_nested else 'nested tensors'}"
         )
     with without_autocast(query.device):
-        if is_causal:
-            sizes = (query.size(2), key.size(2))
-            mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
         if mask is not None:
             mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
             mask = mask if mask.dtype == torch.bool else widened(mask)
@@ -145,5 +142,6 @@ def sdpa_call(
             kind="cross" if kind == "cross" else "self",
             scaling=scale,
             attn_mask=mask,
+            causal=0 if is_causal else None,
         )
     return call, dropout_p

@@ -26,6 +26,7 @@ from ikattn.integrations.transformers._interface import (
     Given,
     attention_function,
     configs_of,
+    is_causal,
     mask_of,
     register_attention,
 )
@@ -98,6 +99,8 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
     """
     scaling, softcap = given.options.get("scaling"), given.options.get("softcap")
     sinks = given.options.get("s_aux")
+    told = given.attention_mask is not None or given.options.get("position_bias") is not None
+    causal = 0 if not told and is_causal(module, given) else None  # without a mask of all pairs
     with without_autocast(given.query.device):
         call = AttentionCall(
             query=widened(given.query),
@@ -105,7 +108,8 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
             value=widened(given.value),
             kind="cross" if kind == "cross" else "self",
             scaling=None if scaling is None else float(scaling),
-            attn_mask=mask_of(module, given),
+            attn_mask=mask_of(module, given) if causal is None else None,
+            causal=causal,
             softcap=None if softcap is None else float(softcap),
             sinks=None if sinks is None else widened(sinks),
         )

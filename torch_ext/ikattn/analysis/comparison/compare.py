@@ -353,10 +353,9 @@ def _first_sequences(batch: Batch, count: int, tokenizer: Any) -> Batch:
 
     def of(maps: Contributions) -> Contributions:
         fields = (*AXES, "query_padding", "key_padding")
+        found: dict[str, Any] = {name: first(getattr(maps, name)) for name in fields}
         ratios = {name: ratio[:count].cpu() for name, ratio in maps.mixing_ratio.items()}
-        return replace(
-            maps, **{name: first(getattr(maps, name)) for name in fields}, mixing_ratio=ratios
-        )
+        return replace(maps, **found, mixing_ratio=ratios)
 
     kept = replace(
         batch,

@@ -39,6 +39,7 @@ from ikattn.analysis.files._json import JsonSink, read_json
 from ikattn.analysis.files._npz import NumpySink, read_npz
 from ikattn.analysis.files._safetensors import SafetensorsSink, read_safetensors
 from ikattn.analysis.maps import Batch, Layer, RecordedMaps
+from ikattn.analysis.reduction import TopSources
 
 __all__ = [
     "DEFINITIONS",
@@ -68,6 +69,9 @@ DEFINITIONS = {
     "the norm of what comes from the token itself",
     "similarity": "[B, H, T, S] the weight without its magnitude and before its row is normalised",
     "magnitude": "[B, H, S] the key's own factor: weight = similarity x magnitude / its row's sum",
+    "reduced": "of each map, what was kept of its rows as they were made: a tensor, or the values "
+    "and sources of each query's largest entries",
+    "rows": "[R] the queries whose rows the maps hold, where these are not all",
     "query_padding": "[B, T] true = padding, whose rows are 0",
     "key_padding": "[B, S] true = padding, whose columns are 0",
 }
@@ -253,7 +257,12 @@ def _arrays(maps: Contributions) -> Iterator[tuple[str, Tensor]]:
         if isinstance(found, Tensor):
             yield each.name, found
         elif isinstance(found, dict):
-            yield from ((f"{each.name}.{key}", tensor) for key, tensor in found.items())
+            for key, value in found.items():
+                if isinstance(value, TopSources):
+                    fields_ = value._asdict().items()
+                    yield from ((f"{each.name}.{key}.{part}", x) for part, x in fields_)
+                else:
+                    yield f"{each.name}.{key}", value
 
 
 def _metadata(recording: RecordedMaps) -> dict[str, Any]:
@@ -319,17 +328,23 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
     left_out = tuple(metadata.get("left_out", ()))
     model, names = str(metadata["model"]), tuple(metadata["maps"])
     recording = RecordedMaps(model, names, layers, batches, left_out)
+    largest: dict[tuple[int, str, str], dict[str, Tensor]] = {}  # values and sources
     for name, tensor in arrays.items():
         batch, _, rest = name.partition("/")
         layer, _, map_name = rest.rpartition("/")
         maps = recording.batches[int(batch)].layers[layer]
         map_name, _, key = map_name.partition(".")
-        if key:
+        key, _, part = key.partition(".")
+        if part:
+            largest.setdefault((int(batch), layer, key), {})[part] = tensor
+        elif key:
             getattr(maps, map_name)[key] = tensor
         elif map_name in DEFINITIONS:
             setattr(maps, map_name, tensor)
         else:
             raise ValueError(f"{map_name!r} is the name of no map")
+    for (number, layer, key), parts in largest.items():
+        recording.batches[number].layers[layer].reduced[key] = TopSources(**parts)
     return recording
 
 
