@@ -23,10 +23,12 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
   }
   const int64_t end = params.is_causal ? min(params.S, q0 + kQueries) : params.S;
   for (int64_t j0 = warp * kStreamedKeys; j0 < end; j0 += kWarps * kStreamedKeys) {
-    const uint32_t visible = visible_pairs(params, b, q0, j0);
+    // Or the addresses of every query would stay in registers from one tile to the next.
+    const int64_t q = q0 + unknown_to_compiler(0);
+    const uint32_t visible = visible_pairs(params, b, q, j0);
     if (!__any_sync(0xffffffffu, visible != 0)) continue;
     float score[kTiles][4] = {};
-    multiply_rows<T>(params, b, h, q0, j0, score);
+    multiply_rows<T>(params, b, h, q, j0, score);
     const KeyNumbers low(params, b, h, j0 + g), high(params, b, h, j0 + g + 8);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -41,7 +43,7 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kWarps * 32, 3) row_sum_kernel(StreamedParams params) {
+__global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams params) {
   IKATTN_SHARED(float, parts, kWarps * kQueries * 2);
   const int t = threadIdx.x % 4, warp = threadIdx.x / 32;
   const int64_t query_tiles = (params.T + kQueries - 1) / kQueries;

@@ -59,6 +59,9 @@ class AttentionCall:
         softcap: Logits are softcap tanh(logits / softcap) before masks.
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
+        given_dtype: The type that query and key were given in, where they are still the same
+            numbers. Weights that are never held are made of them in it: kernels for 16 bits err as
+            such a model does, and take less time.
     """
 
     query: Tensor
@@ -77,6 +80,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     softmax_heads: Tensor | None = None
+    given_dtype: torch.dtype | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -176,9 +180,10 @@ class AttentionCall:
         if holds_weights or math.prod(self.sizes) <= MOST_WEIGHTS:
             return contributions(self.weights, self.value, out_proj_weight, **block)
         w1, w2 = self.frequencies or (None, None)
+        dtype = self.given_dtype or self.query.dtype
         return streamed_contributions(
-            self.query,
-            self.key,
+            self.query.to(dtype),
+            self.key.to(dtype),
             self.value,
             out_proj_weight,
             w1=w1,

@@ -145,5 +145,6 @@ def sdpa_call(
             kind="cross" if kind == "cross" else "self",
             scaling=scale,
             attn_mask=mask,
+            given_dtype=query.dtype if key.dtype == query.dtype else None,
         )
     return call, dropout_p
