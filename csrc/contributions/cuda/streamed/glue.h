@@ -80,7 +80,7 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
   const at::Tensor w1 = wide(source.w1), w2 = wide(source.w2);
   const auto features = [&](const at::Tensor& x, int64_t heads) {
     const at::Tensor second = w2.defined() ? repeated_heads(w2, heads) : w2;
-    return spectral_features(wide(repeated_heads(x, heads)).contiguous(), repeated_heads(w1, heads),
+    return spectral_features(wide(repeated_heads(x, heads)), repeated_heads(w1, heads),
                              or_none(second))
         .to(is_split ? at::kFloat : at::kHalf);
   };
