@@ -244,6 +244,20 @@ TEST_P(StreamedKernelsOnDevice, NormsErrByTheRoundingsOfTheirNumbers) {
 INSTANTIATE_TEST_SUITE_P(Interpreter, StreamedKernelsOnDevice, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
 
+TEST(StreamedKernelsOnDevice, MostHeadsFitTheSharedMemoryOfEveryGpu) {
+  interpreter::set_shared_limit(99 * 1024);
+  for (const bool is_split : {false, true}) {
+    Call call({.name = "most",
+               .H = cuda::kMostStreamedHeads,
+               .T = 2,
+               .S = 2,
+               .is_split = is_split,
+               .variants = 3});
+    call.run();
+  }
+  interpreter::set_shared_limit(227 * 1024);
+}
+
 TEST(StreamedKernelsOnDevice, FactorsMayBeOfAnySize) {
   for (const float size : {1e-30f, 1e25f}) {
     Call call({.name = "sizes", .T = 9, .S = 9, .is_split = true}), ordinary = call;

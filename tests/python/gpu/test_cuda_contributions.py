@@ -138,6 +138,8 @@ def test_many_heads(heads: int) -> None:
 
 # --- Maps from query and key by kernels of their own
 
+# Tensor cores may round the few sums of float32 in a score towards zero.
+TOWARDS_ZERO = 32 * torch.finfo(torch.float32).eps
 WAYS = ("dot, causal", "dot, masked", "dot, biased", "implicit, causal", "implicit, stationary")
 
 
@@ -209,7 +211,7 @@ def test_kernels_of_streamed_maps_are_as_accurate_as_the_composition(
     got = summed(call)
     assert not torch.equal(got, in_blocks(call))
     truth = composition({n: x.double() if _is_float(x) else x for n, x in call.items()})
-    allowed = 2 * error(composition(call), truth) + 6 * torch.finfo(torch.float32).eps
+    allowed = 2 * error(composition(call), truth) + TOWARDS_ZERO
     assert_close(got, truth, allowed)
 
 
@@ -232,7 +234,7 @@ def test_all_maps_of_a_block_by_kernels(heads: int) -> None:
     expected = named(ikattn.streamed_contributions(**call))
     assert got.keys() == expected.keys()
     for name, map_ in got.items():
-        assert_close(map_.cpu(), expected[name], 5e-6, name)
+        assert_close(map_.cpu(), expected[name], 5 * TOWARDS_ZERO, name)
 
 
 def test_queries_of_cached_keys_by_kernels() -> None:
@@ -245,7 +247,7 @@ def test_queries_of_cached_keys_by_kernels() -> None:
     expected = ikattn.streamed_contributions(**call).with_residual
     assert got is not None
     assert expected is not None
-    assert_close(got.cpu(), expected, 5e-6)
+    assert_close(got.cpu(), expected, 5 * TOWARDS_ZERO)
 
 
 @pytest.mark.parametrize("what", ["query", "key", "value", "key_bias"])

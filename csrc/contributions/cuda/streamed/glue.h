@@ -25,8 +25,8 @@ inline const char* why_in_blocks(const ContributionCall& call, const Contributio
   if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
   if (call.block.maps[kMixingRatios]) return "mixing ratios need the sum of other pairs";
   if (sizes.B * sizes.T * sizes.S == 0 || source.query.size(3) == 0) return "there are no pairs";
-  if (sizes.B * ((sizes.T + 31) / 32) * ((sizes.S + 15) / 16) >= int64_t{1} << 31) {
-    return "there are more tiles of pairs than a grid has blocks";
+  if (sizes.B * sizes.T * ((sizes.S + kMaskKeys - 1) / kMaskKeys) >= int64_t{1} << 31) {
+    return "there are more pairs than a grid has blocks for";
   }
   const at::Tensor mask = or_undefined(source.options.attn_mask);
   if (!mask.defined()) return nullptr;

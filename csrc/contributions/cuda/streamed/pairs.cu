@@ -99,7 +99,8 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
         float& entry = score[n][2 * r + c];
         const bool seen = (visible >> (4 * n + 2 * r + c) & 1) != 0;
         const PairTerm term = pair_term(params, entry, row.x, r == 0 ? low : high, seen);
-        const float weight = term.magnitude * exp_of(term.logit - row.y) * row.z;
+        float weight = term.magnitude * exp_of(term.logit - row.y) * row.z;
+        if (weight > 1) weight = 1;  // by rounding, of which a large logit may have much
         if (params.own != nullptr && i < params.T && at.j0 + g + 8 * r == i + params.diagonal) {
           params.own[first_row + i] = weight;
         }
