@@ -10,7 +10,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr float kWeightUnit = 0x1p15f;
+constexpr float kWeightScale = 0x1p15f;  // of weights in Half
 
 // kHeadTiles: 16 heads each; kParts: numbers of Half that a weight, and a factor, is the sum of.
 template <int kHeadTiles, int kParts>
@@ -104,7 +104,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
         if (params.own != nullptr && i < params.T && at.j0 + g + 8 * r == i + params.diagonal) {
           params.own[first_row + i] = weight;
         }
-        const float scaled = weight * kWeightUnit;
+        const float scaled = weight * kWeightScale;
         entry = weight > 0 ? fmaxf(scaled, smallest[r]) : scaled;  // NaN stays
       }
     }
@@ -193,7 +193,7 @@ __device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit
       }
       square = sum_of_lanes<4>(square);
       // A key without weight is nothing, whatever it holds.
-      const float norm = square == 0 ? 0.0f : sqrtf(square) / kWeightUnit * unit;
+      const float norm = square == 0 ? 0.0f : sqrtf(square) / kWeightScale * unit;
       if (t == 0) norms[(16 * m + 8 * r + g) * Tile::kPitch + key] = norm;
     }
   }
