@@ -335,7 +335,7 @@ def compare_contributions(options: argparse.Namespace) -> None:
             }
             title = f"N summed, H = 12, D = 768, T = S = {length}"
             compare(title, rivals, options.device, options.rounds)
-            for name in ("ikattn", "streamed"):
+            for name in ("ikattn", "streamed", "streamed, bfloat16"):
                 if options.device == "cuda":
                     print(f"  kernels of {name}")
                     show_kernels(rivals[name](), {}, options.rate)

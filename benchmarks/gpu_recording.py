@@ -1,17 +1,19 @@
-"""What recording maps costs on a GPU: BERT-base's shape, over its forward pass.
+"""What recording maps costs on a GPU, over the model's forward pass.
 
-python benchmarks/gpu_recording.py            # batches of 32 x 128 and 8 x 512, float32, float16
+python benchmarks/gpu_recording.py            # BERT-base's shape: 32 x 128 and 8 x 512
+python benchmarks/gpu_recording.py --llama    # that of Llama 3.2 1B: 2048 and 8192 tokens
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import ikattn
 
@@ -52,10 +54,42 @@ def measure(batch: int, length: int, dtype: torch.dtype, rounds: int) -> str:
     return f"{batch} x {length} {dtype}: forward {1e3 * times['']:.1f} ms, {ratios} of it"
 
 
+@torch.no_grad()
+def measure_llama(length: int, rounds: int) -> str:
+    """N summed in bfloat16, by kernels and with weights in blocks of rows."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=length)
+    with torch.device("cuda"):
+        model = LlamaModel(config).eval().bfloat16()
+    ids = torch.randint(1000, 20000, (1, length), device="cuda")
+
+    def recorded() -> None:
+        with ikattn.record(model, maps=("summed",), to_cpu=False):
+            model(ids)
+
+    times = []
+    for call, setting in ((lambda: model(ids), "1"), (recorded, "1"), (recorded, "0")):
+        os.environ["IKATTN_STREAMED_MAPS"] = setting
+        call()
+        times.append(seconds(call, rounds))
+    forward, kernels, blocks = times
+    return (
+        f"{length} tokens: forward {1e3 * forward:.1f} ms, recorded by kernels "
+        f"{kernels / forward:.2f}, in blocks {blocks / forward:.2f} of it"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--llama", action="store_true")
     options = parser.parse_args()
+    if options.llama:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, N summed, bfloat16")
+        for length in (2048, 8192):
+            print(measure_llama(length, min(3, options.rounds)), flush=True)
+        return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, maps {', '.join(MAPS)}")
     for dtype in (torch.float32, torch.float16):
         for batch, length in ((32, 128), (8, 512)):

@@ -141,10 +141,14 @@ def contributions(length: int, device: str) -> dict[str, Call]:
     value = torch.randn(1, heads, length, size // heads, device=device)
     projection = torch.randn(size, size, device=device) / size**0.5
     query, key = torch.randn(2, 1, heads, length, size // heads, device=device).unbind()
+    narrow = [x.bfloat16() for x in (query, key, value, projection)]
     return {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
         "streamed": lambda: ikattn.streamed_contributions(
             query, key, value, projection, maps=["summed"]
+        ),
+        "streamed, bfloat16": lambda: ikattn.streamed_contributions(
+            *narrow, is_causal=True, maps=["summed"]
         ),
         "read weights": weights.sum,
         "5-D": lambda: five_dimensional(weights, value, projection),

@@ -1,6 +1,8 @@
 // The maps on any device, over a Device that has
 //   factors(params, keys, sizes), pair_norms(params, like, work)
-// where `work` is the number of multiply-adds.
+// where `work` is the number of multiply-adds, and maybe, for weights from query and key,
+//   why_in_blocks(call, sizes), streamed_norms(call, keys, sizes, norms)
+// which make the norms of all pairs, and weights of own pairs, where why_in_blocks() is nullptr.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -155,9 +157,10 @@ inline Summands values_to_weigh(const Keys& keys) {
   return sound ? Summands{keys.value, {}} : summands_of(keys.value);
 }
 
-inline at::Tensor own_vectors(const at::Tensor& weights, const Keys& keys, const Block& block) {
-  const at::Tensor own = weights.diagonal(block.diagonal, 2, 3).to(keys.value.scalar_type());
-  const Summands values = part_of(keys.summands, block.diagonal, weights.size(2), weights.size(1));
+// own_weights [B, H, rows]
+inline at::Tensor own_vectors(const at::Tensor& own_weights, const Keys& keys, const Block& block) {
+  const at::Tensor own = own_weights.to(keys.value.scalar_type());
+  const Summands values = part_of(keys.summands, block.diagonal, own.size(2), own.size(1));
   return project(weighed(own, values), keys.projection, kArithmetic);
 }
 
@@ -191,13 +194,13 @@ inline at::Tensor norms_of(const at::Tensor& vectors, const at::Tensor& padding)
 }
 
 // The maps' own pairs and the mixing ratios of some rows. maps: [B, rows, S], ratios [4, B, rows].
-inline void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& block,
-                      const MapTensors& maps) {
-  const int64_t rows = weights.size(2);
-  const at::Tensor padding = own_padding(block, rows);
+//   own_weights [B, H, rows]
+//   others [B, rows, D], overwritten: sums over the other pairs; undefined without mixing ratios
+inline void own_pairs(const at::Tensor& own_weights, at::Tensor others, const Keys& keys,
+                      const Block& block, const MapTensors& maps) {
+  const at::Tensor padding = own_padding(block, own_weights.size(2));
   const std::array<at::Tensor, 3> scales = pair_scales(block, keys.value.scalar_type());
-  at::Tensor own = own_vectors(weights, keys, block), others;
-  if (block.maps[kMixingRatios]) others = other_vectors(weights, keys, block);
+  at::Tensor own = own_vectors(own_weights, keys, block);
   const auto finish = [&](Map map, int variant) {
     at::Tensor norms = norms_of(own, padding);
     if (others.defined()) {
@@ -224,6 +227,24 @@ inline void own_pairs(const at::Tensor& weights, const Keys& keys, const Block& 
 }
 
 template <typename Device>
+concept StreamsPairs = requires(const ContributionCall& call, const ContributionSizes& sizes) {
+  Device::why_in_blocks(call, sizes);
+};
+
+// The norms of every variant that the maps want; a map through no norm has those of the first.
+inline std::array<at::Tensor, 3> norms_in(const MapTensors& maps) {
+  const at::Tensor& first = maps[kSummed].defined() ? maps[kSummed] : maps[kWithResidual];
+  return {first, maps[kWithNorm], maps[kEncoder]};
+}
+
+// What follows the norms of some rows' pairs.
+inline void copy_norms(const MapTensors& maps) {
+  if (maps[kSummed].defined() && maps[kWithResidual].defined()) {
+    maps[kWithResidual].copy_(maps[kSummed]);
+  }
+}
+
+template <typename Device>
 MapTensors contribution_maps_of(const ContributionCall& call) {
   const ExactArithmetic exact;
   const ContributionSizes sizes = check_contributions(call);
@@ -242,6 +263,14 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
     if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
   });
 
+  if constexpr (StreamsPairs<Device>) {
+    if (Device::why_in_blocks(call, sizes) == nullptr) {
+      const at::Tensor own = Device::streamed_norms(call, keys, sizes, norms_in(maps));
+      copy_norms(maps);
+      if (needs_own) own_pairs(own, {}, keys, block, maps);
+      return maps;
+    }
+  }
   const bool at_once = call.source.attn_weights.defined() && !needs_own;
   const int64_t step =
       at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes, call.value.device());
@@ -253,10 +282,12 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
     for (int map = kSummed; map < kMaps; ++map) {
       if (part[map].defined()) part[map] = part[map].narrow(map == kMixingRatios ? 2 : 1, i0, rows);
     }
-    const at::Tensor first = block.maps[kSummed] ? part[kSummed] : part[kWithResidual];
-    pair_norms<Device>(weights, keys, round.block, {first, part[kWithNorm], part[kEncoder]});
-    if (block.maps[kSummed] && block.maps[kWithResidual]) part[kWithResidual].copy_(first);
-    if (needs_own) own_pairs(weights, keys, round.block, part);
+    pair_norms<Device>(weights, keys, round.block, norms_in(part));
+    copy_norms(part);
+    if (!needs_own) continue;
+    own_pairs(weights.diagonal(round.block.diagonal, 2, 3),
+              block.maps[kMixingRatios] ? other_vectors(weights, keys, round.block) : at::Tensor(),
+              keys, round.block, part);
   }
   return maps;
 }

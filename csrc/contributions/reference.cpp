@@ -129,7 +129,8 @@ at::Tensor mask_of(const WeightsSource& source) {
   return at::where(seen, mask, at::scalar_tensor(-INFINITY, mask.options()));
 }
 
-// What is added to the logits, each broadcast to [B, H, rows, S]; -inf hides.
+}  // namespace
+
 std::vector<at::Tensor> logit_terms(const WeightsSource& source, const at::Tensor& mask,
                                     at::ScalarType type) {
   std::vector<at::Tensor> terms;
@@ -149,6 +150,8 @@ std::vector<at::Tensor> logit_terms(const WeightsSource& source, const at::Tenso
   }
   return terms;
 }
+
+namespace {
 
 at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask,
                            const Arithmetic& arithmetic) {

@@ -25,6 +25,11 @@ ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows)
 at::Tensor weights_of(const ContributionCall& call,
                       const Arithmetic& arithmetic = kTorchArithmetic);
 
+// What is added to the logits of weights from query and key, each broadcast to [B, H, rows, S];
+// -inf hides.
+std::vector<at::Tensor> logit_terms(const WeightsSource& source, const at::Tensor& mask,
+                                    at::ScalarType type);
+
 // [B, rows] true on the rows whose own pair counts for nothing; undefined: none.
 at::Tensor own_padding(const Block& block, int64_t rows);
 

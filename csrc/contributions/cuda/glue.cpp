@@ -2,6 +2,7 @@
 #include "support/cuda/glue.h"
 
 #include "contributions/cuda/kernels.h"
+#include "contributions/cuda/streamed/glue.h"
 #include "contributions/gradients.h"
 
 namespace ikattn {
@@ -42,6 +43,18 @@ struct Cuda {
   static void pair_norms(const PairParams& params, const at::Tensor& like, double) {
     const cuda::Call call("contributions", like);
     call.check(cuda::contribution_kernels.pair_norms[compute_index(like)](params, call.stream()));
+  }
+  static const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
+    return cuda::why_in_blocks(call, sizes);
+  }
+  static at::Tensor streamed_norms(const ContributionCall& call, const Keys& keys,
+                                   const ContributionSizes& sizes,
+                                   const std::array<at::Tensor, 3>& norms) {
+    return with_memory_for(name_of(call), "the numbers that weights are made of", [&] {
+      cuda::StreamedPairs pairs(call, sizes);
+      pairs.set_variants(keys, norms);
+      return pairs.run(needs_own_pairs(call.block), call.block.diagonal);
+    });
   }
   static void pair_gradients(const PairGradientParams& params, const at::Tensor& like, double) {
     cuda::Call call(kMapsBackward, like);

@@ -17,7 +17,7 @@ from ikattn.analysis import record, register_norms
 from ikattn.analysis._recorder import attention_call
 from ikattn.analysis._recorder.projection import effective_projection
 from ikattn.analysis._recorder.resolvers import find_attention
-from ikattn.analysis.contributions import NormStats
+from ikattn.analysis.contributions import NormStats, streamed_contributions
 from transformers_models import BART, BERT, FAMILIES, GROUPED, IMAGE, build, inputs_of
 
 transformers = pytest.importorskip("transformers")
@@ -274,6 +274,34 @@ def test_large_weights_are_never_held_and_maps_are_the_same(
                 assert (one is None) == (other is None)
                 if one is not None:
                     assert_close(one, other, TOLERANCE, map_name)
+
+
+def test_weights_that_are_never_held_are_made_of_what_the_model_gave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries and keys of 16 bits, for which GPUs have kernels of their own."""
+    calls: list[dict[str, Any]] = []
+
+    def streamed(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append({"query": query, "key": key, **options})
+        return streamed_contributions(query, key, *args, **options)
+
+    model, inputs = build("llama").bfloat16(), inputs_of("llama")
+    with torch.no_grad():
+        with record(model, maps=("summed",)) as held:
+            model(**inputs)
+        monkeypatch.setattr(attention_call, "MOST_WEIGHTS", 0)
+        monkeypatch.setattr(attention_call, "streamed_contributions", streamed)
+        with record(model, maps=("summed",)) as recording:
+            model(**inputs)
+    assert len(calls) == len(held.names)
+    for call in calls:
+        assert call["query"].dtype == call["key"].dtype == torch.bfloat16
+        assert call["attn_mask"].dtype == torch.bool
+        assert call["attn_mask"].size(1) == 1
+        assert call["maps"] == {"summed"}
+    for name in held.names:
+        assert_close(recording[name].summed, held[name].summed, 1e-6, name)
 
 
 # --- Particular models

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import assert_close
+from agreement import assert_close, error
 from contribution_samples import SAMPLES, Sample, definition, differentiable, named, replaced
 from gpu import DEVICE, on_gpu
 from samples import name_of
@@ -134,3 +134,146 @@ def test_many_heads(heads: int) -> None:
 
     for got, expected in zip(results(DEVICE), results("cpu"), strict=True):
         assert_close(got, expected, 1e-11)
+
+
+# --- Maps from query and key by kernels of their own
+
+# Tensor cores may round the few sums of float32 in a score towards zero.
+TOWARDS_ZERO = 32 * torch.finfo(torch.float32).eps
+WAYS = ("dot, causal", "dot, masked", "dot, biased", "implicit, causal", "implicit, stationary")
+
+
+def streamed_call(way: str, dtype: torch.dtype, heads: int = 4) -> dict[str, Any]:
+    """Head sizes that are no multiple of 32, and rows that begin at no multiple of 16 bytes."""
+    torch.manual_seed(0)
+    tokens = {"query": (2, 50, heads, 20), "key": (2, 50, 2, 20), "value": (2, 50, 2, 20)}
+    call: dict[str, Any] = {
+        name: torch.randn(shape).transpose(1, 2) for name, shape in tokens.items()
+    }
+    call["out_proj_weight"] = torch.randn(24, 20 * heads) / 8
+    if way.startswith("implicit"):
+        call["w1"] = torch.randn(heads, 20, 9) / 5
+    if way == "implicit, causal":
+        call["w2"] = torch.randn(heads, 20, 9) / 5
+    if way == "dot, biased":
+        call |= {"key_bias": torch.randn(2, 2, 50), "attn_mask": torch.randn(2, heads, 1, 50)}
+    call = {name: x.to(dtype) for name, x in call.items()}
+    if way == "dot, masked":
+        call["attn_mask"] = torch.rand(2, 1, 50, 50) < 0.7
+        call["attn_mask"][:, :, 7] = False
+    return call | {"enable_gqa": True, "is_causal": "causal" in way}
+
+
+def summed(call: dict[str, Any], **options: Any) -> Tensor:
+    call = {"maps": ["summed"], **call, **options}
+    map_ = ikattn.streamed_contributions(**on_gpu(call)).summed
+    assert map_ is not None
+    return map_.cpu()
+
+
+def in_blocks(call: dict[str, Any]) -> Tensor:
+    """The same map by torch's operators, whose bits differ from those of the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IKATTN_STREAMED_MAPS", "0")
+        return summed(call)
+
+
+def composition(call: dict[str, Any]) -> Tensor:
+    """The map as torch computes it in the type of the call, [B, T, S]."""
+    heads = call["query"].size(1)
+    value = call["value"].repeat_interleave(heads // 2, 1)
+    projections = call["out_proj_weight"].unflatten(1, (heads, -1)).permute(1, 2, 0)
+    if "w1" in call:
+        given = {"w1", "w2", "is_causal", "enable_gqa"} & call.keys()
+        weights = ikattn.implicit_kernel_weights(
+            call["query"], call["key"], **{name: call[name] for name in given}
+        )
+    else:
+        key = call["key"].repeat_interleave(heads // 2, 1)
+        logits = call["query"] @ key.mT * 20**-0.5
+        if "key_bias" in call:
+            bias = call["key_bias"].repeat_interleave(heads // 2, 1).unsqueeze(-2)
+            logits = logits + bias + call["attn_mask"]
+        elif "attn_mask" in call:
+            logits = logits.masked_fill(~call["attn_mask"], -torch.inf)
+        if call["is_causal"]:
+            logits = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf)
+        weights = logits.softmax(-1).nan_to_num(0)
+    return torch.einsum("bhts,bhsd->btsd", weights, value @ projections).norm(dim=-1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+def test_kernels_of_streamed_maps_are_as_accurate_as_the_composition(
+    way: str, dtype: torch.dtype
+) -> None:
+    call = streamed_call(way, dtype)
+    got = summed(call)
+    assert not torch.equal(got, in_blocks(call))
+    truth = composition({n: x.double() if _is_float(x) else x for n, x in call.items()})
+    allowed = 2 * error(composition(call), truth) + TOWARDS_ZERO
+    assert_close(got, truth, allowed)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+@pytest.mark.parametrize("heads", [2, 18])
+def test_all_maps_of_a_block_by_kernels(heads: int) -> None:
+    call = streamed_call("dot, causal", torch.float32, heads)
+    padding = torch.arange(50) >= torch.tensor([[50], [47]])
+    residual = torch.randn(2, 50, 24)
+    norms = [torch.nn.LayerNorm(24), torch.nn.RMSNorm(24)]
+    stats = [ikattn.analysis.NormStats.of(norm, residual) for norm in norms]
+    call |= {"residual": residual, "norm": stats[0], "second_norm": stats[1]}
+    call |= {"query_padding": padding, "key_padding": padding}
+    call["maps"] = ["value_norms", "summed", "with_residual", "with_norm", "encoder"]
+    got = named(ikattn.streamed_contributions(**on_gpu(call)))
+    assert not torch.equal(got["summed"].cpu(), in_blocks(call))
+    expected = named(ikattn.streamed_contributions(**call))
+    assert got.keys() == expected.keys()
+    for name, map_ in got.items():
+        assert_close(map_.cpu(), expected[name], 5 * TOWARDS_ZERO, name)
+
+
+def test_queries_of_cached_keys_by_kernels() -> None:
+    call = streamed_call("dot, masked", torch.float32)
+    seen = torch.ones(50, 50, dtype=torch.bool).tril()
+    call["attn_mask"] = (seen & ~seen.tril(-9))[-3:]  # a window
+    call["query"] = call["query"][:, :, -3:]
+    call |= {"residual": torch.randn(2, 3, 24), "diagonal": 47, "maps": ["with_residual"]}
+    got = ikattn.streamed_contributions(**on_gpu(call)).with_residual
+    expected = ikattn.streamed_contributions(**call).with_residual
+    assert got is not None
+    assert expected is not None
+    assert_close(got.cpu(), expected, 5 * TOWARDS_ZERO)
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value", "key_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_nan_shows_where_it_does_in_blocks(what: str, dtype: torch.dtype) -> None:
+    call = streamed_call("dot, causal", dtype) | {"key_bias": torch.zeros(2, 1, 50, dtype=dtype)}
+    call[what][0, 0, 30] = torch.nan
+    call["key_bias"][1] = -torch.inf  # a batch item that sees nothing
+    kernels, blocks = summed(call), in_blocks(call)
+    assert torch.equal(kernels.isnan(), blocks.isnan())
+    assert blocks.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"maps": ["summed", "mixing_ratio"], "residual": torch.randn(2, 50, 24)},
+        {"attn_mask": torch.ones(4, 50, 50, dtype=torch.bool)},
+        {"attn_mask": torch.randn(50, 50)},
+        {"heads": 34},
+        {"dtype": torch.float64},
+    ],
+    ids=lambda other: ", ".join(other),
+)
+def test_what_kernels_of_streamed_maps_do_not_take_is_made_in_blocks(other: dict[str, Any]) -> None:
+    other = dict(other)
+    dtype, heads = other.pop("dtype", torch.float32), other.pop("heads", 4)
+    call = {**streamed_call("dot, causal", dtype, heads), **other}
+    assert torch.equal(summed(call), in_blocks(call))

@@ -61,6 +61,9 @@ class AttentionCall:
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
         streams: Whether weights are never held where no map needs them, however few they are.
+        given_dtype: The type that query and key were given in, where they are still the same
+            numbers. Weights that are never held are made of them in it: kernels for 16 bits err as
+            such a model does, and take less time.
     """
 
     query: Tensor
@@ -81,6 +84,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     softmax_heads: Tensor | None = None
     streams: bool = False
+    given_dtype: torch.dtype | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -240,9 +244,10 @@ class AttentionCall:
         if holds_weights or are_few:
             return contributions(self.weights, self.value, out_proj_weight, **block)
         w1, w2 = self.frequencies or (None, None)
+        dtype = self.given_dtype or self.query.dtype
         return streamed_contributions(
-            self.query,
-            self.key,
+            self.query.to(dtype),
+            self.key.to(dtype),
             self.value,
             out_proj_weight,
             w1=w1,

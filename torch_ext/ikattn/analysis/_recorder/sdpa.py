@@ -143,5 +143,6 @@ def sdpa_call(
             scaling=scale,
             attn_mask=mask,
             causal=0 if is_causal else None,
+            given_dtype=query.dtype if key.dtype == query.dtype else None,
         )
     return call, dropout_p

@@ -112,6 +112,7 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
             causal=causal,
             softcap=None if softcap is None else float(softcap),
             sinks=None if sinks is None else widened(sinks),
+            given_dtype=given.query.dtype if given.key.dtype == given.query.dtype else None,
         )
         if given.implementation == IMPLICIT:
             _use_kernel(call, kernel_of(module))
@@ -180,6 +181,7 @@ def _switch_back(config: Any) -> None:
 def _use_kernel(call: AttentionCall, kernel: Any) -> None:
     """Turns a call into one of the implicit kernel, as "ikattn_implicit" computes it."""
     call.query, call.scaling = scaled_query(call.query, call.scaling), None
+    call.given_dtype = None
     w1, w2 = getattr(kernel, "drawn", None) or kernel(call.query, call.key, None)
     call.frequencies = (widened(w1), None if w2 is None else widened(w2))
     call.kernel, call.p = "implicit", kernel.p

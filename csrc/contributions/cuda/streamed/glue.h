@@ -1,0 +1,232 @@
+// Tensors to the streamed maps' kernels: which calls they take, operands in 16 bits, what keys and
+// rows bring to their pairs.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "attention/reference.h"
+#include "contributions/cuda/streamed/streamed.h"
+#include "contributions/maps.h"
+#include "support/cuda/glue.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Why the pairs of a call are made in blocks of rows by torch's operators; nullptr: by kernels.
+inline const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
+  const WeightsSource& source = call.source;
+  const char* wanted = std::getenv("IKATTN_STREAMED_MAPS");
+  if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return "IKATTN_STREAMED_MAPS=0";
+  if (source.attn_weights.defined()) return "the weights are given";
+  if (arithmetic_type(call) == at::kDouble) return "it is computed in float64";
+  if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
+  if (call.block.maps[kMixingRatios]) return "mixing ratios need the sum of other pairs";
+  if (sizes.B * sizes.T * sizes.S == 0 || source.query.size(3) == 0) return "there are no pairs";
+  if (sizes.B * sizes.T * ((sizes.S + kMaskKeys - 1) / kMaskKeys) >= int64_t{1} << 31) {
+    return "there are more pairs than a grid has blocks for";
+  }
+  const at::Tensor mask = or_undefined(source.options.attn_mask);
+  if (!mask.defined()) return nullptr;
+  if (mask.scalar_type() != at::kBool) {
+    return mask.dim() >= 2 && mask.size(-2) != 1 ? "a float mask differs by query" : nullptr;
+  }
+  return mask.dim() >= 3 && mask.size(-3) != 1 ? "the mask differs by head" : nullptr;
+}
+
+// [B, heads, N, width] of 16 bits, and what a row is over; undefined: as it is.
+struct StreamedOperand {
+  at::Tensor rows, factor;  // factor [B, heads, N]
+};
+
+// Rows of a multiple of kOperandColumns, zeros behind the given ones, at multiples of 16 bytes.
+inline at::Tensor operand_rows(at::Tensor rows) {
+  const int64_t beyond = rows.size(3) % kOperandColumns;
+  if (beyond != 0) rows = at::constant_pad_nd(rows, {0, kOperandColumns - beyond});
+  bool is_aligned =
+      rows.stride(3) == 1 && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0;
+  for (int axis = 0; axis < 3; ++axis) is_aligned = is_aligned && rows.stride(axis) % 8 == 0;
+  return is_aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+// Rows of float32 as two numbers of Half each, over a power of two that makes the largest of a row
+// Half's largest. Products leave out what is small times small.
+inline StreamedOperand split_operand(const at::Tensor& x, bool is_key) {
+  const at::Tensor largest = x.abs().amax({-1}, true);
+  const at::Tensor exponent = std::get<1>(at::frexp(largest)).to(at::kFloat).clamp_min(-100);
+  const at::Tensor factor = at::where(at::logical_and(largest.isfinite(), largest > 0),
+                                      at::exp2(exponent - 15), at::ones({}, x.options()));
+  const at::Tensor scaled = x / factor, high = scaled.to(at::kHalf);
+  const at::Tensor low = (scaled - high.to(at::kFloat)).to(at::kHalf);
+  const at::Tensor rows = is_key ? at::cat({high, high, low}, -1) : at::cat({high, low, high}, -1);
+  return {operand_rows(rows), factor.squeeze(-1)};
+}
+
+inline StreamedOperand operand_of(const at::Tensor& x, bool is_split, bool is_key) {
+  return is_split ? split_operand(x, is_key) : StreamedOperand{operand_rows(x), {}};
+}
+
+// The axis of heads, third from the end, with each of them as often as makes it `heads`.
+inline at::Tensor repeated_heads(const at::Tensor& x, int64_t heads, int64_t axis = -3) {
+  return x.size(axis) == heads ? x : x.repeat_interleave(heads / x.size(axis), axis);
+}
+
+// Features of the query's and the key's tokens, in Half or float32.
+inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source, int64_t H,
+                                                     bool is_split) {
+  const auto wide = [](const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; };
+  const at::Tensor w1 = wide(source.w1), w2 = wide(source.w2);
+  const auto features = [&](const at::Tensor& x, int64_t heads) {
+    const at::Tensor second = w2.defined() ? repeated_heads(w2, heads) : w2;
+    return spectral_features(wide(repeated_heads(x, heads)), repeated_heads(w1, heads),
+                             or_none(second))
+        .to(is_split ? at::kFloat : at::kHalf);
+  };
+  return {features(source.query, H), features(source.key, w1.size(-3))};
+}
+
+// [B, H, S], float32: what is added to the logit of a key in every row, -inf where it is hidden. Of
+// the implicit kernel with the magnitude, relative to the largest of a head, which no weight sees.
+inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
+  const auto [B, H, G, T, S, d_v, D] = sizes;
+  at::Tensor mask = or_undefined(source.options.attn_mask);
+  if (mask.defined() && mask.scalar_type() == at::kBool) mask = at::Tensor();
+  at::Tensor logits = at::zeros({B, H, S}, source.query.options().dtype(at::kDouble)), hidden;
+  const bool has_magnitude = source.w1.defined() && source.options.p.has_value();
+  if (has_magnitude) {
+    const double scale =
+        magnitude_scale_or_default(source.options.magnitude_scale, source.key.size(3));
+    const at::Tensor norms = reference_squared_norm(source.key.to(at::kDouble), *source.options.p);
+    logits = logits + repeated_heads(norms * scale, H, -2);
+  }
+  for (const at::Tensor& term : logit_terms(source, mask, at::kDouble)) {
+    const at::Tensor by_key = term.expand({B, H, 1, S}).squeeze(2), hides = by_key == -INFINITY;
+    hidden = hidden.defined() ? at::logical_or(hidden, hides) : hides;
+    logits = logits + by_key;
+  }
+  if (hidden.defined()) logits = logits.masked_fill(hidden, -INFINITY);
+  if (has_magnitude) {
+    const at::Tensor known = logits.masked_fill(logits.isfinite().logical_not(), -INFINITY);
+    const at::Tensor largest = known.amax({-1}, true);
+    logits = logits - largest.masked_fill(largest == -INFINITY, 0);
+  }
+  return logits.to(at::kFloat);
+}
+
+// One call: its tensors live until its kernels are queued.
+class StreamedPairs {
+ public:
+  StreamedPairs(const ContributionCall& call, const ContributionSizes& sizes)
+      : sizes_(sizes), call_(name_of(call), call.value) {
+    const WeightsSource& source = call.source;
+    params_.is_split = source.query.scalar_type() == at::kFloat;
+    params_.is_implicit = source.w1.defined();
+    params_.eps = static_cast<float>(source.options.eps);
+    params_.is_causal = source.options.is_causal;
+    params_.B = sizes.B;
+    params_.H = sizes.H;
+    params_.T = sizes.T;
+    params_.S = sizes.S;
+    set_operands(source);
+    const at::Tensor mask = or_undefined(source.options.attn_mask);
+    if (mask.defined() && mask.scalar_type() == at::kBool) set_mask(mask);
+    const Block& block = call.block;
+    if (block.query_padding.defined()) params_.query_padding = array_of(block.query_padding);
+    if (block.key_padding.defined()) params_.key_padding = array_of(block.key_padding);
+  }
+
+  // norms[variant] [B, T, S], float32, of every variant that is there.
+  void set_variants(const Keys& keys, const std::array<at::Tensor, 3>& norms) {
+    for (int variant = 0; variant < 3; ++variant) {
+      if (!norms[variant].defined()) continue;
+      const int64_t words = fragment_words(sizes_.H, params_.is_split);
+      const at::Tensor fragments = kept(at::empty({sizes_.B, sizes_.S, words}, options(at::kInt)));
+      const at::Tensor units = kept(at::empty({sizes_.B, sizes_.S}, options(at::kFloat)));
+      FragmentParams params;
+      params.B = sizes_.B;
+      params.H = sizes_.H;
+      params.S = sizes_.S;
+      params.is_split = params_.is_split;
+      params.factors = keys.factors[variant].const_data_ptr<float>();
+      params.fragments = static_cast<uint32_t*>(fragments.mutable_data_ptr());
+      params.units = units.mutable_data_ptr<float>();
+      call_.check(streamed_kernels.factor_fragments(params, call_.stream()));
+      params_.fragments[params_.variants] = params.fragments;
+      params_.units[params_.variants] = params.units;
+      params_.norms[params_.variants++] = array_of(norms[variant]);
+    }
+  }
+
+  // Fills the norms; [B, H, T], the weights of each query for its own key, where they are wanted.
+  at::Tensor run(bool wants_own, int64_t diagonal) {
+    at::Tensor own;
+    if (wants_own) {
+      own = at::zeros({sizes_.B, sizes_.H, sizes_.T}, options(at::kFloat));
+      params_.own = own.mutable_data_ptr<float>();
+      params_.diagonal = diagonal;
+    }
+    call_.check(streamed_kernels.row_sums(params_, call_.stream()));
+    if (params_.variants > 0) {
+      call_.check(streamed_kernels.pair_norms(params_, call_.stream()));
+    }
+    // Own pairs that are hidden have no weight, but NaN in rows that are.
+    return wants_own ? own.add_(rows_.select(-1, 2) * 0) : own;
+  }
+
+ private:
+  at::TensorOptions options(at::ScalarType type) const { return rows_options_.dtype(type); }
+  at::Tensor kept(at::Tensor tensor) {
+    tensors_.push_back(tensor);
+    return tensor;
+  }
+
+  void set_operands(const WeightsSource& source) {
+    const auto [B, H, G, T, S, d_v, D] = sizes_;
+    rows_options_ = source.query.options();
+    at::Tensor queries = source.query, keys = source.key;
+    const auto d = static_cast<double>(source.query.size(3));
+    double scale = source.scale.value_or(1 / std::sqrt(d));
+    if (params_.is_implicit) {
+      scale = 1 / (4 * static_cast<double>(source.w1.size(-1)));
+      std::tie(queries, keys) = features_of(source, H, params_.is_split);
+    }
+    const StreamedOperand query = operand_of(queries, params_.is_split, false);
+    const StreamedOperand key = operand_of(keys, params_.is_split, true);
+    params_.G = keys.size(1);
+    params_.width = query.rows.size(3);
+    params_.query = array_of(kept(query.rows));
+    params_.key = array_of(kept(key.rows));
+    rows_ = at::empty({B, H, T, kRowNumbers}, options(at::kFloat));
+    rows_.select(-1, 0).fill_(scale);
+    if (query.factor.defined()) rows_.select(-1, 0).mul_(query.factor);
+    params_.rows = rows_.mutable_data_ptr<float>();
+    const at::Tensor logits = key_logits(source, sizes_);
+    const at::Tensor factors =
+        key.factor.defined() ? repeated_heads(key.factor, H, -2) : at::ones({}, logits.options());
+    params_.key_numbers =
+        kept(at::stack({factors.expand_as(logits), logits}, -1)).const_data_ptr<float>();
+  }
+
+  void set_mask(const at::Tensor& mask) {
+    const auto [B, H, G, T, S, d_v, D] = sizes_;
+    const at::Tensor shown = mask.expand({B, mask.dim() >= 3 ? mask.size(-3) : 1, T, S});
+    const int64_t words = (S + kMaskKeys - 1) / kMaskKeys;
+    const at::Tensor bits = kept(at::empty({B, T, words}, options(at::kInt)));
+    const MaskParams params{B, T, S, array_of(shown.select(1, 0)),
+                            static_cast<uint32_t*>(bits.mutable_data_ptr())};
+    call_.check(streamed_kernels.mask_words(params, call_.stream()));
+    params_.mask = params.words;
+  }
+
+  ContributionSizes sizes_;
+  Call call_;
+  StreamedParams params_;
+  at::TensorOptions rows_options_;
+  at::Tensor rows_;  // [B, H, T, kRowNumbers]
+  std::vector<at::Tensor> tensors_;
+};
+
+}  // namespace
+}  // namespace ikattn::cuda

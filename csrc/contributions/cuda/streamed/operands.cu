@@ -1,0 +1,107 @@
+// What the pairs' kernels read in another form than callers have it: masks as bits, and factors as
+// right operands of products.
+#include "contributions/cuda/streamed/streamed.h"
+#include "support/cuda/elements.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kMaskWarps = 4;
+
+__global__ void __launch_bounds__(kMaskWarps * 32) mask_word_kernel(MaskParams params) {
+  const int lane = threadIdx.x % 32;
+  const int64_t words = (params.S + kMaskKeys - 1) / kMaskKeys;
+  const int64_t word = int64_t{blockIdx.x} * kMaskWarps + threadIdx.x / 32;
+  const int64_t row = min(word / words, params.B * params.T - 1);
+  const int64_t b = row / params.T, i = row % params.T, j = word % words * kMaskKeys + lane;
+  const int64_t* stride = params.mask.stride;
+  const bool seen =
+      j < params.S && static_cast<const uint8_t*>(
+                          params.mask.data)[b * stride[0] + i * stride[1] + j * stride[2]] != 0;
+  const unsigned bits = __ballot_sync(0xffffffffu, seen);
+  if (lane == 0 && word < params.B * params.T * words) params.words[word] = bits;
+}
+
+const char* mask_words(const MaskParams& params, Stream stream) {
+  const int64_t words = params.B * params.T * ((params.S + kMaskKeys - 1) / kMaskKeys);
+  return launch(mask_word_kernel,
+                dim3(static_cast<unsigned>((words + kMaskWarps - 1) / kMaskWarps)),
+                dim3(kMaskWarps * 32), 0, stream, params);
+}
+
+constexpr int kParts = 4;  // threads that share a key
+
+// The larger; NaN stays.
+__device__ __forceinline__ float larger(float largest, float x) {
+  return x > largest || x != x ? x : largest;
+}
+
+// A thread is a key, whose factor it reads beside its neighbours'.
+__global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(FragmentParams params) {
+  IKATTN_SHARED(float, parts, kParts* kFactorBlock);
+  const int own_key = threadIdx.x % kFactorBlock, part = threadIdx.x / kFactorBlock;
+  const int H = static_cast<int>(params.H), entries = static_cast<int>(triangle(H));
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  const int64_t b = blockIdx.x / blocks, j = blockIdx.x % blocks * kFactorBlock + own_key;
+  const float* factors = params.factors + int64_t{blockIdx.x} * entries * kFactorBlock + own_key;
+  float largest = 0;
+  for (int entry = part; entry < entries; entry += kParts) {
+    largest = larger(largest, fabsf(factors[int64_t{entry} * kFactorBlock]));
+  }
+  parts[part * kFactorBlock + own_key] = largest;
+  __syncthreads();
+  for (int other = 0; other < kParts; ++other) {
+    largest = larger(largest, parts[other * kFactorBlock + own_key]);
+  }
+  if (j >= params.S) return;
+  // Where a factor is not finite, ones tell whether the key is weighed, and the unit what then is.
+  const bool is_finite = largest - largest == 0;
+  const int exponent = is_finite && largest > 0 ? ilogbf(largest) : 0;
+  const double to_half = ldexp(1.0, 14 - exponent);  // the largest becomes one below 2^15
+  if (part == 0) {
+    params.units[b * params.S + j] = is_finite ? ldexpf(1.0f, exponent - 14) : largest;
+  }
+  const int tiles = static_cast<int>(head_tiles(H)), splits = params.is_split ? 2 : 1;
+  const int count = static_cast<int>(fragment_tiles(tiles));
+  uint32_t* fragments = params.fragments + (b * params.S + j) * splits * count * 64;
+  int tile = 0;
+  for (int n = 0; n < 2 * tiles; ++n) {            // 8 rows
+    for (int k = n / 2; k < tiles; ++k, ++tile) {  // 16 heads
+      if (tile % kParts != part) continue;
+      for (int index = 0; index < 64; ++index) {  // by lane and register
+        const int lane = index / 2, row = 8 * n + lane / 4;
+        const int head = 16 * k + lane % 4 * 2 + index % 2 * 8;
+        float x[2] = {}, rest[2];
+        for (int c = 0; c < 2; ++c) {
+          if (row > head + c || head + c >= H) continue;
+          const int entry = row * H - row * (row - 1) / 2 + head + c - row;
+          const double factor = static_cast<double>(factors[int64_t{entry} * kFactorBlock]);
+          x[c] = is_finite ? static_cast<float>(factor * to_half) : 1.0f;
+        }
+        const uint32_t packed = pack_f16x2(x[0], x[1]);
+        fragments[tile * 64 + index] = packed;
+        if (!params.is_split) continue;
+        const float2 leading = unpack<Half>(packed);
+        rest[0] = x[0] - leading.x;
+        rest[1] = x[1] - leading.y;
+        fragments[(count + tile) * 64 + index] = pack_f16x2(rest[0], rest[1]);
+      }
+    }
+  }
+}
+
+const char* factor_fragments(const FragmentParams& params, Stream stream) {
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  return launch(fragment_kernel, dim3(static_cast<unsigned>(params.B * blocks)),
+                dim3(kFactorBlock * kParts), 0, stream, params);
+}
+
+}  // namespace
+
+const char* streamed_row_sums(const StreamedParams& params, Stream stream);
+const char* streamed_pair_norms(const StreamedParams& params, Stream stream);
+
+const StreamedKernels streamed_kernels = {mask_words, factor_fragments, streamed_row_sums,
+                                          streamed_pair_norms};
+
+}  // namespace ikattn::cuda

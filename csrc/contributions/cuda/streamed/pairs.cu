@@ -1,0 +1,323 @@
+// The norms |R_j a_ij| of 16 keys and 32 or 64 queries by a block. First each warp makes the
+// weights of some heads, in Half, over 2^-15, so that a weight has all its 11 bits down to 2^-29.
+// Then each takes some keys: a product of weights, queries by heads, and the transposed factor,
+// heads by rows, whose squares add up to the norm.
+#include "contributions/cuda/pairs.h"
+#include "contributions/cuda/streamed/scores.h"
+#include "support/cuda/warps.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr float kWeightScale = 0x1p15f;  // of weights in Half
+
+// kHeadTiles: 16 heads each; kParts: numbers of Half that a weight, and a factor, is the sum of.
+template <int kHeadTiles, int kParts>
+struct Tile {
+  static constexpr int kQueries = kParts == 1 ? 64 : 32, kChunks = kQueries / 8;
+  static constexpr int kHeads = 16 * kHeadTiles;
+  static constexpr int kPartBytes = kStreamedKeys * kHeads * kQueries * 2;
+  static constexpr int kPitch = kStreamedKeys + 1;  // of norms, [variant][query][key]
+  static constexpr int kFragments = static_cast<int>(fragment_tiles(kHeadTiles));
+  static constexpr int64_t shared_bytes(int variants) {
+    return kParts * kPartBytes + int64_t{variants} * kQueries * kPitch * 4;
+  }
+
+  // Of the weights [key][head][query], the 16 bytes of the n-th eight queries: turned, so that
+  // neighbouring keys, and neighbouring heads, lie in different banks.
+  __device__ static __forceinline__ uint32_t place(int key, int head, int n) {
+    const int turn = key + (kChunks == 8 ? head : head / 2);
+    return static_cast<uint32_t>((key * kHeads + head) * kQueries * 2 +
+                                 ((n ^ turn) & (kChunks - 1)) * 16);
+  }
+};
+
+// The block's place.
+struct PlaceOfTile {
+  int64_t b, q0, j0;
+};
+
+template <typename Tile>
+__device__ __forceinline__ PlaceOfTile place_of_tile(const StreamedParams& params) {
+  const int64_t key_tiles = (params.S + kStreamedKeys - 1) / kStreamedKeys;
+  const int64_t query_tiles = (params.T + Tile::kQueries - 1) / Tile::kQueries;
+  const int64_t of_queries = blockIdx.x / key_tiles;
+  return {of_queries / query_tiles, of_queries % query_tiles * Tile::kQueries,
+          blockIdx.x % key_tiles * kStreamedKeys};
+}
+
+// The smallest weight of a key that is not zero, over 2^-15. Of a key whose factor is not finite it
+// must not be lost: who weighs such a key is not finite either.
+__device__ __forceinline__ float smallest_weight(const StreamedParams& params, int64_t b,
+                                                 int64_t j) {
+  bool is_finite = true;
+  for (int variant = 0; variant < params.variants; ++variant) {
+    const float* units = variant == 0   ? params.units[0]
+                         : variant == 1 ? params.units[1]
+                                        : params.units[2];
+    const float unit = units[b * params.S + min(j, params.S - 1)];
+    is_finite = is_finite && unit - unit == 0;
+  }
+  return is_finite ? 0.0f : 0x1p-24f;
+}
+
+// Puts two neighbouring queries' weights of a head and key, over 2^-15, to where they belong.
+template <typename Tile, int kParts>
+__device__ __forceinline__ void store_weights(Shared<unsigned char> weights, uint32_t place,
+                                              float x, float y) {
+  const uint32_t packed = pack_f16x2(x, y);
+  Shared<uint32_t> to = shared_cast<uint32_t>(weights + place);
+  to[0] = packed;
+  if constexpr (kParts == 2) {
+    const float2 leading = unpack<Half>(packed);
+    Shared<uint32_t> rest = shared_cast<uint32_t>(weights + (place + Tile::kPartBytes));
+    rest[0] = pack_f16x2(x - leading.x, y - leading.y);
+  }
+}
+
+// The weights of a head and 32 queries, from the q0-th of the block on, by a warp.
+template <typename T, typename Tile, int kParts>
+__device__ __forceinline__ void make_weights(const StreamedParams& params, const PlaceOfTile& at,
+                                             int h, int q0, uint32_t visible,
+                                             const float (&smallest)[2],
+                                             Shared<unsigned char> weights) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float score[kTiles][4] = {};
+  multiply_rows<T>(params, at.b, h, at.q0 + q0, at.j0, score);
+  const int64_t first_row = (at.b * params.H + h) * params.T;
+  const KeyNumbers low(params, at.b, h, at.j0 + g), high(params, at.b, h, at.j0 + g + 8);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int64_t i = at.q0 + q0 + 8 * n + 2 * t + c;
+      const float4 row =
+          load_vector<float4>(params.rows + (first_row + min(i, params.T - 1)) * kRowNumbers);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float& entry = score[n][2 * r + c];
+        const bool seen = (visible >> (4 * n + 2 * r + c) & 1) != 0;
+        const PairTerm term = pair_term(params, entry, row.x, r == 0 ? low : high, seen);
+        float weight = term.magnitude * exp_of(term.logit - row.y) * row.z;
+        if (weight > 1) weight = 1;  // by rounding, of which a large logit may have much
+        if (params.own != nullptr && i < params.T && at.j0 + g + 8 * r == i + params.diagonal) {
+          params.own[first_row + i] = weight;
+        }
+        const float scaled = weight * kWeightScale;
+        entry = weight > 0 ? fmaxf(scaled, smallest[r]) : scaled;  // NaN stays
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      store_weights<Tile, kParts>(weights, Tile::place(g + 8 * r, h, q0 / 8 + n) + 4 * t,
+                                  score[n][2 * r], score[n][2 * r + 1]);
+    }
+  }
+}
+
+// Zeros in the place of heads that are not there.
+template <typename Tile, int kParts>
+__device__ __forceinline__ void clear_weights(int h, Shared<unsigned char> weights) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int n = 0; n < Tile::kChunks; ++n) {
+    for (int r = 0; r < 2; ++r) {
+      store_weights<Tile, kParts>(weights, Tile::place(g + 8 * r, h, n) + 4 * t, 0, 0);
+    }
+  }
+}
+
+// A key's transposed factor: the registers of tiles (n, k) of 8 rows and 16 heads.
+template <int kHeadTiles, int kParts>
+struct KeyFactor {
+  uint2 part[kParts][2 * kHeadTiles][kHeadTiles];
+
+  __device__ __forceinline__ explicit KeyFactor(const uint32_t* fragments) {
+    const int lane = threadIdx.x % 32;
+    int tile = 0;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+#pragma unroll
+      for (int n = 0; n < 2 * kHeadTiles; ++n) {
+#pragma unroll
+        for (int k = n / 2; k < kHeadTiles; ++k, ++tile) {
+          part[p][n][k] = load_vector<uint2>(fragments + tile * 64 + lane * 2);
+        }
+      }
+    }
+  }
+};
+
+// sums[n] of 16 queries, the m-th, and 8 rows of the factor, over all heads. What is small times
+// small is below what float32 holds.
+template <typename Tile, int kHeadTiles, int kParts>
+__device__ __forceinline__ void multiply_factor(const KeyFactor<kHeadTiles, kParts>& factor,
+                                                uint32_t weights, int key, int m,
+                                                float (&sums)[2 * kHeadTiles][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int p = kParts - 1; p >= 0; --p) {
+#pragma unroll
+    for (int k = 0; k < kHeadTiles; ++k) {
+      uint32_t a[4];
+      const int head = 16 * k + lane / 16 * 8 + lane % 8, n = 2 * m + lane / 8 % 2;
+      ldmatrix_x4_trans(a, weights + p * Tile::kPartBytes + Tile::place(key, head, n));
+#pragma unroll
+      for (int q = kParts - 1 - p; q >= 0; --q) {
+#pragma unroll
+        for (int row = 0; row <= 2 * k + 1; ++row) {
+          const uint2& b = factor.part[q][row][k];
+          mma_m16n8k16<Half>(sums[row], a, b.x, b.y);
+        }
+      }
+    }
+  }
+}
+
+// The norms of a key and all queries of the block, by a warp.
+template <typename Tile, int kHeadTiles, int kParts>
+__device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit, uint32_t weights,
+                                           int key, Shared<float> norms) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const KeyFactor<kHeadTiles, kParts> factor(fragments);
+#pragma unroll 1
+  for (int m = 0; m < Tile::kQueries / 16; ++m) {
+    float sums[2 * kHeadTiles][4] = {};
+    multiply_factor<Tile>(factor, weights, key, m, sums);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float square = 0;
+#pragma unroll
+      for (int n = 0; n < 2 * kHeadTiles; ++n) {
+        square += sums[n][2 * r] * sums[n][2 * r] + sums[n][2 * r + 1] * sums[n][2 * r + 1];
+      }
+      square = sum_of_lanes<4>(square);
+      // A key without weight is nothing, whatever it holds.
+      const float norm = square == 0 ? 0.0f : sqrtf(square) / kWeightScale * unit;
+      if (t == 0) norms[(16 * m + 8 * r + g) * Tile::kPitch + key] = norm;
+    }
+  }
+}
+
+// Where no pair of the block is seen: zeros, and NaN in the rows of queries that are not finite.
+template <typename Tile>
+__device__ __forceinline__ void fill_norms(const StreamedParams& params, const PlaceOfTile& at,
+                                           Shared<float> norms) {
+  if (threadIdx.x >= Tile::kQueries) return;
+  const int64_t i = min(at.q0 + threadIdx.x, params.T - 1);
+  float fill = 0;
+  for (int64_t h = 0; h < params.H; ++h) {
+    const float inverse = params.rows[((at.b * params.H + h) * params.T + i) * kRowNumbers + 2];
+    if (inverse != inverse) fill = inverse;
+  }
+  for (int variant = 0; variant < params.variants; ++variant) {
+    for (int key = 0; key < kStreamedKeys; ++key) {
+      norms[(variant * Tile::kQueries + threadIdx.x) * Tile::kPitch + key] = fill;
+    }
+  }
+}
+
+// To the maps, 16 keys of a row side by side; zeros where query or key is padding.
+template <typename Tile>
+__device__ __forceinline__ void store_norms(const StreamedParams& params, const PlaceOfTile& at,
+                                            Shared<const float> norms) {
+  const int64_t j = at.j0 + threadIdx.x % kStreamedKeys;
+  if (j >= params.S) return;
+  const bool key_counts = !is_padding(params.key_padding, at.b, j);
+  for (int query = threadIdx.x / kStreamedKeys; query < Tile::kQueries;
+       query += kThreads / kStreamedKeys) {
+    const int64_t i = at.q0 + query;
+    if (i >= params.T) break;
+    const bool counts = key_counts && !is_padding(params.query_padding, at.b, i);
+#pragma unroll 1
+    for (int variant = 0; variant < params.variants; ++variant) {
+      const Array& out = variant == 0   ? params.norms[0]
+                         : variant == 1 ? params.norms[1]
+                                        : params.norms[2];
+      const float norm =
+          norms[(variant * Tile::kQueries + query) * Tile::kPitch + threadIdx.x % kStreamedKeys];
+      static_cast<float*>(out.data)[at.b * out.stride[0] + i * out.stride[1] + j * out.stride[2]] =
+          counts ? norm : 0.0f;
+    }
+  }
+}
+
+// Dynamic shared memory: weights [kParts][key][head][query], then norms.
+template <typename T, int kHeadTiles, int kParts>
+__global__ void __launch_bounds__(kThreads, 2) streamed_pair_kernel(StreamedParams params) {
+  using OwnTile = Tile<kHeadTiles, kParts>;
+  Shared<unsigned char> weights = dynamic_shared<unsigned char>();
+  Shared<float> norms = shared_cast<float>(weights + kParts * OwnTile::kPartBytes);
+  const PlaceOfTile at = place_of_tile<OwnTile>(params);
+  const int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
+  constexpr int kRounds = OwnTile::kChunks / kTiles;
+  uint32_t visible[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    visible[round] = visible_pairs(params, at.b, at.q0 + round * 8 * kTiles, at.j0);
+  }
+  if (__syncthreads_or((visible[0] | visible[kRounds - 1]) != 0) != 0) {
+    const float smallest[2] = {smallest_weight(params, at.b, at.j0 + g),
+                               smallest_weight(params, at.b, at.j0 + g + 8)};
+#pragma unroll 1
+    for (int h = warp; h < OwnTile::kHeads; h += kWarps) {
+      if (h < params.H) {
+#pragma unroll 1
+        for (int round = 0; round < kRounds; ++round) {
+          make_weights<T, OwnTile, kParts>(params, at, h, round * 8 * kTiles,
+                                           round == 0 ? visible[0] : visible[kRounds - 1], smallest,
+                                           weights);
+        }
+      } else {
+        clear_weights<OwnTile, kParts>(h, weights);
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int index = warp; index < params.variants * kStreamedKeys; index += kWarps) {
+      const int key = index % kStreamedKeys, variant = index / kStreamedKeys;
+      const int64_t token = at.b * params.S + at.j0 + key;
+      if (at.j0 + key >= params.S) continue;
+      const uint32_t* fragments = variant == 0   ? params.fragments[0]
+                                  : variant == 1 ? params.fragments[1]
+                                                 : params.fragments[2];
+      const float* units = variant == 0   ? params.units[0]
+                           : variant == 1 ? params.units[1]
+                                          : params.units[2];
+      make_norms<OwnTile, kHeadTiles, kParts>(
+          fragments + token * kParts * OwnTile::kFragments * 64, units[token],
+          shared_address(weights), key, norms + variant * OwnTile::kQueries * OwnTile::kPitch);
+    }
+  } else {
+    fill_norms<OwnTile>(params, at, norms);
+  }
+  __syncthreads();
+  store_norms<OwnTile>(params, at, norms);
+}
+
+template <typename T, int kHeadTiles, int kParts>
+const char* launch_pairs(const StreamedParams& params, Stream stream) {
+  using OwnTile = Tile<kHeadTiles, kParts>;
+  const int64_t key_tiles = (params.S + kStreamedKeys - 1) / kStreamedKeys;
+  const int64_t query_tiles = (params.T + OwnTile::kQueries - 1) / OwnTile::kQueries;
+  return launch(streamed_pair_kernel<T, kHeadTiles, kParts>,
+                dim3(static_cast<unsigned>(params.B * query_tiles * key_tiles)), dim3(kThreads),
+                OwnTile::shared_bytes(params.variants), stream, params);
+}
+
+template <typename T, int kParts>
+const char* launch_heads(const StreamedParams& params, Stream stream) {
+  return params.H <= 16 ? launch_pairs<T, 1, kParts>(params, stream)
+                        : launch_pairs<T, 2, kParts>(params, stream);
+}
+
+}  // namespace
+
+const char* streamed_pair_norms(const StreamedParams& params, Stream stream) {
+  if (params.H > kMostStreamedHeads) return "there must be at most 32 heads";
+  if (params.is_split) return launch_heads<Half, 2>(params, stream);
+  return params.query.type == ElementType::kBFloat16 ? launch_heads<BFloat16, 1>(params, stream)
+                                                     : launch_heads<Half, 1>(params, stream);
+}
+
+}  // namespace ikattn::cuda

@@ -1,0 +1,124 @@
+// Scores of 16 keys and 32 queries by one warp, and what a pair's weight is made of. Operands are
+// read from global memory, which L1 and L2 serve, straight to the registers of a product: a lane
+// takes 16 bytes of a row, whose eight elements it has at its inner places of two products. Which
+// column is at which place is of no account, as both operands agree.
+//
+// Lanes g = lane / 4 and t = lane % 4. score[n][2 r + c] is that of key j0 + g + 8 r and query
+// q0 + 8 n + 2 t + c, and so is bit 4 n + 2 r + c of visible pairs.
+#pragma once
+
+#include "contributions/cuda/streamed/streamed.h"
+#include "support/cuda/elements.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Of a warp's tile: keys, and queries by 8.
+constexpr int kStreamedKeys = 16, kTiles = 4;
+
+// Adds to score[n] the products of 16 keys and 32 queries.
+template <typename T>
+__device__ __forceinline__ void multiply_rows(const StreamedParams& params, int64_t b, int64_t h,
+                                              int64_t q0, int64_t j0, float (&score)[kTiles][4]) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int64_t key_head = h / (params.H / params.G);
+  const auto* key = static_cast<const uint16_t*>(params.key.data) + b * params.key.stride[0] +
+                    key_head * params.key.stride[1] + t * 8;
+  const auto* query = static_cast<const uint16_t*>(params.query.data) + b * params.query.stride[0] +
+                      h * params.query.stride[1] + t * 8;
+  // Tokens that are not there are the last one, and hidden.
+  const uint16_t* low = key + min(j0 + g, params.S - 1) * params.key.stride[2];
+  const uint16_t* high = key + min(j0 + g + 8, params.S - 1) * params.key.stride[2];
+#pragma unroll 1
+  for (int64_t column = 0; column < params.width; column += kOperandColumns) {
+    const uint4 a = load_vector<uint4>(low + column), c = load_vector<uint4>(high + column);
+    const uint32_t first[4] = {a.x, c.x, a.y, c.y}, second[4] = {a.z, c.z, a.w, c.w};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int64_t i = min(q0 + 8 * n + g, params.T - 1);
+      const uint4 right = load_vector<uint4>(query + i * params.query.stride[2] + column);
+      mma_m16n8k16<T>(score[n], first, right.x, right.y);
+      mma_m16n8k16<T>(score[n], second, right.z, right.w);
+    }
+  }
+}
+
+// Which pairs exist, and are seen under causality and the mask.
+__device__ __forceinline__ uint32_t visible_pairs(const StreamedParams& params, int64_t b,
+                                                  int64_t q0, int64_t j0) {
+  static_assert(kMaskKeys % kStreamedKeys == 0);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int64_t words = (params.S + kMaskKeys - 1) / kMaskKeys;
+  uint32_t visible = 0;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int64_t i = q0 + 8 * n + 2 * t + c;
+      if (i >= params.T) continue;
+      const int64_t end = params.is_causal ? min(params.S, i + 1) : params.S;
+      const uint32_t word =
+          params.mask == nullptr ? ~0u : params.mask[(b * params.T + i) * words + j0 / kMaskKeys];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t j = j0 + g + 8 * r;
+        const bool seen = j < end && (word >> (j % kMaskKeys) & 1) != 0;
+        visible |= uint32_t{seen} << (4 * n + 2 * r + c);
+      }
+    }
+  }
+  return visible;
+}
+
+// A weight before it is divided by its row's sum: magnitude exp(logit).
+struct PairTerm {
+  float magnitude, logit;
+};
+
+struct KeyNumbers {
+  float factor = 0, logit = 0;
+
+  KeyNumbers() = default;
+  __device__ __forceinline__ KeyNumbers(const StreamedParams& params, int64_t b, int64_t h,
+                                        int64_t j) {
+    const float2 two = load_vector<float2>(
+        params.key_numbers + ((b * params.H + h) * params.S + min(j, params.S - 1)) * 2);
+    factor = two.x;
+    logit = two.y;
+  }
+};
+
+// What a hidden pair holds does not count, NaN neither.
+__device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, float score,
+                                              float row_factor, const KeyNumbers& key,
+                                              bool visible) {
+  const float x = score * row_factor * key.factor;
+  PairTerm term{params.is_implicit ? x * x + params.eps : 1.0f,
+                params.is_implicit ? key.logit : x + key.logit};
+  if (!visible || key.logit == -INFINITY) term = {1.0f, -INFINITY};
+  return term;
+}
+
+__device__ __forceinline__ float exp_of(float x) { return fast_exp2(x * 1.44269504f); }
+
+// Sum of the terms seen so far, relative to the largest logit. NaN and inf end in a NaN.
+struct RunningSum {
+  float largest = -INFINITY, sum = 0;
+
+  __device__ __forceinline__ void add(const PairTerm& a, const PairTerm& b) {
+    const float logit = fmaxf(largest, fmaxf(a.logit, b.logit));
+    const float reference = logit == -INFINITY ? 0.0f : logit;
+    sum = sum * exp_of(largest - reference) + a.magnitude * exp_of(a.logit - reference) +
+          b.magnitude * exp_of(b.logit - reference);
+    largest = logit;
+  }
+  __device__ __forceinline__ void add(const RunningSum& other) {
+    const float logit = fmaxf(largest, other.largest);
+    const float reference = logit == -INFINITY ? 0.0f : logit;
+    sum = sum * exp_of(largest - reference) + other.sum * exp_of(other.largest - reference);
+    largest = logit;
+  }
+};
+
+}  // namespace
+}  // namespace ikattn::cuda

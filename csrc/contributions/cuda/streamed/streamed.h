@@ -1,0 +1,80 @@
+// The streamed maps' kernels, from query and key to the norms of pairs: what they see of a call,
+// and how they are queued. Weights [B, H, T, S] never exist.
+#pragma once
+
+#include "contributions/params.h"
+#include "support/cuda/launch.h"
+
+namespace ikattn::cuda {
+
+// Heads are taken by 16; a block holds the weights of all of them.
+constexpr int64_t kMostStreamedHeads = 32;
+// Columns of an operand that a lane's vectors of 16 bytes cover.
+constexpr int64_t kOperandColumns = 32;
+// Keys whose visibility one word holds, and numbers beside a query's row of operands.
+constexpr int64_t kMaskKeys = 32;
+constexpr int64_t kRowNumbers = 4;
+
+// With x_ij = row_i[0] key_numbers_j[0] (query_i . key_j), the weight of a pair is
+//   dot attention        exp(x_ij + key_numbers_j[1])               over its row's sum
+//   implicit kernel      (x_ij^2 + eps) exp(key_numbers_j[1])       likewise
+// and that of a hidden pair is zero.
+struct StreamedParams {
+  int64_t B = 0, H = 0, G = 0, T = 0, S = 0;
+  int64_t width = 0;  // columns of query and key, a multiple of kOperandColumns
+  Array query,
+      key;  // [B, H, T, width], [B, G, S, width], of 16 bits; rows at multiples of 16 bytes
+  const float* key_numbers = nullptr;  // [B, H, S, 2]: factor, logit (-inf: hidden)
+  float* rows = nullptr;               // [B, H, T, 4]: factor; then what weights are relative to
+  bool is_implicit = false;
+  float eps = 0;
+  bool is_causal = false;
+  const uint32_t* mask = nullptr;  // [B, T, ceil(S / 32)], bit 1: visible; nullptr: all are
+
+  // Of the pairs alone.
+  bool is_split = false;  // weights and factors are two numbers of Half each, else one
+  int variants = 0;
+  const uint32_t* fragments[3] = {};  // as factor_fragments() makes them
+  const float* units[3] = {};         // [B, S]
+  Array norms[3];                     // [B, T, S], float32
+  Array query_padding, key_padding;   // bool [B, T], [B, S]
+  float* own = nullptr;               // [B, H, T], weights of query i for key i + diagonal
+  int64_t diagonal = 0;
+};
+
+// A mask [B, T, S] of bytes, as bits.
+struct MaskParams {
+  int64_t B = 0, T = 0, S = 0;
+  Array mask;
+  uint32_t* words = nullptr;
+};
+
+// The factors of every key as right operands of products, in Half, over the key's unit.
+struct FragmentParams {
+  int64_t B = 0, H = 0, S = 0;
+  bool is_split = false;
+  const float* factors = nullptr;  // as in FactorParams
+  uint32_t* fragments = nullptr;   // [B, S, 1 or 2, tiles, 32, 2]
+  float* units = nullptr;          // [B, S]
+};
+
+IKATTN_HOST_DEVICE constexpr int64_t head_tiles(int64_t H) { return (H + 15) / 16; }
+// Tiles of 8 rows and 16 heads of an upper triangular matrix, but for those of zeros.
+IKATTN_HOST_DEVICE constexpr int64_t fragment_tiles(int64_t head_tiles) {
+  return head_tiles * (head_tiles + 1);
+}
+// Words of a key's fragments.
+constexpr int64_t fragment_words(int64_t H, bool is_split) {
+  return (is_split ? 2 : 1) * fragment_tiles(head_tiles(H)) * 64;
+}
+
+// Each queues its work and returns nullptr, or why it could not.
+struct StreamedKernels {
+  const char* (*mask_words)(const MaskParams&, Stream);
+  const char* (*factor_fragments)(const FragmentParams&, Stream);
+  const char* (*row_sums)(const StreamedParams&, Stream);  // fills rows
+  const char* (*pair_norms)(const StreamedParams&, Stream);
+};
+extern const StreamedKernels streamed_kernels;
+
+}  // namespace ikattn::cuda
