@@ -318,6 +318,8 @@ def compare_attention(options: argparse.Namespace) -> None:
     name = f"B = {options.tokens // length}, N = {length}"
     near = distance < length // 2
     compare_both(options, f"{name}, bool mask", tensors, mask=near)
+    shown = (tokens < length * 3 // 4)[None, None, None]
+    compare_both(options, f"{name}, a quarter padding", tensors, mask=shown)
     slopes = 2.0 ** -torch.arange(1, options.heads + 1, device=options.device)
     linear = (-slopes[:, None, None] * distance).to(tensors[0].dtype)
     compare_both(options, f"{name}, float mask (ALiBi)", tensors, mask=linear)

@@ -76,7 +76,8 @@ programs() {
 suite() {
   IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" \
-    "$tests/gpu/test_cuda_int8.py" "$tests/operators/test_which_kernels.py" "${of_all_devices[@]}"
+    "$tests/gpu/test_cuda_int8.py" "$tests/operators/test_which_kernels.py" \
+    "$tests/operators/test_key_masks.py" "${of_all_devices[@]}"
 }
 suite_linear() {
   IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \

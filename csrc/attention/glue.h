@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "attention/arguments.h"
+#include "attention/key_offsets.h"
 #include "attention/params.h"
 #include "support/glue.h"
 #include "support/memory.h"
@@ -53,20 +54,6 @@ inline void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
   params.frequency_batches = sizes.frequency_batches;
 }
 
-// key_bias, repeated within groups where it has fewer heads than the prepared keys: broadcasts to
-// [B, key heads, S].
-inline at::Tensor bias_per_key_head(const at::Tensor& bias, int64_t key_heads) {
-  const int64_t heads = bias.dim() < 2 ? 1 : bias.size(-2);
-  if (heads == 1 || heads == key_heads) return bias;
-  return bias.repeat_interleave(key_heads / heads, -2);
-}
-
-inline bool has_bias_per_query_head(const AttentionOptions& options, const AttentionSizes& sizes) {
-  if (!is_present(options.key_bias) || options.key_bias->dim() < 2) return false;
-  const int64_t heads = options.key_bias->size(-2);
-  return heads == sizes.H && heads != sizes.G;
-}
-
 // seed is contiguous, and outlives the state. Where it is on a GPU its numbers are not looked at.
 inline DropoutState dropout_state(const at::Tensor& seed, int64_t H) {
   const int64_t* numbers = seed.const_data_ptr<int64_t>();
@@ -96,20 +83,11 @@ inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
                        const std::optional<at::Tensor>& w2, const AttentionOptions& options,
                        Kept& kept) {
   set_sizes(params, sizes);
-  const bool per_query_head =
-      sizes.frequency_heads != sizes.G || has_bias_per_query_head(options, sizes);
-  params.key_heads = per_query_head ? sizes.H : sizes.G;
+  set_offsets(params, sizes, options, kept.bias);
   params.query = array_of(query);
   params.key = array_of(key);
   params.w1 = frequencies(w1, sizes);
   if (is_present(w2)) params.w2 = frequencies(*w2, sizes);
-  if (is_present(options.key_bias)) {
-    kept.bias = bias_per_key_head(*options.key_bias, params.key_heads);
-    params.key_bias = array_of(kept.bias, {sizes.B, params.key_heads, sizes.S});
-  }
-  if (is_present(options.attn_mask)) {
-    params.mask = array_of(*options.attn_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
-  }
   params.p = options.p.value_or(0.0);
   params.magnitude_scale = magnitude_scale_or_default(options.magnitude_scale, sizes.d);
   params.eps = options.eps;
@@ -259,7 +237,8 @@ struct AttentionOperators {
     return run_backward(function, params, sizes, query, key, value, w1, options, wanted);
   }
 
-  // The gradients of a call whose params are set but for them.
+  // The gradients of a call whose params are set but for them. That of a key mask is that of the
+  // keys' logits, as that of key_bias is.
   static AttentionGradients run_backward(const char* function, AttentionBackwardParams& params,
                                          const AttentionSizes& sizes, const at::Tensor& query,
                                          const at::Tensor& key, const at::Tensor& value,
@@ -273,7 +252,8 @@ struct AttentionOperators {
     };
     const std::vector<int64_t> frequency_sizes = {sizes.frequency_batches, sizes.frequency_heads,
                                                   sizes.d, sizes.M};
-    at::Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_bias, grad_mask;
+    const bool wants_key_mask = wanted[6] && !params.mask;
+    at::Tensor grad_query, grad_key, grad_value, grad_w1, grad_w2, grad_logits, grad_mask;
     with_memory_for(function, "the gradients", [&] {
       if (wanted[0]) grad_query = kept_in(params.grad_query, at::empty_like(query));
       if (wanted[1]) {
@@ -284,28 +264,30 @@ struct AttentionOperators {
       }
       if (wanted[3]) grad_w1 = kept_in(params.grad_w1, at::zeros(frequency_sizes, compute));
       if (wanted[4]) grad_w2 = kept_in(params.grad_w2, at::zeros(frequency_sizes, compute));
-      if (wanted[5]) {
-        grad_bias =
+      if (wanted[5] || wants_key_mask) {
+        grad_logits =
             kept_in(params.grad_key_bias, at::empty({sizes.B, params.key_heads, sizes.S}, compute));
       }
-      if (wanted[6]) {
+      if (wanted[6] && !wants_key_mask) {
         grad_mask = mask_gradient(*options.attn_mask, sizes, type);
         params.grad_mask = array_of(grad_mask, {sizes.B, sizes.H, sizes.L, sizes.S});
       }
     });
     if (params.S < sizes.S) {
-      for (const at::Tensor& gradient : {grad_key, grad_value, grad_bias}) {
+      for (const at::Tensor& gradient : {grad_key, grad_value, grad_logits}) {
         if (gradient.defined()) gradient.narrow(2, params.S, sizes.S - params.S).zero_();
       }
     }
     Device::backward(params, query, 2.5 * pair_work(sizes));
 
     const auto none = [&] { return not_wanted(query); };
+    at::Tensor grad_bias;
     if (wanted[5]) {
       const int64_t heads = options.key_bias->dim() >= 2 ? options.key_bias->size(-2) : 1;
-      if (heads != 1) grad_bias = sum_groups(grad_bias, heads);
+      grad_bias = heads != 1 ? sum_groups(grad_logits, heads) : grad_logits;
       grad_bias = finish_broadcast(grad_bias, *options.key_bias);
     }
+    if (wants_key_mask) grad_mask = grad_logits.unsqueeze(2);
     return {wanted[0] ? grad_query : none(),
             wanted[1] ? finish_key_side(grad_key, key) : none(),
             wanted[2] ? finish_key_side(grad_value, value) : none(),

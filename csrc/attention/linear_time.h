@@ -5,7 +5,8 @@
 // The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
 // numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal
 // call they grow from chunk to chunk. Exact, but not for every query (cpu/linear/linear_time.h);
-// dropout and masks are about pairs. The costs are of the CPU; those of CUDA are in cuda/route.cu.
+// dropout is about pairs, and so are masks but for key masks (key_offsets.h). The costs are of the
+// CPU; those of CUDA are in cuda/route.cu.
 #pragma once
 
 #include "attention/params.h"
@@ -47,7 +48,7 @@ struct LinearTimeCost {
 
 // nullptr, or why a call cannot take linear time.
 inline const char* why_no_linear_time(const AttentionParams& params) {
-  if (params.mask) return "linear time takes no attn_mask";
+  if (params.mask) return "linear time takes no attn_mask that differs between queries";
   if (params.dropout_threshold != 0) return "linear time takes no dropout";
   return params.grad_weights ? "weights are about pairs" : nullptr;
 }

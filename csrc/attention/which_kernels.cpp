@@ -17,16 +17,15 @@ struct Asked {
   Kept kept;
   c10::Device where;
   at::ScalarType type;
-  bool wants_mask_gradient;
+  bool wants_mask_gradient;  // of pairs
 
   Asked(const char* function, const at::Tensor& query, const at::Tensor& key,
         const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
         const AttentionOptions& options, const std::string& device)
-      : where(device.empty() ? query.device() : c10::Device(device)),
-        type(query.scalar_type()),
-        wants_mask_gradient(is_present(options.attn_mask) && options.attn_mask->requires_grad()) {
+      : where(device.empty() ? query.device() : c10::Device(device)), type(query.scalar_type()) {
     const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
     set_common(params, sizes, query, key, w1, w2, options, kept);
+    wants_mask_gradient = params.mask && options.attn_mask->requires_grad();
     leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.allow_tf32 = torch_allows_tf32();

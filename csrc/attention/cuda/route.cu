@@ -13,7 +13,9 @@ namespace {
 
 // nullptr, or why a pass cannot take linear time.
 const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
-  if (params.mask.type != ElementType::kNone) return "linear time takes no attn_mask";
+  if (params.mask.type != ElementType::kNone) {
+    return "linear time takes no attn_mask that differs between queries";
+  }
   if (params.is_causal) return "on CUDA linear time is not causal";
   if (params.dropout_threshold != 0) return "linear time takes no dropout";
   if (is_wide(params)) {
@@ -66,9 +68,11 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
 }
 
 // nullptr, or why Hopper's own kernels cannot take a call: they compute the folded form, without
-// mask and dropout.
+// dropout and without masks of pairs.
 const char* why_not_hopper(const AttentionParams& params) {
-  if (params.mask.type != ElementType::kNone) return "Hopper's own kernels take no attn_mask";
+  if (params.mask.type != ElementType::kNone) {
+    return "Hopper's own kernels take no attn_mask that differs between queries";
+  }
   if (params.dropout_threshold != 0) return "Hopper's own kernels take no dropout";
   if (is_wide(params)) {
     return "Hopper's own kernels take at most 64 frequencies and 128 columns of value";

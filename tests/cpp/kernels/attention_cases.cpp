@@ -138,6 +138,10 @@ Call::Call(const Case& c) : case_(c) {
   w1 = random(memory, side, frequency_sizes, 0.2);
   w2 = random(memory, side, frequency_sizes, 0.2);
   bias = random(memory, side, {c.B, c.key_heads(), c.S}, 1);
+  if (c.key_mask) {
+    bias = make(memory, ElementType::kBool, {c.B, c.key_heads(), c.S});
+    for (int64_t i = 0; i < bias.count; ++i) write(bias.array, i, random.generator() % 3 != 0);
+  }
   if (c.masking == Masking::kBool) {
     mask = make(memory, ElementType::kBool, {c.B, c.H, c.L, c.S}, broadcast_of(c.masking));
     for (int64_t i = 0; i < mask.count; ++i) write(mask.array, i, random.generator() % 3 != 0);

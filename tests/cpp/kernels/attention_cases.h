@@ -39,6 +39,7 @@ struct Case {
   int64_t B = 2, H = 2, G = 2, L = 5, S = 7, d = 3, d_v = 4, M = 3;
   int64_t frequency_heads = 2, frequency_batches = 1;
   bool stationary = false, causal = false, bias = false;
+  bool key_mask = false;    // the bias is a mask of keys, bool
   bool half_sides = false;  // masks, biases and frequencies of 16 bits
   bool tf32 = false;  // float32 may go to the tensor cores; its numbers are then those of float16
   bool batch_invariant = false;

@@ -10,6 +10,7 @@ const Case kCases[] = {
     {.name = "plain"},
     {.name = "causal", .L = 9, .S = 9, .causal = true},
     {.name = "bias", .bias = true},
+    {.name = "key_mask", .L = 20, .S = 35, .bias = true, .key_mask = true},
     {.name = "bool_mask", .masking = Masking::kBool},
     {.name = "float_mask", .masking = Masking::kFloat},
     {.name = "float_mask_per_key", .masking = Masking::kFloatPerKey},

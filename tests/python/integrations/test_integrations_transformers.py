@@ -195,6 +195,21 @@ def test_masks_with_four_axes_hide_keys(masked: str) -> None:
     assert_close(explicit[:, others], padded[:, others], TOLERANCE)
 
 
+def test_padding_alone_is_one_row_for_all_queries() -> None:
+    convert(build("bert"))
+    masks = transformers.AttentionMaskInterface()
+    shown = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
+    functions = transformers.masking_utils
+    sizes: dict[str, Any] = {"batch_size": 2, "q_length": 4, "kv_length": 6, "q_offset": 2}
+    for function in (functions.bidirectional_mask_function, functions.causal_mask_function):
+        made, expected = (
+            masks[name](**sizes, mask_function=function, attention_mask=shown)
+            for name in ("ikattn_implicit", "sdpa")
+        )
+        assert torch.equal(made, expected)
+        assert (made.stride(-2) == 0) == (function is functions.bidirectional_mask_function)
+
+
 def test_padding_does_not_change_what_tokens_get() -> None:
     model = convert(build("bert"))
     short = torch.tensor([[5, 6, 7]])

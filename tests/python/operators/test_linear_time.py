@@ -44,6 +44,19 @@ LONG = (
     Sample("large magnitude", B=1, L=500, S=500, magnitude_scale=2.0),
     Sample("biased keys", H=3, L=400, S=400, key_bias="BHS"),
     Sample("grouped heads", B=1, H=4, G=2, L=300, S=500, frequencies="G", key_bias="BGS"),
+    Sample("padded", H=3, L=400, S=400, mask="B11S"),
+    Sample(
+        "a float mask of the keys",
+        B=1,
+        H=4,
+        G=2,
+        L=300,
+        S=500,
+        frequencies="G",
+        mask="BH1S",
+        mask_kind="float with -inf",
+        key_bias="BGS",
+    ),
     Sample("grouped heads, own frequencies", H=4, G=2, L=300, S=500, frequencies="BH"),
     Sample("columns", L=500, S=500, layout="columns"),
 )
@@ -65,6 +78,7 @@ CAUSAL = tuple(
         Sample("much eps, causal", B=1, L=500, S=500, M=4, eps=1.0),
         Sample("large magnitude, causal", B=1, L=500, S=500, M=4, magnitude_scale=2.0),
         Sample("biased keys, causal", H=3, L=500, S=500, M=4, key_bias="BHS"),
+        Sample("padded, causal", H=3, L=500, S=500, M=4, mask="B11S"),
         Sample(
             "grouped, causal", B=1, H=4, G=2, L=600, S=600, M=4, frequencies="G", key_bias="BGS"
         ),

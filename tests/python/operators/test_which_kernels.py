@@ -174,16 +174,23 @@ def test_which_kernels_says_what_the_cpu_takes() -> None:
         choices = ikattn.which_kernels(*tensors, **options)  # type: ignore[arg-type]
         assert {choice.unit for choice in choices} == {unit}
         if unit != "baseline" and tensors[0].size(2) == 20000:  # nothing else is worth a reason
-            held_back = {"dropout_p", "attn_mask"} & set(options)
-            expected = {f"linear time takes no {name.removesuffix('_p')}" for name in held_back}
-            assert {choice.reason for choice in choices} == (expected or {None})
+            reasons = {
+                "dropout_p": "linear time takes no dropout",
+                "attn_mask": "linear time takes no attn_mask that differs between queries",
+            }
+            is_held_back = {choice.algorithm for choice in choices} == {"quadratic"}
+            expected = {reasons[name] for name in options} if is_held_back else {None}
+            assert {choice.reason for choice in choices} == expected
         return [choice.algorithm for choice in choices]
 
     assert said(*inputs()) == ["quadratic"] * 2
     assert said(*long_call(20000)) == ["linear"] * 2
     assert said(*long_call(20000), dropout_p=0.5) == ["quadratic"] * 2
-    mask = torch.ones(1, 20000, dtype=torch.bool)
-    assert said(*long_call(20000), attn_mask=mask) == ["quadratic"] * 2
+    of_keys, of_queries = torch.ones(1, 20000), torch.ones(20000, 1)
+    for mask in (of_keys, of_keys[None, None], of_keys.bool().expand(20000, -1)):
+        assert said(*long_call(20000), attn_mask=mask) == ["linear"] * 2
+    for mask in (of_queries, of_queries.bool(), of_keys.expand(20000, -1)):
+        assert said(*long_call(20000), attn_mask=mask) == ["quadratic"] * 2
     narrow = lines["16-bit products"].strip()
     choice = ikattn.which_kernels(*long_call(64, dtype=torch.bfloat16)).forward
     assert choice.algorithm == "quadratic"
@@ -232,8 +239,10 @@ def test_which_kernels_says_what_a_gpu_takes() -> None:
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
     forward, backward = said(*half, attn_mask=mask)
-    no_mask = "Hopper's own kernels take no attn_mask" if is_hopper else None
-    assert forward == tensor_cores._replace(reason=no_mask)
+    no_mask = "Hopper's own kernels take no attn_mask that differs between queries"
+    assert forward == tensor_cores._replace(reason=no_mask if is_hopper else None)
+    of_keys = torch.zeros(2, 1, 1, 10, requires_grad=True)
+    assert said(*half, attn_mask=of_keys) == (without_mask, without_mask)
     reason = "the gradient of attn_mask is computed on CUDA cores"
     assert backward == tensor_cores._replace(reason=reason)
 

@@ -83,6 +83,13 @@ inline void add_squared_norm_gradient(const T* x, int64_t d, double p, T factor,
   }
 }
 
+// key_bias_j, of a mask of bool 0 where it shows the key, and -inf where it hides it.
+inline double bias_of_key(const Array& bias, int64_t offset) {
+  if (!bias) return 0;
+  if (bias.type != ElementType::kBool) return load_element<double>(bias, offset);
+  return static_cast<const uint8_t*>(bias.data)[offset] ? 0 : -infinity<double>();
+}
+
 // g_j + key_bias_j of the keys [begin, end) of key head (b, head). -inf: the key is hidden; NaN:
 // the key holds a value that is not finite, and every row that sees it becomes NaN.
 template <typename T>
@@ -92,9 +99,8 @@ void key_logits(const AttentionParams& params, int64_t b, int64_t head, int64_t 
   const Array& bias = params.key_bias;
   const int64_t group = head * params.G / params.key_heads;
   for (int64_t j = begin; j < end; ++j) {
-    double logit = bias ? load_element<double>(
-                              bias, b * bias.stride[0] + head * bias.stride[1] + j * bias.stride[2])
-                        : 0.0;
+    double logit =
+        bias_of_key(bias, b * bias.stride[0] + head * bias.stride[1] + j * bias.stride[2]);
     if (logit != -infinity<double>()) {
       logit = bounded_offset(logit);
       load_row(key, b * key.stride[0] + group * key.stride[1] + j * key.stride[2], key.stride[3],

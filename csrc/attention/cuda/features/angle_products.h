@@ -61,12 +61,12 @@ struct FeatureDestination {
   Half* phi_k;          // [B, key_heads, S, padded F]
   const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
   const float* scales;  // [B, key_heads, S]
-  // [B, key_heads]  where there are integers of 8 bits: those of heads in the folded form. The
-  // forward has Int8Features of them, the backward the same numbers as Half; nullptr: there are
-  // none
+  // [B, key_heads]  where there are integers of 8 bits (Int8Features): those of heads in the folded
+  // form; nullptr: there are none
   const uint32_t* state = nullptr;
-  int8_t* int8_q = nullptr;  // nullptr: of the backward
+  int8_t* int8_q = nullptr;
   int8_t* int8_k = nullptr;
+  bool has_both = false;  // the backward has the same numbers as Half, too
 };
 const char* write_features_on_tensor_cores(const AttentionParams& params,
                                            const AngleOperands& operands,

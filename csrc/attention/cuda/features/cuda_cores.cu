@@ -19,6 +19,13 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   });
 }
 
+// key_bias_j, of a mask of bool 0 where it shows the key, and -inf where it hides it.
+__device__ __forceinline__ double bias_of_key(const Array& bias, int64_t offset) {
+  if (bias.type == ElementType::kNone) return 0;
+  if (bias.type != ElementType::kBool) return bounded_offset(load_element<double>(bias, offset));
+  return static_cast<const uint8_t*>(bias.data)[offset] != 0 ? 0 : minus_infinity<double>();
+}
+
 // The keys' logits, and the norms of their values where they are asked for.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kRowThreads, 3)
@@ -78,12 +85,9 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   }
   if (j >= params.S) return;
   const int64_t index = int64_t{at.bh} * params.S + j;
-  double logit = 0;
-  if (params.key_bias.type != ElementType::kNone) {
-    const int64_t* stride = params.key_bias.stride;
-    logit = bounded_offset(load_element<double>(
-        params.key_bias, at.b * stride[0] + at.head * stride[1] + j * stride[2]));
-  }
+  const int64_t* stride = params.key_bias.stride;
+  double logit =
+      bias_of_key(params.key_bias, at.b * stride[0] + at.head * stride[1] + j * stride[2]);
   if (params.p == 0 || !finite || logit == minus_infinity<double>()) norm = 0;
   if (logit != minus_infinity<double>()) {
     logit += params.magnitude_scale * norm * norm;

@@ -5,8 +5,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Half; integers of 8 bits; or these as Half, multiplied as others are.
-enum class FeatureForm { kHalf, kInt8, kInt8InHalf };
+// Half; integers of 8 bits; or these, and the same as Half, multiplied as others are.
+enum class FeatureForm { kHalf, kInt8, kBoth };
 
 // Where the features of one side go.
 struct FeatureRows {
@@ -22,7 +22,8 @@ struct FeatureRows {
   // Where heads in the folded form have integers: what tells the form, of every `group` heads.
   const uint32_t* state;
   int group;
-  int8_t* int8;       // [B, heads, N, Int8Features::kColumns]; nullptr: of the backward
+  int8_t* int8;       // [B, heads, N, Int8Features::kColumns]
+  bool has_both;      // integers and the same in Half
   bool are_integers;  // of all heads
 
   // Whether another kernel makes the features of a head.
@@ -62,7 +63,7 @@ __device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) 
 // neighbours. kWidth: of a row, or 0.
 template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm = FeatureForm::kHalf>
 class WarpFeatures {
-  static constexpr bool kInt8 = kForm == FeatureForm::kInt8;
+  static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
   static_assert(!kInt8 || kNumbers);
 
  public:
@@ -100,9 +101,7 @@ class WarpFeatures {
       const int m = i / 2, half = i % 2;
       // Integers have one scale for all.
       const float of_sum = kSets == 1 ? 2.0f : 1.0f;
-      const float scale = kForm == FeatureForm::kInt8         ? of_sum * kInt8OfOne
-                          : kForm == FeatureForm::kInt8InHalf ? scales_[i] * (1 / kInt8OfOne)
-                                                              : of_sum * scales_[i];
+      const float scale = kInt8 ? scales_[i] * (1 / kInt8OfOne) : of_sum * scales_[i];
       // By bits: what a hidden key holds may be NaN.
       const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
       uint32_t cosines[2], sines[2];
@@ -122,14 +121,14 @@ class WarpFeatures {
           not_finite_[i] = fmaf(cosine[c], 0.0f, not_finite_[i]);
           four_cosines[2 * j + c] = cosine[c];
           four_sines[2 * j + c] = sine[c];
-          if constexpr (kForm == FeatureForm::kInt8InHalf) {
+          if constexpr (kForm == FeatureForm::kBoth) {
             cosine[c] = fmaf(cosine[c], of_sum * kInt8OfOne, kInteger) - kInteger;
             sine[c] = fmaf(sine[c], of_sum * kInt8OfOne, kInteger) - kInteger;
           }
           cosine[c] *= scale;
           sine[c] *= scale;
         }
-        if constexpr (kInt8) continue;
+        if constexpr (!kHalf) continue;
         cosines[j] = pack_f16x2(cosine[0], cosine[1]) & present[j] & counts;
         sines[j] = pack_f16x2(sine[0], sine[1]) & present[j] & counts;
       }
@@ -138,10 +137,12 @@ class WarpFeatures {
         const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
         if (row(i) < tokens_) {
           store_vector(int8_ + 8 * i * Int8Features::kColumns + 2 * m0,
-                       make_uint2(pack_int8(four_cosines, scale) & mask,
-                                  pack_int8(four_sines, scale) & mask));
+                       make_uint2(pack_int8(four_cosines, of_sum * kInt8OfOne) & mask,
+                                  pack_int8(four_sines, of_sum * kInt8OfOne) & mask));
         }
-      } else if constexpr (kNumbers) {
+      }
+      if constexpr (!kHalf) continue;
+      if constexpr (kNumbers) {
         if (row(i) < tokens_) {
           store_vector(to, make_uint2(cosines[0], cosines[1]));
           store_vector(to + sine_at, make_uint2(sines[0], sines[1]));
@@ -172,8 +173,8 @@ class WarpFeatures {
         for (int column = 0; column < Int8Features::kColumns; column += 64) {
           store_vector(to + column + 16 * t, make_uint4(0, 0, 0, 0));
         }
-        continue;
       }
+      if constexpr (!kHalf) continue;
       Half* to = rows_.phi + (first_row_ + row(i)) * width();
 #pragma unroll 1
       for (int column = 8 * t; column < width(); column += 32) {
@@ -282,9 +283,9 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
       };
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (rows.state != nullptr) {
-          const char* error = queue(
-              rows.int8 != nullptr ? split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>
-                                   : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8InHalf>);
+          const char* error =
+              queue(rows.has_both ? split_feature_kernel<T, kSets, 128, FeatureForm::kBoth>
+                                  : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>);
           if (error != nullptr || rows.are_integers) return error;
         }
       }
@@ -309,6 +310,7 @@ const char* write_features_on_tensor_cores(const AttentionParams& params,
   queries.state = destination.state;
   queries.group = static_cast<int>(params.H / params.key_heads);
   queries.int8 = destination.int8_q;
+  queries.has_both = destination.has_both;
   queries.are_integers = every_row_sees_all(params);
   if (const char* error = write_side(operands.queries, operands, queries, stream)) return error;
   FeatureRows keys = queries;

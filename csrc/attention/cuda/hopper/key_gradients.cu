@@ -3,6 +3,9 @@
 // heads that share them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so
 // that what is made of them is the A of what is summed.
 //
+// Where scores are products of integers of 8 bits (Int8Features), a tile has its queries' features
+// twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.
+//
 // Compiled for sm_90a alone.
 #include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
@@ -14,15 +17,18 @@ namespace {
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
 
-template <int F, int V>
+template <int F, int V, bool kInt8>
 struct KeyLayout {
+  static constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;  // of 16 bits
+  using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
   using Gradients = Boxes<kStep, V>;
-  static constexpr uint32_t kGradients = Queries::kBytes;
+  static constexpr uint32_t kQueries = kInt8 ? ScoreQueries::kBytes : 0;
+  static constexpr uint32_t kGradients = kQueries + Queries::kBytes;
   static constexpr uint32_t kStage = kGradients + Gradients::kBytes;
   // An item's own keys and values are read from shared memory to its end, but for narrow values,
   // which registers hold. Where there is room, those of two items lie there.
-  using OwnKeys = Boxes<kWarpgroupRows, F>;
+  using OwnKeys = Boxes<kWarpgroupRows, kScoreColumns>;
   using OwnValues = Boxes<kWarpgroupRows, V>;
   static constexpr int kItems = F + V <= 192 ? 2 : 1;
   using Barriers = TileBarriers<kItems>;
@@ -38,7 +44,7 @@ struct KeyLayout {
 // From where an item's own tokens, and the tiles it passes along, are copied.
 struct PairMaps {
   KeyMaps own;
-  RowMap queries, gradients;
+  RowMap score_queries, queries, gradients;  // the first of integers
 };
 
 // What the third warpgroup of a block does.
@@ -69,7 +75,10 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
         const int64_t row = bh * padded_tokens(params.L) + i0;
         const uint32_t place = base + stage * L::kStage;
         const uint32_t of_rows = base + L::kNormalizers + stage * 2 * kRowNumbers;
-        L::Queries::copy(place, maps.queries, 0, bh, i0, barrier);
+        if constexpr (L::kQueries > 0) {
+          L::ScoreQueries::copy(place, maps.score_queries, 0, bh, i0, barrier);
+        }
+        L::Queries::copy(place + L::kQueries, maps.queries, 0, bh, i0, barrier);
         L::Gradients::copy(place + L::kGradients, maps.gradients, 0, bh, i0, barrier);
         begin_bytes(of_rows, rows.normalizer + row, kRowNumbers, barrier);
         begin_bytes(of_rows + kRowNumbers, rows.delta + row, kRowNumbers, barrier);
@@ -80,15 +89,15 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
-template <typename T, int F, int V, bool kCausal>
+template <typename T, int F, int V, bool kInt8, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                          const float* logits, FoldedGradients gradients, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
-  using L = KeyLayout<F, V>;
-  static_assert(
-      kLiesInSharedMemory<L, L::kStage, L::kGradients, L::kOwnAt, L::kOwn, L::OwnKeys::kBytes>);
+  using L = KeyLayout<F, V, kInt8>;
+  static_assert(kLiesInSharedMemory<L, L::kStage, L::kQueries, L::kGradients, L::kOwnAt, L::kOwn,
+                                    L::OwnKeys::kBytes>);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -119,6 +128,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
     constexpr bool kOverlaps = F + V <= 192;
     float key_fit[2], key_terms[2];
+    [[maybe_unused]] float of_integer[2];  // makes scores of sums of integers
     {
       const float fit =
           key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit *
@@ -128,7 +138,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         const int j = at.j0 + warp * 16 + g + 8 * half;
         const bool there = j < params.S;
         // sqrt(K e_j), with which the score is bounded.
-        key_fit[half] = there ? tokens.scales[at.bk * params.S + j] * fit : 0.0f;
+        const float scale = there ? tokens.scales[at.bk * params.S + j] : 0.0f;
+        key_fit[half] = scale * fit;
+        of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
         // A hidden key's is zero: -0, by which it is known in the end.
         if (kOverlaps && there && logits[at.bk * params.S + j] == minus_infinity<float>()) {
           key_fit[half] = -0.0f;
@@ -146,7 +158,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const uint32_t place = base + index_of_stage * L::kStage;
       wgmma_fence();
       begin_by_rows<T, kStep, V>(value_sums, weights, place + L::kGradients);
-      begin_by_rows<Half, kStep, F>(key_sums, products, place);
+      begin_by_rows<Half, kStep, F>(key_sums, products, place + L::kQueries);
       wgmma_commit();
     };
 
@@ -161,8 +173,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       Shared<const float> normalizers =
           shared_cast<float>(shared + (L::kNormalizers + stage.index * 2 * kStep * 4));
       Shared<const float> deltas = normalizers + kStep;
+      [[maybe_unused]] int32_t scores[kStep / 2];
       wgmma_fence();
-      begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
+      if constexpr (kInt8) {
+        begin_int8<typename L::OwnKeys, typename L::ScoreQueries>(scores, own_keys, place);
+      } else {
+        begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
+      }
       if constexpr (kHoldsValues<V>) {
         begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
       } else {
@@ -176,7 +193,15 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       } else {
         wgmma_wait<0>();
       }
-      sums_are_there(s);
+      if constexpr (kInt8) {
+        sums_are_there(scores);
+#pragma unroll
+        for (int i = 0; i < kStep / 2; ++i) {
+          s[i] = static_cast<float>(scores[i]) * of_integer[i % 4 / 2];
+        }
+      } else {
+        sums_are_there(s);
+      }
       sums_are_there(x);
 #pragma unroll
       for (int n = 0; n < kStep / 8; ++n) {
@@ -244,29 +269,47 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #endif
 }
 
+template <typename T, int F, int V, bool kInt8>
+const char* queue_key_gradients(const AttentionBackwardParams& params, Stream stream,
+                                const FoldedTokens& tokens, const FoldedRows& rows,
+                                const float* logits, const FoldedGradients& gradients) {
+  using L = KeyLayout<F, V, kInt8>;
+  const int64_t heads = params.B * params.H;
+  const Items items(tokens.items_taken + 1,
+                    params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
+  PairMaps maps;
+  const void* keys = tokens.phi_k;
+  if constexpr (kInt8) keys = tokens.int8.phi_k;
+  const char* error = map_keys<L::kScoreColumns, kWarpgroupRows>(maps.own, params, tokens, keys);
+  if (kInt8 && error == nullptr) {
+    error = map_features<L::kScoreColumns, kStep>(maps.score_queries, tokens.int8.phi_q, heads,
+                                                  params.L);
+  }
+  if (error == nullptr) error = map_features<F, kStep>(maps.queries, tokens.phi_q, heads, params.L);
+  if (error == nullptr) {
+    error = map_features<V, kStep>(maps.gradients, rows.gradients, heads, params.L);
+  }
+  if (error != nullptr) return error;
+  const auto queue = [&](auto kernel) {
+    return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), L::kBytes, stream, params,
+                  tokens, rows, logits, gradients, items, maps);
+  };
+  return params.is_causal ? queue(warpgroup_key_kernel<T, F, V, kInt8, true>)
+                          : queue(warpgroup_key_kernel<T, F, V, kInt8, false>);
+}
+
 }  // namespace
 
 const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                     const FoldedTokens& tokens, const FoldedRows& rows,
                                     const float* logits, const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.items_taken + 1,
-                      params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
-    PairMaps maps;
-    const char* error = map_keys<F, kWarpgroupRows>(maps.own, params, tokens, tokens.phi_k);
-    if (error == nullptr) {
-      error = map_features<F, kStep>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
+    if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
+      if (tokens.int8.phi_k != nullptr) {
+        return queue_key_gradients<T, F, V, true>(params, stream, tokens, rows, logits, gradients);
+      }
     }
-    if (error == nullptr) {
-      error = map_features<V, kStep>(maps.gradients, rows.gradients, params.B * params.H, params.L);
-    }
-    if (error != nullptr) return error;
-    const auto queue = [&](auto kernel) {
-      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), KeyLayout<F, V>::kBytes,
-                    stream, params, tokens, rows, logits, gradients, items, maps);
-    };
-    return params.is_causal ? queue(warpgroup_key_kernel<T, F, V, true>)
-                            : queue(warpgroup_key_kernel<T, F, V, false>);
+    return queue_key_gradients<T, F, V, false>(params, stream, tokens, rows, logits, gradients);
   });
 }
 

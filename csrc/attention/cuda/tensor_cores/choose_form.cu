@@ -149,12 +149,15 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     return error;
   }
   FeatureDestination to = {phi_q, poison, phi_k, logits.high, scales};
-  if (route.int8_scores) to.state = state;
-  if (has_integers) {
+  if (route.int8_scores) {
+    to.state = state;
     to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
     to.int8_k = executor.take<int8_t>(keys * Int8Features::kColumns);
+    to.has_both = for_backward;
     folded.int8.phi_q = to.int8_q;
     folded.int8.phi_k = to.int8_k;
+  }
+  if (has_integers) {
     folded.int8.magnitudes = magnitudes;
     const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
     folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from ikattn.integrations.transformers._cache import layer_of
 from ikattn.integrations.transformers._interface import (
     Given,
+    import_transformers,
     is_causal,
     mask_of,
     register_attention,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
-from ikattn.integrations.transformers._padding import shown_keys
+from ikattn.integrations.transformers._padding import one_row_for_all, shown_keys
 from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.integrations.transformers._switches import watch_configs
@@ -40,6 +41,8 @@ _FEW_QUERIES = 8  # that take features from a cache
 def register_implicit() -> None:
     """Registers "ikattn_implicit" with transformers."""
     register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
+    masks = import_transformers().AttentionMaskInterface
+    masks.register(IMPLICIT, one_row_for_all(masks()["sdpa"]))
     watch_configs(IMPLICIT)
 
 

@@ -5,10 +5,37 @@ Sizes: B batch, H heads, L queries, S keys, the last L of which are the queries'
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["shown_keys"]
+from ikattn.integrations.transformers._interface import import_transformers
+
+__all__ = ["one_row_for_all", "shown_keys"]
+
+
+def one_row_for_all(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes masks of padding alone as one row, which strides repeat.
+
+    The operator takes such a mask for a bias of the keys, and kernels that take no mask of pairs.
+
+    Args:
+        make_mask: As ``transformers.AttentionMaskInterface`` has it: bool [B, 1, L, S], or None.
+    """
+
+    of_padding = import_transformers().masking_utils.bidirectional_mask_function
+
+    @wraps(make_mask)
+    def make(*arguments: Any, **named: Any) -> Any:
+        if named.get("mask_function") is not of_padding or "q_length" not in named:
+            return make_mask(*arguments, **named)
+        row = make_mask(*arguments, **named | {"q_length": 1})
+        return row if row is None else row.expand(-1, -1, named["q_length"], -1)
+
+    return make
 
 
 def shown_keys(mask: Tensor, *, is_causal: bool) -> Tensor | None:
