@@ -44,7 +44,7 @@ HOUSES = (
         r'#include "attention/cuda/([^"]+)"',
         [
             {""},  # the drivers
-            {"hopper", "linear"},
+            {"hopper", "linear", "split"},
             {"tensor_cores"},
             {"features"},
             {"cuda_cores"},

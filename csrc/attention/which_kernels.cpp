@@ -4,7 +4,7 @@
 #include "attention/determinism.h"
 #include "attention/glue.h"
 #include "attention/linear_time_setting.h"
-#include "attention/tensor_core_calls.h"
+#include "attention/split_calls.h"
 #include "support/devices.h"
 #include "support/instruction_set.h"
 
@@ -43,7 +43,7 @@ std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const a
   const Asked asked("why_not_fast", query, key, value, w1, w2, options, device);
   if (asked.where.is_cpu()) return why_no_vectors();
   if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) return reason;
-  const char* reason = why_no_tensor_cores(asked.params);
+  const char* reason = why_cuda_cores(asked.params);
   if (reason != nullptr) return std::string("not on tensor cores: ") + reason;
   if (asked.wants_mask_gradient) return kMaskGradient;
   return "";

@@ -14,7 +14,9 @@ struct KernelChoice {
   std::string algorithm;  // "quadratic" or "linear"; "none"
   std::string unit;       // an instruction set; "cuda_cores", "tensor_cores" or "hopper"; "none"
   std::string reason;     // why nothing faster, or nothing at all; "": nothing is
-  std::string scores;  // "int8": scores are products of integers of 8 bits; "": of the unit's own
+  // "int8": scores are products of integers of 8 bits; "float16x2": all products are of float32 as
+  // the sum of two numbers of float16; "": of the unit's own
+  std::string scores;
 };
 
 // `type` is that of query, key and value.

@@ -2,6 +2,7 @@
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/linear/linear.h"
+#include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
@@ -60,13 +61,26 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   return feature_gradients_on_tensor_cores(params, executor, operands, keys, gradients);
 }
 
+// The same in float32, by split products or on CUDA cores, or in float64.
+template <typename T>
+const char* float_pairs(const AttentionBackwardParams& params, const DeviceExecutor& executor,
+                        const Route& route, const PreparedTokens<T>& tokens,
+                        const RowState<T>& rows, const PairGradients<T>& gradients) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (route.split_products) {
+      return split_pair_gradients(params, executor, tokens, rows, gradients);
+    }
+  }
+  return pair_gradients(params, executor, tokens, rows, gradients);
+}
+
 }  // namespace
 
 template <typename T>
 const char* attention_backward(const AttentionBackwardParams& params,
                                const DeviceExecutor& executor) {
   const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kBackward);
-  const bool folds = route.unit != Unit::kCudaCores;
+  const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
   if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) return error;
@@ -85,7 +99,7 @@ const char* attention_backward(const AttentionBackwardParams& params,
     if (!folds) {
       const PairGradients<T> gradients = {executor.take<T>(params.B * params.H * params.L * F),
                                           executor.take<T>(keys * F), grad_logits};
-      if (const char* error = pair_gradients(params, executor, tokens, rows, gradients)) {
+      if (const char* error = float_pairs(params, executor, route, tokens, rows, gradients)) {
         return error;
       }
       if (const char* error = token_gradients<T>(params, executor, tokens.keys, gradients)) {

@@ -2,6 +2,7 @@
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/linear/linear.h"
+#include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
@@ -38,13 +39,16 @@ template <typename T>
 const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
   const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kForward);
-  const bool folds = route.unit != Unit::kCudaCores;
+  const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const bool wants_norms = folds && needs_value_norms(params, route, false);
   if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) return forward_on_tensor_cores(params, executor, route, tokens.keys);
   }
   if (const char* error = prepare_features(params, executor, tokens)) return error;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (route.split_products) return split_forward(params, executor, tokens);
+  }
   return forward_on_cuda_cores(params, executor.stream, tokens);
 }
 

@@ -6,6 +6,7 @@
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
 #include "attention/determinism.h"
+#include "attention/split_calls.h"
 #include "attention/tensor_core_calls.h"
 
 namespace ikattn::cuda {
@@ -110,7 +111,16 @@ int parts_of(const AttentionParams& params) {
 Route route_without_int8(const AttentionParams& params, bool in_double, Pass pass) {
   Route route;
   route.reason = in_double ? "float64" : why_no_tensor_cores(params);
-  if (route.reason != nullptr) return route;
+  if (route.reason != nullptr) {
+    const char* const reason = in_double ? route.reason : why_cuda_cores(params);
+    route.split_products = reason == nullptr;
+    if (route.split_products) {
+      route.unit = Unit::kTensorCores;
+    } else {
+      route.reason = reason;
+    }
+    return route;
+  }
   route.unit = Unit::kTensorCores;
   route.is_wide = is_wide(params);
   if (params.batch_invariant) {

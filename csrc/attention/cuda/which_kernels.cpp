@@ -13,10 +13,10 @@ KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::De
   if (c10::cuda::device_count() > 0 && index >= 0) guard.set_index(index);
   const Route route =
       route_of(params, type == at::kDouble, backward ? Pass::kBackward : Pass::kForward);
+  const char* const scores = route.split_products ? "float16x2" : route.int8_scores ? "int8" : "";
   const char* units[] = {"cuda_cores", "tensor_cores", "hopper"};
   return {route.algorithm == Algorithm::kLinear ? "linear" : "quadratic",
-          units[static_cast<int>(route.unit)], route.reason == nullptr ? "" : route.reason,
-          route.int8_scores ? "int8" : ""};
+          units[static_cast<int>(route.unit)], route.reason == nullptr ? "" : route.reason, scores};
 }
 
 }  // namespace ikattn::cuda

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <span>
 #include <string>
@@ -58,6 +59,13 @@ struct Case {
     return type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
   }
   int64_t key_heads() const { return frequency_heads != G ? H : G; }
+};
+
+// Whether float32 takes split products or CUDA cores, as long as it lives.
+class SplitSetting {
+ public:
+  explicit SplitSetting(bool allows) { setenv("IKATTN_SPLIT", allows ? "1" : "0", 1); }
+  ~SplitSetting() { unsetenv("IKATTN_SPLIT"); }
 };
 
 // All cases where everything runs, otherwise those named, which stand for the others.

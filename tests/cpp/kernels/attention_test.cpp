@@ -1,5 +1,5 @@
-// The attention operators' CUDA kernels on CUDA cores, in the interpreter, against the CPU
-// kernels in float64 on the same numbers: every argument, every tile edge.
+// The attention operators' CUDA kernels on CUDA cores and in split products, in the interpreter,
+// against the CPU kernels in float64 on the same numbers: every argument, every tile edge.
 #include "kernels/attention_cases.h"
 #include "tier.h"
 
@@ -109,7 +109,11 @@ TEST_P(AttentionKernelsOnDevice, Float32ErrsByRounding) {
   if (!has_turn(c, 1)) return;
   Call call(c);
   const Results truth = truth_of(call, c);
-  compare(device_results(call, c), truth, c, 3e-6, 2e-5);
+  for (const bool splits : {true, false}) {
+    SCOPED_TRACE(splits ? "split products" : "CUDA cores");
+    const SplitSetting setting(splits);
+    compare(device_results(call, c), truth, c, 3e-6, 2e-5);
+  }
 }
 
 TEST_P(AttentionKernelsOnDevice, GradientsOfWeightsEqualTheCpu) {

@@ -97,11 +97,49 @@ TEST(Route, OfABatchInvariantCallFollowsNoSize) {
       EXPECT_STREQ(route.reason, kBatchInvariantReason);
       params.value.type = ElementType::kFloat32;  // values would share a scale
       params.allow_tf32 = true;
-      EXPECT_EQ(route_of(params, false, pass).unit, Unit::kCudaCores);
+      EXPECT_TRUE(route_of(params, false, pass).split_products);
+      EXPECT_EQ(route_of(params, false, pass).parts, 1);
     }
   }
   interpreter::set_multiprocessors(1);
   interpreter::set_warpgroups(false);
+}
+
+TEST(Route, Float32WithoutTf32TakesSplitProducts) {
+  AttentionParams params = call_of(512);
+  params.value.type = ElementType::kFloat32;
+  params.eps = 1e-12;
+  params.is_causal = true;
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    const auto takes = [&](const AttentionParams& call) {
+      const Route route = route_of(call, false, pass);
+      EXPECT_EQ(route.unit, route.split_products ? Unit::kTensorCores : Unit::kCudaCores);
+      EXPECT_NE(route.reason, nullptr);
+      return route.split_products;
+    };
+    EXPECT_TRUE(takes(params));
+    AttentionParams other = params;
+    other.allow_tf32 = true;  // what TF32 is not exact enough for
+    EXPECT_TRUE(takes(other));
+    other.eps = 1e-5;
+    EXPECT_FALSE(route_of(other, false, pass).split_products);
+    for (int64_t AttentionParams::* size : {&AttentionParams::M, &AttentionParams::d_v}) {
+      other = params;
+      other.*size = 129;
+      EXPECT_FALSE(takes(other));
+      EXPECT_NE(reason_of(other, pass).find("64 frequencies"), std::string::npos);
+    }
+    other = params;
+    other.d_v = 0;
+    EXPECT_FALSE(takes(other));
+    other = params;
+    other.value.type = ElementType::kFloat16;
+    EXPECT_FALSE(takes(other));
+    setenv("IKATTN_SPLIT", "0", 1);
+    EXPECT_FALSE(takes(params));
+    EXPECT_NE(reason_of(params, pass).find("IKATTN_SPLIT"), std::string::npos);
+    unsetenv("IKATTN_SPLIT");
+  }
 }
 
 TEST(Route, SaysWhatHoldsACallBack) {

@@ -94,12 +94,15 @@ def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
 
 @needs_kernels_and_gpu
 def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
-    reason = ikattn.why_not_fast(*inputs(), device="cuda")
+    reason = ikattn.why_not_fast(*(x.double() for x in inputs()), device="cuda")
     assert reason is not None
     assert reason.startswith(
         "not on tensor cores: query, key and value must be float16 or bfloat16"
     )
-    assert "fp32_precision" in reason
+    assert ikattn.why_not_fast(*inputs(), device="cuda") is None
+    wide = ikattn.why_not_fast(*inputs()[:3], inputs()[3].repeat(1, 1, 20), device="cuda")
+    assert wide is not None
+    assert "fp32_precision" in wide
     half = [x.half() for x in inputs()[:3]]
     assert ikattn.why_not_fast(*half, inputs()[3], device="cuda") is None
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
@@ -219,13 +222,19 @@ def test_which_kernels_says_why_there_are_none() -> None:
 
 
 @needs_kernels_and_gpu
-def test_which_kernels_says_what_a_gpu_takes() -> None:
+def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(*tensors: torch.Tensor, **options: object) -> ikattn.ops.kernels.Kernels:
         return ikattn.which_kernels(*tensors, device="cuda", **options)  # type: ignore[arg-type]
 
-    slow = said(*inputs()).forward
+    for split in said(*inputs()):
+        assert split[:2] == ("quadratic", "tensor_cores")
+        assert split.scores == "float16x2"
+        assert str(split.reason).startswith("query, key and value must be float16")
+    monkeypatch.setenv("IKATTN_SPLIT", "0")
+    slow = said(*inputs()).backward
     assert slow[:2] == ("quadratic", "cuda_cores")
-    assert str(slow.reason).startswith("query, key and value must be float16")
+    assert slow.scores is None
+    assert "IKATTN_SPLIT=0" in str(slow.reason)
     expected = KernelChoice("quadratic", "cuda_cores", "float64")
     assert said(*(x.double() for x in inputs())) == (expected, expected)
     half = [*(x.half() for x in inputs()[:3]), inputs()[3]]
