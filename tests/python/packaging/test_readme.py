@@ -42,7 +42,7 @@ def test_examples_of_the_readme_run_as_shown(
 
 
 RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
-RUN += ("corpora", "packed")
+RUN += ("corpora", "large_models", "packed")
 
 
 @pytest.mark.parametrize("page", RUN)

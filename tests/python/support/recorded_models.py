@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ikattn
+from ikattn.analysis import Recording, record
 
 TOLERANCE = 1e-12  # all of it in float64
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")
@@ -39,3 +40,10 @@ def encoder(norm_first: bool = False, batch_first: bool = True, **options: Any) 
     if norm_first:
         options["enable_nested_tensor"] = False  # of which torch would warn that it cannot be
     return randomize(nn.TransformerEncoder(layer, 2, **options)).eval()
+
+
+def recorded(model: Any, inputs: Any, maps: Any = "all", **options: Any) -> Recording:
+    """A call of a model, with named inputs or one, that is recorded."""
+    with torch.no_grad(), record(model, maps, **options) as recording:
+        model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    return recording

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 __all__ = [
     "Columns",
     "Diagonal",
+    "FunctionOfRows",
     "Groups",
     "PairMap",
     "Reduced",
@@ -301,7 +302,7 @@ class _ByRows:
 
 
 @dataclass(frozen=True)
-class _Function:
+class FunctionOfRows:
     """A plain function of rows and the number of their first query."""
 
     function: Callable[[Tensor, int], Tensor]
@@ -346,7 +347,7 @@ def reduction_of(given: str | Reduction | Callable[[Tensor, int], Tensor]) -> Re
     if isinstance(given, Reduction) and not isinstance(given, type):
         return given
     if callable(given) and not isinstance(given, type):
-        return _Function(given)
+        return FunctionOfRows(given)
     raise TypeError(
         f"record: reduce must be one of {names}, a reduction such as TopK(8), or a function of "
         f"rows and the number of the first, got {given!r}"

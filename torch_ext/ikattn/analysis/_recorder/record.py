@@ -155,18 +155,7 @@ def recorded(
     if check not in ("rows", "all"):
         raise ValueError(f'record: check must be "rows" or "all", got {check!r}')
     graphs = graph_layers(model, layers)
-    if graphs and rows is not None:
-        raise ValueError(
-            f"record: reduce and queries must be None for layers that attend over a graph, such as "
-            f"{next(iter(graphs)) or 'the model'}, whose maps are of edges; leave them out by "
-            "layers="
-        )
-    if graphs and on_layer is not None:
-        raise ValueError(
-            f"record: on_layer is not called for layers that attend over a graph, such as "
-            f"{next(iter(graphs)) or 'the model'}: leave them out by layers=, or take "
-            "recording.graphs"
-        )
+    _check_graphs(graphs, rows, on_layer)
     plans, unseen = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
     if rows is not None:
         check_kinds(plans, rows)
@@ -200,6 +189,21 @@ def recorded(
             stack.callback(of_graphs.remove_hooks)
             of_graphs.add_hooks(model, graphs)
         yield recording
+
+
+def _check_graphs(graphs: Iterable[str], rows: RowsAsked | None, on_layer: OnLayer | None) -> None:
+    """Raises ValueError where layers over a graph are asked for what their maps have not."""
+    for name in graphs:
+        if rows is not None:
+            raise ValueError(
+                f"record: reduce and queries must be None for layers that attend over a graph, "
+                f"such as {name or 'the model'}, whose maps are of edges; leave them out by layers="
+            )
+        if on_layer is not None:
+            raise ValueError(
+                f"record: on_layer is not called for layers that attend over a graph, such as "
+                f"{name or 'the model'}: leave them out by layers=, or take recording.graphs"
+            )
 
 
 @contextlib.contextmanager

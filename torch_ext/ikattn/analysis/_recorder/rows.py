@@ -22,6 +22,7 @@ from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.reduction import (
     Diagonal,
+    FunctionOfRows,
     PairMap,
     Reduced,
     Reducing,
@@ -151,7 +152,10 @@ class RowsAsked:
                 shape = (B, H, count, S) if "H" in AXES[name] else (B, count, S)
                 states[name] = self.reduction.begin(PairMap(layer, name, shape, diagonal))
             call = dataclasses.replace(call, streams=True)
-            runs = _blocks(runs, _rows_at_once(call, wanted))
+            rows = _rows_at_once(call, wanted)
+            if rows >= S and isinstance(self.reduction, FunctionOfRows):
+                rows = max(1, S // 2)  # no square: a sum along the wrong axis has another shape
+            runs = _blocks(runs, rows)
             if not _OF_THE_BLOCK & set(wanted) and pays(call, projection, len(runs)):
                 call, projection = in_own_coordinates(call, projection)
         of_keys = [name for name in wanted if name in ("value_norms", "magnitude")]
@@ -166,8 +170,8 @@ class RowsAsked:
         found = _stacked(found, parts)
         found.reduced = {name: _kept(state, name, layer) for name, state in states.items()}
         if runs[0].start != 0 or len(runs) > 1 or count != T:
-            rows = torch.tensor([query for run in runs for query in run], dtype=torch.int64)
-            found.rows = None if torch.equal(rows, torch.arange(T)) else rows
+            made = torch.tensor([query for run in runs for query in run], dtype=torch.int64)
+            found.rows = None if torch.equal(made, torch.arange(T)) else made
         return found
 
 
