@@ -18,7 +18,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import ikattn
-from ikattn.analysis._recorder import recorder
+from ikattn.analysis._recorder import following, making
 from ikattn.analysis._recorder.hooks import Hook
 
 MAPS = ("summed", "with_norm", "encoder")
@@ -62,8 +62,8 @@ def clocks() -> tuple[Clock, Clock]:
         return timed_call
 
     Hook.__call__ = call_hook  # type: ignore[method-assign]
-    recorder.make_maps = timed(recorder.make_maps)
-    recorder.NormStats.of = staticmethod(timed(recorder.NormStats.of))  # type: ignore[method-assign]
+    making.make_maps = timed(making.make_maps)
+    following.NormStats.of = staticmethod(timed(following.NormStats.of))  # type: ignore[method-assign]
     return hooks, maps
 
 

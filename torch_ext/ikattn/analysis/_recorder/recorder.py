@@ -3,62 +3,48 @@
 A call's way: a hook on the outermost module that runs opens a batch -> the attention runs, and
 tells what it was given (a hook on ``nn.MultiheadAttention``, the attention function of a
 transformers model, or ``F.scaled_dot_product_attention``) -> hooks on the modules around it see
-where its output goes (``runs.py``) -> with the norm after it the maps of that layer are made, and
-all that they were made of is let go.
+where its output goes (``following.py``) -> with the norm after it the maps of that layer are made
+(``making.py``), and all that they were made of is let go.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
-from ikattn._memory import memory_for
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.attention_call import (
     AttentionCall,
-    awaited_norms,
-    convert_tensors,
-    make_maps,
 )
 from ikattn.analysis._recorder.calls import Call, Entered, note_ids
-from ikattn.analysis._recorder.flow import Distance, first_tensor, rows_of
+from ikattn.analysis._recorder.flow import first_tensor
+from ikattn.analysis._recorder.following import Follower
 from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.making import Maker, OnLayer, OnRun
 from ikattn.analysis._recorder.padding import fill_padding, mask_argument
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import (
-    Projection,
-    describe,
-    effective_projection,
     is_probing,
-    plain_projection,
 )
-from ikattn.analysis._recorder.room import check_room
 from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.runs import Claim, Run, settle
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
-from ikattn.analysis._recorder.transfers import Transfers
 from ikattn.analysis._recorder.transformers_attention import interface_call
-from ikattn.analysis.contributions import Contributions, NormStats
-from ikattn.analysis.maps import Layer
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
 from ikattn.nn._over_ranks import goes_over_ranks
 
 __all__ = ["OnLayer", "OnRun", "Recorder"]
-
-OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
-OnRun: TypeAlias = Callable[[Run], None]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 
@@ -78,22 +64,18 @@ class Recorder:
         rows: RowsAsked | None = None,
     ) -> None:
         self._recording = recording
-        self._to_cpu = to_cpu
-        self._detach = detach
         self._on_layer = on_layer
-        self._on_run = on_run
-        self._rows = rows
         self._checks_all = check == "all"
-        self._transfers = Transfers()
+        self._maker = Maker(
+            to_cpu=to_cpu, detach=detach, on_layer=on_layer, on_run=on_run, rows=rows
+        )
+        self._follower = Follower(self._maker, checks_all=self._checks_all)
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
-        self._norms: set[nn.Module] = set()
-        self._projections: dict[nn.Module, Projection] = {}
-        self._limits: dict[nn.Module, nn.Module | None] = {}
         self._silent: set[str] = set()  # layers that ran without a word, where that is no error
 
     # --- Hooks
@@ -107,7 +89,8 @@ class Recorder:
         around = {module: None for plan in plans for module in (plan.module, *plan.ancestors)}
         watched = list({model: None} | around)
         self._watched = set(watched)
-        self._norms = {module for module in model.modules() if "Norm" in type(module).__name__}
+        norms = {module for module in model.modules() if "Norm" in type(module).__name__}
+        self._maker.plans, self._follower.norms = plans, norms
         roots = dict.fromkeys((plan.ancestors[:3] or (plan.module,))[-1] for plan in plans)
         near = {module: None for root in roots for module in root.modules()}
         for module in {**dict.fromkeys(watched), **near}:
@@ -129,7 +112,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._projections.clear()
+        self._follower.forget()
         if self._silent:
             warnings.warn(
                 f"record: {', '.join(sorted(self._silent))} ran without calling "
@@ -153,7 +136,7 @@ class Recorder:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, is_watched = self._call, module in self._watched
-        is_norm = module in self._norms
+        is_norm = module in self._follower.norms
         if not is_watched and (call is None or not (call.pending or is_norm)):
             return
         if _is_in_backward() or is_probing():
@@ -180,7 +163,7 @@ class Recorder:
             return
         if x is not None:
             for run in tuple(call.pending):
-                self._flows_in(call, run, module, x)
+                self._follower.flows_in(call, run, module, x)
         if x is not None and is_norm and not is_watched and x.numel():
             call.norms.append((module, call.see(x)))
         if not is_watched:
@@ -191,7 +174,7 @@ class Recorder:
         given = None if x is None or x.numel() == 0 else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
-            note_ids(call.batch, args, kwargs, mask, self._to_cpu_later)
+            note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)
         call.running.append(Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
 
     def _exit(
@@ -212,17 +195,17 @@ class Recorder:
         x = first_tensor(args, kwargs)
         if x is not None and out is not None:
             for run in tuple(call.pending):
-                self._flows_out(call, run, module, x, out)
+                self._follower.flows_out(call, run, module, x, out)
         if is_outermost and len(call.running) == 1:
             self._complete(call)
 
     def _complete(self, call: Call) -> None:
         """Keeps the batch: the call that opened it has come to its end without an error."""
         for run in tuple(call.pending):
-            self._nothing_follows(call, run)
+            self._follower.nothing_follows(call, run)
         settle(call.claims)
-        self._hand_over(call, waits=True)
-        self._transfers.arrival().wait()
+        self._maker.hand_over(call, waits=True)
+        self._maker.transfers.arrival().wait()
         with self._lock:
             for name, layer in call.layers.items():
                 self._recording.layers.setdefault(name, layer)
@@ -262,7 +245,7 @@ class Recorder:
         self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         module: Any = plan.module
-        with self._grad_mode():
+        with self._maker.grad_mode():
             attention = torch_call(
                 module,
                 args,
@@ -276,12 +259,12 @@ class Recorder:
         y = output[0] if isinstance(output, tuple) else output
         run.projection = out_projection_of(module)
         if y.is_nested or attention.query.numel() == 0 or y.numel() == 0:
-            self._projected(call, run, y)
+            self._follower.projected(call, run, y)
             return
         if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
             with torch.no_grad(), without_autocast(y.device):
                 self._check_torch(call, run, module, y)
-        self._projected(call, run, y)
+        self._follower.projected(call, run, y)
 
     def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
         """Of a module that does not call its out-projection: heads and projection at once."""
@@ -303,7 +286,7 @@ class Recorder:
         call = self._call
         if call is None or is_probing() or _is_in_backward():
             return
-        with self._grad_mode():
+        with self._maker.grad_mode():
             attention = interface_call(plan.module, given, self._kind_of(call, plan))
             fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
         context = output[0] if isinstance(output, tuple) else output
@@ -319,7 +302,7 @@ class Recorder:
         plan = self._plans.get(call.running[-1].module)
         if plan is None or plan.seen_by != "sdpa":
             return
-        with self._grad_mode():
+        with self._maker.grad_mode():
             attention, dropout_p = sdpa_call(args, kwargs, self._kind_of(call, plan) or "self")
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
@@ -362,7 +345,7 @@ class Recorder:
                 run.contexts.append(context)
                 return run
             if run.stage == "reading norm":
-                self._leave_unread(call, run)
+                self._follower.leave_unread(call, run)
                 continue
             if run.plan.module is module:
                 raise RuntimeError(
@@ -370,9 +353,9 @@ class Recorder:
                     "wrong"
                 )
             if run.plan.parts.block == "found" and run.stage == "sum":
-                self._finish(call, run, replace(run.plan.parts, block="none"))
+                self._maker.finish(call, run, replace(run.plan.parts, block="none"))
             elif run.stage == "end of block":  # another attention stands before it
-                self._finish(call, run, run.plan.parts)
+                self._maker.finish(call, run, run.plan.parts)
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"
         if attention.kind == "self":
@@ -412,447 +395,6 @@ class Recorder:
             None,
         )
 
-    # --- Where its output goes
-
-    def _flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
-        """A module is called with ``x``."""
-        if run.stage == "heads" and module is not run.plan.module:
-            if run.out_proj is module:
-                run.join()
-                if not run.is_fed_to(x) and run.contexts[0] is not None:
-                    raise RuntimeError(
-                        f"record: {run.plan.name} does not add up: its out-projection was called "
-                        f"with {list(x.shape)}, which is not what the attention computed, "
-                        f"{list(run.contexts[0].shape)}: something stands in between"
-                    )
-            elif run.out_proj is None and run.is_fed_to(x):
-                if any(module is each.module for each in call.running) or not _is_unary(module):
-                    return
-                run.join()
-                run.out_proj = module
-            else:
-                return
-            run.heads, run.stage = x, "projection"
-        elif run.stage == "sum":
-            if any(module is each.module for each in call.running):
-                return
-            if run.is_sum(x, with_others=False):
-                self._summed(call, run, module, x)
-            elif module is run.plan.parts.norm:
-                self._no_sum(call, run, module, x)
-        elif (run.stage == "norm" and module is run.norm) or (
-            run.stage == "second norm" and module is run.plan.parts.second_norm
-        ):
-            run.norm_input = x
-        elif run.stage == "reading norm":
-            self._is_read(run, module, x)
-
-    def _flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
-        """A module has made ``out`` of ``x``."""
-        if run.stage == "projection" and module is run.out_proj:
-            assert run.heads is not None
-            with torch.no_grad(), without_autocast(x.device):
-                claim = run.heads_claim(self._checks_all)
-            if claim is not None:
-                call.claims.append(claim)
-            run.projection = self._projection_of(call, run, module, run.heads, out)
-            self._projected(call, run, out)
-        elif run.stage == "sum":
-            is_around = module in run.plan.ancestors
-            if module is run.plan.module or module is run.out_proj:
-                return
-            if not is_around:
-                run.follow(module, x, out)
-                return
-            if run.is_sum(out, with_others=True):
-                self._summed(call, run, None, out)
-                return
-            if module is self._limit_of(run):
-                self._no_sum(call, run, None, out)
-        elif module is run.awaited_norm and run.norm_input is not None:
-            made = self._read if run.stage == "reading norm" else self._normed
-            made(call, run, module, run.norm_input, out)
-        elif run.stage == "reading norm" and module in run.plan.ancestors[:3]:
-            self._leave_unread(call, run)
-        elif run.stage == "second norm":
-            run.note_other(out)
-        elif run.stage == "end of block":
-            self._toward_end(call, run, module, x, out)
-
-    def _toward_end(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
-        """Finds the norm whose output is the block's: the second of a block that was found."""
-        if module in run.plan.ancestors:
-            last = run.last_norm
-            is_last = last is not None and last[2].shape == out.shape
-            if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
-                norm, norm_input, norm_output = last
-                apart = run.second_half(norm_input)
-                if run.plan.module.training or apart is None or not apart.is_too_far:
-                    parts = replace(run.plan.parts, second_norm=norm)
-                    run.plan, run.stage = replace(run.plan, parts=parts), "second norm"
-                    self._normed(call, run, norm, norm_input, norm_output)
-                    return
-            if module is run.plan.ancestors[:3][-1]:
-                self._finish(call, run, run.plan.parts)
-        elif module in self._norms:
-            run.last_norm = (module, x, out)
-        else:
-            run.note_other(out)
-
-    def _projection_of(
-        self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor
-    ) -> Projection:
-        """What an out-projection computes, cached for the recording unless it has a gradient."""
-        step = (
-            f"its out-projection, a {describe(module)}, makes something else of its heads than the "
-            "linear map that it is taken for"
-        )
-        plain = plain_projection(module)
-        run.is_probed = plain is None
-        known = plain or self._projections.get(module)
-        apart = None if known is None else self._apart(run, known, x, y)
-        has_changed = run.is_probed and apart is not None and apart.is_too_far
-        if known is None or has_changed:
-            with self._grad_mode(), without_autocast(x.device):
-                known = effective_projection(module, x.size(-1), x)
-            if self._detach:
-                self._projections[module] = known
-            apart = self._apart(run, known, x, y)
-        if apart is not None:
-            call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
-        return known
-
-    def _apart(self, run: Run, projection: Projection, x: Tensor, y: Tensor) -> Distance | None:
-        """How far a projection of heads ``x`` is from ``y``; None where there are none."""
-        if not x.numel():
-            return None
-        with torch.no_grad(), without_autocast(x.device):
-            return run.projected(projection, x, y, self._checks_all)
-
-    def _projected(self, call: Call, run: Run, y: Tensor) -> None:
-        parts = run.plan.parts
-        if run.attention.query.numel() == 0 or y.numel() == 0:
-            is_found = parts.block == "found"
-            self._finish(call, run, replace(parts, block="none") if is_found else parts)
-            return
-        if parts.block == "none":
-            self._finish(call, run, parts)
-            return
-        if y.is_nested:
-            run.stage, run.norm = "norm", parts.norm  # no sum to find: the parts name the norm
-            return
-        run.contexts, run.heads = [], None
-        if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
-            # made here, where what they are made of is let go
-            run.maps = self._make_maps(call, run, run.plan.maps(run.attention.kind))
-        run.begin_sum(y)
-
-    def _limit_of(self, run: Run) -> nn.Module | None:
-        """The module around the layer at whose end its sum must have been formed."""
-        if run.plan.module not in self._limits:
-            self._limits[run.plan.module] = self._find_limit(run.plan)
-        return self._limits[run.plan.module]
-
-    @staticmethod
-    def _find_limit(plan: Plan) -> nn.Module | None:
-        parts, ancestors = plan.parts, plan.ancestors
-        known = parts.pre_norm or parts.norm
-        if known is not None:
-            for module in ancestors:
-                if any(part is known for part in module.modules()):
-                    return module
-        return ancestors[min(2, len(ancestors) - 1)] if ancestors else None
-
-    def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
-        """``x`` is the residual plus the attention's output; ``module`` is called with it."""
-        parts = run.plan.parts
-        if run.why_no_block:
-            if parts.block != "found":
-                raise RuntimeError(
-                    f"record: {run.plan.name} does not add up: {run.why_no_block}; its block is no "
-                    f"{parts.block!r} block"
-                )
-            self._finish(call, run, replace(parts, block="none"))
-            return
-        if run.output_norm is not None:
-            norm, before, after = run.output_norm
-            with self._grad_mode():
-                stats = NormStats.of(norm, _as_batch(before, run, call.padded_length))
-            with torch.no_grad(), without_autocast(x.device):
-                call.claims.append(run.norm_claim(norm, stats, before, after))
-            run.around.output_norm = stats
-        if parts.block == "found":
-            is_norm = module is not None and "Norm" in type(module).__name__
-            is_post = is_norm and run.is_post_norm()
-            parts = replace(
-                parts, block="post" if is_post else "pre", norm=module if is_post else None
-            )
-            run.plan, run.is_found = replace(run.plan, parts=parts), True
-        if parts.block == "pre" or parts.norm is None:
-            if run.plan.wants("alti"):
-                run.around.output = _as_batch(x, run, call.padded_length)
-            wanted = () if run.maps is not None else run.plan.maps(run.attention.kind)
-            if run.has_other or not awaited_norms(parts, wanted):
-                self._finish(call, run, parts)
-                return
-            run.stage, run.norm_input = "reading norm", x
-            if module is not None:
-                self._is_read(run, module, x)
-            return
-        run.norm, run.stage = parts.norm, "norm"
-        if module is parts.norm:
-            run.norm_input = x
-
-    def _no_sum(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
-        """The block has gone on, and nothing was the residual plus the attention's output."""
-        parts = run.plan.parts
-        if parts.block == "found":
-            self._finish(call, run, replace(parts, block="none"))
-            return
-        if not run.plan.module.training:
-            of = "what the norm after it was given" if module is not None else "its block's output"
-            y = run.variants[0].rows
-            residual = run.around.residual
-            rest = f"; the output is {float(y.abs().max()):.3g} at most"
-            if residual is not None and x.numel() == residual.numel():
-                rest += f", what was added {float((x - residual.view_as(x)).abs().max()):.3g}"
-            raise RuntimeError(
-                f"record: {run.plan.name} does not add up: its output and its residual, or any "
-                f"multiple, are not {of}{rest}. Its block is no {parts.block!r} block of "
-                f"{parts.family}, or changes its residual in between"
-            )
-        # dropout stands in between: what went into the norm is what it really got
-        if module is not None and module is parts.norm:
-            run.norm, run.stage, run.norm_input = parts.norm, "norm", x
-        else:
-            self._finish(call, run, parts)
-
-    def _normed(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
-        """A norm that was awaited has run."""
-        stage = run.stage
-        with self._grad_mode():
-            if run.maps is None:
-                stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
-            else:  # two rows will do for the check
-                stats = NormStats.of(norm, rows_of(x).to(x.dtype).unsqueeze(0))
-        run.norm_input = None
-        if not x.is_nested and x.numel():
-            with torch.no_grad(), without_autocast(x.device):
-                call.claims.append(run.norm_claim(norm, stats, x, out))
-        parts = run.plan.parts
-        if stage == "norm":
-            run.around.norm = stats
-            if run.plan.wants("alti"):
-                run.around.output = _as_batch(out, run, call.padded_length)
-        else:
-            run.around.second_norm = stats
-            if not run.plan.module.training and not x.is_nested and x.numel():
-                with torch.no_grad():
-                    apart = run.second_half(x)
-                if apart is not None:
-                    step = (
-                        "what its block's second norm was given is not the output of the first "
-                        "plus that of a module"
-                    )
-                    call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
-        wanted = () if run.is_found else run.plan.maps(run.attention.kind)
-        if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
-            run.stage, run.others = "second norm", []
-            run.norm_output = None if x.is_nested or not x.numel() else rows_of(out)
-            return
-        asked = {*run.plan.asked.required, *run.plan.asked.where_defined}
-        if stage == "norm" and run.is_found and {"encoder", "mixing_ratio"} & asked:
-            run.stage, run.others, run.norm_output = "end of block", [], rows_of(out)
-            return
-        self._finish(call, run, parts)
-
-    def _is_read(self, run: Run, module: nn.Module, x: Tensor) -> None:
-        """Takes the first norm that is called with the sum of a "pre" block."""
-        total, parts = run.norm_input, run.plan.parts
-        is_norm = "Norm" in type(module).__name__ and not list(module.children())
-        if total is None or parts.second_norm is not None or not is_norm:
-            return
-        if x.data_ptr() == total.data_ptr() and x.shape == total.shape:
-            run.plan = replace(run.plan, parts=replace(parts, second_norm=module))
-
-    def _leave_unread(self, call: Call, run: Run) -> None:
-        """No norm has read the sum of a "pre" block."""
-        run.norm_input = None
-        self._finish(call, run, replace(run.plan.parts, second_norm=None))
-
-    def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
-        """The norm before the second half of a "pre" block has run; one of another kind is left."""
-        try:
-            with self._grad_mode():
-                stats = NormStats.of(norm, _as_batch(x, run, call.padded_length))
-            with torch.no_grad(), without_autocast(x.device):
-                settle([run.norm_claim(norm, stats, x, out)])
-        except (TypeError, RuntimeError) as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            if is_memory or "encoder" in run.plan.asked.required:
-                raise
-            self._leave_unread(call, run)
-            return
-        run.around.second_norm, run.norm_input = stats, None
-        self._finish(call, run, run.plan.parts)
-
-    def _nothing_follows(self, call: Call, run: Run) -> None:
-        """The call is over, and a run still waits."""
-        if run.stage == "heads" and run.plan.parts.block == "found":
-            raise RuntimeError(
-                f"record: no module was called with the heads of {run.name}: its out-projection "
-                "must be a module"
-            )
-        if run.stage == "heads":
-            raise RuntimeError(
-                f"record: the out-projection of {run.name} did not run in this call; its resolver "
-                "must be wrong"
-            )
-        if run.plan.parts.block == "found" and run.stage == "sum":
-            self._finish(call, run, replace(run.plan.parts, block="none"))
-            return
-        if run.stage == "reading norm":
-            self._leave_unread(call, run)
-            return
-        if run.stage == "end of block":
-            self._finish(call, run, run.plan.parts)
-            return
-        if run.stage == "sum" and run.plan.parts.block == "pre":
-            self._finish(call, run, run.plan.parts)  # its block was not run whole
-            return
-        raise RuntimeError(
-            f"record: a norm that should follow {run.name} did not run in this call; its "
-            "resolver must be wrong"
-        )
-
-    # --- Maps
-
-    def _finish(self, call: Call, run: Run, parts: Any) -> None:
-        """Makes the maps of a run."""
-        run.stage = "done"
-        call.pending.remove(run)
-        plan = run.plan = replace(run.plan, parts=parts)
-        attention = run.attention
-        if run.maps is None:
-            if run.around.residual is not None and parts.block != "none":
-                residual = _as_batch(run.around.residual, run, call.padded_length)
-                run.around.residual = residual
-            else:
-                run.around.residual = None
-            wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
-            run.maps = self._make_maps(call, run, wanted)
-        if self._on_run is not None:
-            self._on_run(run)
-        layer = Layer(
-            run.name,
-            attention.kind,
-            parts.side,
-            attention.query.size(1),
-            parts.block,
-            parts.family,
-        )
-        call.layers[run.name] = layer
-        if self._on_layer is None:
-            call.batch.layers[run.name] = run.maps
-        else:
-            settle(call.claims)
-            call.made.append((layer, run.maps, self._transfers.arrival()))
-            self._hand_over(call, waits=False)
-
-    def _hand_over(self, call: Call, *, waits: bool) -> None:
-        """Gives ``on_layer`` the maps that are there, in turn; all, where it ``waits`` for them."""
-        while call.made and (waits or call.made[0][2].is_over()):
-            layer, maps, arrival = call.made.popleft()
-            arrival.wait()
-            assert self._on_layer is not None
-            self._on_layer(call.index, layer, maps)
-
-    def _make_maps(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
-        plan, attention = run.plan, run.attention
-        if attention.softcap is not None or attention.sinks is not None:
-            for name in ("similarity", "magnitude"):
-                if name in plan.asked.required:
-                    raise ValueError(
-                        f"record: {plan.name} has no map {name!r}: its logits have a soft cap or "
-                        "sinks, so that weights are no product of similarity and magnitude"
-                    )
-            wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
-        around = run.around
-        if "alti" in plan.asked.required and (around.residual is None or around.output is None):
-            raise ValueError(
-                f"record: {plan.name} has no map 'alti': the sum of residual and attention was not "
-                "found; in training dropout may hide it"
-            )
-        assert run.projection is not None
-        self._check_room(call, run, wanted)
-        with memory_for("record", f"the maps of layer {run.name}"):
-            with self._grad_mode(), without_autocast(attention.query.device):
-                weight = run.projection.weight
-                if self._rows is None:
-                    maps = make_maps(attention, weight, run.around, wanted)
-                else:
-                    maps = self._rows.make(attention, weight, run.around, wanted, run.name)
-            move = self._to_cpu_later if self._to_cpu else lambda x: x
-            return convert_tensors(maps, detach=self._detach, move=move)
-
-    def _check_room(self, call: Call, run: Run, wanted: tuple[str, ...]) -> None:
-        """Raises torch.OutOfMemoryError where the maps of this layer, and its like, do not fit.
-
-        Asked at the first of them in a call, before its maps are made.
-        """
-        group = (run.plan.parts.side, run.attention.kind)
-        if group in call.has_room:
-            return
-        call.has_room.add(group)
-        outermost = call.running[0].module if call.running else None
-        alike = [
-            plan
-            for plan in self._plans.values()
-            if plan.parts.side == group[0] and plan.parts.kind in (None, group[1])
-            if outermost in (plan.module, *plan.ancestors)
-        ]
-        layers = 1 if self._on_layer is not None else max(1, len(alike))
-        check_room(run.attention, run.name, wanted, self._rows, layers, self._to_cpu)
-
-    def _to_cpu_later(self, x: Tensor) -> Tensor:
-        return self._transfers.to_cpu(x, is_kept=self._on_layer is None)
-
-    def _grad_mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach)
-
-
-def _is_unary(module: nn.Module) -> bool:
-    """Whether a module can be called with one tensor: not, for example, with a residual beside."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(x.default is x.empty for x in parameters if x.kind in kinds) <= 1
-
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
-    """What a layer's block passes on, as ``[B, T, D]``.
-
-    Raises:
-        RuntimeError: It has other sizes than the attention's queries.
-    """
-    B, _, T, _ = run.attention.sizes
-    if x.is_nested:
-        sizes = None if padded is None else (B, padded, x.size(2))
-        x = torch.nested.to_padded_tensor(x, 0.0, sizes)
-    elif isinstance(run.plan.module, StockMultiheadAttention):
-        if x.dim() == 2:
-            x = x.unsqueeze(0)
-        elif not run.plan.module.batch_first:
-            x = x.transpose(0, 1)
-    elif x.shape[:-1] != (B, T) and x.numel() == B * T * x.size(-1):
-        x = x.reshape(B, T, -1)
-    if x.shape[:-1] != (B, T):
-        raise RuntimeError(
-            f"record: {run.plan.name}: the residual and the inputs of the norms must have shape "
-            f"[B, T, D] = [{B}, {T}, D], got {list(x.shape)}; chunked feed-forward layers "
-            "(chunk_size_feed_forward) cannot be recorded with their norms"
-        )
-    return x

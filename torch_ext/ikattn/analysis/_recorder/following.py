@@ -1,0 +1,368 @@
+"""Where the output of attention goes, module by module, until its block is known and checked.
+
+The out-projection, the sum with the residual, and the norms after it: ``runs.py`` has what is
+compared at each step. With the last step the maps of the layer are made (``making.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ikattn._precision import without_autocast
+from ikattn.analysis._recorder.attention_call import awaited_norms
+from ikattn.analysis._recorder.calls import Call
+from ikattn.analysis._recorder.flow import Distance, rows_of
+from ikattn.analysis._recorder.making import Maker, as_batch
+from ikattn.analysis._recorder.plan import Plan
+from ikattn.analysis._recorder.projection import (
+    Projection,
+    describe,
+    effective_projection,
+    plain_projection,
+)
+from ikattn.analysis._recorder.runs import Claim, Run, settle
+from ikattn.analysis.contributions import NormStats
+
+__all__ = ["Follower"]
+
+
+class Follower:
+    """Follows runs of attention from their heads to the end of their blocks.
+
+    Args:
+        maker: Makes the maps of a run whose block is known.
+        checks_all: Whether every row of heads and projections is compared, not one.
+    """
+
+    def __init__(self, maker: Maker, *, checks_all: bool) -> None:
+        self._maker = maker
+        self._checks_all = checks_all
+        self.norms: set[nn.Module] = set()  # of the model
+        self._projections: dict[nn.Module, Projection] = {}
+        self._limits: dict[nn.Module, nn.Module | None] = {}
+
+    def forget(self) -> None:
+        """Lets go of what has been learnt of out-projections."""
+        self._projections.clear()
+
+    def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
+        """A module is called with ``x``."""
+        if run.stage == "heads" and module is not run.plan.module:
+            if run.out_proj is module:
+                run.join()
+                if not run.is_fed_to(x) and run.contexts[0] is not None:
+                    raise RuntimeError(
+                        f"record: {run.plan.name} does not add up: its out-projection was called "
+                        f"with {list(x.shape)}, which is not what the attention computed, "
+                        f"{list(run.contexts[0].shape)}: something stands in between"
+                    )
+            elif run.out_proj is None and run.is_fed_to(x):
+                if any(module is each.module for each in call.running) or not _is_unary(module):
+                    return
+                run.join()
+                run.out_proj = module
+            else:
+                return
+            run.heads, run.stage = x, "projection"
+        elif run.stage == "sum":
+            if any(module is each.module for each in call.running):
+                return
+            if run.is_sum(x, with_others=False):
+                self._summed(call, run, module, x)
+            elif module is run.plan.parts.norm:
+                self._no_sum(call, run, module, x)
+        elif (run.stage == "norm" and module is run.norm) or (
+            run.stage == "second norm" and module is run.plan.parts.second_norm
+        ):
+            run.norm_input = x
+        elif run.stage == "reading norm":
+            self._is_read(run, module, x)
+
+    def flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        """A module has made ``out`` of ``x``."""
+        if run.stage == "projection" and module is run.out_proj:
+            assert run.heads is not None
+            with torch.no_grad(), without_autocast(x.device):
+                claim = run.heads_claim(self._checks_all)
+            if claim is not None:
+                call.claims.append(claim)
+            run.projection = self._projection_of(call, run, module, run.heads, out)
+            self.projected(call, run, out)
+        elif run.stage == "sum":
+            is_around = module in run.plan.ancestors
+            if module is run.plan.module or module is run.out_proj:
+                return
+            if not is_around:
+                run.follow(module, x, out)
+                return
+            if run.is_sum(out, with_others=True):
+                self._summed(call, run, None, out)
+                return
+            if module is self._limit_of(run):
+                self._no_sum(call, run, None, out)
+        elif module is run.awaited_norm and run.norm_input is not None:
+            made = self._read if run.stage == "reading norm" else self._normed
+            made(call, run, module, run.norm_input, out)
+        elif run.stage == "reading norm" and module in run.plan.ancestors[:3]:
+            self.leave_unread(call, run)
+        elif run.stage == "second norm":
+            run.note_other(out)
+        elif run.stage == "end of block":
+            self._toward_end(call, run, module, x, out)
+
+    def _toward_end(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        """Finds the norm whose output is the block's: the second of a block that was found."""
+        if module in run.plan.ancestors:
+            last = run.last_norm
+            is_last = last is not None and last[2].shape == out.shape
+            if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
+                norm, norm_input, norm_output = last
+                apart = run.second_half(norm_input)
+                if run.plan.module.training or apart is None or not apart.is_too_far:
+                    parts = replace(run.plan.parts, second_norm=norm)
+                    run.plan, run.stage = replace(run.plan, parts=parts), "second norm"
+                    self._normed(call, run, norm, norm_input, norm_output)
+                    return
+            if module is run.plan.ancestors[:3][-1]:
+                self._maker.finish(call, run, run.plan.parts)
+        elif module in self.norms:
+            run.last_norm = (module, x, out)
+        else:
+            run.note_other(out)
+
+    def _projection_of(
+        self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor
+    ) -> Projection:
+        """What an out-projection computes, cached for the recording unless it has a gradient."""
+        step = (
+            f"its out-projection, a {describe(module)}, makes something else of its heads than the "
+            "linear map that it is taken for"
+        )
+        plain = plain_projection(module)
+        run.is_probed = plain is None
+        known = plain or self._projections.get(module)
+        apart = None if known is None else self._apart(run, known, x, y)
+        has_changed = run.is_probed and apart is not None and apart.is_too_far
+        if known is None or has_changed:
+            with self._maker.grad_mode(), without_autocast(x.device):
+                known = effective_projection(module, x.size(-1), x)
+            if self._maker.detach:
+                self._projections[module] = known
+            apart = self._apart(run, known, x, y)
+        if apart is not None:
+            call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
+        return known
+
+    def _apart(self, run: Run, projection: Projection, x: Tensor, y: Tensor) -> Distance | None:
+        """How far a projection of heads ``x`` is from ``y``; None where there are none."""
+        if not x.numel():
+            return None
+        with torch.no_grad(), without_autocast(x.device):
+            return run.projected(projection, x, y, self._checks_all)
+
+    def projected(self, call: Call, run: Run, y: Tensor) -> None:
+        parts = run.plan.parts
+        if run.attention.query.numel() == 0 or y.numel() == 0:
+            is_found = parts.block == "found"
+            self._maker.finish(call, run, replace(parts, block="none") if is_found else parts)
+            return
+        if parts.block == "none":
+            self._maker.finish(call, run, parts)
+            return
+        if y.is_nested:
+            run.stage, run.norm = "norm", parts.norm  # no sum to find: the parts name the norm
+            return
+        run.contexts, run.heads = [], None
+        if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
+            # made here, where what they are made of is let go
+            run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
+        run.begin_sum(y)
+
+    def _limit_of(self, run: Run) -> nn.Module | None:
+        """The module around the layer at whose end its sum must have been formed."""
+        if run.plan.module not in self._limits:
+            self._limits[run.plan.module] = self._find_limit(run.plan)
+        return self._limits[run.plan.module]
+
+    @staticmethod
+    def _find_limit(plan: Plan) -> nn.Module | None:
+        parts, ancestors = plan.parts, plan.ancestors
+        known = parts.pre_norm or parts.norm
+        if known is not None:
+            for module in ancestors:
+                if any(part is known for part in module.modules()):
+                    return module
+        return ancestors[min(2, len(ancestors) - 1)] if ancestors else None
+
+    def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
+        """``x`` is the residual plus the attention's output; ``module`` is called with it."""
+        parts = run.plan.parts
+        if run.why_no_block:
+            if parts.block != "found":
+                raise RuntimeError(
+                    f"record: {run.plan.name} does not add up: {run.why_no_block}; its block is no "
+                    f"{parts.block!r} block"
+                )
+            self._maker.finish(call, run, replace(parts, block="none"))
+            return
+        if run.output_norm is not None:
+            norm, before, after = run.output_norm
+            with self._maker.grad_mode():
+                stats = NormStats.of(norm, as_batch(before, run, call.padded_length))
+            with torch.no_grad(), without_autocast(x.device):
+                call.claims.append(run.norm_claim(norm, stats, before, after))
+            run.around.output_norm = stats
+        if parts.block == "found":
+            is_norm = module is not None and "Norm" in type(module).__name__
+            is_post = is_norm and run.is_post_norm()
+            parts = replace(
+                parts, block="post" if is_post else "pre", norm=module if is_post else None
+            )
+            run.plan, run.is_found = replace(run.plan, parts=parts), True
+        if parts.block == "pre" or parts.norm is None:
+            if run.plan.wants("alti"):
+                run.around.output = as_batch(x, run, call.padded_length)
+            wanted = () if run.maps is not None else run.plan.maps(run.attention.kind)
+            if run.has_other or not awaited_norms(parts, wanted):
+                self._maker.finish(call, run, parts)
+                return
+            run.stage, run.norm_input = "reading norm", x
+            if module is not None:
+                self._is_read(run, module, x)
+            return
+        run.norm, run.stage = parts.norm, "norm"
+        if module is parts.norm:
+            run.norm_input = x
+
+    def _no_sum(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
+        """The block has gone on, and nothing was the residual plus the attention's output."""
+        parts = run.plan.parts
+        if parts.block == "found":
+            self._maker.finish(call, run, replace(parts, block="none"))
+            return
+        if not run.plan.module.training:
+            of = "what the norm after it was given" if module is not None else "its block's output"
+            y = run.variants[0].rows
+            residual = run.around.residual
+            rest = f"; the output is {float(y.abs().max()):.3g} at most"
+            if residual is not None and x.numel() == residual.numel():
+                rest += f", what was added {float((x - residual.view_as(x)).abs().max()):.3g}"
+            raise RuntimeError(
+                f"record: {run.plan.name} does not add up: its output and its residual, or any "
+                f"multiple, are not {of}{rest}. Its block is no {parts.block!r} block of "
+                f"{parts.family}, or changes its residual in between"
+            )
+        # dropout stands in between: what went into the norm is what it really got
+        if module is not None and module is parts.norm:
+            run.norm, run.stage, run.norm_input = parts.norm, "norm", x
+        else:
+            self._maker.finish(call, run, parts)
+
+    def _normed(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
+        """A norm that was awaited has run."""
+        stage = run.stage
+        with self._maker.grad_mode():
+            if run.maps is None:
+                stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
+            else:  # two rows will do for the check
+                stats = NormStats.of(norm, rows_of(x).to(x.dtype).unsqueeze(0))
+        run.norm_input = None
+        if not x.is_nested and x.numel():
+            with torch.no_grad(), without_autocast(x.device):
+                call.claims.append(run.norm_claim(norm, stats, x, out))
+        parts = run.plan.parts
+        if stage == "norm":
+            run.around.norm = stats
+            if run.plan.wants("alti"):
+                run.around.output = as_batch(out, run, call.padded_length)
+        else:
+            run.around.second_norm = stats
+            if not run.plan.module.training and not x.is_nested and x.numel():
+                with torch.no_grad():
+                    apart = run.second_half(x)
+                if apart is not None:
+                    step = (
+                        "what its block's second norm was given is not the output of the first "
+                        "plus that of a module"
+                    )
+                    call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
+        wanted = () if run.is_found else run.plan.maps(run.attention.kind)
+        if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
+            run.stage, run.others = "second norm", []
+            run.norm_output = None if x.is_nested or not x.numel() else rows_of(out)
+            return
+        asked = {*run.plan.asked.required, *run.plan.asked.where_defined}
+        if stage == "norm" and run.is_found and {"encoder", "mixing_ratio"} & asked:
+            run.stage, run.others, run.norm_output = "end of block", [], rows_of(out)
+            return
+        self._maker.finish(call, run, parts)
+
+    def _is_read(self, run: Run, module: nn.Module, x: Tensor) -> None:
+        """Takes the first norm that is called with the sum of a "pre" block."""
+        total, parts = run.norm_input, run.plan.parts
+        is_norm = "Norm" in type(module).__name__ and not list(module.children())
+        if total is None or parts.second_norm is not None or not is_norm:
+            return
+        if x.data_ptr() == total.data_ptr() and x.shape == total.shape:
+            run.plan = replace(run.plan, parts=replace(parts, second_norm=module))
+
+    def leave_unread(self, call: Call, run: Run) -> None:
+        """No norm has read the sum of a "pre" block."""
+        run.norm_input = None
+        self._maker.finish(call, run, replace(run.plan.parts, second_norm=None))
+
+    def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
+        """The norm before the second half of a "pre" block has run; one of another kind is left."""
+        try:
+            with self._maker.grad_mode():
+                stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
+            with torch.no_grad(), without_autocast(x.device):
+                settle([run.norm_claim(norm, stats, x, out)])
+        except (TypeError, RuntimeError) as error:
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            if is_memory or "encoder" in run.plan.asked.required:
+                raise
+            self.leave_unread(call, run)
+            return
+        run.around.second_norm, run.norm_input = stats, None
+        self._maker.finish(call, run, run.plan.parts)
+
+    def nothing_follows(self, call: Call, run: Run) -> None:
+        """The call is over, and a run still waits."""
+        if run.stage == "heads" and run.plan.parts.block == "found":
+            raise RuntimeError(
+                f"record: no module was called with the heads of {run.name}: its out-projection "
+                "must be a module"
+            )
+        if run.stage == "heads":
+            raise RuntimeError(
+                f"record: the out-projection of {run.name} did not run in this call; its resolver "
+                "must be wrong"
+            )
+        if run.plan.parts.block == "found" and run.stage == "sum":
+            self._maker.finish(call, run, replace(run.plan.parts, block="none"))
+            return
+        if run.stage == "reading norm":
+            self.leave_unread(call, run)
+            return
+        if run.stage == "end of block":
+            self._maker.finish(call, run, run.plan.parts)
+            return
+        if run.stage == "sum" and run.plan.parts.block == "pre":
+            self._maker.finish(call, run, run.plan.parts)  # its block was not run whole
+            return
+        raise RuntimeError(
+            f"record: a norm that should follow {run.name} did not run in this call; its "
+            "resolver must be wrong"
+        )
+
+
+def _is_unary(module: nn.Module) -> bool:
+    """Whether a module can be called with one tensor: not, for example, with a residual beside."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.default is x.empty for x in parameters if x.kind in kinds) <= 1

@@ -1,0 +1,174 @@
+"""Makes the maps of a run of attention whose block is known, and hands them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn._memory import memory_for
+from ikattn._precision import without_autocast
+from ikattn.analysis._recorder.attention_call import convert_tensors, make_maps
+from ikattn.analysis._recorder.calls import Call
+from ikattn.analysis._recorder.plan import Plan
+from ikattn.analysis._recorder.room import check_room
+from ikattn.analysis._recorder.rows import RowsAsked
+from ikattn.analysis._recorder.runs import Run, settle
+from ikattn.analysis._recorder.transfers import Transfers
+from ikattn.analysis.contributions import Contributions
+from ikattn.analysis.maps import Layer
+
+__all__ = ["Maker", "OnLayer", "OnRun", "as_batch"]
+
+OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
+OnRun: TypeAlias = Callable[[Run], None]
+
+
+class Maker:
+    """Makes maps, and keeps them in their call or hands them over.
+
+    Args:
+        to_cpu, detach, on_layer: As ``ikattn.record`` has them.
+        on_run: Called with each run when its maps are made.
+        rows: Which rows to make, and what to keep of them; None: all.
+    """
+
+    def __init__(
+        self,
+        *,
+        to_cpu: bool,
+        detach: bool,
+        on_layer: OnLayer | None,
+        on_run: OnRun | None,
+        rows: RowsAsked | None,
+    ) -> None:
+        self.detach = detach
+        self.plans: Sequence[Plan] = ()  # of all layers that are recorded
+        self.transfers = Transfers()
+        self._to_cpu = to_cpu
+        self._on_layer = on_layer
+        self._on_run = on_run
+        self._rows = rows
+
+    def finish(self, call: Call, run: Run, parts: Any) -> None:
+        """Makes the maps of a run."""
+        run.stage = "done"
+        call.pending.remove(run)
+        plan = run.plan = replace(run.plan, parts=parts)
+        attention = run.attention
+        if run.maps is None:
+            if run.around.residual is not None and parts.block != "none":
+                residual = as_batch(run.around.residual, run, call.padded_length)
+                run.around.residual = residual
+            else:
+                run.around.residual = None
+            wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
+            run.maps = self.make(call, run, wanted)
+        if self._on_run is not None:
+            self._on_run(run)
+        layer = Layer(
+            run.name,
+            attention.kind,
+            parts.side,
+            attention.query.size(1),
+            parts.block,
+            parts.family,
+        )
+        call.layers[run.name] = layer
+        if self._on_layer is None:
+            call.batch.layers[run.name] = run.maps
+        else:
+            settle(call.claims)
+            call.made.append((layer, run.maps, self.transfers.arrival()))
+            self.hand_over(call, waits=False)
+
+    def hand_over(self, call: Call, *, waits: bool) -> None:
+        """Gives ``on_layer`` the maps that are there, in turn; all, where it ``waits`` for them."""
+        while call.made and (waits or call.made[0][2].is_over()):
+            layer, maps, arrival = call.made.popleft()
+            arrival.wait()
+            assert self._on_layer is not None
+            self._on_layer(call.index, layer, maps)
+
+    def make(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
+        plan, attention = run.plan, run.attention
+        if attention.softcap is not None or attention.sinks is not None:
+            for name in ("similarity", "magnitude"):
+                if name in plan.asked.required:
+                    raise ValueError(
+                        f"record: {plan.name} has no map {name!r}: its logits have a soft cap or "
+                        "sinks, so that weights are no product of similarity and magnitude"
+                    )
+            wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
+        around = run.around
+        if "alti" in plan.asked.required and (around.residual is None or around.output is None):
+            raise ValueError(
+                f"record: {plan.name} has no map 'alti': the sum of residual and attention was not "
+                "found; in training dropout may hide it"
+            )
+        assert run.projection is not None
+        self._check_room(call, run, wanted)
+        with memory_for("record", f"the maps of layer {run.name}"):
+            with self.grad_mode(), without_autocast(attention.query.device):
+                weight = run.projection.weight
+                if self._rows is None:
+                    maps = make_maps(attention, weight, run.around, wanted)
+                else:
+                    maps = self._rows.make(attention, weight, run.around, wanted, run.name)
+            move = self.to_cpu_later if self._to_cpu else lambda x: x
+            return convert_tensors(maps, detach=self.detach, move=move)
+
+    def _check_room(self, call: Call, run: Run, wanted: tuple[str, ...]) -> None:
+        """Raises torch.OutOfMemoryError where the maps of this layer, and its like, do not fit.
+
+        Asked at the first of them in a call, before its maps are made.
+        """
+        group = (run.plan.parts.side, run.attention.kind)
+        if group in call.has_room:
+            return
+        call.has_room.add(group)
+        outermost = call.running[0].module if call.running else None
+        alike = [
+            plan
+            for plan in self.plans
+            if plan.parts.side == group[0] and plan.parts.kind in (None, group[1])
+            if outermost in (plan.module, *plan.ancestors)
+        ]
+        layers = 1 if self._on_layer is not None else max(1, len(alike))
+        check_room(run.attention, run.name, wanted, self._rows, layers, self._to_cpu)
+
+    def to_cpu_later(self, x: Tensor) -> Tensor:
+        return self.transfers.to_cpu(x, is_kept=self._on_layer is None)
+
+    def grad_mode(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach)
+
+
+def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
+    """What a layer's block passes on, as ``[B, T, D]``.
+
+    Raises:
+        RuntimeError: It has other sizes than the attention's queries.
+    """
+    B, _, T, _ = run.attention.sizes
+    if x.is_nested:
+        sizes = None if padded is None else (B, padded, x.size(2))
+        x = torch.nested.to_padded_tensor(x, 0.0, sizes)
+    elif isinstance(run.plan.module, StockMultiheadAttention):
+        if x.dim() == 2:
+            x = x.unsqueeze(0)
+        elif not run.plan.module.batch_first:
+            x = x.transpose(0, 1)
+    elif x.shape[:-1] != (B, T) and x.numel() == B * T * x.size(-1):
+        x = x.reshape(B, T, -1)
+    if x.shape[:-1] != (B, T):
+        raise RuntimeError(
+            f"record: {run.plan.name}: the residual and the inputs of the norms must have shape "
+            f"[B, T, D] = [{B}, {T}, D], got {list(x.shape)}; chunked feed-forward layers "
+            "(chunk_size_feed_forward) cannot be recorded with their norms"
+        )
+    return x
