@@ -141,17 +141,17 @@ def test_the_kernels_are_the_compositions(case: Case) -> None:
 def test_compositions_pass_along_heads_that_are_many() -> None:
     """Of so many heads the entries of a block's queries are made some rows at a time."""
     case = Case("many heads", L=130, before=3, B=1, H=80, K=80, G=1, M=33, d_v=3)
-    query, *keys = drawn(case)
+    query, *keys = drawn(case, torch.float32)
     before, own = divided(case, *keys)
     given = [query, *own, *key_moments(*before)]
     operator = OPERATORS.causal_attention_from_moments.default
     found, others = operator(*given), operator._op_dk(EXPLICIT, *given)
     for one, other in zip(found, others, strict=True):
-        assert_close(one, other, 1e-10)
+        assert_close(one, other, 1e-3)
     arguments = (torch.ones_like(found[0]), None, *given, *found[:2], 1e-5, [True] * 5)
     backward = OPERATORS.causal_attention_from_moments_backward.default
     for one, other in zip(backward(*arguments), backward._op_dk(EXPLICIT, *arguments), strict=True):
-        assert_close(one, other, 1e-10)
+        assert_close(one, other, 1e-3)
 
 
 @pytest.mark.operators
