@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 }  // namespace
 
-// The numbers of a prefix lie in memory three times, as sums of its last chunk, of all and as Half,
-// and take the time of some 900 tokens' entries to pass through it. Pairs of its tokens take as
-// long, counted on an H200, where their number is the root of ten times that of a table. Tables of
-// all prefixes are to be a gigabyte at most, where heads are not so many that one is more.
+// A prefix's table passes through memory in the time of some 900 tokens' entries (counted, on an
+// H200). Pairs of a chunk take as long where its length is the root of ten times a table's numbers.
+// Chunks are longer where tables of all prefixes, float32 and Half, would be more than a gigabyte;
+// each head has one at least. A short call that is to take linear time has the shortest chunks.
 Prefixes prefixes_of(const AttentionParams& params) {
   if (!params.is_causal) return {};
   const FeatureChunks chunks(params);
@@ -121,9 +121,9 @@ Prefixes prefixes_of(const AttentionParams& params) {
   const int64_t numbers =
       chunks.pairs() * int64_t{kPairEntries * kMomentColumns} * moment_slices(params);
   const int64_t bytes = heads * (numbers * 6 + F * F * 8), most = int64_t{1} << 30;
-  const bool is_forced = params.linear_time == LinearTime::kAlways;
-  const double root = std::sqrt(10.0 * static_cast<double>(numbers));
-  const int64_t least = is_forced ? kEntryTokens : static_cast<int64_t>(root);
+  const auto root = static_cast<int64_t>(std::sqrt(10.0 * static_cast<double>(numbers)));
+  const bool is_short = params.linear_time == LinearTime::kAlways && params.L <= root;
+  const int64_t least = is_short ? kEntryTokens : root;
   const int64_t count = std::max<int64_t>(1, most / std::max<int64_t>(1, bytes));
   const int64_t tokens =
       ceil_div(std::max(least, ceil_div(params.L, count + 1)), kEntryTokens) * kEntryTokens;
