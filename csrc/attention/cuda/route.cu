@@ -23,7 +23,7 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
     return "on CUDA the backward in linear time is not causal";
   }
   if (params.is_causal && prefixes_of(params).count == 0) {
-    return "in linear time a causal call has more than one chunk of tokens";
+    return "in linear time a causal call has chunks of up to 2^16 tokens, and more than one";
   }
   if (pass == Pass::kBackward && moment_slices(params) > 1) {
     return "on CUDA the backward in linear time takes at most 64 columns of value";

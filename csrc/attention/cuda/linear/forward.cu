@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 // A prefix's table passes through memory in the time of some 900 tokens' entries (counted, on an
 // H200). Pairs of a chunk take as long where its length is the root of ten times a table's numbers.
 // Chunks are longer where tables of all prefixes, float32 and Half, would be more than a gigabyte;
-// each head has one at least. A short call that is to take linear time has the shortest chunks.
+// each head has one at least. Beyond 2^16 tokens sums on tensor cores err, and pairs are not fewer
+// by much. A short call that is to take linear time has the shortest chunks.
 Prefixes prefixes_of(const AttentionParams& params) {
   if (!params.is_causal) return {};
   const FeatureChunks chunks(params);
@@ -128,7 +129,9 @@ Prefixes prefixes_of(const AttentionParams& params) {
   const int64_t tokens =
       ceil_div(std::max(least, ceil_div(params.L, count + 1)), kEntryTokens) * kEntryTokens;
   Prefixes prefixes;
-  prefixes.tokens = static_cast<int>(std::min<int64_t>(tokens, 1 << 30));
+  prefixes.count = 0;
+  if (tokens > int64_t{1} << 16) return prefixes;
+  prefixes.tokens = static_cast<int>(tokens);
   prefixes.count = static_cast<int>(
       std::max<int64_t>(0, std::min(ceil_div(params.L, tokens) - 1, ceil_div(params.S, tokens))));
   return prefixes;

@@ -74,7 +74,8 @@ struct Prefixes {
     return tokens == 0 ? 0 : min(i / tokens, count) - 1;
   }
 };
-// How a call's chunks are cut; none has a prefix where the call is one chunk.
+// How a call's chunks are cut. There are no prefixes where the call is one chunk, or chunks would
+// be too long: it cannot take linear time then.
 Prefixes prefixes_of(const AttentionParams& params);
 
 // Tokens that are added up: keys with their values, or queries with their gradients.
