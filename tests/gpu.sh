@@ -106,7 +106,7 @@ racecheck() {
 table() {
   IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 512 1024 2048 4096 16384 --rounds 5 &&
-    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 --rounds 5
+    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
 }
 maps() { python benchmarks/gpu.py --contributions --rounds 5; }
 

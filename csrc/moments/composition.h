@@ -29,16 +29,13 @@ inline at::Tensor or_zero(const at::Tensor& tensor, const at::Tensor& where_not)
 // The products of two of F features.
 struct Products {
   int64_t F;
-  at::Tensor left, right;  // [E - 1], features of each
-  at::Tensor square;       // [F F], the product of every two
-  at::Tensor counts;       // [E], how often a query counts it, times (2 F)^-2; for 1: eps
+  at::Tensor square;  // [F F], the product of every two
+  at::Tensor counts;  // [E], how often a query counts it, times (2 F)^-2; for 1: eps
 
   Products(const at::Tensor& like, double eps = 0) : F(static_size(like, -1)) {
     const auto index = like.options().dtype(at::kLong);
     const int64_t M = F / 2, count = F * M + M;
     const at::Tensor e = at::arange(count, index);
-    left = e.remainder(F);
-    right = (left + e.div(F, "floor")).remainder(F);
     const at::Tensor a = at::arange(F, index).unsqueeze(1), b = at::arange(F, index);
     const at::Tensor shift = (b - a).remainder(F);
     const at::Tensor is_own =
@@ -48,10 +45,13 @@ struct Products {
     counts = at::constant_pad_nd(counts, {0, 1}, eps).to(like.scalar_type());
   }
 
-  // [.., E], the constant 1 last.
+  // [.., E]: products with the features 0, 1, .. M places further, and last the constant 1.
   at::Tensor entries(const at::Tensor& x) const {
-    const at::Tensor psi = x.index_select(-1, left) * x.index_select(-1, right);
-    return at::constant_pad_nd(psi, {0, 1}, 1);
+    const int64_t M = F / 2;
+    const at::Tensor further = at::cat({x, x}, -1).unfold(-1, F, 1).narrow(-2, 0, M);
+    const at::Tensor opposite = x.narrow(-1, 0, M) * x.narrow(-1, M, M);
+    return at::cat(
+        {(x.unsqueeze(-2) * further).flatten(-2), opposite, at::ones_like(x.narrow(-1, 0, 1))}, -1);
   }
 
   // The gradient of x from that of its entries.

@@ -39,7 +39,7 @@ at::Tensor moments_of(const Products& products, const Keys& keys) {
 // Values and Z' of queries [B, K, rows, F], in two: what moments leave of them, and log Z.
 TwoTensors read(const Products& products, const at::Tensor& x, const at::Tensor& moments,
                 const at::Tensor& reference, double eps) {
-  const at::Tensor both = at::matmul(products.entries(x) * products.counts, moments);
+  const at::Tensor both = at::matmul(products.entries(x), moments * products.counts.unsqueeze(-1));
   const int64_t d_v = static_size(moments, -1) - 1;
   const at::Tensor least = moments.select(-2, -1).narrow(-1, d_v, 1).unsqueeze(-1) * eps;
   const at::Tensor sum = at::maximum(both.narrow(-1, d_v, 1), least);

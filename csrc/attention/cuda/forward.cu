@@ -18,17 +18,20 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
     return error;
   }
   const Parts parts = take_parts(params, executor, route.parts);
+  Begins begins;
   const char* error = nullptr;
   if (route.is_wide) {
     error = wide_forward(params, stream, tokens, parts);
   } else {
     const bool on_hopper = route.unit == Unit::kHopper;
-    if (route.algorithm == Algorithm::kLinear) error = linear_forward(params, executor, tokens);
+    if (route.algorithm == Algorithm::kLinear) {
+      error = linear_forward(params, executor, tokens, begins);
+    }
     if (on_hopper) {
       const auto forward = route.int8_scores ? warpgroup_int8_forward : warpgroup_forward;
       error = forward(params, stream, tokens);
     }
-    if (error == nullptr) error = folded_forward(params, stream, tokens, parts, on_hopper);
+    if (error == nullptr) error = folded_forward(params, stream, tokens, parts, begins, on_hopper);
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);
 }

@@ -1,4 +1,5 @@
 // The choice of kernels; see route.h.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -17,10 +18,15 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   if (params.mask.type != ElementType::kNone) {
     return "linear time takes no attn_mask that differs between queries";
   }
-  if (params.is_causal) return "on CUDA linear time is not causal";
   if (params.dropout_threshold != 0) return "linear time takes no dropout";
   if (is_wide(params)) {
     return "on CUDA linear time takes at most 64 frequencies and 128 columns of value";
+  }
+  if (params.is_causal && pass == Pass::kBackward) {
+    return "on CUDA the backward in linear time is not causal";
+  }
+  if (params.is_causal && prefixes_of(params).count == 0) {
+    return "in linear time a causal call has chunks of up to 2^16 tokens, and more than one";
   }
   if (pass == Pass::kBackward && moment_slices(params) > 1) {
     return "on CUDA the backward in linear time takes at most 64 columns of value";
@@ -57,15 +63,23 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const double F = static_cast<double>(padded_columns(2 * params.M));
   const double heads = static_cast<double>(params.H) / static_cast<double>(params.key_heads);
   const double queries = heads * static_cast<double>(params.L);
-  const double keys = static_cast<double>(params.S);
+  const double keys = static_cast<double>(params.S), L = static_cast<double>(params.L);
   const double sums = is_backward ? keys * (2 * entries + squares) + queries * (entries + squares)
                                   : (queries + keys) * entries;
-  const double pairs = queries * keys * (is_backward ? 4 * F + 3 * columns : F + columns);
+  const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
+  const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
+  const double pairs = queries * seen * pair;
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
   const double rate_of_pairs = !has_warpgroups()                     ? 1.3
                                : !is_backward && serves_int8(params) ? 2.7
                                                                      : 2;
-  return rate_of_pairs * (sums + around) < pairs;
+  if (!params.is_causal || is_backward) return rate_of_pairs * (sums + around) < pairs;
+  // Counted, not measured: the pairs of chunks by mma.sync, tables of prefixes, and what pairs
+  // begin with, through memory.
+  const Prefixes prefixes = prefixes_of(params);
+  const double of_chunks = queries * std::min(seen, prefixes.tokens / 2.0) * pair / 1.3;
+  const double tables = 900 * entries * prefixes.count + 22e3 * queries;
+  return rate_of_pairs * (sums + around + of_chunks + tables) < pairs;
 }
 
 // nullptr, or why Hopper's own kernels cannot take a call: they compute the folded form, without

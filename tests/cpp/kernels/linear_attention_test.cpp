@@ -325,7 +325,10 @@ TEST(LinearAttentionOnDevice, ChoosesByCounting) {
   }
   EXPECT_FALSE(goes(100000, 100000, 65));
   params.is_causal = true;
-  EXPECT_FALSE(goes(100000, 100000, 16));
+  for (const auto& [M, length] : {std::pair{16, 9300}, {32, 15500}, {64, 24800}}) {
+    EXPECT_FALSE(goes(length - 300, length - 300, M)) << M;
+    EXPECT_TRUE(goes(length + 300, length + 300, M)) << M;
+  }
   params.is_causal = false;
   params.dropout_threshold = 1;
   EXPECT_FALSE(goes(100000, 100000, 16));

@@ -152,8 +152,13 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(reason_of(params), "linear time takes no dropout");
   params = call_of(65536);
   params.is_causal = true;
-  EXPECT_EQ(reason_of(params), "on CUDA linear time is not causal");
-  EXPECT_EQ(route_of(params, false, Pass::kForward).unit, Unit::kHopper);
+  EXPECT_EQ(route_of(params, false, Pass::kForward).algorithm, Algorithm::kLinear);
+  const Route backward = route_of(params, false, Pass::kBackward);
+  EXPECT_STREQ(backward.reason, "on CUDA the backward in linear time is not causal");
+  EXPECT_EQ(backward.unit, Unit::kHopper);
+  params.linear_time = LinearTime::kAlways;
+  params.L = params.S = 256;  // one chunk
+  EXPECT_EQ(route_of(params, false, Pass::kForward).algorithm, Algorithm::kQuadratic);
   params.linear_time = LinearTime::kNever;
   EXPECT_EQ(reason_of(params), "");  // that was the user's own wish
   EXPECT_EQ(reason_of(call_of(512, 100)),

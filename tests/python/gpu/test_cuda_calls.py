@@ -145,6 +145,7 @@ KINDS: dict[str, Callable[[], Work]] = {
         2, 4, 200, 200, 160, 16, HALF, dropout_p=0.2, dropout_seed=dropping()[1], is_causal=True
     ),
     "in linear time": lambda: attending(1, 4, 2000, 2000, 64, 16, HALF),
+    "causal in linear time": lambda: attending(1, 2, 16000, 16000, 64, 16, HALF, is_causal=True),
     "float32": lambda: attending(2, 4, 200, 200, 64, 16, torch.float32),
     "float64": lambda: attending(1, 2, 70, 130, 64, 16, torch.float64),
     "weights": lambda: weighing(dropout_p=0.2, dropout_seed=dropping()[1]),

@@ -45,6 +45,7 @@ CASES = [
     Case("one frequency", L=129, M=1, d_v=1),
     Case("no key before", L=200, before=0),
     Case("later keys outweigh all before", L=300, K=2, G=2, rise=3.0),
+    Case("blocks of the composition, and a rest", L=420, B=2, H=2, K=2, G=1, M=3, rise=0.3),
     Case("no values", d_v=0),
     Case("no token", L=0),
     Case("all hidden", before=0, hidden=1.1),
@@ -134,6 +135,38 @@ def test_the_kernels_are_the_compositions(case: Case) -> None:
     for gradients in (backward(*arguments), backward._op_dk(EXPLICIT, *arguments)):
         for one, other in zip(gradients, expected, strict=True):
             assert_close(one, other, 1e-11)
+
+
+@pytest.mark.operators
+def test_compositions_pass_along_heads_that_are_many() -> None:
+    """Of so many heads the entries of a block's queries are made some rows at a time."""
+    case = Case("many heads", L=130, before=3, B=1, H=80, K=80, G=1, M=33, d_v=3)
+    query, *keys = drawn(case, torch.float32)
+    before, own = divided(case, *keys)
+    given = [query, *own, *key_moments(*before)]
+    operator = OPERATORS.causal_attention_from_moments.default
+    found, others = operator(*given), operator._op_dk(EXPLICIT, *given)
+    for one, other in zip(found, others, strict=True):
+        assert_close(one, other, 1e-3)
+    arguments = (torch.ones_like(found[0]), None, *given, *found[:2], 1e-5, [True] * 5)
+    backward = OPERATORS.causal_attention_from_moments_backward.default
+    for one, other in zip(backward(*arguments), backward._op_dk(EXPLICIT, *arguments), strict=True):
+        assert_close(one, other, 1e-3)
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize("wanted", range(5))
+def test_compositions_give_each_gradient_alone(wanted: int) -> None:
+    case = CASES[1]
+    query, *keys = drawn(case)
+    before, own = divided(case, *keys)
+    given = [query, *own, *key_moments(*before)]
+    output, log_z, moments, _ = causal_attention_from_moments(*given)
+    backward = OPERATORS.causal_attention_from_moments_backward.default
+    arguments = (torch.ones_like(output), torch.ones_like(moments), *given, output, log_z, 1e-5)
+    alone = backward._op_dk(EXPLICIT, *arguments, [place == wanted for place in range(5)])
+    assert_close(alone[wanted], backward(*arguments, [True] * 5)[wanted], 1e-11)
+    assert all(alone[place].numel() == 0 for place in range(5) if place != wanted)
 
 
 @pytest.mark.operators

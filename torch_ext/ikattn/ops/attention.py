@@ -93,7 +93,7 @@ def implicit_kernel_attention(
     O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask and dropout, causal
     or not, take time O(B H (L + S) M^2 d_v) on the CPU where that is less, to the same precision,
     and in the same memory: O(M^2 d_v) is then less than a head's features and values; on CUDA in
-    16 bits, or where torch allows TF32, those that are not causal, with M <= 64.
+    16 bits, or where torch allows TF32, with M <= 64; of causal calls the forward pass does.
     :func:`which_kernels` tells of a call. Angles, logits and sums are formed in float32 (float64
     for float64 inputs).
 

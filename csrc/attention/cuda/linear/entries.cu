@@ -25,6 +25,13 @@ __device__ __forceinline__ bool are_by_pairs(const EntryProducts& products, cons
   return block >= blocks || products.quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
 }
 
+// Which of the sums of all heads and prefixes the tokens of a block take.
+__device__ __forceinline__ int64_t place_of_sums(const EntryProducts& products,
+                                                 const EntryBlock& at) {
+  const Prefixes& prefixes = products.sums.prefixes;
+  return int64_t{at.bh / products.tokens.group} * prefixes.count + prefixes.of_queries(at.first);
+}
+
 // The rows of a warp, of what their entries have added up to.
 __device__ __forceinline__ void store_entries(const EntryProducts& products, int slices,
                                               int64_t d_v,
@@ -37,13 +44,15 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
   const EntryBlock at(tokens, index / slices);
   if (are_by_pairs(products, at, warp_row / kLinearQueries * kLinearQueries)) return;
   const int64_t bk = at.bh / tokens.group, b = at.bh / tokens.heads, h = at.bh % tokens.heads;
-  const LinearHead head = products.sums.heads[bk];
+  const int64_t place = place_of_sums(products, at);
+  const LinearHead head = products.sums.heads[place];
   const float* center =
-      products.sums.centers + (bk * slices + slice) * kMomentColumns + thread % 4 * 2;
+      products.sums.centers + (place * slices + slice) * kMomentColumns + thread % 4 * 2;
   const int64_t* stride = products.output.stride;
   const RowPairs pairs(products.output);
   const float units = products.units == nullptr ? 1.0f : 1 / products.units[bk];
   const float unit = head.moment_unit / tokens.entry_scale;
+  const float row_unit = products.in_row_units ? 1.0f : head.row_unit;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -54,14 +63,16 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
                              products.logits[at.bh * tokens.N + i] == minus_infinity<float>();
       // The units of rows come last: values may be large where their scales are small.
       float of_center = 1, of_product = unit;
-      if (products.weights != nullptr) {
+      if (products.goes_on) {
+        of_center = products.weights[at.bh * tokens.N + i];
+      } else if (products.weights != nullptr) {
         of_product /= products.weights[at.bh * tokens.N + i];
       } else {
         of_center *= tokens.terms[at.bh * padded_tokens(tokens.N) + i] * units;
         of_product *= units;
       }
-      of_center *= head.row_unit;
-      of_product *= head.row_unit;
+      of_center *= row_unit;
+      of_product *= row_unit;
       pairs.store<kMomentColumns>(
           b * stride[0] + h * stride[1] + i * stride[2], slice * kMomentColumns, d_v, [&](int n) {
             const float2 own = load_vector<float2>(center + n * 8);
@@ -101,7 +112,8 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
   }
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const Half* moments = products.sums.moments +
-                        (bk * slices + slice) * chunks.pairs() * (kPairEntries * kMomentColumns) +
+                        (place_of_sums(products, at) * slices + slice) * chunks.pairs() *
+                            (kPairEntries * kMomentColumns) +
                         threadIdx.x * 8;
   const uint32_t to = base + kTokenTile + swizzled(row, piece, kMomentBytes);
   int remaining = chunks.pairs() * kPairStages;  // stages to copy
@@ -186,7 +198,9 @@ const char* entry_products(const AttentionParams& params, const EntryProducts& p
   const int64_t blocks = params.B * tokens.heads * ceil_div(tokens.N, kEntryTokens) * slices;
   return launch(F == 64 ? entry_kernel<64> : entry_kernel<128>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kEntryThreads), kEntryTokens * 2 * F + kPairStages * kEntryStage, stream,
-                products, chunks, slices, params.d_v, twice_half(tokens.entry_scale));
+                products, chunks, slices,
+                products.goes_on ? padded_columns(params.d_v) : params.d_v,
+                twice_half(tokens.entry_scale));
 }
 
 }  // namespace ikattn::cuda

@@ -1,5 +1,9 @@
 // Queries in linear time: the sums of their weights, and whether these keep their digits.
+#include <algorithm>
+#include <cmath>
+
 #include "attention/cuda/linear/tiles.h"
+#include "attention/cuda/operands/feature_source.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
@@ -17,13 +21,15 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const QueryBlock at(params, kLinearQueries, blockIdx.x);
   const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
   uint32_t* flag = quadratic_blocks + at.bh * blocks + at.i0 / kLinearQueries;
-  if ((tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
+  const int prefix = keys.prefixes.of_queries(at.i0);
+  const int64_t place = int64_t{at.bk} * keys.prefixes.count + prefix;
+  if (prefix < 0 || (tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
     if (threadIdx.x == 0) *flag = 1;
     return;
   }
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const Half* gram = keys.gram + at.bk * int64_t{2 * F * F};
+  const Half* gram = keys.gram + place * int64_t{2 * F * F};
   for (int index = threadIdx.x; index < 2 * F * (F / 8); index += kFoldedThreads) {
     const int row = index / (F / 8), piece = index % (F / 8);  // rows of both numbers
     cp_async_16(base + swizzled(row, piece, 2 * F), gram + row * F + piece * 8);
@@ -66,7 +72,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // Found anew: no register holds it over the products.
   const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
   const int64_t first = at.i0 + thread / 32 * 32 + thread % 32 / 4;
-  const LinearHead head = keys.heads[at.bk];
+  const LinearHead head = keys.heads[place];
   const float mean = share_of_mean * head.squares / static_cast<float>(2 * params.M);
   bool errs = false;
 #pragma unroll
@@ -96,6 +102,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       const int64_t row = int64_t{at.bh} * params.L + i;
       const float sum = with_poison(tokens, row, weights[m][half] + head.terms);
       sums[row] = sum;
+      if (params.is_causal) continue;  // pairs go on from here
       static_cast<double*>(params.log_normalizer.data)[row] = log_normalizer_of(sum, reference);
     }
   }
@@ -103,8 +110,35 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 }  // namespace
 
+// A prefix's table passes through memory in the time of some 900 tokens' entries (counted, on an
+// H200). Pairs of a chunk take as long where its length is the root of ten times a table's numbers.
+// Chunks are longer where tables of all prefixes, float32 and Half, would be more than a gigabyte;
+// each head has one at least. Beyond 2^16 tokens sums on tensor cores err, and pairs are not fewer
+// by much. A short call that is to take linear time has the shortest chunks.
+Prefixes prefixes_of(const AttentionParams& params) {
+  if (!params.is_causal) return {};
+  const FeatureChunks chunks(params);
+  const int64_t F = chunks.columns(), heads = params.B * params.key_heads;
+  const int64_t numbers =
+      chunks.pairs() * int64_t{kPairEntries * kMomentColumns} * moment_slices(params);
+  const int64_t bytes = heads * (numbers * 6 + F * F * 8), most = int64_t{1} << 30;
+  const auto root = static_cast<int64_t>(std::sqrt(10.0 * static_cast<double>(numbers)));
+  const bool is_short = params.linear_time == LinearTime::kAlways && params.L <= root;
+  const int64_t least = is_short ? kEntryTokens : root;
+  const int64_t count = std::max<int64_t>(1, most / std::max<int64_t>(1, bytes));
+  const int64_t tokens =
+      ceil_div(std::max(least, ceil_div(params.L, count + 1)), kEntryTokens) * kEntryTokens;
+  Prefixes prefixes;
+  prefixes.count = 0;
+  if (tokens > int64_t{1} << 16) return prefixes;
+  prefixes.tokens = static_cast<int>(tokens);
+  prefixes.count = static_cast<int>(
+      std::max<int64_t>(0, std::min(ceil_div(params.L, tokens) - 1, ceil_div(params.S, tokens))));
+  return prefixes;
+}
+
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens) {
+                           FoldedTokens& tokens, Begins& begins) {
   LinearSums keys;
   if (const char* error =
           sum_tokens(params, executor, keys_of(params, tokens), nullptr, true, false, keys)) {
@@ -128,6 +162,14 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
   products.output = params.output;
   products.weights = sums;
   products.quadratic_blocks = quadratic_blocks;
+  if (params.is_causal) {
+    const int64_t width = padded_columns(params.d_v);
+    float* output = executor.take<float>(heads * params.L * width);
+    products.output = contiguous(output, params.H, params.L, width);
+    products.goes_on = true;
+    products.in_row_units = params.value.type != ElementType::kBFloat16;
+    begins = {output, sums, keys.prefixes.tokens, keys.prefixes.count};
+  }
   return entry_products(params, products, executor.stream);
 }
 

@@ -1,4 +1,4 @@
-// Attention in linear time on tensor cores, of calls in which every row sees every key
+// Attention in linear time on tensor cores, of calls without mask and dropout
 // (attention/linear_time.h has the sums and when they pay).
 //
 // Features are taken 16 at a time, a chunk. An entry is the product of two of them, a and b, of
@@ -13,6 +13,10 @@
 // values keep their digits. Products of two features are Half, as are what moments add up to, for
 // they are as good as weights of 11 bits are, unless a query's scores are all small against its
 // features: a block with such a query is computed in quadratic time.
+//
+// A causal call goes in chunks of tokens. The sums are those over the keys before a chunk, a
+// prefix, for each chunk anew. What its queries take of these, sum of w and sum of w V, is where
+// the pairs of the chunk go on from (tensor_cores/forward.cu).
 #pragma once
 
 #include "attention/cuda/operands/operands.h"
@@ -60,6 +64,20 @@ inline uint32_t twice_half(float x) {
   return bits | bits << 16;
 }
 
+// Over which keys there are sums: of causal calls those before each chunk but the first, else all.
+struct Prefixes {
+  int count = 1;
+  int tokens = 0;  // of a chunk, a multiple of kEntryTokens; 0: not causal
+
+  // The one that queries from the i-th on take; -1: of the first chunk, none.
+  __device__ __forceinline__ int of_queries(int i) const {
+    return tokens == 0 ? 0 : min(i / tokens, count) - 1;
+  }
+};
+// How a call's chunks are cut. There are no prefixes where the call is one chunk, or chunks would
+// be too long: it cannot take linear time then.
+Prefixes prefixes_of(const AttentionParams& params);
+
 // Tokens that are added up: keys with their values, or queries with their gradients.
 struct LinearTokens {
   const Half* phi;   // [B, heads, N, padded F]
@@ -81,6 +99,7 @@ struct LinearTokens {
   const uint32_t* states;
   uint32_t left_out;
   float entry_scale;  // of products of two features, which makes the largest 2^15
+  Prefixes prefixes;
 };
 
 // Of a key head, about its sums; see LinearSums.
@@ -93,12 +112,14 @@ struct LinearHead {
   float row_unit;     // of scaled rows, and of centers
 };
 
+// P: prefixes.
 struct LinearSums {
-  Half* moments;      // [B, key_heads, slices, pairs, 256, 64]; nullptr: not wanted
-  Half* squares;      // [B, key_heads, 16 count, 16 count, 64]  of all a and b; nullptr likewise
-  Half* gram;         // [B, key_heads, 2, columns, columns]  two numbers for each
-  float* centers;     // [B, key_heads, slices * 64]  m; where there are no means, the sum of rows
-  LinearHead* heads;  // [B, key_heads]
+  Half* moments;   // [B, key_heads, P, slices, pairs, 256, 64]; nullptr: not wanted
+  Half* squares;   // [B, key_heads, P, 16 count, 16 count, 64]  of all a and b; nullptr likewise
+  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two numbers for each
+  float* centers;  // [B, key_heads, P, slices * 64]  m; where there are no means, the sum of rows
+  LinearHead* heads;  // [B, key_heads, P]
+  Prefixes prefixes;
 };
 
 // The keys of a call, and its queries, the latter without what they are added up with.
@@ -122,6 +143,9 @@ struct EntryProducts {
   const float* units;
   const float* logits;               // [B, heads, N]  of gradients: -inf, none
   const uint32_t* quadratic_blocks;  // FoldedTokens::quadratic_blocks, of the output
+  // The output, float32 and padded, is weight * center + product, of rows as the kernels of pairs
+  // read them: scaled as those here, or not.
+  bool goes_on, in_row_units;
 };
 const char* entry_products(const AttentionParams& params, const EntryProducts& products,
                            Stream stream);
@@ -134,9 +158,12 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
                             const FoldedGradients& gradients);
 
-// The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs.
+struct Begins;
+
+// The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs; of
+// causal calls the others, too, from `begins` on.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens);
+                           FoldedTokens& tokens, Begins& begins);
 
 namespace {
 

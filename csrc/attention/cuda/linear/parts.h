@@ -7,23 +7,30 @@ namespace ikattn::cuda {
 
 constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
 
-// How the tokens of a head are shared out: tokens of a share, a multiple of kStep.
+// How the tokens of a head are shared out: tokens of a share, a multiple of kStep, and how many
+// shares a prefix has more than the one before it.
 struct Shares {
   int count;
   int64_t tokens;
+  int of_prefix;
+
+  // Shares that the p-th prefix has.
+  __device__ __forceinline__ int end_of(int p) const { return min((p + 1) * of_prefix, count); }
 };
 
-// Where the sums of each share are; see LinearSums.
+// Where the sums of each share are; see LinearSums. P: prefixes, of which there are no more than
+// shares.
 struct TokenParts {
   Shares of_moments, of_gram, of_sums;
+  int prefixes;
   int slices;
   int64_t heads;  // key heads
-  // [count][B, key_heads, slices, pairs, 256, 64]; at last the first is their sum, less the
-  // center's share
+  // [count][B, key_heads, slices, pairs, 256, 64]; at last the first P are the prefixes' sums, less
+  // the center's share
   float* moments;
-  float* gram;  // [count][B, key_heads, columns, columns]; at last the first is their sum
-  float* sums;  // [B, key_heads, count, kTokenSums + slices * 64]
-  uint32_t* moment_bounds;  // [B, key_heads]  bits of the largest
+  float* gram;              // [count][B, key_heads, columns, columns]; at last the first P likewise
+  float* sums;              // [B, key_heads, count, kTokenSums + slices * 64]
+  uint32_t* moment_bounds;  // [B, key_heads, P]  bits of the largest
 
   __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
 };

@@ -1,4 +1,5 @@
 // What tokens add up to, for others that do not meet them: moments, and their Gram matrix.
+#include <algorithm>
 #include <cmath>
 
 #include "attention/cuda/linear/parts.h"
@@ -286,7 +287,7 @@ Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   const int64_t each = ceil_div(tokens.N, wanted < most ? wanted : most);
   Shares shares;
   shares.tokens = ceil_div(each, kStep) * kStep;
-  shares.count = static_cast<int>(ceil_div(tokens.N, shares.tokens));
+  shares.count = shares.of_prefix = static_cast<int>(ceil_div(tokens.N, shares.tokens));
   return shares;
 }
 
@@ -296,15 +297,25 @@ TokenParts take_token_parts(const AttentionParams& params, const DeviceExecutor&
   TokenParts parts = {};
   parts.slices = moment_slices(params);
   parts.heads = params.B * params.key_heads;
-  parts.of_moments =
-      shares_of(tokens, parts.heads * parts.slices * ceil_div(chunks.pairs(), kPairsTogether));
-  parts.of_gram = shares_of(tokens, parts.heads);
-  parts.of_sums = {static_cast<int>(ceil_div(tokens.N, kSumTokens)), kSumTokens};
+  parts.prefixes = tokens.prefixes.count;
+  const int64_t chunk = tokens.prefixes.tokens;  // a share
+  if (chunk > 0) {
+    const int64_t N = std::min(tokens.N, parts.prefixes * chunk);
+    const int64_t each = std::min<int64_t>(chunk, kSumTokens);
+    parts.of_moments = parts.of_gram = {parts.prefixes, chunk, 1};
+    parts.of_sums = {static_cast<int>(ceil_div(N, each)), each, static_cast<int>(chunk / each)};
+  } else {
+    const int count = static_cast<int>(ceil_div(tokens.N, kSumTokens));
+    parts.of_moments =
+        shares_of(tokens, parts.heads * parts.slices * ceil_div(chunks.pairs(), kPairsTogether));
+    parts.of_gram = shares_of(tokens, parts.heads);
+    parts.of_sums = {count, kSumTokens, count};
+  }
   const int64_t F = chunks.columns(), entries = chunks.pairs() * int64_t{kPairEntries};
   if (has_moments) {
     parts.moments = executor.take<float>(parts.of_moments.count * parts.heads * parts.slices *
                                          entries * kMomentColumns);
-    parts.moment_bounds = executor.take<uint32_t>(parts.heads);
+    parts.moment_bounds = executor.take<uint32_t>(parts.heads * parts.prefixes);
   }
   parts.gram = executor.take<float>(parts.of_gram.count * parts.heads * F * F);
   parts.sums = executor.take<float>(parts.heads * parts.of_sums.count * parts.sum_columns());
@@ -321,12 +332,14 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
   const bool has_moments = wants_moments || wants_squares;
   const TokenParts parts = take_token_parts(params, executor, tokens, chunks, has_moments);
   const int64_t heads = parts.heads, pairs = chunks.pairs(), n = chunks.count * kChunk;
-  const int64_t moments = heads * parts.slices * pairs * (kPairEntries * kMomentColumns);
+  const int64_t all = heads * parts.prefixes;
+  const int64_t moments = all * parts.slices * pairs * (kPairEntries * kMomentColumns);
   sums.moments = wants_moments ? executor.take<Half>(moments) : nullptr;
-  sums.squares = wants_squares ? executor.take<Half>(heads * n * n * kMomentColumns) : nullptr;
-  sums.gram = executor.take<Half>(heads * 2 * F * F);
-  sums.centers = executor.take<float>(heads * parts.slices * kMomentColumns);
-  sums.heads = executor.take<LinearHead>(heads);
+  sums.squares = wants_squares ? executor.take<Half>(all * n * n * kMomentColumns) : nullptr;
+  sums.gram = executor.take<Half>(all * 2 * F * F);
+  sums.centers = executor.take<float>(all * parts.slices * kMomentColumns);
+  sums.heads = executor.take<LinearHead>(all);
+  sums.prefixes = tokens.prefixes;
 
   const auto blocks_of = [&](const Shares& shares) {
     return static_cast<unsigned>(heads * shares.count);
@@ -369,6 +382,7 @@ LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens) 
   keys.scale_heads = params.G;
   keys.states = tokens.state;
   keys.left_out = kLeftToPairs;
+  keys.prefixes = prefixes_of(params);
   // A feature is at most twice the folded scale of 1.
   const double feature = 2 * static_cast<double>(tokens.root_scale) / (4.0 * params.M);
   int exponent = 0;

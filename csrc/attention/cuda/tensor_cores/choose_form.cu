@@ -131,9 +131,13 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
   // score of 0 leaves, should still be a normal number of Half.
   const double of_half = std::min(12.0, std::log(0x1p29 * params.eps));
+  // In causal linear time products of two features are Half in bfloat16, too, of eight bits down to
+  // 2^-32 of the largest: 22 nats, of which products of small features need some.
+  const bool is_linear = route.algorithm == Algorithm::kLinear;
   const double most_spread = is_general_alone(params)     ? -1.0
                              : every_row_sees_all(params) ? static_cast<double>(INFINITY)
                              : is_half                    ? of_half
+                             : is_linear                  ? 16.0
                                                           : 36.0;
   const auto fold = [&](auto kernel, unsigned threads) {
     return launch(kernel, dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream,

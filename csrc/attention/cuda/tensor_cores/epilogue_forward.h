@@ -18,10 +18,21 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
 const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                           const Parts& parts);
 
-// Output and log Z of the queries in tokens.quadratic_blocks, or their parts. general_alone: other
-// kernels have the folded form.
+// What causal calls in linear time have found of the keys before a query's chunk, of blocks that
+// are not in tokens.quadratic_blocks: pairs go on from there.
+struct Begins {
+  const float* output = nullptr;  // [B, H, L, padded d_v]  sum of w V; nullptr: there are none
+  const float* sums = nullptr;    // [B, H, L]              sum of w
+  int chunk = 0, most = 0;        // tokens of a chunk; chunks before a query's, at most
+
+  // The first key of the chunk of queries from the i-th on.
+  __device__ __forceinline__ int first_key(int i) const { return min(i / chunk, most) * chunk; }
+};
+
+// Output and log Z of the queries in tokens.quadratic_blocks, or their parts; of others that begin
+// with something, too. general_alone: other kernels have the folded form.
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
-                           const Parts& parts, bool general_alone);
+                           const Parts& parts, const Begins& begins, bool general_alone);
 
 // The same of wide rows, all of them.
 const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,

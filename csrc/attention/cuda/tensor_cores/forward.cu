@@ -63,9 +63,32 @@ struct TileCopy {
   }
 };
 
+// What the rows of a warp begin with.
+template <int V, typename Rows, int kRowTiles>
+__device__ __forceinline__ void load_begins(const AttentionParams& params, const Begins& begins,
+                                            const QueryBlock& at, Rows (&rows)[kRowTiles],
+                                            float (&output)[kRowTiles][V / 8][4]) {
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
+      if (i >= params.L) continue;
+      const int64_t row = int64_t{at.bh} * params.L + i;
+      if (thread % 4 == 0) rows[m].sums[half] = begins.sums[row];  // lanes are added up
+      for_pairs<V>([&](int column, int n) {
+        const float2 two = load_vector<float2>(begins.output + row * V + column);
+        output[m][n][2 * half] = two.x;
+        output[m][n][2 * half + 1] = two.y;
+      });
+    }
+  }
+}
+
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
-    folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts) {
+    folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts, Begins begins) {
   using L = Layout<F, V, kPairs>;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -78,7 +101,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   if (kPairs == Pairs::kAll && !is_quadratic(params, tokens, at)) return;
 
   // 1. The first tile of keys and values is on its way.
-  const TileRange tiles(params, at, kQueries, part, parts.count);
+  TileRange tiles(params, at, kQueries, part, parts.count);
+  const bool goes_on =
+      kPairs == Pairs::kCausal && begins.output != nullptr && !is_quadratic(params, tokens, at);
+  if (goes_on) tiles.first = begins.first_key(i0) / kStep;
   TileCopy<T, F, V, kPairs> copy(params, tokens, at.b, at.h, at.bk, tiles.first);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   if (tiles.first < tiles.end) {
@@ -107,6 +133,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // 3. Tile by tile: scores, weights, output += weights x values.
   float output[kRowTiles][V / 8][4] = {};
   ForwardRows<T, kPairs> rows[kRowTiles];
+  if (goes_on) load_begins<V>(params, begins, at, rows, output);
   const GeneralScales& scales = tokens.general;
 
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
@@ -245,7 +272,7 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
 }
 
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
-                           const Parts& parts, bool general_alone) {
+                           const Parts& parts, const Begins& begins, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const int64_t blocks =
         params.B * params.H * ceil_div(params.L, int64_t{kWarps} * kRowTilesFor<V> * 16);
@@ -253,7 +280,7 @@ const char* folded_forward(const AttentionParams& params, Stream stream, const F
       if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
       return launch(folded_forward_kernel<T, F, V, kPairs>,
                     dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
-                    Layout<F, V, kPairs>::kBytes, stream, params, tokens, parts);
+                    Layout<F, V, kPairs>::kBytes, stream, params, tokens, parts, begins);
     });
   });
 }
