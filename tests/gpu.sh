@@ -3,7 +3,7 @@
 #
 #   tests/gpu.sh suite calls table              # some parts
 #   tests/gpu.sh --wheel ikattn-*.whl build     # installs a wheel that was built elsewhere
-#   tests/gpu.sh                                # all parts, in at most eight minutes with a wheel
+#   tests/gpu.sh                                # all parts, in at most nine minutes with a wheel
 #   tests/gpu.sh --list                         # the parts, and how many seconds each may take
 #
 # A part that takes longer than it may is ended and has failed; the others run. What each printed is
@@ -13,9 +13,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(build programs suite suite_linear suite_mma calls replay memcheck racecheck table maps)
+parts=(build programs suite suite_linear suite_mma float32 calls replay memcheck racecheck table maps)
 # Seconds; of `build` with a wheel.
-declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [calls]=30
+declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [float32]=60 [calls]=30
   [replay]=80 [memcheck]=60 [racecheck]=40 [table]=90 [maps]=30)
 without_wheel=600
 
@@ -87,6 +87,16 @@ suite_linear() {
 suite_mma() {
   IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "${of_all_devices[@]}"
 }
+# Float32 without TF32: the suite has it in split products, here it is on CUDA cores; then both timed.
+float32() {
+  local failed=0 splits
+  IKATTN_SPLIT=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" -k float32 || failed=1
+  for splits in 1 0; do
+    IKATTN_SPLIT=$splits python benchmarks/gpu.py --dtype float32 --no-flex --lengths 512 2048 \
+      --rounds 3 || failed=1
+  done
+  return $failed
+}
 # Streams, graphs, bits, sizes beyond 2^31; and first, in a process of its own, missing memory.
 calls() {
   local failed=0
@@ -100,7 +110,7 @@ memcheck() { sanitized memcheck "$tests/gpu/test_cuda_calls.py" -k same_bits; }
 # (docs/guide/cuda.md, "With a GPU").
 racecheck() {
   IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
-    -k "same_bits and (folded or causal)"
+    -k "same_bits and (folded or causal or float32)"
 }
 # Attention beside torch's, in quadratic and in linear time.
 table() {
