@@ -11,7 +11,7 @@ from torch import Tensor
 from agreement import assert_close
 from families import ALONE, POST, PRE
 from ikattn.analysis import record
-from ikattn.analysis._recorder import recorder
+from ikattn.analysis._recorder import making
 from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings
 from ikattn.analysis.contributions import Contributions
 from tiny_transformers import build_tiny, tiny_inputs
@@ -53,14 +53,14 @@ def test_maps_of_a_family_that_is_found_by_running(
 ) -> None:
     model = build_tiny(kind)
     seen: list[tuple[AttentionCall, Tensor, Surroundings, Contributions]] = []
-    make_maps = recorder.make_maps
+    make_maps = making.make_maps
 
     def noting(call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Any) -> Any:
         maps = make_maps(call, projection, around, wanted)
         seen.append((call, projection, around, maps))
         return maps
 
-    monkeypatch.setattr(recorder, "make_maps", noting)
+    monkeypatch.setattr(making, "make_maps", noting)
     inputs = tiny_inputs(model)
     with torch.no_grad():
         expected = model(**inputs)[0]

@@ -10,7 +10,7 @@ import torch
 
 from ikattn import _memory
 from ikattn.analysis import record
-from ikattn.analysis._recorder import recorder
+from ikattn.analysis._recorder import making
 from recorded_models import encoder
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
@@ -35,7 +35,7 @@ def test_sizes_and_ways_out_are_told_before_any_map_is_made(
     free: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free(2 * MAP - 1)
-    monkeypatch.setattr(recorder, "make_maps", lambda *_: pytest.fail("a map was made"))
+    monkeypatch.setattr(making, "make_maps", lambda *_: pytest.fail("a map was made"))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run()
     words = str(caught.value)
