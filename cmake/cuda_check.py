@@ -8,7 +8,8 @@ and architecture while writing it:
 
     python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
 
-or one architecture of all files, and all of those that changed, headers counted in, since a commit:
+or one architecture of all files, and all of those that changed since a commit, or include a header
+that did:
 
     python cmake/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
 """
@@ -160,16 +161,14 @@ def exchanges_registers(kernel: Kernel) -> bool:
     )
 
 
-def with_includes(source: Path, known: dict[Path, set[Path]]) -> set[Path]:
-    """A file and what it includes of this repository, headers of headers too."""
-    if source in known:
-        return known[source]
-    found = known[source] = {source}
+def with_includes(source: Path) -> set[Path]:
+    """A file and the headers of this repository that it includes itself."""
+    found = {source}
     for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', source.read_text(), re.MULTILINE):
         places = (source.parent, ROOT / "csrc", ROOT / "csrc/include", ROOT / "tests/cpp")
         header = next((place / name for place in places if (place / name).exists()), None)
         if header is not None:
-            found |= with_includes(header.resolve(), known)
+            found.add(header.resolve())
     return found
 
 
@@ -178,8 +177,7 @@ def changed_since(commit: str, sources: list[Path]) -> set[Path]:
     command = ["git", "diff", "--name-only", commit]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     changed = {(ROOT / name).resolve() for name in done.stdout.splitlines()}
-    known: dict[Path, set[Path]] = {}
-    return {source for source in sources if with_includes(source, known) & changed}
+    return {source for source in sources if with_includes(source) & changed}
 
 
 def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
