@@ -246,7 +246,7 @@ def _sources(
 
 def _known_maps() -> tuple[str, ...]:
     from ikattn._command.job import GROUPS
-    from ikattn.analysis._recorder.attention_call import ALL_MAPS
+    from ikattn.analysis._recorder.run_maps import ALL_MAPS
 
     return (*ALL_MAPS, *GROUPS)
 

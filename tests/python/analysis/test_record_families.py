@@ -12,7 +12,8 @@ from agreement import assert_close
 from families import ALONE, POST, PRE
 from ikattn.analysis import record
 from ikattn.analysis._recorder import making
-from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings
+from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.run_maps import Surroundings
 from ikattn.analysis.contributions import Contributions
 from tiny_transformers import build_tiny, tiny_inputs
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ikattn._command.errors import AnalyzeError
 from ikattn._command.shards import Shard
 from ikattn._command.tables import Table
-from ikattn.analysis._recorder.attention_call import ALL_MAPS, LEDGER, USUAL_MAPS
+from ikattn.analysis._recorder.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
 from ikattn.analysis._sequences import AXES
 
 __all__ = [

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ikattn._command.errors import AnalyzeError
 from ikattn._command.job import Job, Line, single_maps
-from ikattn.analysis._recorder.attention_call import why_undefined
 from ikattn.analysis._recorder.record import record
 from ikattn.analysis._recorder.resolvers import find_attention
+from ikattn.analysis._recorder.run_maps import why_undefined
 from ikattn.analysis._sequences import batch_of_one, cut
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer

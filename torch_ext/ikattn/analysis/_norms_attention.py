@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from ikattn._precision import without_autocast
-from ikattn.analysis._recorder.attention_call import Surroundings, make_maps
 from ikattn.analysis._recorder.padding import fill_padding
 from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis._recorder.projection import effective_projection
 from ikattn.analysis._recorder.resolvers import find_attention, resolve
+from ikattn.analysis._recorder.run_maps import Surroundings, make_maps
 from ikattn.analysis._recorder.transformers_attention import NORMS, interface_call
 from ikattn.integrations.transformers._attention import register_implicit
 from ikattn.integrations.transformers._interface import (

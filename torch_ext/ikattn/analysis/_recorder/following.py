@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import without_autocast
-from ikattn.analysis._recorder.attention_call import awaited_norms
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.flow import Distance, rows_of
 from ikattn.analysis._recorder.making import Maker, as_batch
@@ -24,6 +23,7 @@ from ikattn.analysis._recorder.projection import (
     effective_projection,
     plain_projection,
 )
+from ikattn.analysis._recorder.run_maps import awaited_norms
 from ikattn.analysis._recorder.runs import Claim, Run, settle
 from ikattn.analysis.contributions import NormStats
 

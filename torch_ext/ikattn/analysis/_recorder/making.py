@@ -12,11 +12,11 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn._memory import memory_for
 from ikattn._precision import without_autocast
-from ikattn.analysis._recorder.attention_call import convert_tensors, make_maps
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.room import check_room
 from ikattn.analysis._recorder.rows import RowsAsked
+from ikattn.analysis._recorder.run_maps import convert_tensors, make_maps
 from ikattn.analysis._recorder.runs import Run, settle
 from ikattn.analysis._recorder.transfers import Transfers
 from ikattn.analysis.contributions import Contributions

@@ -10,15 +10,15 @@ from typing import Literal
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.analysis._recorder.attention_call import (
+from ikattn.analysis._recorder.parts import AttentionParts
+from ikattn.analysis._recorder.resolvers import Site, find_attention
+from ikattn.analysis._recorder.run_maps import (
     ALL_MAPS,
     LEDGER,
     USUAL_MAPS,
     defined_maps,
     why_undefined,
 )
-from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.resolvers import Site, find_attention
 from ikattn.analysis._recorder.torch_attention import out_projection_of
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.attention_call import ALL_MAPS
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
 from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, OnRun, Recorder
 from ikattn.analysis._recorder.rows import Queries, RowsAsked, check_kinds, rows_asked
+from ikattn.analysis._recorder.run_maps import ALL_MAPS
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
 from ikattn.analysis.recording import Recording

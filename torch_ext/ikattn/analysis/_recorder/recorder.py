@@ -22,9 +22,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from torch.utils.hooks import RemovableHandle
 
 from ikattn._precision import without_autocast
-from ikattn.analysis._recorder.attention_call import (
-    AttentionCall,
-)
+from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.calls import Call, Entered, note_ids
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.following import Follower

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings, make_maps
+from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.coordinates import in_own_coordinates, pays
 from ikattn.analysis._recorder.plan import Plan
+from ikattn.analysis._recorder.run_maps import Surroundings, make_maps
 from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.reduction import (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall, Surroundings
+from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.flow import (
     TOLERANCES,
     Distance,
@@ -33,6 +33,7 @@ from ikattn.analysis._recorder.flow import (
 )
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
+from ikattn.analysis._recorder.run_maps import Surroundings
 from ikattn.analysis.contributions import Contributions, NormStats
 
 __all__ = ["Claim", "Run", "Variant", "joined", "settle"]

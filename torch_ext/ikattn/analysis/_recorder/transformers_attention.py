@@ -18,9 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ikattn._precision import widened, without_autocast
-from ikattn.analysis._recorder.attention_call import (
-    AttentionCall,
-)
+from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.integrations.transformers._attention import scaled_query
 from ikattn.integrations.transformers._interface import (
     Given,
