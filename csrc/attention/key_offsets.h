@@ -46,28 +46,30 @@ inline bool has_bias_per_query_head(const AttentionOptions& options, const Atten
   return heads == sizes.H && heads != sizes.G;
 }
 
-// What a key mask, or a key bias, adds to logits, in float64; bool masks: 0 and -inf.
+// What a key mask, or a key bias, adds to logits, in float64; bool masks: 0 and -inf. Half as far
+// as offsets reach, so that kernels do not cut off what is added to the lowest number.
 inline at::Tensor offsets_in_double(const at::Tensor& bias) {
   if (bias.scalar_type() == at::kBool) {
     return at::zeros(bias.sizes(), bias.options().dtype(at::kDouble))
         .masked_fill_(bias.logical_not(), -INFINITY);
   }
   const at::Tensor wide = bias.to(at::kDouble);
-  const double farthest = bounded_offset(std::numeric_limits<double>::max());
+  const double farthest = bounded_offset(std::numeric_limits<double>::max()) / 2;
   return at::where(wide.isfinite(), wide.clamp(-farthest, farthest), wide);
 }
 
 // key_bias [B, key_heads, S] and key mask [B, H or key_heads, L, S], or what broadcasts to these,
 // as one bias of the keys. No float32 holds their sum.
 inline at::Tensor sum_of_offsets(const at::Tensor& key_bias, const at::Tensor& key_mask) {
-  const at::Tensor row = key_mask.dim() < 2 ? key_mask : key_mask.select(-2, 0);
+  at::Tensor row = key_mask.dim() < 2 ? key_mask : key_mask.select(-2, 0);
+  if (row.dim() >= 2 && is_one_for_all(key_mask, -3)) row = row.narrow(-2, 0, 1);
   return offsets_in_double(key_bias) + offsets_in_double(row);
 }
 
 // A key mask [B, key_heads, S] alone, where it lies.
 inline Array array_of_key_mask(const at::Tensor& key_mask, at::IntArrayRef mask_sizes) {
   Array array = array_of(key_mask, mask_sizes);
-  array.stride[2] = array.stride[3];
+  array.stride[2] = array.stride[3];  // of heads that are all alike strides are 0
   array.stride[3] = 0;
   return array;
 }
@@ -77,10 +79,13 @@ inline Array array_of_key_mask(const at::Tensor& key_mask, at::IntArrayRef mask_
 inline void set_offsets(AttentionParams& params, const AttentionSizes& sizes,
                         const AttentionOptions& options, at::Tensor& kept) {
   const std::optional<at::Tensor>& mask = options.attn_mask;
-  const bool has_bias = is_present(options.key_bias), has_key_mask = is_key_mask(mask, sizes.L);
-  const bool per_query_head = sizes.frequency_heads != sizes.G ||
-                              has_bias_per_query_head(options, sizes) ||
-                              (has_key_mask && !is_one_for_all(*mask, -3));
+  const bool has_bias = is_present(options.key_bias);
+  const bool differs_by_head = is_present(mask) && !is_one_for_all(*mask, -3);
+  bool per_query_head = sizes.frequency_heads != sizes.G || has_bias_per_query_head(options, sizes);
+  // Keys of a group are not prepared for each of its heads for the sake of a few queries.
+  const bool pays = !differs_by_head || per_query_head || sizes.H == sizes.G || sizes.L >= 64;
+  const bool has_key_mask = pays && is_key_mask(mask, sizes.L);
+  per_query_head = per_query_head || (has_key_mask && differs_by_head);
   params.key_heads = per_query_head ? sizes.H : sizes.G;
   if (has_bias) {
     kept = bias_per_key_head(*options.key_bias, params.key_heads);

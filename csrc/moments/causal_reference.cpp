@@ -246,7 +246,7 @@ struct CausalBackward {
                          at::Tensor& grad) const {
     const at::Tensor before = reference_before(blocks), after = reference_after(blocks);
     const at::Tensor shape =
-        like.narrow(0, 0, 1).expand({before.size(0), like.size(1), like.size(2), like.size(3)});
+        like.new_empty({1}).expand({before.size(0), like.size(1), like.size(2), like.size(3)});
     const auto own = from_moments_backward_in_blocks(blocks.of(grad_output), blocks.of(queries),
                                                      shape, before, blocks.of(output),
                                                      blocks.of(log_normalizer), eps, {false, true});
@@ -306,9 +306,13 @@ FiveTensors causal_backward_in_blocks(const at::Tensor& grad_output,
   const CausalSizes sizes =
       check_causal_backward(grad_output, grad_all_moments, query_features, key_features, logits,
                             value, moments, reference, output, log_normalizer, eps);
-  const FiveTensors result = {empty_or(wanted[0], query_features),
-                              empty_or(wanted[1], key_features), empty_or(wanted[2], logits),
-                              empty_or(wanted[3], value), at::Tensor()};
+  // Sums of two parts, which are rounded to 16 bits once.
+  const auto wide = [&](bool is_wanted, const at::Tensor& like) {
+    return at::empty(is_wanted ? like.sizes() : at::IntArrayRef{0},
+                     like.options().dtype(moments.scalar_type()));
+  };
+  const FiveTensors result = {wide(wanted[0], query_features), wide(wanted[1], key_features),
+                              empty_or(wanted[2], logits), wide(wanted[3], value), at::Tensor()};
   const auto& [of_query, of_key, of_logits, of_value, none] = result;
   const at::Tensor seen = at::cat({reference.unsqueeze(-1), largest_seen(logits, reference)}, -1);
   const CausalBackward backward = {
@@ -332,7 +336,8 @@ FiveTensors causal_backward_in_blocks(const at::Tensor& grad_output,
     backward.add_pairs(blocks, moments.scalar_type(), result, wanted);
   }
   const at::Tensor is_empty = (reference == -INFINITY).unsqueeze(-1).unsqueeze(-1);
-  return {of_query, of_key, of_logits, of_value,
+  return {of_query.to(query_features.scalar_type()), of_key.to(key_features.scalar_type()),
+          of_logits, of_value.to(value.scalar_type()),
           wanted[4] ? at::where(is_empty, at::zeros({}, grad.options()), grad).contiguous()
                     : at::empty({0}, moments.options())};
 }

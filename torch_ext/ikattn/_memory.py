@@ -61,8 +61,8 @@ def takes_memory_for(
 def free_memory(device: torch.device) -> int | None:
     """The bytes that tensors may still take on a device; None where that is not known.
 
-    On the CPU what Linux calls available, and no more than the process's own group (cgroup 2) has
-    left. On CUDA also what torch's allocator holds and no tensor uses.
+    On the CPU what Linux calls available, and no more than the limit of a container (cgroup 2)
+    leaves. On CUDA also what torch's allocator holds and no tensor uses.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -81,11 +81,12 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """What the memory limit of a container leaves, its file cache counted as free."""
+    """What the memory limit of a container leaves, its caches counted as free."""
     try:
         limit = int((folder / "memory.max").read_text())  # "max": none
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(stat["inactive_file"]))
+        cache = ("inactive_file", "active_file", "slab_reclaimable")
+        return max(0, limit - used + sum(int(stat[name]) for name in cache))
     except (OSError, ValueError, KeyError):
         return None

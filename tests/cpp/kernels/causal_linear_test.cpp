@@ -72,6 +72,9 @@ const Case kCausalCases[] = {
         causal({.name = "stationary", .L = 270, .S = 270, .d_v = 8, .M = 8, .stationary = true})),
     one_head(causal({.name = "no_magnitude", .L = 270, .S = 270, .d_v = 8, .M = 8, .p = 0})),
     one_head(causal({.name = "larger_eps", .L = 270, .S = 270, .d_v = 8, .M = 8, .eps = 1e-1})),
+    // chunks of 768 tokens, no multiple of 512
+    one_head(
+        causal({.name = "longer_chunks", .L = 1700, .S = 1700, .d_v = 8, .M = 8, .eps = 1e-1})),
 };
 
 class CausalLinearOnDevice : public ::testing::TestWithParam<Case> {};
@@ -92,11 +95,12 @@ TEST_P(CausalLinearOnDevice, ErrsByTheRoundingsOfPairs) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Interpreter, CausalLinearOnDevice,
-                         ::testing::ValuesIn(cases_of_tier(
-                             kCausalCases, {"three_chunks", "fewer_keys", "more_keys",
-                                            "eight_feature_chunks", "two_slices", "grouped"})),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Interpreter, CausalLinearOnDevice,
+    ::testing::ValuesIn(cases_of_tier(kCausalCases, {"three_chunks", "fewer_keys", "more_keys",
+                                                     "eight_feature_chunks", "two_slices",
+                                                     "grouped", "longer_chunks"})),
+    [](const auto& info) { return info.param.name; });
 
 TEST(CausalLinearOnDevice, EveryOrderGivesTheSameBits) {
   const Case c = of_type(one_head(causal({.name = "order", .L = 530, .S = 530, .d_v = 8, .M = 8})),

@@ -105,6 +105,28 @@ TEST(SplitProducts, RowsThatDifferByManyOrders) {
   }
 }
 
+// Keys of small weight come first, and their values are large, as behind left padding by a finite
+// number: what comes later keeps its digits.
+TEST(SplitProducts, TermsThatFadeLeaveRoom) {
+  for (const double factor : {1e6, 1e12, 1e20}) {
+    Case c = one_head({.name = "faded", .L = 8, .S = 64, .M = 8, .bias = true});
+    Call call(c);
+    for (int64_t j = 0; j < c.S; ++j) write(call.bias.array, j, j < 32 ? -60 : 0);
+    for (int64_t i = 0; i < 32 * c.d_v; ++i) {
+      write(call.value.array, i, factor * read(call.value.array, i));
+    }
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    const SplitSetting setting(false);
+    const Results plain = device_results(call, c);
+    EXPECT_LE(error_of(got.output, truth.output),
+              2 * error_of(plain.output, truth.output) + 4 * kUlp)
+        << factor;
+    EXPECT_LE(error_of(got.grad_query, truth.grad_query),
+              2 * error_of(plain.grad_query, truth.grad_query) + 8 * kUlp)
+        << factor;
+  }
+}
+
 // Numbers far from 1, weights of an eps that Half does not hold, and weights above 1.
 TEST(SplitProducts, NumbersThatHalfDoesNotHold) {
   struct Sizes {

@@ -46,9 +46,12 @@ struct Call {
     };
     query = operand(c.B * c.H * c.T);
     key = operand(c.B * c.G * c.S);
-    key_numbers = numbers(c.B * c.H * c.S * 2);
-    for (size_t i = 0; i < key_numbers.size(); i += 2) key_numbers[i] = i % 4 == 0 ? 0.5f : 2.0f;
-    if (c.masked && c.S > 3) key_numbers[3 * 2 + 1] = -INFINITY;  // one head's key 3
+    key_numbers = numbers(c.B * c.H * c.S * 4);
+    for (size_t i = 0; i < key_numbers.size(); i += 4) {
+      key_numbers[i] = i % 8 == 0 ? 0.5f : 2.0f;
+      key_numbers[i + 2] = 1e-8f * key_numbers[i + 1];  // what float32 leaves
+    }
+    if (c.masked && c.S > 3) key_numbers[3 * 4 + 1] = -INFINITY;  // one head's key 3
     rows.resize(c.B * c.H * c.T * cuda::kRowNumbers);
     for (size_t i = 0; i < rows.size(); i += cuda::kRowNumbers) rows[i] = 0.2f;
     mask.resize(c.B * c.T * c.S);
@@ -127,7 +130,7 @@ struct Call {
 
   bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (c.is_causal && j > i) return false;
-    if (key_numbers[((b * c.H + h) * c.S + j) * 2 + 1] == -INFINITY) return false;
+    if (key_numbers[((b * c.H + h) * c.S + j) * 4 + 1] == -INFINITY) return false;
     return !c.masked || mask[(b * c.T + i) * c.S + j] != 0;
   }
 
@@ -143,9 +146,10 @@ struct Call {
              operand(key, ((b * c.G + h / (c.H / c.G)) * c.S + j) * c.width + column);
       }
       const int64_t token = (b * c.H + h) * c.S + j;
-      x *= double{0.2f} * key_numbers[token * 2];
+      x *= double{0.2f} * key_numbers[token * 4];
       magnitude[j] = c.is_implicit ? x * x + double{1e-3f} : 1;
-      logit[j] = key_numbers[token * 2 + 1] + (c.is_implicit ? 0 : x);
+      logit[j] =
+          key_numbers[token * 4 + 1] + double{key_numbers[token * 4 + 2]} + (c.is_implicit ? 0 : x);
       largest = std::max(largest, logit[j]);
     }
     std::vector<double> result(c.S);
@@ -275,7 +279,7 @@ TEST(StreamedKernelsOnDevice, WhoWeighsABrokenKeyIsBroken) {
     Call call({.name = "broken", .T = 20, .S = 20, .is_causal = true, .variants = 2});
     Call sound = call;
     call.factors[1][4] = broken;  // key 4, of the second variant alone
-    for (int64_t j = 5; j < 20; ++j) call.key_numbers[j * 2 + 1] = 40;  // small weights of key 4
+    for (int64_t j = 5; j < 20; ++j) call.key_numbers[j * 4 + 1] = 40;  // small weights of key 4
     sound.key_numbers = call.key_numbers;
     call.run();
     sound.run();
@@ -300,7 +304,7 @@ TEST(StreamedKernelsOnDevice, RowsThatSeeNaNAreNaNAndNoOthers) {
   Call call(c), sound(c);
   call.query[3 * c.width] = 0x7fff;                // head 0, query 3
   call.key[(c.S + 40) * c.width] = 0x7fff;         // head 1, key 40
-  call.key_numbers[(2 * c.S + 70) * 2 + 1] = NAN;  // head 2, key 70
+  call.key_numbers[(2 * c.S + 70) * 4 + 1] = NAN;  // head 2, key 70
   call.run();
   sound.run();
   for (int64_t i = 0; i < c.T; ++i) {
@@ -319,7 +323,7 @@ TEST(StreamedKernelsOnDevice, WhatHiddenKeysHoldDoesNotCount) {
   const Case c{.name = "hidden", .G = 4, .T = 20, .S = 20};
   Call call(c), sound(c);
   for (Call* each : {&call, &sound}) {
-    for (int64_t h = 0; h < c.H; ++h) each->key_numbers[(h * c.S + 7) * 2 + 1] = -INFINITY;
+    for (int64_t h = 0; h < c.H; ++h) each->key_numbers[(h * c.S + 7) * 4 + 1] = -INFINITY;
   }
   for (int64_t h = 0; h < c.H; ++h) call.key[(h * c.S + 7) * c.width] = 0x7fff;
   call.factors[0][7] = NAN;

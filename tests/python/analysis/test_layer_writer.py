@@ -114,7 +114,7 @@ def test_the_model_goes_on_while_the_disk_is_slow(
 @pytest.mark.usefixtures("full_disk")
 def test_full_disk_keeps_what_is_complete_and_says_where(tmp_path: Path) -> None:
     inputs = [torch.randn(1, 3, 16)] * 9
-    with pytest.raises(OSError, match="No space left on device") as caught:
+    with pytest.raises(OSError, match=r"LayerWriter: .*000.*No space left on device") as caught:
         run_written(tmp_path, encoder(), *inputs, waiting=1)
     assert caught.value.errno == 28
     first, second = (f"000000-00{n}-layers.{n}.self_attn.safetensors" for n in (0, 1))
@@ -165,3 +165,33 @@ def test_what_the_writer_cannot_do_it_says(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"), LayerWriter(tmp_path / "file"):
         pass
+
+
+def test_a_mask_that_is_used_again_changes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, may_write = files.save, threading.Event()
+
+    def wait_and_save(*arguments: Any) -> None:
+        may_write.wait()
+        save(*arguments)
+
+    monkeypatch.setattr(files, "save", wait_and_save)
+    model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 5, 8)
+    padding = torch.zeros(1, 5, dtype=torch.bool)
+    with LayerWriter(tmp_path) as writer:
+        with torch.no_grad(), record(model, on_layer=writer.write):
+            for count in (4, 2):
+                padding.zero_()
+                padding[0, count:] = True
+                model(x, x, x, key_padding_mask=padding)
+        may_write.set()
+    for path, count in zip(writer.written, (4, 2), strict=True):
+        maps = next(iter(ikattn.load_maps(path).batches[0].values()))
+        assert maps.key_padding.tolist() == [[i >= count for i in range(5)]]
+
+
+def test_files_name_their_model_and_maps(tmp_path: Path) -> None:
+    written = run_written(tmp_path, encoder(), torch.randn(2, 5, 16), maps="summed").written
+    loaded = ikattn.load_maps(written[0])
+    assert (loaded.model, loaded.maps) == ("TransformerEncoder", ("summed",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import ikattn
 from agreement import assert_close
 from ikattn.analysis import AttentionParts, record
 from ikattn.analysis._recorder import resolvers
+from ikattn.analysis._recorder.making import Maker
 
 B, T, D, H = 2, 5, 16, 4
 
@@ -457,3 +459,19 @@ def test_weights_of_eight_bits_and_other_parametrisations() -> None:
             one(x.float())
         maps.append(recording["0.attn"].summed)
     assert_close(maps[1], maps[0], 0.05)
+
+
+def test_what_is_looked_at_when_a_call_ends_holds_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, runs, alive = Maker.finish, [], []
+
+    def noting(maker: Maker, call: Any, run: Any, parts: Any) -> None:
+        finish(maker, call, run, parts)
+        runs.append(weakref.ref(run))
+        alive.append(sum(each() is not None for each in runs))
+
+    monkeypatch.setattr(Maker, "finish", noting)
+    layer = nn.TransformerEncoderLayer(D, H, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3).eval()
+    with torch.no_grad(), record(model, maps=None):
+        model(torch.randn(B, T, D))
+    assert alive == [1, 1, 1]  # the one that has just ended

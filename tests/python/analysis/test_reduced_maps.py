@@ -384,3 +384,15 @@ def test_memory_of_a_long_call_is_less_than_a_map() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * 4096 * 4096 * 4  # bytes of two maps; without it three are kept
+
+
+def test_a_map_that_a_run_does_not_have_is_not_reduced() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 16, "ffn_dim": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.OPTConfig(vocab_size=30, word_embed_proj_dim=16, **sizes)
+    model = transformers.OPTModel(config).train()  # where dropout hides the sum
+    with torch.no_grad(), record(model, "all", reduce="columns") as recording:
+        model(torch.tensor([[4, 5, 6, 7]]))
+    reduced = recording[recording.names[0]].reduced
+    assert "summed" in reduced
+    assert "alti" not in reduced

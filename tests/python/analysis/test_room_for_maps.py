@@ -84,7 +84,7 @@ def test_free_memory_is_that_of_the_system_and_of_its_group(tmp_path: Path) -> N
     for name, text in (
         ("memory.max", "1000\n"),
         ("memory.current", "900\n"),
-        ("memory.stat", "anon 500\ninactive_file 300\n"),
+        ("memory.stat", "anon 500\ninactive_file 100\nactive_file 150\nslab_reclaimable 50\n"),
     ):
         assert _memory._left_in_group(tmp_path) is None
         (tmp_path / name).write_text(text)

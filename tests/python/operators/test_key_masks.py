@@ -36,10 +36,14 @@ FORMS = (
     Sample("float padding, causal", **SIZES, mask="11S", mask_kind="float", is_causal=True),
     Sample("by head", **SIZES, mask="BH1S", mask_kind="float", key_bias="S"),
     Sample("by head of groups", **GROUPED, mask="1H1S", mask_kind="float", key_bias="BGS"),
+    Sample("few queries of groups", **(GROUPED | {"L": 1}), mask="BH1S", key_bias="BGS"),
     Sample("groups alike", **GROUPED, mask="B11S", mask_kind="float", key_bias="BHS"),
     Sample("one number", **GROUPED, mask="BH11", mask_kind="float"),
     Sample("repeated by strides", **SIZES, mask="B1LS", layout="expanded tokens", key_bias="S"),
     Sample("heads repeated by strides", **GROUPED, mask="BH1S", layout="expanded heads"),
+    Sample(
+        "repeated heads, a bias", **GROUPED, mask="BH1S", layout="expanded heads", key_bias="BGS"
+    ),
     Sample("dropped", **SIZES, mask="B11S", dropout_p=0.3),
     Sample("one query", **(SIZES | {"L": 1}), mask="BHLS", mask_kind="float", key_bias="BHS"),
     Sample("wide bias", **SIZES, mask="B11S", mask_kind="float", key_bias="S", float32_sides=True),

@@ -17,6 +17,9 @@ from ikattn.analysis.maps import Batch, Layer, RecordedMaps
 __all__ = ["LayerWriter"]
 
 
+LONGEST_NAME = 180  # of a layer, in a file's name
+
+
 class _Job(NamedTuple):
     path: Path
     recording: RecordedMaps  # of this layer alone
@@ -25,15 +28,16 @@ class _Job(NamedTuple):
 class LayerWriter:
     """Writes each layer's maps to a file of its own, in a thread beside the model's.
 
-    A file appears under its name when it is whole. What is complete stays, whatever happens later.
-    A layer waits where ``waiting`` others wait for the disk, so that memory holds a few layers.
+    A writer is for one recording. A file appears under its name when it is whole. What is complete
+    stays, whatever happens later. A layer waits where ``waiting`` others wait for the disk, so that
+    memory holds a few layers.
 
     Files are ``call-number-layer``, such as ``000000-003-encoder.layer.3.attention.self.npz``:
     sorted by name they stand as they ran. Characters of a layer's name that file systems do not
     have are written as in an address (%2F). :func:`ikattn.load_maps` reads each.
 
     Args:
-        folder: Where files go; it is made. Files of the same names are replaced.
+        folder: Where files go; it is made. Files of the same names are replaced, others stay.
         suffix: .safetensors, .npz or .json, as :meth:`Recording.save` has them.
         waiting: How many layers may wait, at least 1.
 
@@ -75,6 +79,7 @@ class LayerWriter:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._failed: Path | None = None  # the file that the error is about
         self._is_told = False
         self._model, self._maps = "", tuple[str, ...]()
         self._counts: dict[int, int] = {}  # layers of each call
@@ -82,6 +87,7 @@ class LayerWriter:
 
     def __enter__(self) -> LayerWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._error, self._failed, self._is_told = None, None, False
         self._thread = threading.Thread(target=self._run, name="ikattn-layers", daemon=True)
         self._thread.start()
         return self
@@ -101,7 +107,10 @@ class LayerWriter:
             self._check()
 
     def describe(self, recording: RecordedMaps) -> None:
-        """Notes a recording's model and the maps asked for, which files after this then hold."""
+        """Notes a recording's model and maps, which files after this then hold.
+
+        ``ikattn.record(on_layer=writer.write)`` calls it.
+        """
         self._model, self._maps = recording.model, tuple(recording.maps)
 
     def write(self, batch: int, layer: Layer, maps: Contributions) -> None:
@@ -116,7 +125,8 @@ class LayerWriter:
         self._check()
         with self._lock:
             number = self._counts[batch] = self._counts.get(batch, -1) + 1
-        name = f"{batch:06d}-{number:03d}-{quote(layer.name, safe=' #')}{self._suffix}"
+        safe = quote(layer.name, safe=" #")[:LONGEST_NAME]
+        name = f"{batch:06d}-{number:03d}-{safe}{self._suffix}"
         only = RecordedMaps(
             self._model, self._maps, {layer.name: layer}, [Batch({layer.name: maps})]
         )
@@ -131,18 +141,18 @@ class LayerWriter:
         where = f"{len(self.written)} files are complete in {self.folder}"
         if self.written:
             where += f", the last {self.written[-1].name}"
+        what = f"LayerWriter: {self._failed}: {getattr(error, 'strerror', None) or error}; {where}"
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"LayerWriter: {error.strerror}; {where}") from error
-        raise RuntimeError(f"LayerWriter: {error}; {where}") from error
+            raise OSError(error.errno, what) from error
+        raise RuntimeError(what) from error
 
     def _run(self) -> None:
         """The thread that writes; after an error it lets go of what comes."""
         while (job := self._jobs.get()) is not None:
-            if self._error is not None:
-                continue
             try:
-                files.save(job.recording, job.path)
-                self.written.append(job.path)
+                if self._error is None:
+                    files.save(job.recording, job.path)
+                    self.written.append(job.path)
             except BaseException as error:  # told by the thread that runs the model
-                self._error = error
+                self._error, self._failed = error, job.path
             del job

@@ -35,7 +35,8 @@ class TopSources(NamedTuple):
 
     Attributes:
         values: ``[.., T, k]``, the largest first.
-        sources: int64, likewise: their keys; -1 where a row has no more entries but 0.
+        sources: int64, likewise: their keys; -1 where a row has no more entries but 0. They mean
+            nothing where values are NaN.
     """
 
     values: Tensor
@@ -187,7 +188,7 @@ class _LargestOfRows:
         return TopSources(torch.cat(self._values, -2), torch.cat(self._sources, -2))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Groups:
     """The sums of each row over groups of keys, ``[.., T, n]``: what a query takes from each.
 

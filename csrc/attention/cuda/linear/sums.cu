@@ -301,7 +301,7 @@ TokenParts take_token_parts(const AttentionParams& params, const DeviceExecutor&
   const int64_t chunk = tokens.prefixes.tokens;  // a share
   if (chunk > 0) {
     const int64_t N = std::min(tokens.N, parts.prefixes * chunk);
-    const int64_t each = std::min<int64_t>(chunk, kSumTokens);
+    const int64_t each = chunk % kSumTokens == 0 ? kSumTokens : kEntryTokens;  // whole ones a chunk
     parts.of_moments = parts.of_gram = {parts.prefixes, chunk, 1};
     parts.of_sums = {static_cast<int>(ceil_div(N, each)), each, static_cast<int>(chunk / each)};
   } else {

@@ -124,8 +124,9 @@ __device__ __forceinline__ float quotient_of_powers(float over, float under) {
 }
 
 // What a thread's two rows of left operands are multiplied with to fit in Half: powers of two, that
-// follow the largest of a row so far. So they depend on nothing but the row, and what is added up
-// errs by 2^-40 of its largest term at most where it leaves Half.
+// follow the largest of a row so far, and what its sums are multiplied with since. So they depend
+// on nothing but the row, and what is added up errs by 2^-40 of its largest term, as that counts in
+// the end, at most where it leaves Half.
 class RowFits {
  public:
   // Pairs become an operand; ratios: what the sums of what came before are to be multiplied with,
@@ -142,6 +143,7 @@ class RowFits {
         }
       }
       most = max_of_lanes<4>(most);
+      if (ratios[half] < 1) raise(half, ratios[half]);
       if (most * fits_[half] < 32768.0f) continue;
       const float fit = fitting_power(most);
       ratios[half] *= quotient_of_powers(fit, fits_[half]);
@@ -164,6 +166,16 @@ class RowFits {
   }
 
  private:
+  // What came before counts as little as ratio says, and so leaves room for what comes.
+  __device__ __forceinline__ void raise(int half, float& ratio) {
+    const int faded = 126 - static_cast<int>(__float_as_uint(ratio) >> 23);
+    const int room = 253 - static_cast<int>(__float_as_uint(fits_[half]) >> 23);
+    const int steps = faded < room ? faded : room;
+    const float power = __uint_as_float(static_cast<uint32_t>(127 + steps) << 23);
+    fits_[half] *= power;
+    ratio *= power;
+  }
+
   float fits_[2] = {0x1p126f, 0x1p126f};  // what is smaller than all that fits is small enough
 };
 

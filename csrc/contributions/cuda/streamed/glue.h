@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "attention/offsets.h"
 #include "attention/reference.h"
 #include "contributions/cuda/streamed/streamed.h"
 #include "contributions/maps.h"
@@ -87,13 +88,24 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
   return {features(source.query, H), features(source.key, w1.size(-3))};
 }
 
-// [B, H, S], float32: what is added to the logit of a key in every row, -inf where it is hidden. Of
+// What is added to logits; of the implicit kernel finite offsets end, as its attention has it.
+inline at::Tensor bounded_term(const at::Tensor& term, bool is_implicit) {
+  if (!is_implicit) return term;
+  const double farthest = bounded_offset(std::numeric_limits<double>::max());
+  return at::where(term.isfinite(), term.clamp(-farthest, farthest), term);
+}
+
+// [B, H, S], float64: what is added to the logit of a key in every row, -inf where it is hidden. Of
 // the implicit kernel with the magnitude, relative to the largest of a head, which no weight sees.
 inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
   const auto [B, H, G, T, S, d_v, D] = sizes;
-  at::Tensor mask = or_undefined(source.options.attn_mask);
-  if (mask.defined() && mask.scalar_type() == at::kBool) mask = at::Tensor();
-  at::Tensor logits = at::zeros({B, H, S}, source.query.options().dtype(at::kDouble)), hidden;
+  at::Tensor mask = or_undefined(source.options.attn_mask), hidden;
+  if (mask.defined() && mask.scalar_type() == at::kBool) {
+    // Keys that no row sees: the largest logit is that of others.
+    hidden = mask.expand({B, 1, T, S}).any(2).logical_not().expand({B, H, S});
+    mask = at::Tensor();
+  }
+  at::Tensor logits = at::zeros({B, H, S}, source.query.options().dtype(at::kDouble));
   const bool has_magnitude = source.w1.defined() && source.options.p.has_value();
   if (has_magnitude) {
     const double scale =
@@ -102,7 +114,9 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
     logits = logits + repeated_heads(norms * scale, H, -2);
   }
   for (const at::Tensor& term : logit_terms(source, mask, at::kDouble)) {
-    const at::Tensor by_key = term.expand({B, H, 1, S}).squeeze(2), hides = by_key == -INFINITY;
+    const at::Tensor by_key =
+        bounded_term(term, source.w1.defined()).expand({B, H, 1, S}).squeeze(2);
+    const at::Tensor hides = by_key == -INFINITY;
     hidden = hidden.defined() ? at::logical_or(hidden, hides) : hides;
     logits = logits + by_key;
   }
@@ -112,7 +126,7 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
     const at::Tensor largest = known.amax({-1}, true);
     logits = logits - largest.masked_fill(largest == -INFINITY, 0);
   }
-  return logits.to(at::kFloat);
+  return logits;
 }
 
 // One call: its tensors live until its kernels are queued.
@@ -171,8 +185,8 @@ class StreamedPairs {
     if (params_.variants > 0) {
       call_.check(streamed_kernels.pair_norms(params_, call_.stream()));
     }
-    // Own pairs that are hidden have no weight, but NaN in rows that are.
-    return wants_own ? own.add_(rows_.select(-1, 2) * 0) : own;
+    // Of dot attention own pairs that are hidden have no weight, but NaN in rows that are.
+    return wants_own && !params_.is_implicit ? own.add_(rows_.select(-1, 2) * 0) : own;
   }
 
  private:
@@ -205,8 +219,12 @@ class StreamedPairs {
     const at::Tensor logits = key_logits(source, sizes_);
     const at::Tensor factors =
         key.factor.defined() ? repeated_heads(key.factor, H, -2) : at::ones({}, logits.options());
+    const at::Tensor high = logits.to(at::kFloat);
+    const at::Tensor low = (logits - high.to(at::kDouble)).to(at::kFloat);
+    const at::Tensor rest = at::where(high.isfinite(), low, at::zeros({}, low.options()));
     params_.key_numbers =
-        kept(at::stack({factors.expand_as(logits), logits}, -1)).const_data_ptr<float>();
+        kept(at::stack({factors.expand_as(high), high, rest, at::zeros_like(high)}, -1))
+            .const_data_ptr<float>();
   }
 
   void set_mask(const at::Tensor& mask) {

@@ -99,7 +99,9 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
         float& entry = score[n][2 * r + c];
         const bool seen = (visible >> (4 * n + 2 * r + c) & 1) != 0;
         const PairTerm term = pair_term(params, entry, row.x, r == 0 ? low : high, seen);
-        float weight = term.magnitude * exp_of(term.logit - row.y) * row.z;
+        float weight = term.magnitude * exp_of((term.logit - row.y) + (term.low - row.w)) * row.z;
+        // A hidden pair is zero in a row that is NaN, too, but for dot attention, as torch has it.
+        if (params.is_implicit && term.logit == -INFINITY) weight = 0;
         if (weight > 1) weight = 1;  // by rounding, of which a large logit may have much
         if (params.own != nullptr && i < params.T && at.j0 + g + 8 * r == i + params.diagonal) {
           params.own[first_row + i] = weight;
@@ -114,6 +116,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
                                   score[n][2 * r], score[n][2 * r + 1]);
     }
   }
+  __syncwarp();  // products follow
 }
 
 // Zeros in the place of heads that are not there.
@@ -196,6 +199,7 @@ __device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit
       const float norm = square == 0 ? 0.0f : sqrtf(square) / kWeightScale * unit;
       if (t == 0) norms[(16 * m + 8 * r + g) * Tile::kPitch + key] = norm;
     }
+    __syncwarp();  // products follow
   }
 }
 
@@ -208,7 +212,7 @@ __device__ __forceinline__ void fill_norms(const StreamedParams& params, const P
   float fill = 0;
   for (int64_t h = 0; h < params.H; ++h) {
     const float inverse = params.rows[((at.b * params.H + h) * params.T + i) * kRowNumbers + 2];
-    if (inverse != inverse) fill = inverse;
+    if (inverse != inverse && !params.is_implicit) fill = inverse;
   }
   for (int variant = 0; variant < params.variants; ++variant) {
     for (int key = 0; key < kStreamedKeys; ++key) {

@@ -35,8 +35,8 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const uint32_t own = visible >> (4 * n + c);
-        sums[n][c].add(pair_term(params, score[n][c], factor[n][c], low, own & 1),
-                       pair_term(params, score[n][2 + c], factor[n][c], high, own >> 2 & 1));
+        sums[n][c].add(pair_term(params, score[n][c], factor[n][c], low, own & 1));
+        sums[n][c].add(pair_term(params, score[n][2 + c], factor[n][c], high, own >> 2 & 1));
       }
     }
   }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
 
 template <typename T>
 __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams params) {
-  IKATTN_SHARED(float, parts, kWarps * kQueries * 2);
+  IKATTN_SHARED(float, parts, kWarps * kQueries * 3);
   const int t = threadIdx.x % 4, warp = threadIdx.x / 32;
   const int64_t query_tiles = (params.T + kQueries - 1) / kQueries;
   const int64_t head = blockIdx.x / query_tiles, b = head / params.H, h = head % params.H;
@@ -60,13 +60,15 @@ __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams 
       for (int step = 4; step < 32; step *= 2) {  // over the lanes g
         RunningSum other;
         other.largest = __shfl_xor_sync(0xffffffffu, sum.largest, step);
+        other.low = __shfl_xor_sync(0xffffffffu, sum.low, step);
         other.sum = __shfl_xor_sync(0xffffffffu, sum.sum, step);
         sum.add(other);
       }
       if (threadIdx.x % 32 / 4 != 0) continue;
-      const int at = (warp * kQueries + 8 * n + 2 * t + c) * 2;
+      const int at = (warp * kQueries + 8 * n + 2 * t + c) * 3;
       parts[at] = sum.largest;
-      parts[at + 1] = sum.sum;
+      parts[at + 1] = sum.low;
+      parts[at + 2] = sum.sum;
     }
   }
   __syncthreads();
@@ -75,8 +77,10 @@ __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams 
   RunningSum total;
   for (int part = 0; part < kWarps; ++part) {
     RunningSum of_warp;
-    of_warp.largest = parts[(part * kQueries + threadIdx.x) * 2];
-    of_warp.sum = parts[(part * kQueries + threadIdx.x) * 2 + 1];
+    const int at = (part * kQueries + static_cast<int>(threadIdx.x)) * 3;
+    of_warp.largest = parts[at];
+    of_warp.low = parts[at + 1];
+    of_warp.sum = parts[at + 2];
     total.add(of_warp);
   }
   // A row that sees nothing is zero.
@@ -84,6 +88,7 @@ __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams 
   float* row = params.rows + ((b * params.H + h) * params.T + i) * kRowNumbers;
   row[1] = is_blind ? 0.0f : total.largest;
   row[2] = is_blind ? total.sum : 1 / total.sum;
+  row[3] = total.low;
 }
 
 }  // namespace

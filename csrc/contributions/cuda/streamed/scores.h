@@ -70,21 +70,22 @@ __device__ __forceinline__ uint32_t visible_pairs(const StreamedParams& params, 
   return visible;
 }
 
-// A weight before it is divided by its row's sum: magnitude exp(logit).
+// A weight before it is divided by its row's sum: magnitude exp(logit + low).
 struct PairTerm {
-  float magnitude, logit;
+  float magnitude, logit, low;
 };
 
 struct KeyNumbers {
-  float factor = 0, logit = 0;
+  float factor = 0, logit = 0, low = 0;
 
   KeyNumbers() = default;
   __device__ __forceinline__ KeyNumbers(const StreamedParams& params, int64_t b, int64_t h,
                                         int64_t j) {
-    const float2 two = load_vector<float2>(
-        params.key_numbers + ((b * params.H + h) * params.S + min(j, params.S - 1)) * 2);
-    factor = two.x;
-    logit = two.y;
+    const float4 numbers = load_vector<float4>(
+        params.key_numbers + ((b * params.H + h) * params.S + min(j, params.S - 1)) * 4);
+    factor = numbers.x;
+    logit = numbers.y;
+    low = numbers.z;
   }
 };
 
@@ -94,29 +95,39 @@ __device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, floa
                                               bool visible) {
   const float x = score * row_factor * key.factor;
   PairTerm term{params.is_implicit ? x * x + params.eps : 1.0f,
-                params.is_implicit ? key.logit : x + key.logit};
-  if (!visible || key.logit == -INFINITY) term = {1.0f, -INFINITY};
+                params.is_implicit ? key.logit : x + key.logit,
+                params.is_implicit ? key.low : 0.0f};
+  if (!visible || key.logit == -INFINITY) term = {1.0f, -INFINITY, 0.0f};
   return term;
 }
 
 __device__ __forceinline__ float exp_of(float x) { return fast_exp2(x * 1.44269504f); }
 
-// Sum of the terms seen so far, relative to the largest logit. NaN and inf end in a NaN.
+// Sum of the terms seen so far, relative to the largest logit, which is of two floats: magnitudes
+// may be so large that one would lose their differences. NaN and inf end in a NaN.
 struct RunningSum {
-  float largest = -INFINITY, sum = 0;
+  float largest = -INFINITY, low = 0, sum = 0;
 
-  __device__ __forceinline__ void add(const PairTerm& a, const PairTerm& b) {
-    const float logit = fmaxf(largest, fmaxf(a.logit, b.logit));
-    const float reference = logit == -INFINITY ? 0.0f : logit;
-    sum = sum * exp_of(largest - reference) + a.magnitude * exp_of(a.logit - reference) +
-          b.magnitude * exp_of(b.logit - reference);
-    largest = logit;
+  __device__ __forceinline__ void add(const PairTerm& term) {
+    raise(term.logit, term.low);
+    sum += term.magnitude * relative(term.logit, term.low);
   }
   __device__ __forceinline__ void add(const RunningSum& other) {
-    const float logit = fmaxf(largest, other.largest);
-    const float reference = logit == -INFINITY ? 0.0f : logit;
-    sum = sum * exp_of(largest - reference) + other.sum * exp_of(other.largest - reference);
+    raise(other.largest, other.low);
+    sum += other.sum * relative(other.largest, other.low);
+  }
+
+ private:
+  __device__ __forceinline__ float relative(float logit, float rest) const {
+    const float reference = largest == -INFINITY ? 0.0f : largest;
+    return exp_of((logit - reference) + (rest - low));
+  }
+  __device__ __forceinline__ void raise(float logit, float rest) {
+    if (!(logit > largest || (logit == largest && rest > low))) return;
+    const float before = largest, before_low = low;
     largest = logit;
+    low = rest;
+    sum *= relative(before, before_low);
   }
 };
 

@@ -24,8 +24,9 @@ struct StreamedParams {
   int64_t width = 0;  // columns of query and key, a multiple of kOperandColumns
   Array query,
       key;  // [B, H, T, width], [B, G, S, width], of 16 bits; rows at multiples of 16 bytes
-  const float* key_numbers = nullptr;  // [B, H, S, 2]: factor, logit (-inf: hidden)
-  float* rows = nullptr;               // [B, H, T, 4]: factor; then what weights are relative to
+  // [B, H, S, 4]: factor; logit (-inf: hidden), and what float32 leaves of it
+  const float* key_numbers = nullptr;
+  float* rows = nullptr;  // [B, H, T, 4]: factor; then what weights are relative to
   bool is_implicit = false;
   float eps = 0;
   bool is_causal = false;

@@ -24,7 +24,7 @@ from ikattn.analysis._recorder.projection import (
     plain_projection,
 )
 from ikattn.analysis._recorder.run_maps import awaited_norms
-from ikattn.analysis._recorder.runs import Claim, Run, settle
+from ikattn.analysis._recorder.runs import Run, settle
 from ikattn.analysis.contributions import NormStats
 
 __all__ = ["Follower"]
@@ -154,7 +154,7 @@ class Follower:
                 self._projections[module] = known
             apart = self._apart(run, known, x, y)
         if apart is not None:
-            call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
+            call.claims.append(run.claim(step, apart))
         return known
 
     def _apart(self, run: Run, projection: Projection, x: Tensor, y: Tensor) -> Distance | None:
@@ -289,7 +289,7 @@ class Follower:
                         "what its block's second norm was given is not the output of the first "
                         "plus that of a module"
                     )
-                    call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
+                    call.claims.append(run.claim(step, apart))
         wanted = () if run.is_found else run.plan.maps(run.attention.kind)
         if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
             run.stage, run.others = "second norm", []

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._memory import memory_for
@@ -137,6 +137,7 @@ class Maker:
             for plan in self.plans
             if plan.parts.side == group[0] and plan.parts.kind in (None, group[1])
             if outermost in (plan.module, *plan.ancestors)
+            if self._to_cpu or _is_on(plan.module, run.attention.query.device)
         ]
         layers = 1 if self._on_layer is not None else max(1, len(alike))
         check_room(run.attention, run.name, wanted, self._rows, layers, self._to_cpu)
@@ -172,3 +173,8 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
             "(chunk_size_feed_forward) cannot be recorded with their norms"
         )
     return x
+
+
+def _is_on(module: nn.Module, device: torch.device) -> bool:
+    """Whether a module's parameters are on a device; one without any may be."""
+    return all(parameter.device == device for parameter in module.parameters())

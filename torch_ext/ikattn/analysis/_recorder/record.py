@@ -16,6 +16,7 @@ from ikattn.analysis._recorder.rows import Queries, RowsAsked, check_kinds, rows
 from ikattn.analysis._recorder.run_maps import ALL_MAPS
 from ikattn.analysis._recorder.sdpa import hearing_sdpa
 from ikattn.analysis._recorder.transformers_attention import listening
+from ikattn.analysis.layer_writer import LayerWriter
 from ikattn.analysis.recording import Recording
 from ikattn.analysis.reduction import Reduction
 from ikattn.integrations.transformers._interface import Given
@@ -162,6 +163,9 @@ def recorded(
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
     recording.left_out = tuple(unseen)
+    writer = getattr(on_layer, "__self__", None)
+    if isinstance(writer, LayerWriter):
+        writer.describe(recording)
     recorder = Recorder(
         recording,
         to_cpu=to_cpu,

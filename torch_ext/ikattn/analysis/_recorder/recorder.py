@@ -34,7 +34,7 @@ from ikattn.analysis._recorder.projection import (
     is_probing,
 )
 from ikattn.analysis._recorder.rows import RowsAsked
-from ikattn.analysis._recorder.runs import Claim, Run, settle
+from ikattn.analysis._recorder.runs import Run, settle
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
 from ikattn.analysis._recorder.transformers_attention import interface_call
@@ -277,7 +277,7 @@ class Recorder:
             heads, own = run.attention.row(0, row.place).context(), row.of(own[:1])
         step = "weights times values, through its out-projection, are not its output"
         apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
-        call.claims.append(Claim(apart, lambda off: run.fails(step, off)))
+        call.claims.append(run.claim(step, apart))
 
     def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
         """Takes up what a module passed to its attention function, and what that returned."""

@@ -64,7 +64,7 @@ def _checked(queries: Queries | None) -> slice | tuple[int, ...] | None:
         if isinstance(queries, slice):
             queries.indices(0)
             return queries
-        if isinstance(queries, str):
+        if isinstance(queries, str) or any(isinstance(query, bool) for query in queries):
             raise TypeError
         listed = tuple(operator.index(query) for query in queries)
     except (TypeError, ValueError):
@@ -162,14 +162,16 @@ class RowsAsked:
         of_keys = [name for name in wanted if name in ("value_norms", "magnitude")]
         found = make_maps(call.narrow(0, 0), projection, around.narrow(0, 0), of_keys)
         of_rows = [name for name in wanted if name not in of_keys]
-        parts = []
+        parts, came = [], set[str]()
         for run in runs:
             ends = run.start, run.stop
             block = call.narrow(*ends).without_later_keys()
             part = _widened(make_maps(block, projection, around.narrow(*ends), of_rows), S)
+            came.update(name for name in states if getattr(part, name) is not None)
             parts.append(_without_rows(part, states, run))
         found = _stacked(found, parts)
-        found.reduced = {name: _kept(state, name, layer) for name, state in states.items()}
+        # a map that a run turned out not to have has no rows
+        found.reduced = {name: _kept(states[name], name, layer) for name in states if name in came}
         if runs[0].start != 0 or len(runs) > 1 or count != T:
             made = torch.tensor([query for run in runs for query in run], dtype=torch.int64)
             found.rows = None if torch.equal(made, torch.arange(T)) else made

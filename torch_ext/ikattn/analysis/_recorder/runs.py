@@ -12,7 +12,7 @@ Sizes: B batch, T queries, S keys, H heads, d_v head size of value, D model size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -44,10 +44,22 @@ Stage: TypeAlias = Literal[
 
 
 class Claim(NamedTuple):
-    """That rows are the same, which is looked at when the host waits anyway."""
+    """That rows are the same, which is looked at when the host waits anyway.
 
+    It outlives its run, and so holds nothing of it but numbers and names.
+    """
+
+    layer: str
+    step: str  # what the rows would say if they differed
     distance: Distance
-    error: Callable[[float], RuntimeError]  # of how far they are apart, over the largest number
+    hint: str = ""
+
+    def error(self, off: float) -> RuntimeError:
+        """Of rows that are so far apart, over the largest number."""
+        return RuntimeError(
+            f"record: {self.layer} does not add up: {self.step}, which is off by "
+            f"{100 * off:.3g} % of the largest number{self.hint}"
+        )
 
 
 def settle(claims: list[Claim]) -> None:
@@ -149,12 +161,9 @@ class Run:
         is_second = self.stage in ("second norm", "reading norm")
         return self.plan.parts.second_norm if is_second else None
 
-    def fails(self, step: str, off: float, hint: str = "") -> RuntimeError:
-        """The error of a step that does not come out."""
-        return RuntimeError(
-            f"record: {self.plan.name} does not add up: {step}, which is off by "
-            f"{100 * off:.3g} % of the largest number{hint}"
-        )
+    def claim(self, step: str, distance: Distance, hint: str = "") -> Claim:
+        """That a step comes out."""
+        return Claim(self.plan.name, step, distance, hint)
 
     # --- 1 and 2
 
@@ -196,10 +205,8 @@ class Run:
             "changed logits, weights or values in between"
         )
         # rows that see no key the model may make anything of
-        return Claim(
-            distance(found, expected, context.dtype, zeros_count=False),
-            lambda off: self.fails("weights times values are not the heads it computed", off, hint),
-        )
+        apart = distance(found, expected, context.dtype, zeros_count=False)
+        return self.claim("weights times values are not the heads it computed", apart, hint)
 
     def a_row(self) -> ARow:
         """The last query of the first item that is no padding; the host need not know which."""
@@ -321,10 +328,8 @@ class Run:
         if isinstance(bias, Tensor):
             expected = expected + widened(bias.detach())
         found = rows_of(out)
-        return Claim(
-            distance(found, expected.to(found.dtype), out.dtype),
-            lambda off: self.fails(f"the norm, a {describe(norm)}, makes something else", off),
-        )
+        apart = distance(found, expected.to(found.dtype), out.dtype)
+        return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
 
 
 def joined(calls: Sequence[AttentionCall]) -> AttentionCall:

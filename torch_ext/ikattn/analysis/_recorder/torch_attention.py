@@ -73,7 +73,7 @@ def torch_call(
             softmax_heads=getattr(module, "softmax_heads", None),
         )
     if masks.padding is not None:
-        call.key_padding = hidden(masks.padding)
+        call.key_padding = hidden(masks.padding).clone()  # the mask is the caller's
         if kind == "self":
             call.query_padding = call.key_padding[:, : q.size(2)]
     return call
