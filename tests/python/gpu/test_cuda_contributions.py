@@ -250,6 +250,20 @@ def test_queries_of_cached_keys_by_kernels() -> None:
     assert_close(got.cpu(), expected, 5 * TOWARDS_ZERO)
 
 
+@pytest.mark.parametrize("factor", [30.0, 1e4])
+@pytest.mark.parametrize("way", ["causal", "hidden", "lowest bias"])
+def test_magnitudes_may_differ_by_much(way: str, factor: float) -> None:
+    call = streamed_call("implicit", torch.float32) | {"is_causal": way == "causal"}
+    if way == "lowest bias":
+        call["key_bias"] = torch.full((1, call["key"].size(2)), torch.finfo(torch.float32).min)
+    else:
+        call["key"][:, :, -3:] *= factor
+    if way == "hidden":
+        call["attn_mask"] = (torch.arange(50) < 47)[None, None, None]
+    expected, found = in_blocks(call), summed(call)
+    assert_close(found, expected, 3e-6)
+
+
 @pytest.mark.parametrize("what", ["query", "key", "value", "key_bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_nan_shows_where_it_does_in_blocks(what: str, dtype: torch.dtype) -> None:

@@ -216,12 +216,11 @@ class StreamedPairs {
     rows_.select(-1, 0).fill_(scale);
     if (query.factor.defined()) rows_.select(-1, 0).mul_(query.factor);
     params_.rows = rows_.mutable_data_ptr<float>();
-    const at::Tensor logits = key_logits(source, sizes_);
-    const at::Tensor factors =
-        key.factor.defined() ? repeated_heads(key.factor, H, -2) : at::ones({}, logits.options());
-    const at::Tensor high = logits.to(at::kFloat);
+    const at::Tensor logits = key_logits(source, sizes_), high = logits.to(at::kFloat);
     const at::Tensor low = (logits - high.to(at::kDouble)).to(at::kFloat);
     const at::Tensor rest = at::where(high.isfinite(), low, at::zeros({}, low.options()));
+    const at::Tensor factors =
+        key.factor.defined() ? repeated_heads(key.factor, H, -2) : at::ones({}, high.options());
     params_.key_numbers =
         kept(at::stack({factors.expand_as(high), high, rest, at::zeros_like(high)}, -1))
             .const_data_ptr<float>();
