@@ -3,7 +3,7 @@
 #
 #   tests/gpu.sh suite calls table              # some parts
 #   tests/gpu.sh --wheel ikattn-*.whl build     # installs a wheel that was built elsewhere
-#   tests/gpu.sh                                # all parts, in at most nine minutes with a wheel
+#   tests/gpu.sh                                # all parts, in at most eight minutes with a wheel
 #   tests/gpu.sh --list                         # the parts, and how many seconds each may take
 #
 # A part that takes longer than it may is ended and has failed; the others run. What each printed is
@@ -15,8 +15,8 @@ cd "$(dirname "$0")/.."
 
 parts=(build programs suite suite_linear suite_mma float32 calls replay memcheck racecheck table maps)
 # Seconds; of `build` with a wheel.
-declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [float32]=60 [calls]=30
-  [replay]=80 [memcheck]=60 [racecheck]=40 [table]=90 [maps]=30)
+declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [float32]=40 [calls]=30
+  [replay]=40 [memcheck]=60 [racecheck]=40 [table]=90 [maps]=30)
 without_wheel=600
 
 wheel=""
