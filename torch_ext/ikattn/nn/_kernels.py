@@ -109,6 +109,18 @@ def _softmax(
         )
 
 
+def _of_tokens(
+    query: Tensor, key: Tensor, kernel: KernelOptions, padding: Tensor | None
+) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+    """The frequencies of an implicit kernel, and its keys' magnitudes where these are its own."""
+    assert kernel.frequencies is not None
+    of_keys = None if padding is None else padded(padding)
+    frequencies = kernel.frequencies(query, key, of_keys, kernel.query_padding)
+    if kernel.magnitude is None:
+        return frequencies, None
+    return frequencies, kernel.magnitude(key, None if padding is None else hidden(padding))
+
+
 def _implicit(
     query: Tensor,
     key: Tensor,
@@ -119,13 +131,10 @@ def _implicit(
     dropout_p: float,
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    assert kernel.frequencies is not None
     padding, attention = masks.padding, masks.attention
-    of_keys = None if padding is None else padded(padding)
-    w1, w2 = kernel.frequencies(query, key, of_keys, kernel.query_padding)
+    (w1, w2), magnitude = _of_tokens(query, key, kernel, padding)
     key_bias = None if padding is None else as_bias(padding, mask_dtype)[:, None]
-    if kernel.magnitude is not None:
-        magnitude = kernel.magnitude(key, None if padding is None else hidden(padding))
+    if magnitude is not None:
         key_bias = magnitude if key_bias is None else magnitude + key_bias
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
@@ -168,18 +177,13 @@ def _hybrid(
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Some heads with softmax, the others with the implicit kernel."""
-    assert kernel.frequencies is not None
     assert kernel.split is not None
     if is_over_ranks() or kernel.head_share is not None:
         raise NotImplementedError(
             "MultiheadAttention: heads that compute softmax are not supported where ranks share "
             "tokens or heads; keep_softmax(None) takes them back"
         )
-    of_keys = None if masks.padding is None else padded(masks.padding)
-    frequencies = kernel.frequencies(query, key, of_keys, kernel.query_padding)
-    magnitude = None
-    if kernel.magnitude is not None:
-        magnitude = kernel.magnitude(key, None if masks.padding is None else hidden(masks.padding))
+    frequencies, magnitude = _of_tokens(query, key, kernel, masks.padding)
     by_head = Wanted(wanted.weights, average=False)
 
     def part(compute: Any) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:

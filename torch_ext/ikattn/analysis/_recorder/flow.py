@@ -191,10 +191,11 @@ def find_sum(
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of rests [.., 2, D] and sizes [.., 2]: which are rounding alone, where they are numbers."""
+    """Of rests [.., 2, D] and sizes [.., 2]: which are rounding alone; rows of NaN do not count."""
     allowed = 8 * torch.finfo(dtype).eps * size.unsqueeze(-1)
-    beyond = (rest.abs() - allowed).nan_to_num(-math.inf).amax((-2, -1))
-    return (beyond <= 0) & (beyond > -math.inf)
+    is_nan = rest.isnan()
+    fits = (rest.abs() <= allowed) | is_nan
+    return fits.flatten(-2).all(-1) & ~is_nan.flatten(-2).all(-1)
 
 
 def _find_scaled(
