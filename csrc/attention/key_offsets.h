@@ -6,12 +6,11 @@
 
 #include <array>
 #include <cmath>
-#include <limits>
 
 #include "attention/arguments.h"
 #include "attention/determinism.h"
-#include "attention/offsets.h"
 #include "attention/params.h"
+#include "attention/reference.h"
 #include "support/glue.h"
 
 namespace ikattn {
@@ -53,9 +52,7 @@ inline at::Tensor offsets_in_double(const at::Tensor& bias) {
     return at::zeros(bias.sizes(), bias.options().dtype(at::kDouble))
         .masked_fill_(bias.logical_not(), -INFINITY);
   }
-  const at::Tensor wide = bias.to(at::kDouble);
-  const double farthest = bounded_offset(std::numeric_limits<double>::max()) / 2;
-  return at::where(wide.isfinite(), wide.clamp(-farthest, farthest), wide);
+  return bounded_offsets(bias, 0.5);
 }
 
 // key_bias [B, key_heads, S] and key mask [B, H or key_heads, L, S], or what broadcasts to these,

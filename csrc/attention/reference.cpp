@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
+#include "attention/offsets.h"
 #include "support/exact_arithmetic.h"
 #include "support/philox.h"
 
@@ -134,6 +137,12 @@ at::Tensor apply_dropout(const at::Tensor& weights, const AttentionOptions& opti
 }
 
 }  // namespace
+
+at::Tensor bounded_offsets(const at::Tensor& offsets, double share) {
+  const at::Tensor wide = offsets.to(at::kDouble);
+  const double farthest = share * bounded_offset(std::numeric_limits<double>::max());
+  return at::where(wide.isfinite(), wide.clamp(-farthest, farthest), wide);
+}
 
 at::Tensor reference_squared_norm(const at::Tensor& x, double p) {
   if (p == 2 || static_size(x, -1) == 0) return (x * x).sum(-1);

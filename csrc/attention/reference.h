@@ -10,6 +10,10 @@ namespace ikattn {
 at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2);
 
+// What masks and biases add to logits, in float64, of which finite numbers end at a share of where
+// kernels have them end (offsets.h).
+at::Tensor bounded_offsets(const at::Tensor& offsets, double share = 1);
+
 // |x|_p^2 over the last axis, with gradient 0 at x = 0.
 at::Tensor reference_squared_norm(const at::Tensor& x, double p);
 

@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention/offsets.h"
 #include "attention/reference.h"
 #include "contributions/cuda/streamed/streamed.h"
 #include "contributions/maps.h"
@@ -88,13 +87,6 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
   return {features(source.query, H), features(source.key, w1.size(-3))};
 }
 
-// What is added to logits; of the implicit kernel finite offsets end, as its attention has it.
-inline at::Tensor bounded_term(const at::Tensor& term, bool is_implicit) {
-  if (!is_implicit) return term;
-  const double farthest = bounded_offset(std::numeric_limits<double>::max());
-  return at::where(term.isfinite(), term.clamp(-farthest, farthest), term);
-}
-
 // [B, H, S], float64: what is added to the logit of a key in every row, -inf where it is hidden. Of
 // the implicit kernel with the magnitude, relative to the largest of a head, which no weight sees.
 inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
@@ -114,8 +106,9 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
     logits = logits + repeated_heads(norms * scale, H, -2);
   }
   for (const at::Tensor& term : logit_terms(source, mask, at::kDouble)) {
-    const at::Tensor by_key =
-        bounded_term(term, source.w1.defined()).expand({B, H, 1, S}).squeeze(2);
+    // Of the implicit kernel finite offsets end, as its attention has it.
+    const at::Tensor own = source.w1.defined() ? bounded_offsets(term) : term;
+    const at::Tensor by_key = own.expand({B, H, 1, S}).squeeze(2);
     const at::Tensor hides = by_key == -INFINITY;
     hidden = hidden.defined() ? at::logical_or(hidden, hides) : hides;
     logits = logits + by_key;
