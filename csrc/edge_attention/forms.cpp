@@ -38,7 +38,8 @@ at::Tensor kept_edges(const EdgeAttentionOptions& options, const c10::SymInt& E,
       .flatten(2)
       .narrow_symint(2, 0, E)
       .squeeze(0)
-      .transpose(0, 1);
+      .transpose(0, 1)
+      .contiguous();
 }
 
 // A call, and its nodes: what no edge reads must not reach the arithmetic, where 0 * NaN in the
@@ -186,31 +187,36 @@ at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second,
   return most * at::pow(1 + power, 2 / p);
 }
 
-// The angle of a concatenation is the sum of its parts' angles, u_i + v_j, so that
-//   phi(a).phi(x) = sum over m of A cos(u + v) + B sin(u + v)
-//                 = sum of cos v (A cos u + B sin u) + sin v (B cos u - A sin u)
-// with (A, B) = phi(a), for each of the two sets of frequencies: features of targets and of
-// sources, 2M for each set. Those of one stationary kernel with both sets are (2 cos, 2 sin).
+// Angles of the learned vector [H, 2d] with frequencies [H, 2d, M], in cycles: [H, M]. Not by
+// matmul, which may round to TF32.
+at::Tensor angles_of(const at::Tensor& vector, const at::Tensor& w) {
+  return (vector.unsqueeze(-1) * w).sum(-2);
+}
+
+// An angle in cycles without its whole ones.
+at::Tensor fraction(const at::Tensor& angle) { return angle - angle.detach().round(); }
+
+// The angle of a concatenation is the sum of its parts' angles, u_i + v_j. With t1 and t2 the
+// angles of a, phi(a).phi(x) is for each of the two sets of frequencies
+//   sum over m of cos(t1 - u - v) + cos(t2 - u - v)
+// which is the product of (cos, sin)(t1 - u) + (cos, sin)(t2 - u) and (cos, sin)(v): features of
+// targets and of sources, 2M for each set. An angle of a is that of one more coordinate of the
+// targets, which is 1. One stationary kernel has t1 = t2, and all its features in one set.
 void take_joint_features(EdgeFeatures& edges, const at::Tensor& vector, const at::Tensor& target,
                          const at::Tensor& source, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2) {
-  const c10::SymInt d = target.sym_size(-1), M = w1.sym_size(-1);
-  const bool has_two_sets = is_present(w2);
-  const at::Tensor frequencies = has_two_sets ? at::cat({w1, *w2}, -1) : w1;  // [H, 2d, sets * M]
-  const c10::SymInt columns = frequencies.sym_size(-1);
-  const at::Tensor of_vector = node_features(vector.to(target.scalar_type()).unsqueeze(0), w1, w2);
-  const auto of_sets = [&](const c10::SymInt& begin) {  // [1, H, sets * M]
-    const at::Tensor part = of_vector.narrow_symint(-1, begin, M) / 2;
-    return has_two_sets ? at::cat({part, part}, -1) : part;
+  const c10::SymInt d = target.sym_size(-1);
+  const at::Tensor a = vector.to(target.scalar_type()), first = w1.to(target.scalar_type());
+  const std::optional<at::Tensor> second =
+      is_present(w2) ? or_none(w2->to(target.scalar_type())) : std::nullopt;
+  const at::Tensor frequencies = second ? at::cat({first, *second}, -1) : first;
+  const auto of_targets = [&](const at::Tensor& w) {
+    const at::Tensor of_one_set = fraction(angles_of(a, w)).unsqueeze(-2);
+    const at::Tensor angles = second ? at::cat({of_one_set, of_one_set}, -1) : of_one_set;
+    return at::cat({frequencies.narrow_symint(-2, 0, d).neg(), angles}, -2);
   };
-  const at::Tensor A = of_sets(0), B = of_sets(M);
-  const at::Tensor of_target =
-      node_features(target, frequencies.narrow_symint(-2, 0, d), std::nullopt);
-  const auto cosine_sine = of_target.unflatten_symint(-1, {2, columns}).unbind(-2);
-  const at::Tensor &cosine = cosine_sine[0], &sine = cosine_sine[1];
-  edges.query_features =
-      at::stack({at::addcmul(A * cosine, B, sine), at::addcmul(B * cosine, A, sine, -1)}, -2)
-          .flatten(-2);
+  edges.query_features = node_features(at::constant_pad_nd(target, {0, 1}, 1), of_targets(first),
+                                       second ? or_none(of_targets(*second)) : std::nullopt);
   edges.key_features = node_features(source, frequencies.narrow_symint(-2, d, d), std::nullopt);
 }
 

@@ -162,8 +162,9 @@ class _GATForm(GraphAttention):
         edge_bias: Tensor | None,
         size: tuple[int, int] | None,
         stock_pair: tuple[Tensor, Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
-        """The output [N, H, C] and the weights [E, H], after dropout."""
+        wants_weights: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [N, H, C] and, where somebody wants them, the weights [E, H] after dropout."""
         num_targets = num_targets_of(self.flow, edge_index, target, source, size)
         if target is None:
             target = source.new_zeros((num_targets, *source.shape[1:]))
@@ -178,7 +179,9 @@ class _GATForm(GraphAttention):
         if self.magnitude is not None:
             learned = self.magnitude.of_edges(target, source, graph.target, graph.source)
             edge_bias = learned if edge_bias is None else edge_bias + learned
-        output, weights = gat_edge_attention(
+        needs_messages = self._needs_messages()
+        attend: Any = gat_edge_attention  # with or without weights
+        attended = attend(
             vector,
             target,
             source,
@@ -189,9 +192,10 @@ class _GATForm(GraphAttention):
             p=2.0 if self.kernel == "dot" else self.p,
             edge_bias=edge_bias,
             dropout_p=self._drop(),
-            return_weights=True,
+            return_weights=needs_messages or bool(wants_weights),
         )
-        if self._needs_messages():
+        output, weights = attended if isinstance(attended, tuple) else (attended, None)
+        if needs_messages:
             output = self.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
         return output, weights
 
@@ -227,7 +231,7 @@ class _GATForm(GraphAttention):
     def _finish(
         self,
         output: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         edge_index: Any,
         residual: Tensor | None,
         return_attention_weights: Any,
@@ -240,7 +244,7 @@ class _GATForm(GraphAttention):
             output = output + residual
         if self.bias is not None:
             output = output + self.bias
-        if not return_attention_weights:
+        if not return_attention_weights or weights is None:
             return output
         return with_weights(output, edge_index, weights)
 
@@ -333,6 +337,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
             self._bias_of_edges(edge_index, edge_attr, self.att_edge),
             size,
             (source, target),
+            return_attention_weights,
         )
         return self._finish(output, weights, edge_index, residual, return_attention_weights)
 
@@ -387,6 +392,7 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
             self._bias_of_edges(edge_index, edge_attr, self.att),
             None,
             (source, target),
+            return_attention_weights,
         )
         return self._finish(output, weights, edge_index, residual, return_attention_weights)
 
