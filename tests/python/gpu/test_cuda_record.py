@@ -81,3 +81,19 @@ def test_a_call_that_a_graph_captures_is_refused() -> None:
         with pytest.raises(RuntimeError, match="while a CUDA graph captures it"), captures:
             model(x)
     assert len(recording.batches) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_after_the_first_call_the_host_waits_for_nothing(mode: Any) -> None:
+    model, x = model_and_input()
+    with mode(), ikattn.record(model, maps=MAPS) as recording:
+        model(x)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name in recording.names:
+        first, second = (batch[name].summed for batch in recording.batches)
+        assert torch.equal(first, second)

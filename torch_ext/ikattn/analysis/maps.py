@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -88,6 +88,25 @@ def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool 
         )
 
 
+class _Batches:
+    """``batches`` of a recording: what is on its way is awaited where somebody looks."""
+
+    def __get__(self, owner: RecordedMaps | None, type_: type | None = None) -> list[Batch]:
+        if owner is None:
+            return ()  # type: ignore[return-value]  # the default, which __set__ copies
+        awaited = owner.__dict__.get(_AWAIT)
+        if awaited is not None:
+            awaited()
+        batches: list[Batch] = owner.__dict__[_BATCHES]
+        return batches
+
+    def __set__(self, owner: RecordedMaps, batches: list[Batch]) -> None:
+        owner.__dict__[_BATCHES] = list(batches)
+
+
+_BATCHES, _AWAIT = "_batches", "_await_batches"
+
+
 @dataclass
 class RecordedMaps:
     """The maps of a model's attention over one or more forward calls.
@@ -103,8 +122,20 @@ class RecordedMaps:
     model: str
     maps: tuple[str, ...]
     layers: dict[str, Layer] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
+    batches: _Batches = _Batches()
     left_out: tuple[str, ...] = ()
+
+    def keep(self, batch: Batch) -> None:
+        """Adds the maps of a forward call, which are there."""
+        self.__dict__[_BATCHES].append(batch)
+
+    def await_batches_by(self, call: Callable[[], None] | None) -> None:
+        """Sets what is called before somebody looks at ``batches``; None: nothing."""
+        self.__dict__[_AWAIT] = call
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.batches  # noqa: B018  (awaits them)
+        return {name: value for name, value in self.__dict__.items() if name != _AWAIT}
 
     @property
     def names(self) -> list[str]:

@@ -28,7 +28,7 @@ class Recording(RecordedMaps):
         model: The model's class, and its name or path where it has one.
         maps: The names of the maps that were asked for.
         layers: What is known of each layer, in the order they first ran.
-        batches: One entry for each forward call.
+        batches: One entry for each forward call; on a GPU, maps on their way are awaited.
         left_out: Names of attention that the model has and that is not recorded.
         graphs: The maps of layers that attend over the edges of a graph, by their names: one entry
             for each forward call. Files and pages do not hold them; ``EdgeMaps.save`` does.

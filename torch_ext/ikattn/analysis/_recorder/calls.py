@@ -7,17 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ikattn.analysis._recorder.claims import Claim, Settlement
 from ikattn.analysis._recorder.flow import Seen, see
-from ikattn.analysis._recorder.runs import Claim, Run
+from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer
 
-__all__ = ["Call", "Entered", "is_running", "note_ids"]
+__all__ = ["Call", "Entered", "MadeLayer", "is_running", "note_ids"]
 
 
 def is_running(wanted: FrameType | None) -> bool:
@@ -41,6 +42,15 @@ class Entered:
     reports: int = 0  # of its attention, before it began
 
 
+class MadeLayer(NamedTuple):
+    """Maps of a layer on their way to who asked for them."""
+
+    layer: Layer
+    maps: Contributions
+    settlement: Settlement  # of all that was claimed until then
+    arrival: Arrival
+
+
 @dataclass
 class Call:
     """A call of the model, or of a part of it, in the thread that made it."""
@@ -58,7 +68,7 @@ class Call:
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
-    made: deque[tuple[Layer, Contributions, Arrival]] = field(default_factory=deque)
+    made: deque[MadeLayer] = field(default_factory=deque)
     last_seen: tuple[Tensor, Seen] | None = None
     has_room: set[tuple[str, str]] = field(default_factory=set)  # sides and kinds of layers
 
@@ -71,7 +81,7 @@ class Call:
         """``see``, once for modules that hand on the same tensor."""
         if self.last_seen is not None and self.last_seen[0] is x:
             seen = self.last_seen[1]
-            if seen.is_as_it_was:
+            if seen.version >= 0 and seen.is_as_it_was:
                 return seen
         seen = see(x)
         self.last_seen = (x, seen)

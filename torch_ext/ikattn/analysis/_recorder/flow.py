@@ -24,6 +24,7 @@ __all__ = [
     "distance",
     "find_sum",
     "first_tensor",
+    "may_be_sum",
     "multiple_of",
     "rows_of",
     "same_rows",
@@ -139,6 +140,12 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
     return torch.equal(own.nan_to_num(0.0), rounded.nan_to_num(0.0))
 
 
+def may_be_sum(x: Tensor, y: Tensor) -> bool:
+    """Whether ``x`` is another tensor than ``y``, with as many rows of the same size."""
+    is_other = x.data_ptr() != y.data_ptr()
+    return is_other and x.size(-1) == y.size(-1) and x.numel() == y.numel() and y.numel() > 0
+
+
 @torch.no_grad()
 def find_sum(
     x: Tensor,
@@ -152,7 +159,7 @@ def find_sum(
     """Whether ``x`` is a residual plus the attention's output, and which.
 
     Args:
-        x: A tensor that may be the sum.
+        x: A tensor that may be the sum (``may_be_sum``).
         y: The output of the attention, ``[.., D]``.
         variants: The two rows of ``y``, and of what modules have made of it since.
         residuals: What may have been added, the most likely first.
@@ -163,9 +170,7 @@ def find_sum(
         None where nothing adds up, on both rows as far as they are finite.
     """
     residuals = [seen for seen in residuals if seen.rows.size(-1) == y.size(-1)]
-    if x.data_ptr() == y.data_ptr():
-        return None
-    if x.size(-1) != y.size(-1) or x.numel() != y.numel() or not residuals or y.numel() == 0:
+    if not residuals:
         return None
     total = rows_of(x)
     before = torch.stack([seen.rows.to(total.dtype) for seen in residuals])  # [C, 2, D]

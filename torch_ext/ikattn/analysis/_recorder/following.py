@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
+from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.flow import Distance, rows_of
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.plan import Plan
@@ -24,7 +25,7 @@ from ikattn.analysis._recorder.projection import (
     plain_projection,
 )
 from ikattn.analysis._recorder.run_maps import awaited_norms
-from ikattn.analysis._recorder.runs import Run, settle
+from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis.contributions import NormStats
 
 __all__ = ["Follower"]
@@ -44,10 +45,12 @@ class Follower:
         self.norms: set[nn.Module] = set()  # of the model
         self._projections: dict[nn.Module, Projection] = {}
         self._limits: dict[nn.Module, nn.Module | None] = {}
+        self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for
 
     def forget(self) -> None:
-        """Lets go of what has been learnt of out-projections."""
+        """Lets go of what has been learnt of out-projections and norms."""
         self._projections.clear()
+        self._known_readers.clear()
 
     def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
         """A module is called with ``x``."""
@@ -71,7 +74,7 @@ class Follower:
         elif run.stage == "sum":
             if any(module is each.module for each in call.running):
                 return
-            if run.is_sum(x, with_others=False):
+            if run.is_sum(x, module, call.claims, is_input=True):
                 self._summed(call, run, module, x)
             elif module is run.plan.parts.norm:
                 self._no_sum(call, run, module, x)
@@ -99,7 +102,7 @@ class Follower:
             if not is_around:
                 run.follow(module, x, out)
                 return
-            if run.is_sum(out, with_others=True):
+            if run.is_sum(out, module, call.claims, is_input=False):
                 self._summed(call, run, None, out)
                 return
             if module is self._limit_of(run):
@@ -317,14 +320,20 @@ class Follower:
 
     def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """The norm before the second half of a "pre" block has run; one of another kind is left."""
+        is_required = "encoder" in run.plan.asked.required
+        is_known = is_required or norm in self._known_readers
         try:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
-                settle([run.norm_claim(norm, stats, x, out)])
+                claim = run.norm_claim(norm, stats, x, out)
+            if is_known:
+                call.claims.append(claim)
+            else:
+                settle([claim])
+                self._known_readers.add(norm)
         except (TypeError, RuntimeError) as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            if is_memory or "encoder" in run.plan.asked.required:
+            if is_known or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.leave_unread(call, run)
             return

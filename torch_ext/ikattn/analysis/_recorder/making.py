@@ -12,12 +12,13 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn._memory import memory_for
 from ikattn._precision import without_autocast
-from ikattn.analysis._recorder.calls import Call
+from ikattn.analysis._recorder.calls import Call, MadeLayer
+from ikattn.analysis._recorder.claims import Settlement
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.room import check_room
 from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.run_maps import convert_tensors, make_maps
-from ikattn.analysis._recorder.runs import Run, settle
+from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.transfers import Transfers
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Layer
@@ -82,17 +83,23 @@ class Maker:
         if self._on_layer is None:
             call.batch.layers[run.name] = run.maps
         else:
-            settle(call.claims)
-            call.made.append((layer, run.maps, self.transfers.arrival()))
+            settlement = self.settlement(call)
+            made = MadeLayer(layer, run.maps, settlement, self.transfers.arrival())
+            call.made.append(made)
             self.hand_over(call, waits=False)
+
+    def settlement(self, call: Call) -> Settlement:
+        """What is claimed of a call so far, on its way to the host."""
+        return Settlement(call.claims, lambda x: self.transfers.to_cpu(x, is_kept=False))
 
     def hand_over(self, call: Call, *, waits: bool) -> None:
         """Gives ``on_layer`` the maps that are there, in turn; all, where it ``waits`` for them."""
-        while call.made and (waits or call.made[0][2].is_over()):
-            layer, maps, arrival = call.made.popleft()
-            arrival.wait()
+        while call.made and (waits or call.made[0].arrival.is_over()):
+            made = call.made.popleft()
+            made.arrival.wait()
+            made.settlement.check()
             assert self._on_layer is not None
-            self._on_layer(call.index, layer, maps)
+            self._on_layer(call.index, made.layer, made.maps)
 
     def make(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention

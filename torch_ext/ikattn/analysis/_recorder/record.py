@@ -79,8 +79,8 @@ def record(
             names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
             patterns and types; None: all.
         to_cpu: Move maps to the CPU as they are made. From a GPU they go to page-locked memory
-            while the model goes on, up to 2 GiB that the recording keeps; they are there when the
-            call returns.
+            while the model goes on, up to 2 GiB that the recording keeps; ``batches`` waits for
+            them.
         detach: Maps have no gradient. False: they are differentiable where grad mode is on.
         on_layer: Called with the number of the forward call, the layer and its maps as soon as they
             are there, in the thread that runs the model; the recording then keeps no maps. A call
@@ -108,7 +108,9 @@ def record(
             memory than is free.
         NotImplementedError: The model's attention cannot be recorded.
         RuntimeError: In a forward call: a layer does not add up to what it computed; a layer ran,
-            and its attention was not seen; a norm that should follow it did not run.
+            and its attention was not seen; a norm that should follow it did not run. On a GPU the
+            first of these comes later, in the next call, where ``batches`` is read, or at the end
+            of the block; such a call is not kept.
 
     Sources: those of ``ikattn.contributions``.
 
@@ -188,11 +190,21 @@ def recorded(
             stack.enter_context(hearing_sdpa(model, recorder.sdpa_called))
         stack.callback(recorder.remove_hooks)
         recorder.add_hooks(model, plans)
+        recording.await_batches_by(lambda: recorder.keep_ended(waits=True))
         if graphs:
             of_graphs = GraphRecorder(recording, to_cpu=to_cpu, detach=detach)
             stack.callback(of_graphs.remove_hooks)
             of_graphs.add_hooks(model, graphs)
-        yield recording
+        try:
+            yield recording
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # not in place of what has come up
+                recorder.keep_ended(waits=True)
+            raise
+        else:
+            recorder.keep_ended(waits=True)
+        finally:
+            recording.await_batches_by(None)
 
 
 def _check_graphs(graphs: Iterable[str], rows: RowsAsked | None, on_layer: OnLayer | None) -> None:

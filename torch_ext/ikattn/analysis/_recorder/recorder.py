@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.calls import Call, Entered, note_ids
+from ikattn.analysis._recorder.claims import Settlement
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.following import Follower
 from ikattn.analysis._recorder.hooks import Hook
@@ -34,10 +36,12 @@ from ikattn.analysis._recorder.projection import (
     is_probing,
 )
 from ikattn.analysis._recorder.rows import RowsAsked
-from ikattn.analysis._recorder.runs import Run, settle
+from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
+from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis._recorder.transformers_attention import interface_call
+from ikattn.analysis.maps import Batch
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
 from ikattn.nn._over_ranks import goes_over_ranks
@@ -71,6 +75,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
+        self._ended: deque[tuple[Batch, Settlement, Arrival]] = deque()
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
@@ -201,14 +206,39 @@ class Recorder:
         """Keeps the batch: the call that opened it has come to its end without an error."""
         for run in tuple(call.pending):
             self._follower.nothing_follows(call, run)
-        settle(call.claims)
-        self._maker.hand_over(call, waits=True)
-        self._maker.transfers.arrival().wait()
+        settlement = self._maker.settlement(call)
+        arrival = self._maker.transfers.arrival()
+        if self._on_layer is not None:
+            self._maker.hand_over(call, waits=True)
+            arrival.wait()
+        if arrival.is_over():
+            settlement.check()
         with self._lock:
             for name, layer in call.layers.items():
                 self._recording.layers.setdefault(name, layer)
             if self._on_layer is None:
-                self._recording.batches.append(call.batch)
+                self._ended.append((call.batch, settlement, arrival))
+        self.keep_ended(waits=False)
+
+    def keep_ended(self, *, waits: bool) -> None:
+        """Keeps the batches of calls that have ended, once their maps and all checks are there.
+
+        Raises:
+            RuntimeError: A layer of one does not add up; that one is not kept, the others are.
+        """
+        error: RuntimeError | None = None
+        with self._lock:
+            while self._ended and (waits or self._ended[0][2].is_over()):
+                batch, settlement, arrival = self._ended.popleft()
+                arrival.wait()
+                try:
+                    settlement.check()
+                except RuntimeError as wrong:
+                    error = error or wrong
+                else:
+                    self._recording.keep(batch)
+        if error is not None:
+            raise error
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._call

@@ -12,75 +12,48 @@ Sizes: B batch, T queries, S keys, H heads, d_v head size of value, D model size
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.claims import Claim
 from ikattn.analysis._recorder.flow import (
     TOLERANCES,
     Distance,
     Seen,
+    Sum,
     distance,
     find_sum,
+    may_be_sum,
     multiple_of,
     rows_of,
     same_rows,
+)
+from ikattn.analysis._recorder.known_sums import (
+    KnownSum,
+    forget,
+    known_sum,
+    remember,
+    sum_distance,
+    takes_waiting,
 )
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
 from ikattn.analysis._recorder.run_maps import Surroundings
 from ikattn.analysis.contributions import Contributions, NormStats
 
-__all__ = ["Claim", "Run", "Variant", "joined", "settle"]
+__all__ = ["Run", "Variant", "joined"]
 
 Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
 ]
-
-
-class Claim(NamedTuple):
-    """That rows are the same, which is looked at when the host waits anyway.
-
-    It outlives its run, and so holds nothing of it but numbers and names.
-    """
-
-    layer: str
-    step: str  # what the rows would say if they differed
-    distance: Distance
-    hint: str = ""
-
-    def error(self, off: float) -> RuntimeError:
-        """Of rows that are so far apart, over the largest number."""
-        return RuntimeError(
-            f"record: {self.layer} does not add up: {self.step}, which is off by "
-            f"{100 * off:.3g} % of the largest number{self.hint}"
-        )
-
-
-def settle(claims: list[Claim]) -> None:
-    """Looks at all claims, and takes them from the list; of each device the host waits once.
-
-    Raises:
-        RuntimeError: That of the first which does not hold.
-    """
-    made, claims[:] = list(claims), []
-    alike: dict[Any, list[int]] = {}
-    for number, claim in enumerate(made):
-        numbers = claim.distance.numbers
-        alike.setdefault((numbers.device, numbers.dtype, numbers.shape), []).append(number)
-    found: dict[int, list[list[float]]] = {}
-    for own in alike.values():
-        values = torch.stack([made[number].distance.numbers for number in own]).tolist()
-        found.update(zip(own, values, strict=True))
-    for number, claim in enumerate(made):
-        off = claim.distance.off_of(found[number])
-        if off > claim.distance.tolerance:
-            raise claim.error(off)
 
 
 class ARow(NamedTuple):
@@ -270,17 +243,30 @@ class Run:
             off = offs.nan_to_num(torch.inf).amin()
         return Distance(torch.stack([off, size, size]).unsqueeze(-1), 8 * torch.finfo(x.dtype).eps)
 
-    def is_sum(self, x: Tensor, with_others: bool) -> bool:
-        """Whether a tensor is the sum of residual and output; keeps what it is a sum of."""
+    def is_sum(self, x: Tensor, module: nn.Module, claims: list[Claim], *, is_input: bool) -> bool:
+        """Whether a tensor is the sum of residual and output; keeps what it is a sum of.
+
+        Args:
+            x: What a module was called with, or has made.
+            module: The module.
+            claims: Take what is not looked at yet.
+            is_input: Whether ``module`` was called with it; else other branches may be in the sum.
+        """
         y = self.variants[0]
-        rows = [variant.rows for variant in self.variants]
-        others = self.others if with_others else ()
-        is_unknown = self.plan.parts.block == "found"
-        found = find_sum(x, y.tensor, rows, self.residuals, others, looks_for_all=is_unknown)
-        if found is None:
+        if not may_be_sum(x, y.tensor):
             return False
-        if not found.is_alone:
-            return False  # the first and last token are too small to tell
+        known = self._known(x, module, claims, is_input)
+        if known is not None:
+            found, is_as_it_was = known
+        else:
+            rows = [variant.rows for variant in self.variants]
+            others = () if is_input else self.others
+            is_unknown = self.plan.parts.block == "found"
+            sum_ = find_sum(x, y.tensor, rows, self.residuals, others, looks_for_all=is_unknown)
+            if sum_ is None or not sum_.is_alone:
+                return False  # not alone: the first and last token are too small to tell
+            found, is_as_it_was = sum_, sum_.residual.is_as_it_was
+            self._remember(x, module, found, is_as_it_was, is_input)
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:
             chain = [each.by for each in self.variants[1 : found.variant + 1]]
@@ -300,11 +286,63 @@ class Run:
         self.has_other = found.has_other
         self.residual = found.residual
         residual = found.residual.tensor
-        if not found.residual.is_as_it_was:  # somebody has written into it since
+        if not is_as_it_was:  # somebody has written into it since
             added = variant.tensor if found.variant else y.tensor
             residual = x - (added if found.variant or scale is None else added * scale)
         self.around.residual = residual
         return True
+
+    def _known(
+        self, x: Tensor, module: nn.Module, claims: list[Claim], is_input: bool
+    ) -> tuple[Sum, bool] | None:
+        """The sum as it was found in a call before, and whether its residual is as it was.
+
+        That it adds up this time, too, becomes a claim.
+        """
+        if self.plan.parts.block == "found" or not takes_waiting(x):
+            return None
+        layer = self.plan.module
+        known = known_sum(layer, module, is_input)
+        sizes = (len(self.residuals), len(self.variants))
+        if known is None or (known.candidates, known.variants) != sizes:
+            return None
+        residual, y = self.residuals[known.candidate], self.variants[0].tensor
+        if residual.rows.size(-1) != y.size(-1):
+            return None
+        fault = partial(_forget, weakref.ref(layer))
+        step = "its output and its residual, as they were found in a call before, are not their sum"
+        apart = sum_distance(x, y, residual, self.variants[known.variant].rows)
+        claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
+        is_as_it_was = known.is_as_it_was
+        if residual.version >= 0:
+            is_as_it_was = residual.is_as_it_was
+        elif is_as_it_was:  # an inference tensor, of which nothing but its numbers can tell
+            step = "its residual, which did not change in a call before, has changed"
+            now = torch.stack([rows_of(residual.tensor), residual.rows])
+            apart = Distance(torch.stack([now[0] - now[1], *now]).abs().amax(-1), 0.0)
+            claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
+        return Sum(residual, known.variant), is_as_it_was
+
+    def _remember(
+        self, x: Tensor, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool
+    ) -> None:
+        """Keeps how a plain sum was found, where finding it takes waiting."""
+        is_plain = found.scale is None and not found.has_other
+        if self.plan.parts.block == "found" or not is_plain or not takes_waiting(x):
+            return
+        candidate = next(n for n, seen in enumerate(self.residuals) if seen is found.residual)
+        remember(
+            self.plan.module,
+            KnownSum(
+                weakref.ref(module),
+                is_input,
+                len(self.residuals),
+                candidate,
+                len(self.variants),
+                found.variant,
+                is_as_it_was,
+            ),
+        )
 
     def is_post_norm(self) -> bool:
         """Whether the residual is what the attention was called with."""
@@ -330,6 +368,12 @@ class Run:
         found = rows_of(out)
         apart = distance(found, expected.to(found.dtype), out.dtype)
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
+
+
+def _forget(layer: weakref.ref[nn.Module]) -> None:
+    module = layer()
+    if module is not None:
+        forget(module)
 
 
 def joined(calls: Sequence[AttentionCall]) -> AttentionCall:

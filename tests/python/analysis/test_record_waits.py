@@ -1,0 +1,188 @@
+"""What a recording on a GPU does not wait for, imitated on the CPU.
+
+Sums that were found before, numbers that are looked at when a call has ended, and batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ikattn.analysis import Recording, record
+from ikattn.analysis._recorder import runs, transfers
+from ikattn.analysis._recorder.known_sums import known_sum
+
+B, T, D, H = 2, 5, 16, 4
+MAPS = ("summed", "with_norm", "encoder")
+
+
+class OnItsWay(transfers.Arrival):
+    """Copies that are there once somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+
+    def is_over(self) -> bool:
+        return self.is_there
+
+    def wait(self) -> None:
+        self.is_there = True
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "takes_waiting", lambda x: True)
+    monkeypatch.setattr(transfers.Transfers, "arrival", lambda self: OnItsWay())
+
+
+class Encoder(nn.Module):
+    """Blocks of torch, the second of which may add something more to its sum."""
+
+    def __init__(self, norm_first: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, H, 32, 0.0, batch_first=True, norm_first=norm_first)
+        self.blocks = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        self.more = 0.0
+        attention = self.blocks[1].self_attn
+        self.blocks[1].norm1.register_forward_pre_hook(lambda norm, args: (args[0] + self.more,))
+        assert isinstance(attention, nn.MultiheadAttention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts searches for sums, which look at numbers."""
+    count = [0]
+    find_sum = runs.find_sum
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return find_sum(*args, **kwargs)
+
+    monkeypatch.setattr(runs, "find_sum", counted)
+    return count
+
+
+def maps_of(recording: Recording, call: int) -> list[Tensor]:
+    return [getattr(maps, name) for maps in recording.batches[call].values() for name in MAPS]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_sums_are_found_once_and_maps_stay_the_same(
+    monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    model, x, count = Encoder().eval(), torch.randn(B, T, D), looks(monkeypatch)
+    with mode(), record(model, maps=MAPS) as recording:
+        model(x)
+        first = count[0]
+        model(x)
+        assert first >= 2
+        assert count[0] == first
+    for found, expected in zip(maps_of(recording, 1), maps_of(recording, 0), strict=True):
+        assert torch.equal(found, expected)
+    with record(model, maps=MAPS):  # of the model, not of the recording
+        model(x)
+    assert count[0] == first
+
+
+def test_what_was_known_is_held_to_the_numbers_and_forgotten_where_it_is_wrong() -> None:
+    model, x = Encoder().eval(), torch.randn(B, T, D)
+    attention = model.blocks[1].self_attn
+    with record(model, maps=MAPS) as recording:
+        model(x)
+        model.more = 0.1
+        model(x)
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up: its output"):
+            len(recording.batches)
+        assert known_sum(attention, model.blocks[1].norm1, is_input=True) is None
+        model.more = 0.0
+        model(x)
+        assert len(recording.batches) == 2
+    for found, expected in zip(maps_of(recording, 1), maps_of(recording, 0), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_wrong_call_is_told_when_the_recording_ends_and_the_others_are_kept() -> None:
+    model, x = Encoder().eval(), torch.randn(B, T, D)
+    wrong = pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up")
+    with wrong, record(model, maps=MAPS) as recording:
+        for model.more in (0.0, 0.1, 0.0):
+            model(x)
+    assert len(recording.batches) == 2
+
+
+def test_an_error_of_the_callers_is_not_hidden_by_one_of_the_maps() -> None:
+    model, x = Encoder().eval(), torch.randn(B, T, D)
+
+    def fail() -> None:
+        for model.more in (0.0, 0.1):
+            model(x)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), record(model, maps=MAPS) as recording:
+        fail()
+    assert len(recording.batches) == 1
+
+
+def test_an_inference_tensor_that_changes_is_found_out() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Encoder(norm_first=True).blocks[0]
+            self.in_place = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.block(x)
+            return made
+
+    model, x = Adds().eval(), torch.randn(B, T, D)
+    attention = model.block.self_attn
+    assert isinstance(attention, nn.MultiheadAttention)
+
+    def spoil(module: nn.Module, args: Any, output: Any) -> None:
+        if model.in_place:  # what the block adds its output to
+            spoilt[0].mul_(2)
+
+    with torch.inference_mode(), record(model, maps=("summed", "with_residual")) as recording:
+        spoilt = [x.clone()]
+        attention.register_forward_hook(spoil)
+        model(spoilt[0])
+        model.in_place = True
+        model(spoilt[0])
+        with pytest.raises(RuntimeError, match="does not add up: its"):
+            len(recording.batches)
+
+
+def test_batches_are_awaited_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Encoder().eval(), torch.randn(B, T, D)
+    with record(model) as recording:
+        model(x)
+        assert recording.names == ["blocks.0.self_attn", "blocks.1.self_attn"]
+        assert not vars(recording)["_batches"]
+        again = pickle.loads(pickle.dumps(recording))
+        assert len(again.batches) == len(recording.batches) == 1
+        model(x)
+    assert len(vars(recording)["_batches"]) == 2
+    assert len(copy.deepcopy(recording).batches) == 2
+    with record(model) as recording:
+        model(x)
+        assert recording["blocks.0.self_attn"].summed is not None
+
+
+def test_on_layer_gets_layers_once_they_have_been_looked_at() -> None:
+    model, x, seen = Encoder().eval(), torch.randn(B, T, D), []
+    with record(model, maps=MAPS, on_layer=lambda n, layer, maps: seen.append((n, layer.name))):
+        model(x)
+        assert seen == [(0, "blocks.0.self_attn"), (0, "blocks.1.self_attn")]
+        model.more = 0.1
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up"):
+            model(x)
+    assert seen[2:] == [(1, "blocks.0.self_attn")]

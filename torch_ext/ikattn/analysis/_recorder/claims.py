@@ -1,0 +1,83 @@
+"""What a recording claims of tensors that a model computed, and looks at later.
+
+On a GPU the host would wait for every number that it looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ikattn.analysis._recorder.flow import Distance
+
+__all__ = ["Claim", "Settlement", "settle"]
+
+
+class Claim(NamedTuple):
+    """That rows are the same.
+
+    It outlives its run, and so holds nothing of it but numbers and names.
+    """
+
+    layer: str
+    step: str  # what the rows would say if they differed
+    distance: Distance
+    hint: str = ""
+    at_fault: Callable[[], None] | None = None  # called where it does not hold
+
+    def error(self, off: float) -> RuntimeError:
+        """Of rows that are so far apart, over the largest number."""
+        return RuntimeError(
+            f"record: {self.layer} does not add up: {self.step}, which is off by "
+            f"{100 * off:.3g} % of the largest number{self.hint}"
+        )
+
+
+class Settlement:
+    """Claims whose numbers are on their way to the host.
+
+    Args:
+        claims: They are taken from the list.
+        to_cpu: Copies a tensor to the CPU; the copy may be filled later.
+    """
+
+    def __init__(self, claims: list[Claim], to_cpu: Callable[[Tensor], Tensor]) -> None:
+        self._claims, claims[:] = list(claims), []
+        alike: dict[Any, list[int]] = {}
+        for number, claim in enumerate(self._claims):
+            numbers = claim.distance.numbers
+            alike.setdefault((numbers.device, numbers.dtype, numbers.shape), []).append(number)
+        self._copies = [
+            (own, to_cpu(torch.stack([self._claims[number].distance.numbers for number in own])))
+            for own in alike.values()
+        ]
+
+    def check(self) -> None:
+        """Looks at the numbers, which must have arrived; once is enough.
+
+        Raises:
+            RuntimeError: That of the first claim which does not hold.
+        """
+        copies, self._copies = self._copies, []
+        claims, self._claims = self._claims, []
+        found: dict[int, list[list[float]]] = {}
+        for own, copy in copies:
+            found.update(zip(own, copy.tolist(), strict=True))
+        for number, claim in enumerate(claims):
+            off = claim.distance.off_of(found[number])
+            if off > claim.distance.tolerance:
+                if claim.at_fault is not None:
+                    claim.at_fault()
+                raise claim.error(off)
+
+
+def settle(claims: list[Claim]) -> None:
+    """Looks at all claims at once, and takes them from the list; the host waits for them.
+
+    Raises:
+        RuntimeError: That of the first which does not hold.
+    """
+    Settlement(claims, Tensor.cpu).check()
