@@ -21,7 +21,7 @@ import ikattn
 
 
 def five_dimensional(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
-    """N as the papers' code computes it: [B, H, T, S, D] in memory."""
+    """N as the papers' code computes it: [B, H, L, S, D] in memory."""
     heads = weights.shape[1]
     transformed = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (heads, -1)))
     return torch.linalg.vector_norm(
@@ -33,7 +33,7 @@ def factor_form(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
     """N by Gram matrices of the transformed vectors: fast, but not accurate where heads cancel."""
     heads = weights.shape[1]
     transformed = torch.einsum("bhsv,dhv->bshd", value, projection.unflatten(1, (heads, -1)))
-    rows = weights.permute(0, 3, 2, 1)  # [B, S, T, H]
+    rows = weights.permute(0, 3, 2, 1)  # [B, S, L, H]
     squares = ((rows @ (transformed @ transformed.mT)) * rows).sum(-1)
     return squares.clamp_min(0).sqrt().mT
 
@@ -64,7 +64,7 @@ def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     }
     if length <= 512:  # the size of its tensor is 10 GB there
         rivals["5-D"] = lambda: five_dimensional(weights, value, projection)
-    title = f"H = {heads}, D = {size}, T = S = {length}"
+    title = f"H = {heads}, D = {size}, L = S = {length}"
     with torch.no_grad():
         show(title, interleaved(rivals, seconds))
 
@@ -101,7 +101,7 @@ def measure_pairs(length: int, heads: int, size: int, seconds: float) -> None:
     calls["sum"] = sources["memory"].sum
     best = {name: min(times) for name, times in interleaved(calls, seconds).items()}
     pairs = (length - few) * length
-    print(f"H = {heads}, D = {size}, T = S = {length}")
+    print(f"H = {heads}, D = {size}, L = S = {length}")
     for name in sources:
         taken = 1e9 * (best[f"{name}, {length}"] - best[f"{name}, {few}"]) / pairs
         print(f"  weights from {name:8s} {taken:5.2f} ns a pair, {4 * heads / taken:5.1f} GB/s")
@@ -111,21 +111,21 @@ def measure_pairs(length: int, heads: int, size: int, seconds: float) -> None:
 
 SETUP = """
     torch.manual_seed(0)
-    H, T, D = {heads}, {length}, {size}
-    weights = torch.rand(1, H, T, T)
+    H, L, D = {heads}, {length}, {size}
+    weights = torch.rand(1, H, L, L)
     weights /= weights.sum(-1, keepdim=True)
-    value, projection = torch.randn(1, H, T, D // H), torch.randn(D, D)
-    residual = torch.randn(1, T, D)
-    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, T))
+    value, projection = torch.randn(1, H, L, D // H), torch.randn(D, D)
+    residual = torch.randn(1, L, D)
+    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, L))
     few = (weights[:, :, :8, :8], value[:, :, :8], projection)
 """
 STREAMED_SETUP = """
     torch.manual_seed(0)
-    H, T, D = {heads}, {length}, {size}
-    query, key, value = torch.randn(3, 1, H, T, D // H).unbind()
+    H, L, D = {heads}, {length}, {size}
+    query, key, value = torch.randn(3, 1, H, L, D // H).unbind()
     projection = torch.randn(D, D)
-    residual = torch.randn(1, T, D)
-    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, T))
+    residual = torch.randn(1, L, D)
+    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, L))
 """
 FIVE_DIMENSIONAL = """
     vectors = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (H, -1)))
@@ -159,11 +159,11 @@ def compare_memory(heads: int, size: int) -> None:
         ("all maps", all_maps, 4096),
     ):
         setup = SETUP.format(**(sizes | {"length": length}))
-        print(f"  T = S = {length:5d}  {name:20s} {peak_memory(setup, call, warm):9.1f}")
+        print(f"  L = S = {length:5d}  {name:20s} {peak_memory(setup, call, warm):9.1f}")
     setup = STREAMED_SETUP.format(**(sizes | {"length": 4096}))
     warm = streamed.replace("query, key, value", "query[:, :, :8], key[:, :, :8], value[:, :, :8]")
     warm = warm.replace("residual=residual, norm=norm, second_norm=norm", "")
-    print(f"  T = S =  4096  {'all maps, streamed':20s} {peak_memory(setup, streamed, warm):9.1f}")
+    print(f"  L = S =  4096  {'all maps, streamed':20s} {peak_memory(setup, streamed, warm):9.1f}")
 
 
 def compare_model(length: int, seconds: float) -> None:
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory in fresh processes")
     parser.add_argument("--pairs", action="store_true", help="what a pair takes")
     parser.add_argument("--model", action="store_true", help="beside a forward pass of BERT-base")
-    parser.add_argument("--length", type=int, default=512, help="T = S")
+    parser.add_argument("--length", type=int, default=512, help="L = S")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0, help="per comparison")
     options = parser.parse_args()

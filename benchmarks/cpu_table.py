@@ -149,7 +149,7 @@ def attention(seconds: float) -> list[str]:
 
 def contributions(seconds: float) -> list[str]:
     lengths = (128, 512, 1024, 2048)
-    text = [line("N summed, H=12, D=768", *(f"T=S={n}" for n in lengths)), "|" + "---|" * 5]
+    text = [line("N summed, H=12, D=768", *(f"L=S={n}" for n in lengths)), "|" + "---|" * 5]
     rivals = {"factor form in torch": factor_form, "5-D formulation": five_dimensional}
     for name, rival in rivals.items():
         print(name, file=sys.stderr)

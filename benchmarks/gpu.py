@@ -335,7 +335,7 @@ def compare_contributions(options: argparse.Namespace) -> None:
                 name: lambda call=call: call
                 for name, call in gpu_rivals.contributions(length, options.device).items()
             }
-            title = f"N summed, H = 12, D = 768, T = S = {length}"
+            title = f"N summed, H = 12, D = 768, L = S = {length}"
             compare(title, rivals, options.device, options.rounds)
             for name in ("ikattn", "streamed", "streamed, bfloat16"):
                 if options.device == "cuda":

@@ -73,7 +73,7 @@ def cross_attention(model: Any, question: Question) -> Tensor:
     with ikattn.record(model, maps=("weights",)) as recording:
         model(**question.inputs)
     maps = [recording[name].weights for name in recording.names if "encoder_attn" in name]
-    mean = torch.stack(maps).mean((0, 2))  # [B, T, S]
+    mean = torch.stack(maps).mean((0, 2))  # [B, L, S]
     there = question.inputs["decoder_input_ids"] != 0
     return mean[torch.arange(len(mean)), there.sum(1) - 1]
 

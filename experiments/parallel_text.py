@@ -131,5 +131,5 @@ def by_length(pairs: list[Numbers], order: Iterable[int]) -> list[int]:
 
 
 def gather(pairs: list[Numbers], batch: list[int]) -> tuple[Tensor, Tensor]:
-    """Source [B, S] and target [B, T + 1] of a batch."""
+    """Source [B, S] and target [B, L + 1] of a batch."""
     return pad([pairs[i].source for i in batch]), pad([pairs[i].target for i in batch])

@@ -103,7 +103,7 @@ class Run(NamedTuple):
 
 
 class Translator(nn.Module):
-    """Source [B, S] and target so far [B, T] to a hidden state for the token that follows each."""
+    """Source [B, S] and target so far [B, L] to a hidden state for the token that follows each."""
 
     def __init__(self, subwords: int, attention: str, p: str) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Translator(nn.Module):
         return memory
 
     def decode(self, target: Tensor, memory: Tensor, source: Tensor) -> Tensor:
-        """Hidden states [B, T, SIZE]; position t sees the target up to t."""
+        """Hidden states [B, L, SIZE]; position t sees the target up to t."""
         later = torch.ones(target.size(1), target.size(1), dtype=torch.bool).triu(1)
         hidden: Tensor = self.transformer.decoder(
             self.embed(target),
@@ -185,7 +185,7 @@ def convert_attention(transformer: nn.Transformer, attention: str, p: str) -> No
 def prediction_loss(
     model: Translator, source: Tensor, target: Tensor, *, smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy in nats of every subword [subwords] of the target [B, T + 1], no padding."""
+    """Cross-entropy in nats of every subword [subwords] of the target [B, L + 1], no padding."""
     labels = target[:, 1:]
     known = labels != PADDING
     logits = model.logits(model(source, target[:, :-1])[known])

@@ -119,8 +119,8 @@ def describe_aligned_pairs(aligned: AlignedPairs, train: list[Pair]) -> str:
         shares.append(100 * sum(word in known[side] for word in words) / len(words))
     diagonal = []
     for pair in aligned.pairs:
-        S, T = len(pair.source.split()), len(pair.target.split())
-        diagonal.append({(int((t + 0.5) * S / T), t) for t in range(T)})
+        S, L = len(pair.source.split()), len(pair.target.split())
+        diagonal.append({(int((t + 0.5) * S / L), t) for t in range(L)})
     error = alignment_error_rate(
         diagonal[1::2], aligned.gold.sure[1::2], aligned.gold.possible[1::2]
     )

@@ -41,11 +41,11 @@ using MapTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::
 
 // The block around the attention. Absent tensors are undefined.
 struct Block {
-  at::Tensor residual;                    // [B, T, D]
+  at::Tensor residual;                    // [B, L, D]
   std::array<at::Tensor, 2> norm_weight;  // [D], of the first and the second norm
-  std::array<at::Tensor, 2> norm_scale;   // [B, T]
+  std::array<at::Tensor, 2> norm_scale;   // [B, L]
   std::array<bool, 2> centered = {true, true};
-  at::Tensor query_padding, key_padding;  // bool [B, T], [B, S]
+  at::Tensor query_padding, key_padding;  // bool [B, L], [B, S]
   int64_t diagonal = 0;
   std::array<bool, kMaps> maps{};  // which are wanted
 };
@@ -57,7 +57,7 @@ inline bool needs_own_pairs(const Block& block) {
 
 // Where the weights come from: given, or from query and key.
 struct WeightsSource {
-  at::Tensor attn_weights;  // [B, H, T, S]; undefined: from the rest
+  at::Tensor attn_weights;  // [B, H, L, S]; undefined: from the rest
   at::Tensor query, key, w1, w2;
   AttentionOptions options;
   std::optional<double> scale;
@@ -77,7 +77,7 @@ constexpr size_t kContributionInputs = 14;
 std::array<at::Tensor*, kContributionInputs> differentiable_inputs(ContributionCall& call);
 
 struct ContributionSizes {
-  int64_t B, H, G, T, S, d_v, D;
+  int64_t B, H, G, L, S, d_v, D;
 };
 
 // The public function that makes such a call.

@@ -35,11 +35,11 @@ void check_padding(const char* function, const char* name, const at::Tensor& pad
 void check_block(const char* function, const ContributionSizes& sizes, const Block& block) {
   constexpr const char* kWeight[2] = {"norm weight", "second_norm weight"};
   constexpr const char* kScale[2] = {"norm scale", "second_norm scale"};
-  check_padding(function, "query_padding", block.query_padding, {sizes.B, sizes.T}, "[B, T]");
+  check_padding(function, "query_padding", block.query_padding, {sizes.B, sizes.L}, "[B, L]");
   check_padding(function, "key_padding", block.key_padding, {sizes.B, sizes.S}, "[B, S]");
   if (block.residual.defined()) {
     check_type(function, "residual", block.residual);
-    check_shape(function, "residual", block.residual, {sizes.B, sizes.T, sizes.D}, "[B, T, D]");
+    check_shape(function, "residual", block.residual, {sizes.B, sizes.L, sizes.D}, "[B, L, D]");
   }
   for (int n = 0; n < 2; ++n) {
     const at::Tensor &weight = block.norm_weight[n], &scale = block.norm_scale[n];
@@ -49,18 +49,18 @@ void check_block(const char* function, const ContributionSizes& sizes, const Blo
     check_type(function, kWeight[n], weight);
     check_type(function, kScale[n], scale);
     check_shape(function, kWeight[n], weight, {sizes.D}, "[D]");
-    check_shape(function, kScale[n], scale, {sizes.B, sizes.T}, "[B, T]");
+    check_shape(function, kScale[n], scale, {sizes.B, sizes.L}, "[B, L]");
   }
   TORCH_CHECK(!block.norm_weight[0].defined() || block.residual.defined(), function,
               ": residual must be given with norm: a normalisation follows the residual sum");
   TORCH_CHECK(!block.norm_weight[1].defined() || block.norm_weight[0].defined(), function,
               ": norm must be given with second_norm");
   TORCH_CHECK(
-      !needs_own_pairs(block) || (block.diagonal >= 0 && block.diagonal <= sizes.S - sizes.T),
+      !needs_own_pairs(block) || (block.diagonal >= 0 && block.diagonal <= sizes.S - sizes.L),
       function,
-      ": a residual and mixing ratios need every query among the keys: diagonal + T must "
+      ": a residual and mixing ratios need every query among the keys: diagonal + L must "
       "be at most S, got diagonal ",
-      block.diagonal, ", T ", sizes.T, ", S ", sizes.S);
+      block.diagonal, ", L ", sizes.L, ", S ", sizes.S);
   constexpr const char* kName[4] = {"summed", "with_residual", "with_norm", "encoder"};
   constexpr const char* kNeeds[4] = {"", "residual", "norm", "second_norm"};
   const bool defined[4] = {true, block.residual.defined(), block.norm_weight[0].defined(),
@@ -111,20 +111,20 @@ ContributionSizes check_contributions(const ContributionCall& call) {
   sizes.d_v = value.size(3);
   if (weights.defined()) {
     check_type(function, "attn_weights", weights);
-    TORCH_CHECK(weights.dim() == 4, function, ": attn_weights must have shape [B, H, T, S], got ",
+    TORCH_CHECK(weights.dim() == 4, function, ": attn_weights must have shape [B, H, L, S], got ",
                 weights.sizes());
     sizes.H = weights.size(1);
-    sizes.T = weights.size(2);
+    sizes.L = weights.size(2);
     TORCH_CHECK(weights.size(0) == sizes.B && weights.size(3) == sizes.S, function,
-                ": attn_weights must have shape [B, H, T, S] with B = ", sizes.B, ", S = ", sizes.S,
+                ": attn_weights must have shape [B, H, L, S] with B = ", sizes.B, ", S = ", sizes.S,
                 " (the batch and keys of value), got ", weights.sizes());
   } else {
     const at::Tensor &query = source.query, &key = source.key;
     check_type(function, "query", query);
-    TORCH_CHECK(query.dim() == 4, function, ": query must have shape [B, H, T, d], got ",
+    TORCH_CHECK(query.dim() == 4, function, ": query must have shape [B, H, L, d], got ",
                 query.sizes());
     sizes.H = query.size(1);
-    sizes.T = query.size(2);
+    sizes.L = query.size(2);
     TORCH_CHECK_VALUE(source.options.dropout_p == 0, function,
                       ": dropout_p must be 0: maps are of the weights themselves, got ",
                       source.options.dropout_p);
@@ -159,9 +159,9 @@ ContributionSizes check_contributions_backward(const MapTensors& grad_maps,
   for (int map = 0; map < kMaps; ++map) {
     const at::Tensor& gradient = grad_maps[map];
     if (!gradient.defined()) continue;
-    std::vector<int64_t> expected = {sizes.B, sizes.T, sizes.S};
+    std::vector<int64_t> expected = {sizes.B, sizes.L, sizes.S};
     if (map == kValueNorms) expected = {sizes.B, sizes.H, sizes.S};
-    if (map == kMixingRatios) expected = {4, sizes.B, sizes.T};
+    if (map == kMixingRatios) expected = {4, sizes.B, sizes.L};
     check_like(kMapsBackward, "grad_maps", gradient, expected, gradient.scalar_type(),
                call.value.device());
   }

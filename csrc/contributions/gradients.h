@@ -224,7 +224,7 @@ inline Keys seen_keys(const Keys& keys, const std::array<at::Tensor, 3>& matrice
 inline void add_key_gradients(const Keys& keys, const Block& block, const ContributionSizes& sizes,
                               const at::Tensor& grad_value_norms, const Wanted& wanted,
                               Totals& totals) {
-  const auto [B, H, G, T, S, d_v, D] = sizes;
+  const auto [B, H, G, L, S, d_v, D] = sizes;
   std::array<at::Tensor, 3> matrices;
   bool any = grad_value_norms.defined();
   for (int variant = 0; variant < 3; ++variant) {
@@ -359,8 +359,8 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
   }
 
   const int64_t step = rows_at_a_time(sizes, call.value.device());
-  for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
-    const int64_t rows = std::min(step, sizes.T - i0);
+  for (int64_t i0 = 0; i0 < sizes.L; i0 += step) {
+    const int64_t rows = std::min(step, sizes.L - i0);
     const ContributionCall round = rows_of(call, i0, rows);
     MapTensors grads;
     for (int map = kSummed; map < kMaps; ++map) {

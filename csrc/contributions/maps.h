@@ -83,7 +83,7 @@ inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
 template <typename Device>
 Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
                   at::ScalarType type) {
-  const auto [B, H, G, T, S, d_v, D] = sizes;
+  const auto [B, H, G, L, S, d_v, D] = sizes;
   const Block& block = call.block;
   const auto options = call.value.options().dtype(type);
   Keys keys = stored_keys(call, type);
@@ -258,9 +258,9 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   const auto options = call.value.options().dtype(arithmetic_type(call));
   with_memory_for(name_of(call), "the maps", [&] {
     for (int map = kSummed; map < kMixingRatios; ++map) {
-      if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.T, sizes.S}, options);
+      if (block.maps[map]) maps[map] = at::empty({sizes.B, sizes.L, sizes.S}, options);
     }
-    if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.T}, options);
+    if (block.maps[kMixingRatios]) maps[kMixingRatios] = at::zeros({4, sizes.B, sizes.L}, options);
   });
 
   if constexpr (StreamsPairs<Device>) {
@@ -273,9 +273,9 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   }
   const bool at_once = call.source.attn_weights.defined() && !needs_own;
   const int64_t step =
-      at_once ? std::max<int64_t>(1, sizes.T) : rows_at_a_time(sizes, call.value.device());
-  for (int64_t i0 = 0; i0 < sizes.T; i0 += step) {
-    const int64_t rows = std::min(step, sizes.T - i0);
+      at_once ? std::max<int64_t>(1, sizes.L) : rows_at_a_time(sizes, call.value.device());
+  for (int64_t i0 = 0; i0 < sizes.L; i0 += step) {
+    const int64_t rows = std::min(step, sizes.L - i0);
     const ContributionCall round = rows_of(call, i0, rows);
     const at::Tensor weights = weights_of(round, kArithmetic);
     MapTensors part = maps;

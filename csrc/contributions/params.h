@@ -43,7 +43,7 @@ struct FactorsOfVectors : FactorParams {
   const void* vectors = nullptr;  // [H, B, tokens, D], contiguous, compute type
 };
 
-// norms[v][b][i][j] = |R^v_j a_ij| for the rows [i0, i0 + rows) of T.
+// norms[v][b][i][j] = |R^v_j a_ij| for the rows [i0, i0 + rows) of L.
 struct PairParams {
   int64_t B = 0, H = 0, rows = 0, S = 0;
   Array weights;        // [B, H, rows, S]
@@ -67,13 +67,13 @@ struct PairGradientParams : PairParams {
 // distances[b][i][j] = |y_i - y_ij|, or its square in the Euclidean norm, of y_ij = sum_h a_ij^h
 // F_h(x_j), and the residual of query i where j is i + diagonal. Contiguous, of the compute type.
 struct DistanceParams {
-  int64_t B = 0, H = 0, T = 0, S = 0, D = 0, diagonal = 0;
+  int64_t B = 0, H = 0, L = 0, S = 0, D = 0, diagonal = 0;
   bool is_squared = false;
-  const void* weights = nullptr;   // [B, H, T, S]
+  const void* weights = nullptr;   // [B, H, L, S]
   const void* heads = nullptr;     // [B, S, H, D]
-  const void* output = nullptr;    // [B, T, D]
-  const void* residual = nullptr;  // [B, T, D]
-  void* distances = nullptr;       // [B, T, S]
+  const void* output = nullptr;    // [B, L, D]
+  const void* residual = nullptr;  // [B, L, D]
+  void* distances = nullptr;       // [B, L, S]
 };
 
 // c = a b, or c += a b, of outer x inner matrices. Arrays [outer, inner, rows, columns].

@@ -90,7 +90,7 @@ at::ScalarType arithmetic_type(const ContributionCall& call) {
 int64_t rows_at_a_time(const ContributionSizes& sizes, const at::Device& device) {
   const int64_t elements = int64_t{1} << (device.is_cpu() ? 22 : 25);
   const int64_t per_row = std::max<int64_t>(1, sizes.B * sizes.H * sizes.S);
-  return std::clamp<int64_t>(elements / per_row, 16, std::max<int64_t>(16, sizes.T));
+  return std::clamp<int64_t>(elements / per_row, 16, std::max<int64_t>(16, sizes.L));
 }
 
 ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows) {

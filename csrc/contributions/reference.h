@@ -1,5 +1,5 @@
 // The same mathematics in differentiable ATen, in float64: the oracle of the tests, the
-// own pairs' backward, double backward, torch.func, forward-mode duals. Time and memory O(B H T S).
+// own pairs' backward, double backward, torch.func, forward-mode duals. Time and memory O(B H L S).
 #pragma once
 
 #include "contributions/arguments.h"
@@ -21,7 +21,7 @@ ReferenceKeys reference_keys(const ContributionCall& call, const at::Tensor& wei
 // The call for the queries [i0, i0 + rows) alone.
 ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows);
 
-// The weights of a call, [B, H, T, S]: the given ones, or from query and key.
+// The weights of a call, [B, H, L, S]: the given ones, or from query and key.
 at::Tensor weights_of(const ContributionCall& call,
                       const Arithmetic& arithmetic = kTorchArithmetic);
 

@@ -62,7 +62,7 @@ void sum_distances(int64_t H, int64_t D, const T* weights, const T* heads,
 
 template <typename T>
 void distances(const DistanceParams& params, const Executor& executor) {
-  const int64_t H = params.H, S = params.S, T_ = params.T, D = params.D;
+  const int64_t H = params.H, S = params.S, T_ = params.L, D = params.D;
   const int64_t blocks = ceil_div(T_, kDistanceBlock);
   const auto* all_weights = static_cast<const T*>(params.weights);
   const auto* all_heads = static_cast<const T*>(params.heads);

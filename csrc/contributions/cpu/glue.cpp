@@ -56,7 +56,7 @@ struct Cpu {
   }
 };
 
-// [B, T, S], of tensors of one type, float32 or float64.
+// [B, L, S], of tensors of one type, float32 or float64.
 at::Tensor alti_distances(const at::Tensor& weights, const at::Tensor& heads,
                           const at::Tensor& output, const at::Tensor& residual, int64_t diagonal,
                           bool is_squared) {
@@ -66,23 +66,23 @@ at::Tensor alti_distances(const at::Tensor& weights, const at::Tensor& heads,
   };
   TORCH_CHECK(weights.dim() == 4 && output.dim() == 3 &&
                   (output.scalar_type() == at::kFloat || output.scalar_type() == at::kDouble),
-              "alti_distances: weights must be [B, H, T, S] and output [B, T, D], float32 or "
+              "alti_distances: weights must be [B, H, L, S] and output [B, L, D], float32 or "
               "float64, got ",
               weights.sizes(), " and ", output.sizes(), " in ", output.scalar_type());
-  const int64_t B = weights.size(0), H = weights.size(1), T = weights.size(2);
+  const int64_t B = weights.size(0), H = weights.size(1), L = weights.size(2);
   const int64_t S = weights.size(3), D = output.size(2);
-  TORCH_CHECK(fits(weights, {B, H, T, S}) && fits(heads, {B, S, H, D}) && fits(output, {B, T, D}) &&
-                  fits(residual, {B, T, D}),
+  TORCH_CHECK(fits(weights, {B, H, L, S}) && fits(heads, {B, S, H, D}) && fits(output, {B, L, D}) &&
+                  fits(residual, {B, L, D}),
               "alti_distances: heads must be ", at::IntArrayRef({B, S, H, D}),
-              ", output and residual ", at::IntArrayRef({B, T, D}), " in the type of weights, got ",
+              ", output and residual ", at::IntArrayRef({B, L, D}), " in the type of weights, got ",
               heads.sizes(), ", ", output.sizes(), " and ", residual.sizes());
   const at::Tensor contiguous[] = {weights.contiguous(), heads.contiguous(), output.contiguous(),
                                    residual.contiguous()};
-  at::Tensor distances = at::empty({B, T, S}, output.options());
+  at::Tensor distances = at::empty({B, L, S}, output.options());
   DistanceParams params;
   params.B = B;
   params.H = H;
-  params.T = T;
+  params.L = L;
   params.S = S;
   params.D = D;
   params.diagonal = diagonal;
@@ -93,7 +93,7 @@ at::Tensor alti_distances(const at::Tensor& weights, const at::Tensor& heads,
   params.residual = contiguous[3].const_data_ptr();
   params.distances = distances.data_ptr();
   if (distances.numel() == 0) return distances;
-  const double work = static_cast<double>(B * T * S) * static_cast<double>(D * (H + 2));
+  const double work = static_cast<double>(B * L * S) * static_cast<double>(D * (H + 2));
   kernels().distances[compute_index(output)](params, TorchExecutor("alti", work));
   return distances;
 }

@@ -12,7 +12,7 @@ struct Cuda {
   // The vectors are torch's products, of all heads at once.
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
-    const auto [B, H, G, T, S, d_v, D] = sizes;
+    const auto [B, H, G, L, S, d_v, D] = sizes;
     const int64_t step = std::min(tokens_at_a_time(sizes, keys.value.device()), S);
     const at::Tensor buffer = with_memory_for("contributions", "vectors of every head", [&] {
       return at::empty({H * B * step * D}, keys.value.options());

@@ -22,7 +22,7 @@ namespace {
 
 struct Case {
   std::string name;
-  int64_t B = 2, H = 4, T = 5, S = 7, D = 20;
+  int64_t B = 2, H = 4, L = 5, S = 7, D = 20;
   bool padding = false;
   double size = 1;  // of the vectors
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -42,18 +42,18 @@ struct Call {
     for (T& value : vectors) value *= static_cast<T>(static_cast<float>(c.size));
     fill(norm_weights[0], c.D);
     fill(norm_weights[1], c.D);
-    fill(weights, c.B * c.H * c.T * c.S);
-    for (int64_t j = 0; j < c.S && c.T > 0; ++j) weights[j] = 0;  // of one head and query
+    fill(weights, c.B * c.H * c.L * c.S);
+    for (int64_t j = 0; j < c.S && c.L > 0; ++j) weights[j] = 0;  // of one head and query
     const int64_t blocks = (c.S + kFactorBlock - 1) / kFactorBlock;
     for (int variant = 0; variant < 3; ++variant) {
       factors[variant].resize(c.B * blocks * triangle(c.H) * kFactorBlock + 1);
-      norms[variant].resize(c.B * c.T * c.S + 1);
+      norms[variant].resize(c.B * c.L * c.S + 1);
     }
     value_norms.resize(c.B * c.H * c.S + 1);
-    query_padding.resize(c.B * c.T + 1);
+    query_padding.resize(c.B * c.L + 1);
     key_padding.resize(c.B * c.S + 1);
     if (c.padding) {
-      query_padding[c.T - 1] = 1;
+      query_padding[c.L - 1] = 1;
       key_padding[c.S - 1] = key_padding[c.B * c.S - 2] = 1;
     }
   }
@@ -97,9 +97,9 @@ struct Call {
     PairParams params;
     params.B = case_.B;
     params.H = case_.H;
-    params.rows = case_.T;
+    params.rows = case_.L;
     params.S = case_.S;
-    const int64_t H = case_.H, rows = case_.T, S = case_.S;
+    const int64_t H = case_.H, rows = case_.L, S = case_.S;
     params.weights = Array{weights.data(), kType, {H * rows * S, rows * S, S, 1}};
     if (case_.padding) {
       params.query_padding = Array{query_padding.data(), ElementType::kBool, {rows, 1, 0, 0}};
@@ -203,16 +203,16 @@ const Case kCases[] = {
     {.name = "plain"},
     {.name = "padding", .padding = true},
     {.name = "one_head", .H = 1},
-    {.name = "twelve_heads", .B = 1, .H = 12, .T = 9, .S = 33, .D = 40},
-    {.name = "thirteen_heads", .B = 1, .H = 13, .T = 6, .S = 3, .D = 70},
-    {.name = "two_groups_of_heads", .B = 1, .H = 20, .T = 6, .S = 3, .D = 68},
-    {.name = "as_many_heads_as_a_gram_matrix_takes", .B = 1, .H = 64, .T = 2, .S = 2, .D = 130},
+    {.name = "twelve_heads", .B = 1, .H = 12, .L = 9, .S = 33, .D = 40},
+    {.name = "thirteen_heads", .B = 1, .H = 13, .L = 6, .S = 3, .D = 70},
+    {.name = "two_groups_of_heads", .B = 1, .H = 20, .L = 6, .S = 3, .D = 68},
+    {.name = "as_many_heads_as_a_gram_matrix_takes", .B = 1, .H = 64, .L = 2, .S = 2, .D = 130},
     {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
-    {.name = "many_heads_of_few_dimensions", .B = 1, .H = 40, .T = 5, .S = 3, .D = 6},
-    {.name = "blocks", .B = 1, .H = 3, .T = 67, .S = 65, .D = 33, .padding = true},
-    {.name = "shares", .B = 2, .H = 2, .T = 150, .S = 5, .D = 4},
-    {.name = "a_query_at_a_time", .B = 1, .H = 100, .T = 6, .S = 3, .D = 5},
-    {.name = "no_queries", .T = 0},
+    {.name = "many_heads_of_few_dimensions", .B = 1, .H = 40, .L = 5, .S = 3, .D = 6},
+    {.name = "blocks", .B = 1, .H = 3, .L = 67, .S = 65, .D = 33, .padding = true},
+    {.name = "shares", .B = 2, .H = 2, .L = 150, .S = 5, .D = 4},
+    {.name = "a_query_at_a_time", .B = 1, .H = 100, .L = 6, .S = 3, .D = 5},
+    {.name = "no_queries", .L = 0},
     {.name = "no_keys", .S = 0},
 };
 
@@ -240,7 +240,7 @@ INSTANTIATE_TEST_SUITE_P(Interpreter, ContributionKernelsOnDevice, ::testing::Va
 TEST(ContributionKernelsOnDevice, WeightsMayBeOf16Bits) {
   for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
     for (const int64_t heads : {3, 8, 17}) {
-      const Case c{.name = "narrow", .H = heads, .T = 9, .S = 35, .D = 12, .padding = true};
+      const Case c{.name = "narrow", .H = heads, .L = 9, .S = 35, .D = 12, .padding = true};
       Call<float> call(c), rounded(c);
       std::vector<uint16_t> narrow;
       for (float& weight : rounded.weights) {
@@ -268,7 +268,7 @@ TEST(ContributionKernelsOnDevice, WeightsMayBeOf16Bits) {
 
 // Vectors whose squares leave the range of float32, and one that is the sum of two others.
 TEST(ContributionKernelsOnDevice, VectorsMayBeLargeOrDependOnOthers) {
-  const Case c{.name = "extreme", .B = 1, .H = 5, .T = 3, .S = 4, .D = 24};
+  const Case c{.name = "extreme", .B = 1, .H = 5, .L = 3, .S = 4, .D = 24};
   for (const double size : {1e-25, 1.0, 1e25}) {
     Call<float> call(c);
     const int64_t pitch = c.S * c.D;
@@ -280,13 +280,13 @@ TEST(ContributionKernelsOnDevice, VectorsMayBeLargeOrDependOnOthers) {
     const auto& kernels = cuda::contribution_kernels;
     ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
     for (int64_t j = 0; j < c.S; ++j) {
-      for (int64_t i = 0; i < c.T; ++i) {
+      for (int64_t i = 0; i < c.L; ++i) {
         // |R a| against the sum itself, in float64
         double square = 0, of_root = 0;
         for (int64_t column = 0; column < c.D; ++column) {
           double sum = 0;
           for (int64_t h = 0; h < c.H; ++h) {
-            sum += static_cast<double>(call.weights[(h * c.T + i) * c.S + j]) *
+            sum += static_cast<double>(call.weights[(h * c.L + i) * c.S + j]) *
                    static_cast<double>(call.vectors[h * pitch + j * c.D + column]);
           }
           square += sum / size * (sum / size);
@@ -296,7 +296,7 @@ TEST(ContributionKernelsOnDevice, VectorsMayBeLargeOrDependOnOthers) {
           double sum = 0;
           for (int64_t k = h; k < c.H; ++k, ++entry) {
             sum += static_cast<double>(call.factors[0][entry * kFactorBlock + j]) *
-                   static_cast<double>(call.weights[(k * c.T + i) * c.S + j]);
+                   static_cast<double>(call.weights[(k * c.L + i) * c.S + j]);
           }
           of_root += sum / size * (sum / size);
         }
@@ -331,7 +331,7 @@ TEST(ContributionKernelsOnDevice, TokensMayComeInRounds) {
 }
 
 TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
-  const Case c{.name = "one_variant", .T = 6, .S = 70};
+  const Case c{.name = "one_variant", .L = 6, .S = 70};
   const Call<float> whole = on_device<float>(c);
   PairGradients all(c);
   for (int wanted = 0; wanted < 3; ++wanted) {
@@ -378,23 +378,23 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
 
 // Weights and norms that lie in larger arrays.
 TEST(ContributionKernelsOnDevice, StridesAreKept) {
-  const Case c{.name = "strides", .B = 2, .H = 3, .T = 37, .S = 35, .D = 6};
+  const Case c{.name = "strides", .B = 2, .H = 3, .L = 37, .S = 35, .D = 6};
   const Call<float> whole = on_device<float>(c);
   Call<float> call(c);
   std::vector<float> scratch(call.vectors.size());
   const auto& kernels = cuda::contribution_kernels;
   ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
   PairParams params = call.pair_params();
-  // [T, B, S, H] with gaps of one element
-  std::vector<float> weights(c.T * c.B * c.S * c.H * 2), norms(c.T * c.B * c.S * 2, -1);
+  // [L, B, S, H] with gaps of one element
+  std::vector<float> weights(c.L * c.B * c.S * c.H * 2), norms(c.L * c.B * c.S * 2, -1);
   const int64_t of_weights[4] = {c.S * c.H * 2, 2, c.B * c.S * c.H * 2, c.H * 2};
   const int64_t of_norms[3] = {c.S * 2, c.B * c.S * 2, 2};
   for (int64_t b = 0; b < c.B; ++b) {
     for (int64_t h = 0; h < c.H; ++h) {
-      for (int64_t i = 0; i < c.T; ++i) {
+      for (int64_t i = 0; i < c.L; ++i) {
         for (int64_t j = 0; j < c.S; ++j) {
           weights[b * of_weights[0] + h * of_weights[1] + i * of_weights[2] + j * of_weights[3]] =
-              call.weights[((b * c.H + h) * c.T + i) * c.S + j];
+              call.weights[((b * c.H + h) * c.L + i) * c.S + j];
         }
       }
     }
@@ -407,10 +407,10 @@ TEST(ContributionKernelsOnDevice, StridesAreKept) {
   ASSERT_STREQ(kernels.pair_norms[0](params, nullptr), nullptr);
   int64_t wrong = 0;
   for (int64_t b = 0; b < c.B; ++b) {
-    for (int64_t i = 0; i < c.T; ++i) {
+    for (int64_t i = 0; i < c.L; ++i) {
       for (int64_t j = 0; j < c.S; ++j) {
         const int64_t at = b * of_norms[0] + i * of_norms[1] + j * of_norms[2];
-        wrong += norms[at] != whole.norms[0][(b * c.T + i) * c.S + j];
+        wrong += norms[at] != whole.norms[0][(b * c.L + i) * c.S + j];
         wrong += norms[at + 1] != -1;
       }
     }
@@ -419,25 +419,25 @@ TEST(ContributionKernelsOnDevice, StridesAreKept) {
 }
 
 TEST(ContributionKernelsOnDevice, HeadsBeyondFourQueriesInFloat32) {
-  compare<float>({.name = "heads", .B = 1, .H = 200, .T = 6, .S = 2, .D = 4}, 2e-6);
+  compare<float>({.name = "heads", .B = 1, .H = 200, .L = 6, .S = 2, .D = 4}, 2e-6);
 }
 
 TEST(ContributionKernelsOnDevice, NormsMayHaveSquaresBeyondFloat32) {
   compare<float>({.name = "large", .size = 3e19}, 2e-6);
-  compare<float>({.name = "large", .B = 1, .H = 20, .T = 6, .S = 3, .D = 68, .size = 3e19}, 2e-6);
+  compare<float>({.name = "large", .B = 1, .H = 20, .L = 6, .S = 3, .D = 68, .size = 3e19}, 2e-6);
 }
 
 TEST(ContributionKernelsOnDevice, TooManyHeadsAreNamed) {
-  PairGradients gradients({.name = "heads", .B = 1, .H = 193, .T = 1, .S = 1, .D = 1});
+  PairGradients gradients({.name = "heads", .B = 1, .H = 193, .L = 1, .S = 1, .D = 1});
   EXPECT_STREQ(cuda::contribution_kernels.pair_gradients(gradients.params(), nullptr, nullptr),
                "there must be at most 192 heads for gradients");
-  Call<double> call({.name = "heads", .B = 1, .H = 385, .T = 1, .S = 1, .D = 1});
+  Call<double> call({.name = "heads", .B = 1, .H = 385, .L = 1, .S = 1, .D = 1});
   EXPECT_STREQ(cuda::contribution_kernels.pair_norms[1](call.pair_params(), nullptr),
                "there must be at most 384 heads in float64");
 }
 
 TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
-  const Case c{.name = "order", .H = 5, .T = 70, .S = 40};
+  const Case c{.name = "order", .H = 5, .L = 70, .S = 40};
   const Call<float> first = on_device<float>(c);
   PairGradients first_gradients(c);
   first_gradients.by_device();
@@ -457,7 +457,7 @@ TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
 }
 
 TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {
-  const Case c{.name = "cancel", .B = 1, .H = 6, .T = 1, .S = 4, .D = 32};
+  const Case c{.name = "cancel", .B = 1, .H = 6, .L = 1, .S = 4, .D = 32};
   Call<float> call(c);
   const int64_t pitch = c.S * c.D;  // between heads
   for (int64_t i = 0; i < pitch; ++i) {

@@ -19,7 +19,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Case {
   std::string name;
-  int64_t B = 1, H = 4, G = 2, T = 37, S = 37, width = 32;
+  int64_t B = 1, H = 4, G = 2, L = 37, S = 37, width = 32;
   bool is_split = false, is_bfloat16 = false, is_implicit = false, is_causal = false;
   bool masked = false, padding = false;
   int variants = 1;
@@ -44,7 +44,7 @@ struct Call {
       }
       return result;
     };
-    query = operand(c.B * c.H * c.T);
+    query = operand(c.B * c.H * c.L);
     key = operand(c.B * c.G * c.S);
     key_numbers = numbers(c.B * c.H * c.S * 4);
     for (size_t i = 0; i < key_numbers.size(); i += 4) {
@@ -52,21 +52,21 @@ struct Call {
       key_numbers[i + 2] = 1e-8f * key_numbers[i + 1];  // what float32 leaves
     }
     if (c.masked && c.S > 3) key_numbers[3 * 4 + 1] = -INFINITY;  // one head's key 3
-    rows.resize(c.B * c.H * c.T * cuda::kRowNumbers);
+    rows.resize(c.B * c.H * c.L * cuda::kRowNumbers);
     for (size_t i = 0; i < rows.size(); i += cuda::kRowNumbers) rows[i] = 0.2f;
-    mask.resize(c.B * c.T * c.S);
+    mask.resize(c.B * c.L * c.S);
     for (uint8_t& seen : mask) seen = generator() % 4 != 0;
-    for (int64_t j = 0; j < c.S && c.T > 5; ++j) mask[5 * c.S + j] = 0;  // a row that sees nothing
-    query_padding.resize(c.B * c.T);
+    for (int64_t j = 0; j < c.S && c.L > 5; ++j) mask[5 * c.S + j] = 0;  // a row that sees nothing
+    query_padding.resize(c.B * c.L);
     key_padding.resize(c.B * c.S);
-    if (c.padding) query_padding[c.T - 1] = key_padding[c.S - 1] = 1;
+    if (c.padding) query_padding[c.L - 1] = key_padding[c.S - 1] = 1;
     const int64_t blocks = (c.S + kFactorBlock - 1) / kFactorBlock;
     for (std::vector<float>& of_variant : factors) {
       of_variant = numbers(c.B * blocks * triangle(c.H) * kFactorBlock);
     }
     units.resize(c.variants, std::vector<float>(c.B * c.S));
-    norms.resize(c.variants, std::vector<float>(c.B * c.T * c.S, -1.0f));
-    own.assign(c.B * c.H * c.T, 0.0f);
+    norms.resize(c.variants, std::vector<float>(c.B * c.L * c.S, -1.0f));
+    own.assign(c.B * c.H * c.L, 0.0f);
   }
 
   double operand(const std::vector<uint16_t>& from, int64_t at) const {
@@ -82,20 +82,20 @@ struct Call {
   void run() {
     const auto& kernels = cuda::streamed_kernels;
     const int64_t words = (c.S + cuda::kMaskKeys - 1) / cuda::kMaskKeys;
-    std::vector<uint32_t> bits(c.B * c.T * words);
+    std::vector<uint32_t> bits(c.B * c.L * words);
     const cuda::MaskParams mask_params{
-        c.B, c.T, c.S, Array{mask.data(), ElementType::kBool, {c.T * c.S, c.S, 1, 0}}, bits.data()};
+        c.B, c.L, c.S, Array{mask.data(), ElementType::kBool, {c.L * c.S, c.S, 1, 0}}, bits.data()};
     ASSERT_STREQ(kernels.mask_words(mask_params, nullptr), nullptr);
     cuda::StreamedParams params;
     params.B = c.B;
     params.H = c.H;
     params.G = c.G;
-    params.T = c.T;
+    params.L = c.L;
     params.S = c.S;
     params.width = c.width;
     const ElementType type = c.is_bfloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
-    const int64_t T = c.T * c.width, S = c.S * c.width;
-    params.query = Array{query.data(), type, {c.H * T, T, c.width, 1}};
+    const int64_t L = c.L * c.width, S = c.S * c.width;
+    params.query = Array{query.data(), type, {c.H * T, L, c.width, 1}};
     params.key = Array{key.data(), type, {c.G * S, S, c.width, 1}};
     params.key_numbers = key_numbers.data();
     params.rows = rows.data();
@@ -118,9 +118,9 @@ struct Call {
       params.fragments[variant] = fragments[variant].data();
       params.units[variant] = units[variant].data();
       params.norms[variant] =
-          Array{norms[variant].data(), ElementType::kFloat32, {c.T * c.S, c.S, 1, 0}};
+          Array{norms[variant].data(), ElementType::kFloat32, {c.L * c.S, c.S, 1, 0}};
     }
-    params.query_padding = Array{query_padding.data(), ElementType::kBool, {c.T, 1, 0, 0}};
+    params.query_padding = Array{query_padding.data(), ElementType::kBool, {c.L, 1, 0, 0}};
     params.key_padding = Array{key_padding.data(), ElementType::kBool, {c.S, 1, 0, 0}};
     params.own = own.data();
     params.diagonal = c.diagonal;
@@ -131,7 +131,7 @@ struct Call {
   bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (c.is_causal && j > i) return false;
     if (key_numbers[((b * c.H + h) * c.S + j) * 4 + 1] == -INFINITY) return false;
-    return !c.masked || mask[(b * c.T + i) * c.S + j] != 0;
+    return !c.masked || mask[(b * c.L + i) * c.S + j] != 0;
   }
 
   // Weights of a head's query, by their definition.
@@ -142,7 +142,7 @@ struct Call {
       if (!sees(b, h, i, j)) continue;
       double x = 0;
       for (int64_t column = 0; column < c.width; ++column) {
-        x += operand(query, ((b * c.H + h) * c.T + i) * c.width + column) *
+        x += operand(query, ((b * c.H + h) * c.L + i) * c.width + column) *
              operand(key, ((b * c.G + h / (c.H / c.G)) * c.S + j) * c.width + column);
       }
       const int64_t token = (b * c.H + h) * c.S + j;
@@ -175,17 +175,17 @@ void expect_norms(const Call& call, double rounding) {
   int64_t wrong = 0;
   double worst = 0;
   for (int64_t b = 0; b < c.B; ++b) {
-    for (int64_t i = 0; i < c.T; ++i) {
+    for (int64_t i = 0; i < c.L; ++i) {
       std::vector<std::vector<double>> weights;
       for (int64_t h = 0; h < c.H; ++h) {
         weights.push_back(call.weights(b, h, i));
         const int64_t j = i + c.diagonal;
         if (j >= c.S) continue;
-        EXPECT_NEAR(call.own[(b * c.H + h) * c.T + i], weights[h][j], 1e-5);
+        EXPECT_NEAR(call.own[(b * c.H + h) * c.L + i], weights[h][j], 1e-5);
       }
       for (int64_t j = 0; j < c.S; ++j) {
         const bool is_padding =
-            call.query_padding[b * c.T + i] != 0 || call.key_padding[b * c.S + j] != 0;
+            call.query_padding[b * c.L + i] != 0 || call.key_padding[b * c.S + j] != 0;
         for (int variant = 0; variant < c.variants; ++variant) {
           double square = 0, bound = 0;
           int64_t entry = 0;
@@ -200,7 +200,7 @@ void expect_norms(const Call& call, double rounding) {
             bound += size * size;
           }
           const double expected = is_padding ? 0 : std::sqrt(square);
-          const double got = call.norms[variant][(b * c.T + i) * c.S + j];
+          const double got = call.norms[variant][(b * c.L + i) * c.S + j];
           const double error = std::fabs(got - expected) / (rounding * std::sqrt(bound) + 1e-10);
           worst = std::max(worst, error);
           wrong += !(error <= 1);
@@ -215,24 +215,24 @@ const Case kCases[] = {
     {.name = "plain"},
     {.name = "causal", .B = 2, .is_causal = true},
     {.name = "masked", .B = 2, .is_bfloat16 = true, .masked = true},
-    {.name = "causal_and_masked", .T = 20, .S = 70, .is_causal = true, .masked = true},
+    {.name = "causal_and_masked", .L = 20, .S = 70, .is_causal = true, .masked = true},
     {.name = "padding", .B = 2, .padding = true},
     {.name = "implicit", .is_implicit = true, .is_causal = true},
-    {.name = "one_head", .H = 1, .G = 1, .T = 3, .S = 2},
-    {.name = "seventeen_heads", .H = 17, .G = 17, .T = 18, .S = 17, .width = 64},
-    {.name = "thirty_two_heads", .H = 32, .G = 8, .T = 66, .S = 19, .is_bfloat16 = true},
-    {.name = "three_variants", .H = 3, .G = 1, .T = 9, .S = 18, .variants = 3},
-    {.name = "queries_after_cached_keys", .T = 10, .S = 37, .diagonal = 20},
-    {.name = "split", .T = 66, .is_split = true, .is_causal = true},
+    {.name = "one_head", .H = 1, .G = 1, .L = 3, .S = 2},
+    {.name = "seventeen_heads", .H = 17, .G = 17, .L = 18, .S = 17, .width = 64},
+    {.name = "thirty_two_heads", .H = 32, .G = 8, .L = 66, .S = 19, .is_bfloat16 = true},
+    {.name = "three_variants", .H = 3, .G = 1, .L = 9, .S = 18, .variants = 3},
+    {.name = "queries_after_cached_keys", .L = 10, .S = 37, .diagonal = 20},
+    {.name = "split", .L = 66, .is_split = true, .is_causal = true},
     {.name = "split_with_seventeen_heads",
      .H = 17,
      .G = 1,
-     .T = 35,
+     .L = 35,
      .S = 17,
      .is_split = true,
      .masked = true,
      .variants = 2},
-    {.name = "no_queries", .T = 0},
+    {.name = "no_queries", .L = 0},
     {.name = "no_keys", .S = 0, .is_split = true},
 };
 
@@ -253,7 +253,7 @@ TEST(StreamedKernelsOnDevice, MostHeadsFitTheSharedMemoryOfEveryGpu) {
   for (const bool is_split : {false, true}) {
     Call call({.name = "most",
                .H = cuda::kMostStreamedHeads,
-               .T = 2,
+               .L = 2,
                .S = 2,
                .is_split = is_split,
                .variants = 3});
@@ -264,7 +264,7 @@ TEST(StreamedKernelsOnDevice, MostHeadsFitTheSharedMemoryOfEveryGpu) {
 
 TEST(StreamedKernelsOnDevice, FactorsMayBeOfAnySize) {
   for (const float size : {1e-30f, 1e25f}) {
-    Call call({.name = "sizes", .T = 9, .S = 9, .is_split = true}), ordinary = call;
+    Call call({.name = "sizes", .L = 9, .S = 9, .is_split = true}), ordinary = call;
     for (float& x : call.factors[0]) x *= size;
     call.run();
     ordinary.run();
@@ -276,7 +276,7 @@ TEST(StreamedKernelsOnDevice, FactorsMayBeOfAnySize) {
 
 TEST(StreamedKernelsOnDevice, WhoWeighsABrokenKeyIsBroken) {
   for (const float broken : {NAN, INFINITY}) {
-    Call call({.name = "broken", .T = 20, .S = 20, .is_causal = true, .variants = 2});
+    Call call({.name = "broken", .L = 20, .S = 20, .is_causal = true, .variants = 2});
     Call sound = call;
     call.factors[1][4] = broken;  // key 4, of the second variant alone
     for (int64_t j = 5; j < 20; ++j) call.key_numbers[j * 4 + 1] = 40;  // small weights of key 4
@@ -300,14 +300,14 @@ TEST(StreamedKernelsOnDevice, WhoWeighsABrokenKeyIsBroken) {
 }
 
 TEST(StreamedKernelsOnDevice, RowsThatSeeNaNAreNaNAndNoOthers) {
-  const Case c{.name = "nan", .G = 4, .T = 80, .S = 80, .is_causal = true};
+  const Case c{.name = "nan", .G = 4, .L = 80, .S = 80, .is_causal = true};
   Call call(c), sound(c);
   call.query[3 * c.width] = 0x7fff;                // head 0, query 3
   call.key[(c.S + 40) * c.width] = 0x7fff;         // head 1, key 40
   call.key_numbers[(2 * c.S + 70) * 4 + 1] = NAN;  // head 2, key 70
   call.run();
   sound.run();
-  for (int64_t i = 0; i < c.T; ++i) {
+  for (int64_t i = 0; i < c.L; ++i) {
     for (int64_t j = 0; j < c.S; ++j) {
       const float got = call.norms[0][i * c.S + j];
       if (i == 3 || i >= 40) {
@@ -320,7 +320,7 @@ TEST(StreamedKernelsOnDevice, RowsThatSeeNaNAreNaNAndNoOthers) {
 }
 
 TEST(StreamedKernelsOnDevice, WhatHiddenKeysHoldDoesNotCount) {
-  const Case c{.name = "hidden", .G = 4, .T = 20, .S = 20};
+  const Case c{.name = "hidden", .G = 4, .L = 20, .S = 20};
   Call call(c), sound(c);
   for (Call* each : {&call, &sound}) {
     for (int64_t h = 0; h < c.H; ++h) each->key_numbers[(h * c.S + 7) * 4 + 1] = -INFINITY;
@@ -333,7 +333,7 @@ TEST(StreamedKernelsOnDevice, WhatHiddenKeysHoldDoesNotCount) {
 }
 
 TEST(StreamedKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
-  const Case c{.name = "order", .H = 5, .G = 5, .T = 70, .S = 40, .is_causal = true};
+  const Case c{.name = "order", .H = 5, .G = 5, .L = 70, .S = 40, .is_causal = true};
   Call first(c);
   first.run();
   for (const interpreter::Order order :

@@ -13,17 +13,17 @@ struct Inputs {
   Tensor weights, value, projection, residual;
   ikattn::NormStats norm, second_norm;
 
-  explicit Inputs(at::ScalarType type = at::kDouble, int64_t T = 9) {
+  explicit Inputs(at::ScalarType type = at::kDouble, int64_t L = 9) {
     torch::manual_seed(T);
     const int64_t B = 2, H = 4, G = 2, d_v = 5, D = 12;
-    weights = torch::randn({B, H, T, T}, on_device(at::kDouble)).softmax(-1).to(type);
-    value = torch::randn({B, G, T, d_v}, on_device(at::kDouble)).to(type);
+    weights = torch::randn({B, H, L, L}, on_device(at::kDouble)).softmax(-1).to(type);
+    value = torch::randn({B, G, L, d_v}, on_device(at::kDouble)).to(type);
     projection = torch::randn({D, H * d_v}, on_device(at::kDouble)).to(type);
-    residual = torch::randn({B, T, D}, on_device(at::kDouble)).to(type);
+    residual = torch::randn({B, L, D}, on_device(at::kDouble)).to(type);
     norm = {torch::randn({D}, on_device(at::kDouble)).to(type),
-            (torch::rand({B, T}, on_device(at::kDouble)) + 0.5).to(type)};
+            (torch::rand({B, L}, on_device(at::kDouble)) + 0.5).to(type)};
     second_norm = {torch::randn({D}, on_device(at::kDouble)).to(type),
-                   (torch::rand({B, T}, on_device(at::kDouble)) + 0.5).to(type), false};
+                   (torch::rand({B, L}, on_device(at::kDouble)) + 0.5).to(type), false};
   }
 
   ikattn::ContributionOptions options() const {
@@ -41,7 +41,7 @@ struct Inputs {
                                             projection.to(at::kDouble).unflatten(1, {H, -1})});
   }
 
-  // y_ij as vectors [B, T, T, D]: summed, with the residual, through the first and both norms.
+  // y_ij as vectors [B, L, L, D]: summed, with the residual, through the first and both norms.
   std::array<Tensor, 4> vectors() const {
     const Tensor summed =
         torch::einsum("bhts,bhsd->btsd", {weights.to(at::kDouble), transformed()});

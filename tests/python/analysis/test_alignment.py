@@ -177,8 +177,8 @@ def test_a_padded_batch_is_a_loop_over_sentences() -> None:
     torch.manual_seed(1)
     sources = [[0, 0, 1, 2, 2, 2], [0, 1], [0, 1, 1, 2]]
     targets = [[0, 1, 1], [0, 0, 1, 2], [0]]
-    S, T = 7, 5
-    maps = torch.full((3, T, S), math.nan, dtype=torch.float64)
+    S, L = 7, 5
+    maps = torch.full((3, L, S), math.nan, dtype=torch.float64)
     expected = []
     for b, (source, target) in enumerate(zip(sources, targets, strict=True)):
         alone = torch.rand(len(target) + 1, len(source) + 1, dtype=torch.float64).softmax(-1)
@@ -202,7 +202,7 @@ def test_a_row_of_zeros_has_no_link() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.zeros(2, 3), [[0]], [[0]]), r"map must have shape \[B, T, S\], got \[2, 3\]"),
+        ((torch.zeros(2, 3), [[0]], [[0]]), r"map must have shape \[B, L, S\], got \[2, 3\]"),
         ((torch.zeros(1, 4, 2, 3), [[0]], [[0]]), "take one head, or head_mean"),
         ((torch.zeros(1, 2, 3), [[0]], [[0]], "awo"), "setting must be.*got 'awo'"),
         ((torch.zeros(2, 2, 3), [[0]], [[0], [0]]), "source_words must hold.*2 sentences, got 1"),

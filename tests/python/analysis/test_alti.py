@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ikattn
 from ikattn.analysis import NormStats, _alti, alti, alti_plus, record
 
-B, H, G, T, S, D_V, D = 2, 4, 2, 5, 6, 3, 12
+B, H, G, L, S, D_V, D = 2, 4, 2, 5, 6, 3, 12
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -21,35 +21,35 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def arguments(diagonal: int = 1, **norms: NormStats | None) -> dict[str, Any]:
-    hidden = torch.ones(T, S, dtype=torch.bool).triu(diagonal + 1)
-    weights = normal(B, H, T, S).masked_fill(hidden, -math.inf).softmax(-1)
+    hidden = torch.ones(L, S, dtype=torch.bool).triu(diagonal + 1)
+    weights = normal(B, H, L, S).masked_fill(hidden, -math.inf).softmax(-1)
     given: dict[str, Any] = {
         "attn_weights": weights,
         "value": normal(B, G, S, D_V),
         "out_proj_weight": normal(D, H * D_V),
-        "residual": normal(B, T, D, seed=1),
+        "residual": normal(B, L, D, seed=1),
         "diagonal": diagonal,
         **norms,
     }
-    biases = 0.3 * normal(B, T, D, seed=2)
+    biases = 0.3 * normal(B, L, D, seed=2)
     return given | {"output": vectors(given).sum(2) + biases}
 
 
 def through(x: Tensor, stats: NormStats) -> Tensor:
-    """x: [B, T, .., D]."""
+    """x: [B, L, .., D]."""
     x = x - x.mean(-1, keepdim=True) if stats.centered else x
-    scale = stats.scale.view(B, T, *[1] * (x.dim() - 2))
+    scale = stats.scale.view(B, L, *[1] * (x.dim() - 2))
     return x * stats.weight / scale
 
 
 def vectors(given: dict[str, Any]) -> Tensor:
-    """What comes of each token, [B, T, S, D]."""
+    """What comes of each token, [B, L, S, D]."""
     value = given["value"].repeat_interleave(H // G, 1)
     by_head = given["out_proj_weight"].unflatten(1, (H, D_V))
     found = torch.einsum("bhts,bhsv,dhv->btsd", given["attn_weights"], value, by_head)
     if given.get("output_norm"):
         found = through(found, given["output_norm"])
-    for i in range(T):
+    for i in range(L):
         found[:, i, i + given["diagonal"]] += given["residual"][:, i]
     return through(found, given["norm"]) if given.get("norm") else found
 
@@ -63,8 +63,8 @@ def definition(given: dict[str, Any], order: int = 1) -> Tensor:
 
 
 NORMS = {
-    "layer norm": NormStats(normal(D), 1 + normal(B, T).abs(), True),
-    "rms norm": NormStats(normal(D), 1 + normal(B, T).abs(), False),
+    "layer norm": NormStats(normal(D), 1 + normal(B, L).abs(), True),
+    "rms norm": NormStats(normal(D), 1 + normal(B, L).abs(), False),
 }
 
 
@@ -77,7 +77,7 @@ def test_alti_is_its_definition(
     norms = {"norm": norm and NORMS[norm], "output_norm": output_norm and NORMS[output_norm]}
     given = arguments(**norms)
     expected = definition(given, 1 if distance == "l1" else 2)
-    assert ((expected > 0.05) & (expected < 0.95)).sum() > B * T
+    assert ((expected > 0.05) & (expected < 0.95)).sum() > B * L
     found = alti(**given, distance=distance)
     torch.testing.assert_close(found, expected)
     monkeypatch.setattr(_alti, "_has_kernel", lambda tensors: False)
@@ -125,7 +125,7 @@ def test_half_precision_and_padding() -> None:
     given = arguments()
     half = {name: x.half() if isinstance(x, Tensor) else x for name, x in given.items()}
     padding = {
-        "query_padding": torch.arange(T) >= torch.tensor([[5], [3]]),
+        "query_padding": torch.arange(L) >= torch.tensor([[5], [3]]),
         "key_padding": torch.arange(S) >= torch.tensor([[6], [4]]),
     }
     half["value"][1, :, 4:] = math.nan
@@ -153,9 +153,9 @@ def test_bad_arguments_are_named() -> None:
     for name, value, said in (
         ("distance", "l3", 'distance must be "l1" or "l2", got \'l3\''),
         ("value", normal(B, 3, S, D_V), "value must be"),
-        ("attn_weights", normal(T, S), "attn_weights must be"),
+        ("attn_weights", normal(L, S), "attn_weights must be"),
         ("out_proj_weight", normal(D, 7), "out_proj_weight must be"),
-        ("residual", normal(B, T, 7), "residual must be"),
+        ("residual", normal(B, L, 7), "residual must be"),
         ("output", normal(B, S, D), "output must be"),
     ):
         with pytest.raises(ValueError, match=f"alti: {said}"):
@@ -170,7 +170,7 @@ def test_recorded_blocks(norm_first: bool) -> None:
     ).eval()
     for parameter in layer.parameters():  # biases too
         nn.init.normal_(parameter, std=0.4)
-    x = normal(B, T, D)
+    x = normal(B, L, D)
     with torch.no_grad():
         with record(layer, maps=("alti", "weights")) as recording:
             layer(x)
@@ -184,15 +184,15 @@ def test_recorded_blocks(norm_first: bool) -> None:
         block |= {"norm": NormStats.of(layer.norm1, made), "output": layer.norm1(made)}
     expected = alti(maps.weights, value, layer.self_attn.out_proj.weight, **block)
     torch.testing.assert_close(maps.alti, expected.detach())
-    torch.testing.assert_close(maps.alti.sum(-1), torch.ones(B, T, dtype=torch.float64))
+    torch.testing.assert_close(maps.alti.sum(-1), torch.ones(B, L, dtype=torch.float64))
 
 
 def test_the_operator_names_what_does_not_fit() -> None:
-    weights, heads = normal(B, H, T, S), normal(B, S, H, D)
-    output, residual = normal(B, T, D), normal(B, T, D)
+    weights, heads = normal(B, H, L, S), normal(B, S, H, D)
+    output, residual = normal(B, L, D), normal(B, L, D)
     distances = torch.ops.ikattn.alti_distances
-    assert distances(weights, heads, output, residual, 0, False).shape == (B, T, S)
-    assert distances(weights[:0], heads[:0], output[:0], residual[:0], 0, True).shape == (0, T, S)
+    assert distances(weights, heads, output, residual, 0, False).shape == (B, L, S)
+    assert distances(weights[:0], heads[:0], output[:0], residual[:0], 0, True).shape == (0, L, S)
     for bad in (
         (weights.float(), heads, output, residual),
         (weights, heads[..., :1], output, residual),
@@ -209,13 +209,13 @@ def test_the_operator_names_what_does_not_fit() -> None:
 
 def test_without_a_diagonal_the_residual_is_a_token_of_its_own() -> None:
     given = arguments() | {"diagonal": None, "norm": NORMS["layer norm"]}
-    hidden = torch.zeros(T, S, dtype=torch.bool)
+    hidden = torch.zeros(L, S, dtype=torch.bool)
     hidden[:, 2] = True
     given["attn_weights"] = given["attn_weights"].masked_fill(hidden, 0)
     residual = given["residual"]
     pairs = vectors(given | {"residual": torch.zeros_like(residual), "diagonal": 0})
     own = through(residual, given["norm"])
-    y = given["output"] = pairs.sum(2) + own + 0.3 * normal(B, T, D, seed=2)
+    y = given["output"] = pairs.sum(2) + own + 0.3 * normal(B, L, D, seed=2)
     columns = torch.cat([pairs, own.unsqueeze(2)], 2)
     off = (y.unsqueeze(2) - columns).abs().sum(-1)
     nearer = (y.abs().sum(-1, keepdim=True) - off).clamp_min(0)

@@ -76,7 +76,7 @@ def seq2seq() -> Any:
 
 
 def pushed_through(layer: Any, x: Tensor, vectors: Tensor) -> Tensor:
-    """What a post-norm layer of torch's makes of vectors [K, T, D], with what x fixes fixed."""
+    """What a post-norm layer of torch's makes of vectors [K, L, D], with what x fixes fixed."""
     attention = layer.self_attn
     D, H = x.size(-1), attention.num_heads
     q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)

@@ -30,7 +30,7 @@ def through(y: Tensor, norm: nn.Module, total: Tensor) -> Tensor:
 
 
 def attended(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The vectors of pairs with the residual, [B, T, S, D], and their sum with the bias."""
+    """The vectors of pairs with the residual, [B, L, S, D], and their sum with the bias."""
     given = layer.norm1(x) if layer.norm_first else x
     own = layer.self_attn
     packed = F.linear(given, own.in_proj_weight, own.in_proj_bias)

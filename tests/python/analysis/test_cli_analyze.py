@@ -151,9 +151,9 @@ def test_what_the_index_shows_of_a_line_is_of_its_maps(
         assert view["map"] == "weights"
         assert view["entropy"] == pytest.approx(float(bits), rel=1e-4)
         assert view["mixing_ratio"] == pytest.approx(float(ratios.mean()), rel=1e-4)
-        T, S, codes = view["thumbnail"].split()
+        L, S, codes = view["thumbnail"].split()
         mean = weights.mean((0, 1))
-        assert (int(T), int(S)) == mean.shape
+        assert (int(L), int(S)) == mean.shape
         levels = torch.tensor(list(base64.b64decode(codes))).view(mean.shape)
         expected = 255 * (mean / mean.max()).sqrt()
         torch.testing.assert_close(levels.float(), expected, rtol=0, atol=0.51)
@@ -168,8 +168,8 @@ def recording_of(kind: str = "self", **maps: Any) -> Recording:
 def test_a_small_map_of_a_long_line_is_its_average() -> None:
     x = torch.rand(1, 64, 32)
     view = overview(recording_of(summed=x), ["summed"])
-    T, S, codes = view["thumbnail"].split()
-    assert (T, S) == ("16", "16")
+    L, S, codes = view["thumbnail"].split()
+    assert (L, S) == ("16", "16")
     blocks = (x[0] / x[0].sum(-1, keepdim=True)).view(16, 4, 16, 2).mean((1, 3))
     expected = 255 * (blocks / blocks.max()).sqrt()
     levels = torch.tensor(list(base64.b64decode(codes))).view(16, 16).float()

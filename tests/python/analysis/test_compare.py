@@ -114,7 +114,7 @@ def test_padding_on_either_side_is_left_out(side: str) -> None:
 def test_outputs_of_batch_second_models_leave_out_padding() -> None:
     options = {"batch_first": False, "enable_nested_tensor": False}
     models = encoder(**options).double(), encoder(**options).double()
-    x = torch.randn(3, 3, 16, dtype=torch.float64)  # [T, B, D], and as many tokens as sequences
+    x = torch.randn(3, 3, 16, dtype=torch.float64)  # [L, B, D], and as many tokens as sequences
     padding = torch.arange(3) >= torch.tensor([3, 1, 2])[:, None]
     inputs = {"src": x, "src_key_padding_mask": padding}
     a, b = (model(**inputs).detach().transpose(0, 1)[~padding] for model in models)

@@ -61,7 +61,7 @@ def test_page_holds_every_map_without_padding(tmp_path: Path) -> None:
     short = contents["sequences"][3]
     assert short["labels"] == [tokens_of("b1t")[1]]
     layer = short["layers"][1]
-    assert (layer["T"], layer["S"]) == (3, 3)
+    assert (layer["L"], layer["S"]) == (3, 3)
     maps = recording.batches[1]["encoder.layer.1.attention.self"]
     assert "per_head" not in layer["maps"]  # weights x value norms, which are there
     for name in ("weights", "value_norms", "summed", "encoder", "similarity", "magnitude"):
@@ -397,7 +397,7 @@ def test_long_text_is_drawn_whole(tab: Tab, tmp_path: Path) -> None:
 
 
 def recording_of(summed: dict[str, torch.Tensor]) -> Recording:
-    """Of an encoder whose layers have these maps N, ``[1, T, T]``."""
+    """Of an encoder whose layers have these maps N, ``[1, L, L]``."""
     layers = {name: Layer(name, "self", "encoder", 1, "post", "bert") for name in summed}
     maps = {name: ikattn.Contributions(summed=x) for name, x in summed.items()}
     return Recording("M", ("summed",), layers, [Batch(maps)])
@@ -474,7 +474,7 @@ def test_flow_needs_several_layers_of_the_same_tokens(tab: Tab, tmp_path: Path) 
     for layer in range(3):  # one of the encoder, one of the decoder, one between them
         click(tab, "layer", layer)
         assert tab.evaluate("byId('flow').hidden")
-    steps = [ikattn.Contributions(summed=torch.rand(1, T, S)) for T, S in ((3, 3), (1, 4))]
+    steps = [ikattn.Contributions(summed=torch.rand(1, L, S)) for L, S in ((3, 3), (1, 4))]
     layers = {name: Layer(name, "self", "decoder", 1, "pre", "gpt2") for name in "ab"}
     batches = [Batch(dict.fromkeys("ab", step)) for step in steps]
     Recording("M", (), layers, batches).to_html(tmp_path / "maps.html")

@@ -24,7 +24,7 @@ def causal(length: int) -> Tensor:
 
 
 def vectors(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
-    """y_ij of each pair, [B, T, S, D], the slow way."""
+    """y_ij of each pair, [B, L, S, D], the slow way."""
     transformed = torch.einsum(
         "bhsv,dhv->bhsd", value, projection.unflatten(1, (value.size(1), -1))
     )

@@ -19,7 +19,7 @@ from ikattn.analysis import AttentionParts, record
 from ikattn.analysis._recorder import resolvers
 from ikattn.analysis._recorder.making import Maker
 
-B, T, D, H = 2, 5, 16, 4
+B, L, D, H = 2, 5, 16, 4
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 
@@ -82,9 +82,9 @@ class Functional(Block):
 
 
 def vectors(attention: Attention, x: Tensor) -> Tensor:
-    """What every pair adds to the output, [B, T, S, D]."""
+    """What every pair adds to the output, [B, L, S, D]."""
     q, k, v = attention.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     weights = (q @ k.mT / (D / H) ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
     projection = attention.proj.weight.unflatten(1, (H, -1))
     return torch.einsum("bhts,bhsd,ehd->btse", weights, v, projection)
@@ -108,7 +108,7 @@ BLOCKS: dict[str, tuple[Any, Any]] = {
 def test_a_hand_written_block_is_found(name: str) -> None:
     make, between = BLOCKS[name]
     block = make().eval()
-    x = torch.randn(B, T, D)
+    x = torch.randn(B, L, D)
     model = nn.Sequential(block)
     with record(model, maps="all", check="all") as recording:
         model(x)
@@ -117,20 +117,20 @@ def test_a_hand_written_block_is_found(name: str) -> None:
     assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
     if between is not None:
         y = between(block, y, block.attn(block.ln_1(x)))
-    y[:, range(T), range(T)] += x
+    y[:, range(L), range(L)] += x
     assert_close(maps.with_residual, y.norm(dim=-1), 1e-9, "with_residual")
     assert recording.layers["0.attn"].block == "pre"
 
 
 @torch.no_grad()
 def test_a_block_that_normalises_its_sum_is_found() -> None:
-    model, x = nn.Sequential(Block(post=True)).eval(), torch.randn(B, T, D)
+    model, x = nn.Sequential(Block(post=True)).eval(), torch.randn(B, L, D)
     block: Any = model[0]
     with record(model, maps="all") as recording:
         model(x)
     assert recording.layers["0.attn"].block == "post"
     y = vectors(block.attn, x)
-    y[:, range(T), range(T)] += x
+    y[:, range(L), range(L)] += x
     total = x + block.attn(x)
     y = y - y.mean(-1, keepdim=True)
     y = y * block.ln_1.weight / (total.var(-1, correction=0) + 1e-5).sqrt()[..., None, None]
@@ -143,7 +143,7 @@ def test_a_block_that_normalises_its_sum_is_found() -> None:
 
 @torch.no_grad()
 def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
-    model, x = nn.Sequential(Block(nn.Tanh())).eval(), torch.randn(B, T, D)
+    model, x = nn.Sequential(Block(nn.Tanh())).eval(), torch.randn(B, L, D)
     with record(model, maps="all") as recording:
         model(x)
     assert recording.layers["0.attn"].block == "none"
@@ -175,7 +175,7 @@ def test_heads_that_are_changed_before_the_out_projection_are_refused() -> None:
     ):
         model = nn.Sequential(attention)
         with record(model), pytest.raises(RuntimeError, match=message):
-            model(torch.randn(B, T, D))
+            model(torch.randn(B, L, D))
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, block: str, norm: str | None) -> None:
@@ -210,11 +210,11 @@ def test_parts_that_do_not_add_up_are_an_error(
         model[0].ln_1.register_forward_hook(lambda module, args, output: output.add_(1.0))
     with record(model, maps=("summed",)) as recording:
         if norm == "ln_2":
-            model(torch.randn(B, T, D))
+            model(torch.randn(B, L, D))
             assert recording.layers  # the sum is right, whatever it is called
             return
         with pytest.raises(RuntimeError, match=r"0.attn does not add up"):
-            model(torch.randn(B, T, D))
+            model(torch.randn(B, L, D))
 
 
 @torch.no_grad()
@@ -229,11 +229,11 @@ def test_a_residual_that_is_written_into_is_recovered() -> None:
             x.add_(self.attn(x))
             return self.norm(x)  # type: ignore[no-any-return]
 
-    model, x = InPlace().eval(), torch.randn(B, T, D)
+    model, x = InPlace().eval(), torch.randn(B, L, D)
     with record(model, maps="all") as recording:
         model(x)
     y = vectors(model.attn, x)
-    y[:, range(T), range(T)] += x
+    y[:, range(L), range(L)] += x
     assert_close(recording["attn"].with_residual, y.norm(dim=-1), 1e-9)
 
 
@@ -245,17 +245,17 @@ def test_windows_are_items_of_a_batch() -> None:
             self.norm, self.attn = nn.LayerNorm(D), Attention()
 
         def forward(self, x: Tensor) -> Tensor:
-            windows = self.norm(x).roll(1, 1).unflatten(1, (-1, T)).flatten(0, 1)
+            windows = self.norm(x).roll(1, 1).unflatten(1, (-1, L)).flatten(0, 1)
             y = self.attn(windows).unflatten(0, (x.size(0), -1)).flatten(1, 2).roll(-1, 1)
             return x + y
 
-    model, x = Windowed().eval(), torch.randn(B, 3 * T, D)
+    model, x = Windowed().eval(), torch.randn(B, 3 * L, D)
     with record(model, maps="all", check="all") as recording:
         model(x)
     maps = recording["attn"]
     assert maps.summed is not None
-    assert maps.summed.shape == (3 * B, T, T)
-    windows = model.norm(x).roll(1, 1).unflatten(1, (-1, T)).flatten(0, 1)
+    assert maps.summed.shape == (3 * B, L, L)
+    windows = model.norm(x).roll(1, 1).unflatten(1, (-1, L)).flatten(0, 1)
     assert_close(maps.summed, vectors(model.attn, windows).norm(dim=-1), 1e-12)
 
 
@@ -264,7 +264,7 @@ def test_what_replaces_sdpa_while_a_model_is_recorded_is_told_and_put_back() -> 
     before, model = F.scaled_dot_product_attention, nn.Sequential(Block()).eval()
     with record(model), record(model) as inner:
         assert F.scaled_dot_product_attention is not before
-        model(torch.randn(B, T, D))
+        model(torch.randn(B, L, D))
     assert F.scaled_dot_product_attention is before
     assert inner.names == ["0.attn"]
 
@@ -281,7 +281,7 @@ def test_attention_that_stays_silent_is_named() -> None:
 
     model = nn.Sequential(Sometimes(), Attention())
     with pytest.warns(UserWarning, match="record: 0 ran without calling"), record(model):
-        model(torch.randn(B, T, D))
+        model(torch.randn(B, L, D))
 
     class OwnAttention(nn.Module):
         def __init__(self) -> None:
@@ -305,7 +305,7 @@ def test_a_call_that_ctrl_c_ends_is_forgotten() -> None:
             raise KeyboardInterrupt
 
     model[1].mlp.register_forward_pre_hook(interrupt)
-    x = torch.randn(B, T, D)
+    x = torch.randn(B, L, D)
     with torch.no_grad(), record(model) as recording:
         with pytest.raises(KeyboardInterrupt):
             model(x)
@@ -315,7 +315,7 @@ def test_a_call_that_ctrl_c_ends_is_forgotten() -> None:
 
 
 def test_copies_within_the_block_are_copies_without_hooks() -> None:
-    model, x = nn.Sequential(Block()).eval(), torch.randn(B, T, D)
+    model, x = nn.Sequential(Block()).eval(), torch.randn(B, L, D)
     with torch.no_grad(), record(model) as recording:
         copied = copy.deepcopy(model)
         loaded = pickle.loads(pickle.dumps(model))
@@ -331,7 +331,7 @@ def test_an_out_projection_is_what_it_computes_not_its_weight() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 3 * super().forward(x)
 
-    x, found = torch.randn(B, T, D), []
+    x, found = torch.randn(B, L, D), []
     torch.manual_seed(0)
     model = nn.Sequential(Block()).eval()
     proj = model[0].attn.proj
@@ -360,12 +360,12 @@ def test_several_calls_of_one_module_are_one_map() -> None:
                 [F.scaled_dot_product_attention(*part).transpose(1, 2) for part in parts], 1
             ).flatten(2)
 
-    model, x = nn.Sequential(Images()).eval(), torch.randn(1, T, D)
+    model, x = nn.Sequential(Images()).eval(), torch.randn(1, L, D)
     with record(model, maps=("weights", "summed"), check="all") as recording:
         model(x)
     weights = recording["0"].weights
     assert weights is not None
-    assert weights.shape == (1, H, T, T)
+    assert weights.shape == (1, H, L, L)
     assert (weights[..., :2, 2:] == 0).all()
     assert (weights[..., 2:, :2] == 0).all()
 
@@ -374,7 +374,7 @@ def test_training_records_what_went_into_the_norm() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D, H, 32, dropout=0.5, batch_first=True).train()
     with record(layer, maps="all") as recording:
-        layer(torch.randn(B, T, D))
+        layer(torch.randn(B, L, D))
     assert recording["self_attn"].with_norm is not None
 
 
@@ -388,7 +388,7 @@ def test_a_changed_attention_is_no_map() -> None:
 
     layer.__class__ = Scaled
     with record(layer), pytest.raises(RuntimeError, match="self_attn does not add up"):
-        layer(torch.randn(B, T, D))
+        layer(torch.randn(B, L, D))
     with pytest.raises(ValueError, match="check must be"), record(layer, check="none"):  # type: ignore[arg-type]
         pass
 
@@ -398,12 +398,12 @@ def test_ours_are_recorded_with_every_kernel() -> None:
         layer = nn.TransformerEncoderLayer(D, H, 32, batch_first=True).eval()
         ikattn.convert(layer, kernel, seed=0)
         with torch.no_grad(), record(layer, maps="all", check="all") as recording:
-            layer(torch.randn(B, T, D))
+            layer(torch.randn(B, L, D))
         assert recording["self_attn"].with_norm is not None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", [(0, T), (B, 0), (1, 1)])
+@pytest.mark.parametrize("shape", [(0, L), (B, 0), (1, 1)])
 def test_empty_and_single_tokens(shape: tuple[int, int]) -> None:
     model = nn.Sequential(Block(), Block()).eval()
     with record(model, maps="all", check="all") as recording:
@@ -418,14 +418,14 @@ def test_empty_and_single_tokens(shape: tuple[int, int]) -> None:
 def test_tokens_that_tell_nothing_of_the_block_claim_nothing(size: float) -> None:
     model = nn.Sequential(Block()).eval()
     with record(model, maps="all") as recording:
-        model(size * torch.ones(B, T, D))
+        model(size * torch.ones(B, L, D))
     assert recording.layers["0.attn"].block in ("pre", "none")
     assert recording["0.attn"].with_norm is None
 
 
 def test_maps_of_found_blocks_have_gradients() -> None:
     for post in (False, True):
-        model, x = nn.Sequential(Block(LayerScale(), post=post)).eval(), torch.randn(B, T, D)
+        model, x = nn.Sequential(Block(LayerScale(), post=post)).eval(), torch.randn(B, L, D)
         with record(model, maps="with_residual", detach=False) as recording:
             model(x)
         map_ = recording["0.attn"].with_residual
@@ -441,7 +441,7 @@ def test_maps_of_found_blocks_have_gradients() -> None:
 def test_weights_of_eight_bits_and_other_parametrisations() -> None:
     import torch.nn.utils.prune
 
-    x = torch.randn(B, T, D)
+    x = torch.randn(B, L, D)
     model = nn.Sequential(Block()).eval()
     nn.utils.parametrizations.weight_norm(model[0].attn.proj)
     pruned = nn.Sequential(Block()).eval()
@@ -473,5 +473,5 @@ def test_what_is_looked_at_when_a_call_ends_holds_no_run(monkeypatch: pytest.Mon
     layer = nn.TransformerEncoderLayer(D, H, batch_first=True)
     model = nn.TransformerEncoder(layer, 3).eval()
     with torch.no_grad(), record(model, maps=None):
-        model(torch.randn(B, T, D))
+        model(torch.randn(B, L, D))
     assert alive == [1, 1, 1]  # the one that has just ended

@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 
 
 def vectors(call: AttentionCall, projection: Tensor) -> Tensor:
-    """a_ij^h W_O^h v_j^h, summed over the heads, [B, T, S, D]."""
+    """a_ij^h W_O^h v_j^h, summed over the heads, [B, L, S, D]."""
     value = call.value.repeat_interleave(call.query.size(1) // call.value.size(1), 1)
     heads = projection.unflatten(1, (call.query.size(1), -1))
     return torch.einsum("bhts,bhsd,ehd->btse", call.weights, value, heads)
@@ -41,8 +41,8 @@ def explicit(call: AttentionCall, projection: Tensor, around: Surroundings) -> T
         y = y - y.mean(-1, keepdim=True) if stats.centered else y
         y = y * stats.weight / stats.scale[:, :, None, None]
     assert around.residual is not None
-    T, S = y.shape[1:3]
-    rows = torch.arange(T)
+    L, S = y.shape[1:3]
+    rows = torch.arange(L)
     keys = rows + call.diagonal
     y[:, rows[keys < S], keys[keys < S]] += around.residual[:, keys < S]
     return y.norm(dim=-1)

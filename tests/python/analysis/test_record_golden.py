@@ -86,7 +86,7 @@ def minilm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 @pytest.fixture
 def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Records every map of a case in a type, and gives the recording and the padding [B, T]."""
+    """Records every map of a case in a type, and gives the recording and the padding [B, L]."""
     pytest.importorskip("transformers")
     case, dtype = request.param
     model = minilm(dtype, monkeypatch) if case.startswith("minilm") else tiny_bert(dtype)

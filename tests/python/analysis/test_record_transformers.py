@@ -47,7 +47,7 @@ class Probe:
             self.outputs.setdefault(module, []).append(found)
 
     def was_input(self, x: Tensor) -> bool:
-        """Whether some module was given ``x``, [B, T, D]."""
+        """Whether some module was given ``x``, [B, L, D]."""
         every = (given for runs in self.inputs.values() for given in runs)
         same = (given for given in every if given.numel() == x.numel())
         return any(torch.allclose(given.reshape(x.shape), x, atol=1e-10) for given in same)
@@ -67,7 +67,7 @@ def norms(y: Tensor) -> Tensor:
 
 
 def vectors(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
-    """y_ij of each pair, [B, T, S, D], the slow way."""
+    """y_ij of each pair, [B, L, S, D], the slow way."""
     heads = weights.size(1)
     value = value.repeat_interleave(heads // value.size(1), 1)
     transformed = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (heads, -1)))
@@ -116,7 +116,7 @@ def outputs_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def without_padding(pairs: Tensor, maps: Any) -> Tensor:
-    """[B, (H,) T, S] with 0 where query or key is padding."""
+    """[B, (H,) L, S] with 0 where query or key is padding."""
     heads = (slice(None),) + (None,) * (pairs.dim() - 3)
     if maps.query_padding is not None:
         pairs = pairs.masked_fill(maps.query_padding[heads][..., None], 0)

@@ -17,7 +17,7 @@ from ikattn.analysis import Recording, record
 from ikattn.analysis._recorder import runs, transfers
 from ikattn.analysis._recorder.known_sums import known_sum
 
-B, T, D, H = 2, 5, 16, 4
+B, L, D, H = 2, 5, 16, 4
 MAPS = ("summed", "with_norm", "encoder")
 
 
@@ -79,7 +79,7 @@ def maps_of(recording: Recording, call: int) -> list[Tensor]:
 def test_sums_are_found_once_and_maps_stay_the_same(
     monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
-    model, x, count = Encoder().eval(), torch.randn(B, T, D), looks(monkeypatch)
+    model, x, count = Encoder().eval(), torch.randn(B, L, D), looks(monkeypatch)
     with mode(), record(model, maps=MAPS) as recording:
         model(x)
         first = count[0]
@@ -94,7 +94,7 @@ def test_sums_are_found_once_and_maps_stay_the_same(
 
 
 def test_what_was_known_is_held_to_the_numbers_and_forgotten_where_it_is_wrong() -> None:
-    model, x = Encoder().eval(), torch.randn(B, T, D)
+    model, x = Encoder().eval(), torch.randn(B, L, D)
     attention = model.blocks[1].self_attn
     with record(model, maps=MAPS) as recording:
         model(x)
@@ -111,7 +111,7 @@ def test_what_was_known_is_held_to_the_numbers_and_forgotten_where_it_is_wrong()
 
 
 def test_a_wrong_call_is_told_when_the_recording_ends_and_the_others_are_kept() -> None:
-    model, x = Encoder().eval(), torch.randn(B, T, D)
+    model, x = Encoder().eval(), torch.randn(B, L, D)
     wrong = pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up")
     with wrong, record(model, maps=MAPS) as recording:
         for model.more in (0.0, 0.1, 0.0):
@@ -120,7 +120,7 @@ def test_a_wrong_call_is_told_when_the_recording_ends_and_the_others_are_kept() 
 
 
 def test_an_error_of_the_callers_is_not_hidden_by_one_of_the_maps() -> None:
-    model, x = Encoder().eval(), torch.randn(B, T, D)
+    model, x = Encoder().eval(), torch.randn(B, L, D)
 
     def fail() -> None:
         for model.more in (0.0, 0.1):
@@ -143,7 +143,7 @@ def test_an_inference_tensor_that_changes_is_found_out() -> None:
             made: Tensor = self.block(x)
             return made
 
-    model, x = Adds().eval(), torch.randn(B, T, D)
+    model, x = Adds().eval(), torch.randn(B, L, D)
     attention = model.block.self_attn
     assert isinstance(attention, nn.MultiheadAttention)
 
@@ -162,7 +162,7 @@ def test_an_inference_tensor_that_changes_is_found_out() -> None:
 
 
 def test_batches_are_awaited_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Encoder().eval(), torch.randn(B, T, D)
+    model, x = Encoder().eval(), torch.randn(B, L, D)
     with record(model) as recording:
         model(x)
         assert recording.names == ["blocks.0.self_attn", "blocks.1.self_attn"]
@@ -178,7 +178,7 @@ def test_batches_are_awaited_where_somebody_looks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_on_layer_gets_layers_once_they_have_been_looked_at() -> None:
-    model, x, seen = Encoder().eval(), torch.randn(B, T, D), []
+    model, x, seen = Encoder().eval(), torch.randn(B, L, D), []
     with record(model, maps=MAPS, on_layer=lambda n, layer, maps: seen.append((n, layer.name))):
         model(x)
         assert seen == [(0, "blocks.0.self_attn"), (0, "blocks.1.self_attn")]

@@ -33,7 +33,7 @@ from transformers_models import build, inputs_of
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 
-PAIR_MAPS = [name for name, axes in AXES.items() if "T" in axes]
+PAIR_MAPS = [name for name, axes in AXES.items() if "L" in axes]
 QUERIES: list[Any] = [slice(1, 3), slice(-2, None), slice(None, None, 2), [3, 0, 1], [-1]]
 
 
@@ -110,8 +110,8 @@ def test_chosen_rows_are_those_of_whole_maps(case: str) -> None:
     whole = recorded(model, inputs).batches[0]
     for queries in QUERIES[CASES.index(case) % 2 :: 2]:
         for name, maps in recorded(model, inputs, queries=queries).batches[0].items():
-            T = pair_maps(whole[name])["summed"].size(-2)
-            chosen = torch.arange(T)[queries]
+            L = pair_maps(whole[name])["summed"].size(-2)
+            chosen = torch.arange(L)[queries]
             assert maps.rows is not None
             assert maps.rows.tolist() == chosen.tolist()
             for map_name, map_ in pair_maps(whole[name]).items():
@@ -347,19 +347,19 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["stock", "implicit", "llama"])
 def test_nothing_has_the_size_of_a_map(case: str) -> None:
-    T = 768
+    L = 768
     if case == "llama":
         pytest.importorskip("transformers")
-        model = build("llama", max_position_embeddings=T)
-        inputs: Any = {"input_ids": torch.randint(3, 30, (1, T))}
+        model = build("llama", max_position_embeddings=L)
+        inputs: Any = {"input_ids": torch.randint(3, 30, (1, L))}
     else:
         model = ikattn.convert(encoder()) if case == "implicit" else encoder()
-        inputs = torch.randn(1, T, 16)
+        inputs = torch.randn(1, L, 16)
     maps = ("summed", "with_residual", "mixing_ratio")
     with Largest() as largest:
         found = recorded(model, inputs, maps, reduce="top_k").batches[0]
-    assert all(each.reduced["summed"].values.shape == (1, T, 8) for each in found.values())
-    assert largest.numbers <= T * T / 4
+    assert all(each.reduced["summed"].values.shape == (1, L, 8) for each in found.values())
+    assert largest.numbers <= L * L / 4
 
 
 PROGRAM = """

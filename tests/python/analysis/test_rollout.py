@@ -89,9 +89,9 @@ def recording_of(
     return Recording("Bert", ("encoder",), described, [Batch(layers)])
 
 
-def random_maps(B: int, T: int, N: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(B * 100 + T)
-    return list(torch.rand(N, B, T, T, generator=generator, dtype=torch.float64).to(dtype))
+def random_maps(B: int, L: int, N: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(B * 100 + L)
+    return list(torch.rand(N, B, L, L, generator=generator, dtype=torch.float64).to(dtype))
 
 
 @needs_golden
@@ -246,7 +246,7 @@ def test_recording_takes_self_attention_of_one_side() -> None:
         (lambda m, r: rollout([]), ValueError, "at least one layer"),
         (lambda m, r: rollout([m[0], m[1][:, :3]]), ValueError, r"maps\[1\].*\[2, 4, 4\].*got"),
         (lambda m, r: rollout([m[0][:, :3]]), ValueError, r"square.*\[2, 3, 4\]"),
-        (lambda m, r: rollout([m[0][0]]), ValueError, r"maps\[0\].*\[B, T, S\].*got \[4, 4\]"),
+        (lambda m, r: rollout([m[0][0]]), ValueError, r"maps\[0\].*\[B, L, S\].*got \[4, 4\]"),
         (lambda m, r: rollout(m, residual=1.5), ValueError, r"residual.*\[0, 1\], got 1.5"),
         (lambda m, r: rollout(m, residual="encoder"), ValueError, "residual.*got 'encoder'"),
         (lambda m, r: rollout(r, residual="encoder"), ValueError, "none recorded"),

@@ -61,7 +61,7 @@ def test_token_mean_counts_what_is_not_padding() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: head_mean(torch.zeros(2, 4, 4)), r"x must have shape \[B, H, T, S\].*\[2, 4, 4\]"),
+        (lambda: head_mean(torch.zeros(2, 4, 4)), r"x must have shape \[B, H, L, S\].*\[2, 4, 4\]"),
         (lambda: head_mean(torch.zeros(2, 1, 4, 4), key_padding=PADDING[:, :2]), "key_padding"),
         (lambda: token_mean(torch.zeros(4)), "values"),
         (lambda: token_mean(torch.zeros(2, 4), PADDING.int()), "padding must be bool.*int32"),

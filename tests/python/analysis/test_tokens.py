@@ -132,17 +132,17 @@ def test_sequences_of_a_beam_search_are_followed_through_the_beams(eos: int | No
         whole = sequence[None, : prompt.size(1) + made - 1]
         with torch.no_grad(), record(model, maps=MAPS) as at_once:
             model(whole)
-        T = whole.size(1)
+        L = whole.size(1)
         for name in at_once.names:
             for map_ in MAPS:
                 expected = getattr(at_once[name], map_)[0]
                 own = getattr(joined[name], map_)[n]
-                own = own[..., :T] if map_ == "value_norms" else own[..., :T, :T]
+                own = own[..., :L] if map_ == "value_norms" else own[..., :L, :L]
                 assert_close(own, expected, 1e-9, map_)
             padding = joined[name].query_padding
             if padding is not None:
-                assert not padding[n, :T].any()
-                assert padding[n, T:].all()
+                assert not padding[n, :L].any()
+                assert padding[n, L:].all()
     with pytest.raises(ValueError, match=r"beam_indices must be \[N, steps\], got \[4, 0\]"):
         recording.joined(beams[:, :0])
 
@@ -156,7 +156,7 @@ def test_beams_of_several_texts_of_an_encoder_decoder_and_of_a_search_that_went_
             ids, attention_mask=(ids != 0).long(), max_new_tokens=5, eos_token_id=None, **options
         )
     (joined,) = recording.joined(found.beam_indices).batches
-    T = found.sequences.size(1) - 1
+    L = found.sequences.size(1) - 1
     with torch.no_grad(), record(model, maps=("summed",)) as at_once:
         model(
             input_ids=ids,
@@ -164,10 +164,10 @@ def test_beams_of_several_texts_of_an_encoder_decoder_and_of_a_search_that_went_
             decoder_input_ids=found.sequences[:, :-1],
         )
     for name, maps in joined.items():
-        rows = slice(None) if name.startswith("encoder") else slice(T)
+        rows = slice(None) if name.startswith("encoder") else slice(L)
         assert_close(maps.summed[:, rows], at_once[name].summed, 1e-9, name)
     assert joined.input_ids.equal(ids)
-    assert joined.target_ids[:, :T].equal(found.sequences[:, :-1])
+    assert joined.target_ids[:, :L].equal(found.sequences[:, :-1])
     recording.joined(found.beam_indices[:, :2])  # whose best sequence ended earlier
 
 

@@ -53,9 +53,9 @@ def test_maps_in_float64_are_those_of_the_definition(sample: Sample) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("H", range(1, 19))  # up to 16 heads each number has a kernel of its own
 def test_every_number_of_heads_gives_the_definition(H: int, dtype: torch.dtype) -> None:
-    for T, S in ((1, 64), (5, 128), (34, 65), (3, 200)):
+    for L, S in ((1, 64), (5, 128), (34, 65), (3, 200)):
         torch.manual_seed(H)
-        weights = torch.randn(2, H, T, S, dtype=torch.float64).softmax(-1)
+        weights = torch.randn(2, H, L, S, dtype=torch.float64).softmax(-1)
         weights[:, :, :, 1] = -0.0
         value = torch.randn(2, H, S, 3, dtype=torch.float64)
         value[:, :, 1] = torch.nan  # has no weight
@@ -298,7 +298,7 @@ def test_what_padding_holds_never_shows() -> None:
 
 
 def test_nan_in_a_visible_value_shows_where_it_is_weighed() -> None:
-    arguments = Sample("causal", causal=True, T=6, S=6, steps=0).arguments()
+    arguments = Sample("causal", causal=True, L=6, S=6, steps=0).arguments()
     arguments["value"][0, 1, 4] = math.nan
     summed = maps_of(arguments).summed
     assert summed is not None
@@ -449,7 +449,7 @@ def test_torch_compile_keeps_values_and_gradients() -> None:
         return maps.with_residual.sum() + maps.mixing_ratio["summed"].sum()  # type: ignore[union-attr]
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for sample in (Sample("a", steps=1), Sample("b", B=3, T=9, S=9, steps=1)):
+    for sample in (Sample("a", steps=1), Sample("b", B=3, L=9, S=9, steps=1)):
         arguments = sample.arguments()
         leaves = [
             arguments[name].requires_grad_()
@@ -464,7 +464,7 @@ def test_torch_compile_keeps_values_and_gradients() -> None:
 
 
 def test_torch_func_sees_through() -> None:
-    arguments = Sample("small", B=2, T=3, S=3, steps=1).arguments()
+    arguments = Sample("small", B=2, L=3, S=3, steps=1).arguments()
     rest = (arguments["value"], arguments["out_proj_weight"])
 
     def total(weights: Tensor, value: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ MISTAKES = [
     (
         wrong(attn_weights=torch.rand(4, 7, 7)),
         RuntimeError,
-        r"attn_weights must have shape \[B, H, T, S\], got \[4, 7, 7\]",
+        r"attn_weights must have shape \[B, H, L, S\], got \[4, 7, 7\]",
     ),
     (
         wrong(attn_weights=torch.rand(2, 4, 7, 6)),
@@ -56,7 +56,7 @@ MISTAKES = [
     (
         wrong(residual=torch.rand(2, 7, 19)),
         RuntimeError,
-        r"residual must have shape \[B, T, D\] = \[2, 7, 20\], got \[2, 7, 19\]",
+        r"residual must have shape \[B, L, D\] = \[2, 7, 20\], got \[2, 7, 19\]",
     ),
     (wrong(residual=None), RuntimeError, r"residual must be given with norm"),
     (wrong(norm=None), RuntimeError, r"norm must be given with second_norm"),
@@ -68,7 +68,7 @@ MISTAKES = [
     (
         wrong(norm=stats(shape=(2, 6))),
         RuntimeError,
-        r"norm scale must have shape \[B, T\] = \[2, 7\], got \[2, 6\]",
+        r"norm scale must have shape \[B, L\] = \[2, 7\], got \[2, 6\]",
     ),
     (
         wrong(key_padding=torch.zeros(2, 7)),
@@ -78,9 +78,9 @@ MISTAKES = [
     (
         wrong(query_padding=torch.zeros(2, 6).bool()),
         RuntimeError,
-        r"query_padding must have shape \[B, T\] = \[2, 7\], got \[2, 6\]",
+        r"query_padding must have shape \[B, L\] = \[2, 7\], got \[2, 6\]",
     ),
-    (wrong(diagonal=1), RuntimeError, r"every query among the keys: .*diagonal 1, T 7, S 7"),
+    (wrong(diagonal=1), RuntimeError, r"every query among the keys: .*diagonal 1, L 7, S 7"),
     (wrong(diagonal=-1), RuntimeError, r"every query among the keys: .*diagonal -1"),
     (
         wrong(value=torch.rand(2, 4, 7, 5, device="meta")),
@@ -162,7 +162,7 @@ def test_errors_name_the_argument_under_transformations(way: str) -> None:
 
 
 def test_a_diagonal_beyond_all_numbers_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"got diagonal 9223372036854775807, T 7, S 7"):
+    with pytest.raises(RuntimeError, match=r"got diagonal 9223372036854775807, L 7, S 7"):
         ikattn.contributions(**wrong(diagonal=2**63 - 1))
 
 

@@ -22,7 +22,7 @@ from contribution_samples import (
     replaced,
 )
 
-WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.T * sample.S and sample.T < 20]
+WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.L * sample.S and sample.L < 20]
 
 
 @pytest.mark.parametrize("sample", WITH_GRADIENTS, ids=lambda sample: sample.name)
@@ -54,8 +54,8 @@ def test_gradients_are_those_of_the_definition(sample: Sample, dtype: torch.dtyp
 @pytest.mark.parametrize(
     "sample",
     [
-        Sample("block", B=2, H=3, G=3, T=2, S=4, d_v=2, D=5, diagonal=1, padding=True),
-        Sample("grouped", B=1, H=4, G=2, T=3, S=3, d_v=2, D=4, centered=(False, True)),
+        Sample("block", B=2, H=3, G=3, L=2, S=4, d_v=2, D=5, diagonal=1, padding=True),
+        Sample("grouped", B=1, H=4, G=2, L=3, S=3, d_v=2, D=4, centered=(False, True)),
     ],
     ids=lambda sample: sample.name,
 )
@@ -124,7 +124,7 @@ def test_gradients_of_more_heads_than_dimensions_have_all_digits(
         "bhsv,dhv->bshd", value.double(), projection.double().unflatten(1, (heads, -1))
     )
     basis = torch.linalg.qr(vectors).Q  # [B, S, H, D]
-    weights = torch.randn(1, 30, heads, 30, dtype=torch.float64)  # [B, S, H, T]
+    weights = torch.randn(1, 30, heads, 30, dtype=torch.float64)  # [B, S, H, L]
     weights -= (1 - rest) * (basis @ (basis.mT @ weights))
     call = weights.permute(0, 2, 3, 1).float(), value, projection
     truth = gradients_of_norms(summed, *(x.double() for x in call))
@@ -170,7 +170,7 @@ def test_what_padded_rows_hold_never_shows_in_gradients(masked: str) -> None:
 
 
 def test_what_comes_in_at_pairs_without_norm_does_not_matter() -> None:
-    arguments = Sample("causal", causal=True, T=5, S=5, steps=2).arguments()
+    arguments = Sample("causal", causal=True, L=5, S=5, steps=2).arguments()
     scale = arguments["norm"].scale.requires_grad_()
     map_ = ikattn.contributions(**arguments, maps=["with_norm"]).with_norm
     assert map_ is not None
@@ -227,7 +227,7 @@ def test_autocast_changes_nothing() -> None:
 
 
 def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
-    arguments = Sample("causal", causal=True, T=5, S=5, steps=0).arguments()
+    arguments = Sample("causal", causal=True, L=5, S=5, steps=0).arguments()
     weights = arguments["attn_weights"].requires_grad_()
     maps = ikattn.contributions(**arguments, maps=["summed"])
     assert maps.summed is not None

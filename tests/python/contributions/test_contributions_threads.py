@@ -20,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("threads")
 # and with many. With one thread the first three take 32, 16 and 64 tokens together, with more
 # threads fewer.
 LARGE = (
-    Sample("a block of BERT", B=1, H=12, G=12, T=130, S=130, d_v=64, D=768),
-    Sample("few tokens", B=2, H=4, G=4, T=9, S=9, d_v=72, D=96),
-    Sample("many tokens", B=2, H=3, G=3, T=700, S=700, d_v=72, D=80),
-    Sample("padded groups", B=3, H=6, G=2, T=200, S=200, d_v=24, D=100, padding=True),
-    Sample("many short ones", B=50, H=4, G=2, T=20, S=20, d_v=8, D=32, centered=(False, True)),
-    Sample("cross attention", B=2, H=4, G=4, T=250, S=330, d_v=16, D=70, steps=0),
-    Sample("cached keys", B=1, H=8, G=8, T=70, S=400, d_v=32, D=256, diagonal=330, causal=True),
-    Sample("one dimension", B=2, H=1, G=1, T=300, S=300, d_v=1, D=1),
-    Sample("fewer dimensions than heads", B=1, H=16, G=16, T=400, S=400, d_v=2, D=3),
+    Sample("a block of BERT", B=1, H=12, G=12, L=130, S=130, d_v=64, D=768),
+    Sample("few tokens", B=2, H=4, G=4, L=9, S=9, d_v=72, D=96),
+    Sample("many tokens", B=2, H=3, G=3, L=700, S=700, d_v=72, D=80),
+    Sample("padded groups", B=3, H=6, G=2, L=200, S=200, d_v=24, D=100, padding=True),
+    Sample("many short ones", B=50, H=4, G=2, L=20, S=20, d_v=8, D=32, centered=(False, True)),
+    Sample("cross attention", B=2, H=4, G=4, L=250, S=330, d_v=16, D=70, steps=0),
+    Sample("cached keys", B=1, H=8, G=8, L=70, S=400, d_v=32, D=256, diagonal=330, causal=True),
+    Sample("one dimension", B=2, H=1, G=1, L=300, S=300, d_v=1, D=1),
+    Sample("fewer dimensions than heads", B=1, H=16, G=16, L=400, S=400, d_v=2, D=3),
 )
 
 
@@ -60,7 +60,7 @@ def test_of_weights(sample: Sample, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mask", [(1, 1), (1, 270), (270, 1), (4, 270, 270), (2, 1, 1, 270)])
 @pytest.mark.parametrize("kernel", ["dot", "implicit"])
 def test_of_query_and_key(kernel: str, mask: tuple[int, ...]) -> None:
-    sample = Sample(kernel, B=2, H=4, G=2, T=270, S=270, d_v=24, D=96, padding=True)
+    sample = Sample(kernel, B=2, H=4, G=2, L=270, S=270, d_v=24, D=96, padding=True)
     arguments = sample.arguments(torch.float32)
     del arguments["attn_weights"]
     torch.manual_seed(0)

@@ -27,10 +27,10 @@ from contribution_samples import (
 @pytest.mark.parametrize("masking", ["none", "causal", "bool", "float", "bias", "causal and float"])
 def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> None:
     torch.manual_seed(2)
-    B, H, G, T, S, d = 2, 4, 2, 37, 37, 6
+    B, H, G, L, S, d = 2, 4, 2, 37, 37, 6
     query, key, value = (
         torch.randn(B, heads, length, d, dtype=torch.float64)
-        for heads, length in ((H, T), (G, S), (G, S))
+        for heads, length in ((H, L), (G, S), (G, S))
     )
     frequencies = {} if kernel == "dot" else {"w1": torch.randn(H, d, 5).double() / 6}
     if kernel == "implicit":
@@ -39,10 +39,10 @@ def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> 
     if "causal" in masking:
         options["is_causal"] = True
     if masking == "bool":
-        options["attn_mask"] = torch.rand(B, 1, T, S) > 0.4
+        options["attn_mask"] = torch.rand(B, 1, L, S) > 0.4
         options["attn_mask"][0, 0, 3] = False  # a row that sees nothing
     if "float" in masking:
-        options["attn_mask"] = torch.randn(H, T, S, dtype=torch.float64)
+        options["attn_mask"] = torch.randn(H, L, S, dtype=torch.float64)
     if masking == "bias":
         options["key_bias"] = torch.randn(B, G, S, dtype=torch.float64)
     if kernel == "dot":
@@ -53,7 +53,7 @@ def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> 
         )
     block = {
         name: each
-        for name, each in Sample("b", B=B, T=T, S=S, D=H * d).arguments().items()
+        for name, each in Sample("b", B=B, L=L, S=S, D=H * d).arguments().items()
         if name in ("residual", "norm", "second_norm")
     }
     projection = torch.randn(H * d, H * d, dtype=torch.float64)
@@ -182,10 +182,10 @@ def test_value_norms_alone_make_no_weights() -> None:
 def test_streaming_many_rounds_gives_what_one_gives() -> None:
     """Enough pairs for several rounds of queries, in the backward too."""
     torch.manual_seed(5)
-    H, T, d = 16, 640, 8
-    query, key, value = torch.randn(3, 1, H, T, d).unbind()
+    H, L, d = 16, 640, 8
+    query, key, value = torch.randn(3, 1, H, L, d).unbind()
     projection = torch.randn(32, H * d) / 8
-    residual = torch.randn(1, T, 32)
+    residual = torch.randn(1, L, 32)
     leaf = value.clone().requires_grad_()
     streamed = ikattn.streamed_contributions(
         query, key, leaf, projection, residual=residual, is_causal=True
@@ -280,15 +280,15 @@ def test_opcheck_of_streamed_weights() -> None:
 
 
 def test_no_tensor_has_both_pairs_and_dimensions() -> None:
-    """T = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
+    """L = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
     program = """
         import resource, torch, ikattn
         torch.set_num_threads(1)
-        H, T, D = 12, 1024, 768
-        value, residual = torch.randn(1, H, T, 64), torch.randn(1, T, D)
-        query, key = torch.randn(2, 1, H, T, 64).unbind()
+        H, L, D = 12, 1024, 768
+        value, residual = torch.randn(1, H, L, 64), torch.randn(1, L, D)
+        query, key = torch.randn(2, 1, H, L, 64).unbind()
         projection = torch.randn(D, D)
-        norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, T))
+        norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, L))
         ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         maps = ikattn.streamed_contributions(

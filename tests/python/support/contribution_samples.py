@@ -1,6 +1,6 @@
 """The calls that the tests of the contribution operators share, and the definition they check.
 
-The definition is mathematics.md's, word for word, through the [B, T, S, D] tensor of contributions
+The definition is mathematics.md's, word for word, through the [B, L, S, D] tensor of contributions
 that the operators exist to avoid.
 """
 
@@ -23,7 +23,7 @@ class Sample:
     B: int = 2
     H: int = 4
     G: int = 4
-    T: int = 7
+    L: int = 7
     S: int = 7
     d_v: int = 5
     D: int = 20
@@ -39,10 +39,10 @@ class Sample:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        B, H, T, S, D = self.B, self.H, self.T, self.S, self.D
-        logits = 2 * random(B, H, T, S)
+        B, H, L, S, D = self.B, self.H, self.L, self.S, self.D
+        logits = 2 * random(B, H, L, S)
         if self.causal:
-            seen = torch.ones(T, S, dtype=torch.bool).tril(self.diagonal)
+            seen = torch.ones(L, S, dtype=torch.bool).tril(self.diagonal)
             logits = logits.masked_fill(~seen, -torch.inf)
         arguments: dict[str, Any] = {
             "attn_weights": logits.softmax(-1).to(dtype),
@@ -51,19 +51,19 @@ class Sample:
             "diagonal": self.diagonal,
         }
         if self.steps > 0:
-            arguments["residual"] = random(B, T, D).to(dtype)
+            arguments["residual"] = random(B, L, D).to(dtype)
         for step, name in ((2, "norm"), (3, "second_norm")):
             if self.steps >= step:
                 arguments[name] = ikattn.analysis.NormStats(
                     random(D).to(dtype),
-                    (random(B, T).abs() + 0.5).to(dtype),
+                    (random(B, L).abs() + 0.5).to(dtype),
                     self.centered[step - 2],
                 )
         if self.padding:
             lengths = torch.arange(S, S - B, -1).clamp_min(1)
             key_padding = torch.arange(S) >= lengths[:, None]
             arguments["key_padding"] = key_padding
-            arguments["query_padding"] = key_padding[:, self.diagonal : self.diagonal + T]
+            arguments["query_padding"] = key_padding[:, self.diagonal : self.diagonal + L]
         return arguments
 
 
@@ -73,27 +73,27 @@ SAMPLES = [
     Sample("mixed norms", centered=(False, True)),
     Sample("padded batch", B=3, padding=True),
     Sample("no block", steps=0),
-    Sample("cross attention", T=5, S=9, steps=0),
+    Sample("cross attention", L=5, S=9, steps=0),
     Sample("residual only", steps=1),
     Sample("one norm", steps=2, padding=True),
     Sample("grouped heads", H=6, G=2),
     Sample("one key head", H=5, G=1, steps=2),
-    Sample("cached keys", T=3, S=9, diagonal=6, causal=True),
-    Sample("causal", causal=True, T=9, S=9),
-    Sample("one token", T=1, S=1),
+    Sample("cached keys", L=3, S=9, diagonal=6, causal=True),
+    Sample("causal", causal=True, L=9, S=9),
+    Sample("one token", L=1, S=1),
     Sample("one head", H=1, G=1),
-    Sample("one of everything", B=1, H=1, G=1, T=1, S=1, d_v=1, D=1),
+    Sample("one of everything", B=1, H=1, G=1, L=1, S=1, d_v=1, D=1),
     Sample("fewer dimensions than heads", H=7, G=7, d_v=2, D=3),
-    Sample("twelve heads", B=1, H=12, G=12, T=66, S=66, d_v=8, D=96),
-    Sample("tile edge", B=1, T=64, S=64, D=64),
-    Sample("tile edge - 1", B=1, T=33, S=63, D=63, steps=0),
-    Sample("tile edge + 1", B=1, T=65, S=65, D=65, padding=True),
-    Sample("two panels", B=2, H=4, G=2, T=5, S=70, d_v=70, D=130),
-    Sample("many short ones", B=9, H=3, G=3, T=5, S=5, D=70),
+    Sample("twelve heads", B=1, H=12, G=12, L=66, S=66, d_v=8, D=96),
+    Sample("tile edge", B=1, L=64, S=64, D=64),
+    Sample("tile edge - 1", B=1, L=33, S=63, D=63, steps=0),
+    Sample("tile edge + 1", B=1, L=65, S=65, D=65, padding=True),
+    Sample("two panels", B=2, H=4, G=2, L=5, S=70, d_v=70, D=130),
+    Sample("many short ones", B=9, H=3, G=3, L=5, S=5, D=70),
     Sample("no batch", B=0),
-    Sample("no queries", T=0, S=4),
-    Sample("no keys", T=0, S=0),
-    Sample("no keys for queries", T=3, S=0, steps=0),
+    Sample("no queries", L=0, S=4),
+    Sample("no keys", L=0, S=0),
+    Sample("no keys for queries", L=3, S=0, steps=0),
 ]
 
 
@@ -126,11 +126,11 @@ def replaced(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str,
 
 
 def vectors(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """What each query takes from each token, as vectors: [B, T, S, D] for every summed map."""
+    """What each query takes from each token, as vectors: [B, L, S, D] for every summed map."""
     weights = arguments["attn_weights"].double()
     value, projection = arguments["value"].double(), arguments["out_proj_weight"].double()
-    B, H, T, S = weights.shape
-    query_padding, key_padding = _paddings(arguments, B, T, S)
+    B, H, L, S = weights.shape
+    query_padding, key_padding = _paddings(arguments, B, L, S)
     value = value.masked_fill(key_padding[:, None, :, None], 0)
     weights = weights.masked_fill(query_padding[:, None, :, None], 0)
     weights = weights.masked_fill(key_padding[:, None, None, :], 0)
@@ -143,7 +143,7 @@ def vectors(arguments: dict[str, Any]) -> dict[str, Tensor]:
     visible = ~(query_padding[:, :, None] | key_padding[:, None, :])[..., None]
     found = {"summed": y}
     if "residual" in arguments:
-        own = torch.ones(T, S).tril(arguments["diagonal"]).triu(arguments["diagonal"])
+        own = torch.ones(L, S).tril(arguments["diagonal"]).triu(arguments["diagonal"])
         y = y + own[None, :, :, None] * arguments["residual"].double()[:, :, None] * visible
         found["with_residual"] = y
         for map_name, name in (("with_norm", "norm"), ("encoder", "second_norm")):
@@ -160,8 +160,8 @@ def vectors(arguments: dict[str, Any]) -> dict[str, Tensor]:
 def definition(arguments: dict[str, Any]) -> ikattn.Contributions:
     """All maps of a call, by their definitions, in float64."""
     weights = arguments["attn_weights"].double()
-    B, H, T, S = weights.shape
-    query_padding, key_padding = _paddings(arguments, B, T, S)
+    B, H, L, S = weights.shape
+    query_padding, key_padding = _paddings(arguments, B, L, S)
     value = arguments["value"].double().repeat_interleave(H // arguments["value"].shape[1], 1)
     projection = arguments["out_proj_weight"].double().unflatten(1, (H, -1))
     norms = norm_of(torch.einsum("bhsv,dhv->bhsd", value, projection))
@@ -171,7 +171,7 @@ def definition(arguments: dict[str, Any]) -> ikattn.Contributions:
     for name, y in vectors(arguments).items():
         setattr(maps, name, norm_of(y))
         if "residual" in arguments:
-            own = torch.ones(T, S).tril(arguments["diagonal"]).triu(arguments["diagonal"])
+            own = torch.ones(L, S).tril(arguments["diagonal"]).triu(arguments["diagonal"])
             own = own.bool()[None, :, :, None]
             others = norm_of((y * ~own).sum(2))
             itself = norm_of((y * own).sum(2))
@@ -197,12 +197,12 @@ def named(maps: ikattn.Contributions) -> dict[str, Tensor]:
     return found | {f"mixing_ratio.{name}": each for name, each in maps.mixing_ratio.items()}
 
 
-def _paddings(arguments: dict[str, Any], B: int, T: int, S: int) -> tuple[Tensor, Tensor]:
+def _paddings(arguments: dict[str, Any], B: int, L: int, S: int) -> tuple[Tensor, Tensor]:
     nothing = torch.zeros(B, 0, dtype=torch.bool)
     query_padding = arguments.get("query_padding")
     key_padding = arguments.get("key_padding")
     return (
-        nothing.new_zeros(B, T) if query_padding is None else query_padding,
+        nothing.new_zeros(B, L) if query_padding is None else query_padding,
         nothing.new_zeros(B, S) if key_padding is None else key_padding,
     )
 

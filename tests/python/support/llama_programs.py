@@ -134,7 +134,7 @@ def _share_bert(model: nn.Module) -> nn.Module:
 
 
 def _drop(folder: Path, plan: dict[str, Any]) -> Tensor:
-    """Weights of this rank's heads, [B, H / 2, T, T], where dropout is all that differs."""
+    """Weights of this rank's heads, [B, H / 2, L, L], where dropout is all that differs."""
     model = from_pretrained(LLAMA, folder / "direct", **plan).train()
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:

@@ -12,7 +12,7 @@ HEADS = 2
 
 
 def random_maps(
-    T: int = 5,
+    L: int = 5,
     S: int = 5,
     *,
     dtype: torch.dtype = torch.float32,
@@ -31,16 +31,16 @@ def random_maps(
 
     return Contributions(
         value_norms=draw(HEADS, S),
-        per_head=draw(HEADS, T, S),
-        summed=draw(T, S),
-        with_residual=draw(T, S),
-        with_norm=draw(T, S),
-        encoder=draw(T, S),
-        mixing_ratio={"summed": draw(T), "encoder": draw(T)},
-        weights=draw(HEADS, T, S),
-        similarity=draw(HEADS, T, S),
+        per_head=draw(HEADS, L, S),
+        summed=draw(L, S),
+        with_residual=draw(L, S),
+        with_norm=draw(L, S),
+        encoder=draw(L, S),
+        mixing_ratio={"summed": draw(L), "encoder": draw(L)},
+        weights=draw(HEADS, L, S),
+        similarity=draw(HEADS, L, S),
         magnitude=draw(HEADS, S),
-        query_padding=padding(T),
+        query_padding=padding(L),
         key_padding=padding(S),
     )
 

@@ -37,8 +37,8 @@ def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
     Returns:
         map: Its name.
         entropy: Of its rows, in bits; the mean over rows, heads and layers.
-        thumbnail: The mean over heads and layers of its rows' shares, ``[T, S]`` averaged down to
-            at most 16 x 16: T, S and a byte for each cell.
+        thumbnail: The mean over heads and layers of its rows' shares, ``[L, S]`` averaged down to
+            at most 16 x 16: L, S and a byte for each cell.
         mixing_ratio: That of the last map that has one, the mean over tokens and layers.
 
         None stands for what was not recorded or is not finite.
@@ -74,18 +74,18 @@ def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
 
 
 def _shares(x: Tensor) -> Tensor:
-    """A map ``[T, S]`` or ``[H, T, S]`` as ``[H or 1, T, S]`` of rows over their sums."""
+    """A map ``[L, S]`` or ``[H, L, S]`` as ``[H or 1, L, S]`` of rows over their sums."""
     return row_shares(full_precision(x if x.dim() == 3 else x[None]))
 
 
 def _thumbnail(x: Tensor) -> str | None:
-    """``[T, S]`` as the square roots of its cells over the largest: small ones are to be seen."""
+    """``[L, S]`` as the square roots of its cells over the largest: small ones are to be seen."""
     cells = adaptive_avg_pool2d(x[None], (min(x.shape[0], _CELLS), min(x.shape[1], _CELLS)))[0]
     if not (cells >= 0).all() or not cells.isfinite().all() or not cells.any():
         return None
     codes = (255 * (cells / cells.max()).sqrt()).round().to(torch.uint8)
-    T, S = codes.shape
-    return f"{T} {S} {base64.b64encode(bytes(codes.flatten().tolist())).decode()}"
+    L, S = codes.shape
+    return f"{L} {S} {base64.b64encode(bytes(codes.flatten().tolist())).decode()}"
 
 
 def _mixing_ratio(layers: Sequence[Contributions]) -> float | None:

@@ -109,7 +109,7 @@ def single_maps(maps: Sequence[str]) -> tuple[str, ...]:
 
 def drawable_maps(maps: Sequence[str]) -> list[str]:
     """Those that have queries and keys, so that a page or picture can show them."""
-    return [name for name in single_maps(maps) if AXES.get(name, "").endswith("TS")]
+    return [name for name in single_maps(maps) if AXES.get(name, "").endswith("LS")]
 
 
 @dataclass(frozen=True)

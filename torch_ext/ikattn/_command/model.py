@@ -146,7 +146,7 @@ class AnalyzedModel:
     def _encode(
         self, texts: list[str], argument: str = "text"
     ) -> tuple[dict[str, Tensor], list[list[str]], list[int]]:
-        """Inputs ``[B, T]``, tokens, and each text's length where it is longer than allowed.
+        """Inputs ``[B, L]``, tokens, and each text's length where it is longer than allowed.
 
         Args:
             texts: B of them.

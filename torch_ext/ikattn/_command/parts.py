@@ -224,7 +224,7 @@ def _columns(job: Job) -> dict[str, str]:
     names = [name for name in single_maps(job.maps) if name in AXES]
     if "mixing_ratio" in single_maps(job.maps):
         names += [f"mixing_ratio.{name}" for name in SUMMED_MAPS]
-    return {name: AXES.get(name, "T") for name in names}
+    return {name: AXES.get(name, "L") for name in names}
 
 
 def _map_of(maps: Contributions, name: str) -> Tensor | None:

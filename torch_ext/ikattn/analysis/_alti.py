@@ -1,6 +1,6 @@
 """ALTI: how near each token's vector comes to what the layer makes.
 
-Symbols: B batch, H query heads, G key/value heads, T queries, S keys, d_v head size of value, D
+Symbols: B batch, H query heads, G key/value heads, L queries, S keys, d_v head size of value, D
 model size; y_i the layer's output for token i, y_ij what comes of it from token j: through heads
 and out-projection, with the residual on the diagonal, and through the norm after it.
 Source: J. Ferrando, G. I. Gállego, M. R. Costa-jussà, "Measuring the Mixing of Contextual
@@ -19,7 +19,7 @@ from ikattn.analysis.contributions import NormStats
 
 __all__ = ["alti"]
 
-MOST_ELEMENTS = 1 << 24  # of [keys, T, D], held at a time
+MOST_ELEMENTS = 1 << 24  # of [keys, L, D], held at a time
 
 
 @takes_memory_for("the ALTI map")
@@ -45,26 +45,26 @@ def alti(
 
     A vector that points away from the output counts nothing, however long it is: that is the
     difference to norms of vectors (``ikattn.contributions``). Biases belong to no token, but they
-    are part of the output. Time O(B T S H D), memory O(B S H D) for the vectors of heads; those of
-    pairs, ``[T, S, D]``, are made for some keys at a time.
+    are part of the output. Time O(B L S H D), memory O(B S H D) for the vectors of heads; those of
+    pairs, ``[L, S, D]``, are made for some keys at a time.
 
     Args:
-        attn_weights: ``[B, H, T, S]``.
+        attn_weights: ``[B, H, L, S]``.
         value: ``[B, G, S, d_v]``, the value projection's bias included.
         out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
-        output: ``[B, T, D]``, y: what the layer made, after ``norm`` where there is one, biases
+        output: ``[B, L, D]``, y: what the layer made, after ``norm`` where there is one, biases
             included.
-        residual: ``[B, T, D]``, what is added to the attention's output.
+        residual: ``[B, L, D]``, what is added to the attention's output.
         norm: The normalisation after the residual sum.
         output_norm: A normalisation between out-projection and residual sum.
         distance: "l1", which the paper takes, or "l2".
-        query_padding: bool ``[B, T]``, True = padding, whose rows are 0.
+        query_padding: bool ``[B, L]``, True = padding, whose rows are 0.
         key_padding: bool ``[B, S]``, likewise for columns.
         diagonal: The token of query i is that of key ``i + diagonal``. None: queries are no keys,
             as in cross-attention, and the residual is a token of its own.
 
     Returns:
-        ``[B, T, S]``, rows add up to 1; 0 where a pair is hidden, and a row of zeros where no token
+        ``[B, L, S]``, rows add up to 1; 0 where a pair is hidden, and a row of zeros where no token
         brings the output nearer. Without a diagonal rows lack what the residual brings (ALTI+,
         Ferrando et al., EMNLP 2022). float64 where value is, otherwise float32.
 
@@ -86,11 +86,11 @@ def alti(
     _check_shapes(attn_weights, value, out_proj_weight, output, residual)
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     weights = attn_weights.to(dtype)
-    is_hidden = (weights == 0).all(1)  # [B, T, S]
+    is_hidden = (weights == 0).all(1)  # [B, L, S]
     output, residual = output.to(dtype), residual.to(dtype)
     d_v = value.size(-1)
     by_head = out_proj_weight.to(dtype).unflatten(1, (-1, d_v)).permute(1, 2, 0)  # [H, d_v, D]
-    # A norm is a linear map of the vectors, and a divisor of each query's, [B, T].
+    # A norm is a linear map of the vectors, and a divisor of each query's, [B, L].
     divisor: Tensor | float = 1.0
     for stats in (output_norm, norm):
         if stats is not None:
@@ -126,10 +126,10 @@ def _check_shapes(
 ) -> None:
     if attn_weights.dim() != 4 or value.dim() != 4:
         raise ValueError(
-            f"alti: attn_weights must be [B, H, T, S] and value [B, G, S, d_v], got "
+            f"alti: attn_weights must be [B, H, L, S] and value [B, G, S, d_v], got "
             f"{list(attn_weights.shape)} and {list(value.shape)}"
         )
-    B, H, T, S = attn_weights.shape
+    B, H, L, S = attn_weights.shape
     if value.shape[0] != B or value.shape[2] != S or H % max(value.shape[1], 1) != 0:
         raise ValueError(
             f"alti: value must be [{B}, G, {S}, d_v] where G divides {H}, got {list(value.shape)}"
@@ -141,8 +141,8 @@ def _check_shapes(
         )
     D = out_proj_weight.shape[0]
     for name, x in (("output", output), ("residual", residual)):
-        if x.shape != (B, T, D):
-            raise ValueError(f"alti: {name} must be [{B}, {T}, {D}], got {list(x.shape)}")
+        if x.shape != (B, L, D):
+            raise ValueError(f"alti: {name} must be [{B}, {L}, {D}], got {list(x.shape)}")
 
 
 def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
     Args:
         value: [B, G, S, d_v].
         by_head: The out-projection, [H, d_v, D].
-        weights: [B, H, T, S].
+        weights: [B, H, L, S].
     """
     counts = (weights != 0).any(-2)  # [B, H, S]; others may hold NaN
     value = value.repeat_interleave(weights.size(1) // value.size(1), 1)
@@ -179,13 +179,13 @@ def _has_kernel(tensors: tuple[Tensor, ...]) -> bool:
 def _distances(
     weights: Tensor, heads: Tensor, output: Tensor, residual: Tensor, diagonal: int, order: int
 ) -> Tensor:
-    """``|y_i - y_ij|``, [B, T, S].
+    """``|y_i - y_ij|``, [B, L, S].
 
     Args:
-        weights: [B, H, T, S].
+        weights: [B, H, L, S].
         heads: [B, S, H, D].
-        output: [B, T, D].
-        residual: [B, T, D].
+        output: [B, L, D].
+        residual: [B, L, D].
         diagonal: The token of query i is that of key ``i + diagonal``.
         order: Of the norm.
     """
@@ -193,14 +193,14 @@ def _distances(
     if _has_kernel(tensors):
         found: Tensor = torch.ops.ikattn.alti_distances(*tensors, diagonal, order == 2)
         return found.sqrt() if order == 2 else found
-    B, _, T, S = weights.shape
-    each = max(1, MOST_ELEMENTS // max(1, B * T * output.size(-1)))
-    by_key = weights.permute(0, 3, 2, 1)  # [B, S, T, H]
+    B, _, L, S = weights.shape
+    each = max(1, MOST_ELEMENTS // max(1, B * L * output.size(-1)))
+    by_key = weights.permute(0, 3, 2, 1)  # [B, S, L, H]
     columns = []
     for first in range(0, S, each):
         end = min(first + each, S)
         rest = output.unsqueeze(1) - by_key[:, first:end] @ heads[:, first:end]
-        keys = torch.arange(max(first, diagonal), min(end, T + diagonal), device=output.device)
+        keys = torch.arange(max(first, diagonal), min(end, L + diagonal), device=output.device)
         rest[:, keys - first, keys - diagonal] -= residual[:, keys - diagonal]
         columns.append(torch.linalg.vector_norm(rest, order, -1))
-    return torch.cat(columns, 1).mT if columns else output.new_zeros(B, T, 0)
+    return torch.cat(columns, 1).mT if columns else output.new_zeros(B, L, 0)

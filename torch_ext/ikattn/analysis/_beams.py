@@ -91,12 +91,12 @@ def _end(maps: Contributions, before: Contributions, ended: Tensor, *, own_keys:
         x, earlier = getattr(maps, name), getattr(before, name)
         if x is None:
             continue
-        if "T" in axes:
+        if "L" in axes:
             own = ended.to(x.device).view(-1, *(1,) * (x.dim() - 1))
             setattr(maps, name, x.masked_fill(own, 0))
         elif earlier is not None:
             setattr(maps, name, _left_as_it_was(x, earlier, ended, 0))
-    rows = ended[:, None].expand(-1, size_of(maps, "T") or 0)
+    rows = ended[:, None].expand(-1, size_of(maps, "L") or 0)
     for name, ratio in maps.mixing_ratio.items():
         maps.mixing_ratio[name] = ratio.masked_fill(rows.to(ratio.device), 0)
     known = maps.query_padding

@@ -1,6 +1,6 @@
 """What one sequence adds to the sums of a corpus.
 
-Sizes: H heads (or none), T queries, S keys, A types of tokens; padding is cut off already.
+Sizes: H heads (or none), L queries, S keys, A types of tokens; padding is cut off already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterato
 
     Args:
         maps: Without the batch axis and padding.
-        queries, keys: ``[T, A]`` and ``[S, A]``, one where a token is of a type.
+        queries, keys: ``[L, A]`` and ``[S, A]``, one where a token is of a type.
     """
     found = {name: getattr(maps, name) for name in AXES}
     found |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
@@ -35,9 +35,9 @@ def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterato
         if not x.isfinite().all():
             yield name, {"left_out": torch.ones((), dtype=torch.float64, device="cpu")}
             continue
-        axes = AXES.get(name, "T")
+        axes = AXES.get(name, "L")
         one = torch.ones((), dtype=torch.float64, device="cpu")
-        if axes.endswith("TS"):
+        if axes.endswith("LS"):
             sums = _sums_of_pairs(x, queries.to(x.device), keys.to(x.device))
             sums |= {"count": queries.sum(0)[:, None] * keys.sum(0)}
         else:
@@ -47,7 +47,7 @@ def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterato
 
 
 def _sums_of_pairs(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
-    """Of one map ``[T, S]`` or ``[H, T, S]``, a few heads at a time."""
+    """Of one map ``[L, S]`` or ``[H, L, S]``, a few heads at a time."""
     if x.dim() == 2:
         return _sums_of_heads(x, queries, keys)
     size = max(1, _PAIRS_AT_ONCE // max(1, x[0].numel()))
@@ -77,6 +77,6 @@ def _cells_of(size: int, like: Tensor) -> Tensor:
 
 
 def _cells_of_rows(x: Tensor) -> Tensor:
-    """``[16, T]``: the mean over the tokens of a cell."""
+    """``[16, L]``: the mean over the tokens of a cell."""
     size = x.shape[-2]
     return _cells_of(size, x).mT * (CELLS / max(1, size))

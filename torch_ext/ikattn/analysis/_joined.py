@@ -38,9 +38,9 @@ def _goes_on(layers: Mapping[str, Layer], before: Batch, batch: Batch) -> bool:
     if sequence_count(list(batch.values())) != sequence_count(list(before.values())):
         return False
     for name in own:
-        T, S = size_of(batch[name], "T"), size_of(batch[name], "S")
+        L, S = size_of(batch[name], "L"), size_of(batch[name], "S")
         earlier = size_of(before[name], "S")
-        if T is None or S is None or earlier is None or earlier + T != S:
+        if L is None or S is None or earlier is None or earlier + L != S:
             return False
     return True
 
@@ -142,7 +142,7 @@ def _reads(layers: Mapping[str, Layer], encoder: Batch, decoder: Batch) -> bool:
         return False
     counts = [sequence_count(list(call.values())) for call in (encoder, decoder)]
     keys = size_of(crossing[0], "S")
-    fits = all(size_of(maps, "T") == keys for maps in encoder.values())
+    fits = all(size_of(maps, "L") == keys for maps in encoder.values())
     return fits and counts[0] > 0 and counts[1] % counts[0] == 0
 
 
@@ -170,7 +170,7 @@ def _joined(parts: Sequence[Contributions]) -> Contributions:
         tensors = [getattr(part, name) for part in parts]
         if any(tensor is None for tensor in tensors):
             continue
-        if "T" not in axes:
+        if "L" not in axes:
             setattr(found, name, tensors[-1])
             continue
         assert S is not None
@@ -184,8 +184,8 @@ def _joined(parts: Sequence[Contributions]) -> Contributions:
     if any(part.query_padding is not None for part in parts):
         rows = []
         for part in parts:
-            T = size_of(part, "T") or 0
-            none = torch.zeros(_batch_of(part), T, dtype=torch.bool)
+            L = size_of(part, "L") or 0
+            none = torch.zeros(_batch_of(part), L, dtype=torch.bool)
             rows.append(none if part.query_padding is None else part.query_padding.to(none.device))
         found.query_padding = torch.cat(rows, 1)
     return found

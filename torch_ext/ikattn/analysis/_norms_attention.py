@@ -1,6 +1,6 @@
 """The attention implementation "ikattn_norms", which returns maps where weights would be.
 
-Sizes: B batch, H query heads, T queries, S keys.
+Sizes: B batch, H query heads, L queries, S keys.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def register_norms(*, map: str = "summed") -> None:
     function registers it as well.
 
     Args:
-        map: Which: "summed", N of every layer, ``[B, T, S]``; "per_head", ``[B, H, T, S]``; or
-            "weights" or "similarity", ``[B, H, T, S]``. A later call changes it for all models.
+        map: Which: "summed", N of every layer, ``[B, L, S]``; "per_head", ``[B, H, L, S]``; or
+            "weights" or "similarity", ``[B, H, L, S]``. A later call changes it for all models.
 
     Raises:
         ValueError: The map is none of these.

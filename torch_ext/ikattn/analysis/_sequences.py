@@ -14,17 +14,17 @@ from ikattn.analysis.tokens import Tokens, tokens_of_batch
 
 __all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
 
-# The axes of each map after the batch: H heads, T queries, S keys.
+# The axes of each map after the batch: H heads, L queries, S keys.
 AXES = {
     "value_norms": "HS",
-    "per_head": "HTS",
-    "summed": "TS",
-    "with_residual": "TS",
-    "with_norm": "TS",
-    "encoder": "TS",
-    "alti": "TS",
-    "weights": "HTS",
-    "similarity": "HTS",
+    "per_head": "HLS",
+    "summed": "LS",
+    "with_residual": "LS",
+    "with_norm": "LS",
+    "encoder": "LS",
+    "alti": "LS",
+    "weights": "HLS",
+    "similarity": "HLS",
     "magnitude": "HS",
 }
 
@@ -48,7 +48,7 @@ class SequenceMaps:
     layers: dict[str, Contributions]
 
     def labels(self, layer: Layer) -> tuple[list[str], list[str]]:
-        """The tokens of a layer's queries ``[T]`` and keys ``[S]``; their numbers where unknown.
+        """The tokens of a layer's queries ``[L]`` and keys ``[S]``; their numbers where unknown.
 
         Raises:
             ValueError: As many tokens as the maps have rows or columns are needed.
@@ -60,14 +60,14 @@ class SequenceMaps:
         if layer.kind == "cross" and self.target_tokens is None:
             own = None
         maps = self.layers[layer.name]
-        sizes = {axis: _size(maps, axis) for axis in "TS"}
-        T, S = sizes["T"] or 0, sizes["S"] or 0
-        if layer.kind == "self" and own is not None and T < S:  # earlier tokens are in a cache
+        sizes = {axis: _size(maps, axis) for axis in "LS"}
+        L, S = sizes["L"] or 0, sizes["S"] or 0
+        if layer.kind == "self" and own is not None and L < S:  # earlier tokens are in a cache
             if len(own) == S:
-                return list(own[-T:]) if T else [], list(own)
-            if len(own) == T:
-                return list(own), [f"prefix {n}" for n in range(1, S - T + 1)] + list(own)
-        return self._named("queries", own, T, layer), self._named("keys", of_keys, S, layer)
+                return list(own[-L:]) if L else [], list(own)
+            if len(own) == L:
+                return list(own), [f"prefix {n}" for n in range(1, S - L + 1)] + list(own)
+        return self._named("queries", own, L, layer), self._named("keys", of_keys, S, layer)
 
     def _named(self, what: str, tokens: Sequence[str] | None, size: int, layer: Layer) -> list[str]:
         if tokens is None:
@@ -140,7 +140,7 @@ def sequence_count(layers: Sequence[Contributions]) -> int:
 def cut(maps: Contributions, index: int) -> Contributions:
     """One sequence's maps, without the batch axis and without padding."""
     kept = {
-        "T": None if maps.query_padding is None else (~maps.query_padding[index]).nonzero()[:, 0],
+        "L": None if maps.query_padding is None else (~maps.query_padding[index]).nonzero()[:, 0],
         "S": None if maps.key_padding is None else (~maps.key_padding[index]).nonzero()[:, 0],
     }
 
@@ -157,7 +157,7 @@ def cut(maps: Contributions, index: int) -> Contributions:
     found: dict[str, Any] = {
         name: of_sequence(getattr(maps, name), axes) for name, axes in AXES.items()
     }
-    ratios = {name: of_sequence(ratio, "T") for name, ratio in maps.mixing_ratio.items()}
+    ratios = {name: of_sequence(ratio, "L") for name, ratio in maps.mixing_ratio.items()}
     return replace(
         maps,
         **found,
@@ -186,7 +186,7 @@ def _tensors(maps: Contributions) -> dict[str, Tensor]:
 
 
 def size_of(maps: Contributions, axis: str) -> int | None:
-    """T or S of a batch's maps, with padding; None where none of them has that axis."""
+    """L or S of a batch's maps, with padding; None where none of them has that axis."""
     for name, axes in AXES.items():
         tensor = getattr(maps, name)
         if tensor is not None and axis in axes:
@@ -195,12 +195,12 @@ def size_of(maps: Contributions, axis: str) -> int | None:
 
 
 def _size(maps: Contributions, axis: str) -> int | None:
-    """T or S of one sequence's maps, None where none of them has that axis."""
+    """L or S of one sequence's maps, None where none of them has that axis."""
     for name, axes in AXES.items():
         tensor = getattr(maps, name)
         if tensor is not None and axis in axes:
             return int(tensor.shape[axes.index(axis)])
-    if axis == "T":
+    if axis == "L":
         return next((ratio.shape[0] for ratio in maps.mixing_ratio.values()), None)
     return None
 
@@ -208,16 +208,16 @@ def _size(maps: Contributions, axis: str) -> int | None:
 def _in_turn(recording: RecordedMaps, lists: list[list[list[str]]]) -> list[list[str]]:
     """Tokens of calls, each with those of the calls before it that it goes on from.
 
-    A call of T tokens whose maps have S > T keys goes on from S - T tokens in a cache.
+    A call of L tokens whose maps have S > L keys goes on from S - L tokens in a cache.
     """
     found: list[list[str]] = []
     before: list[list[str]] = []
     for batch, own in zip(recording.batches, lists, strict=True):
         cached = 0
         for name, maps in batch.items():
-            T, S = size_of(maps, "T"), size_of(maps, "S")
-            if recording.layers[name].kind == "self" and T is not None and S is not None:
-                cached = max(cached, S - T)
+            L, S = size_of(maps, "L"), size_of(maps, "S")
+            if recording.layers[name].kind == "self" and L is not None and S is not None:
+                cached = max(cached, S - L)
         goes_on = cached and len(before) == len(own)
         whole = [(before[i][-cached:] if goes_on else []) + tokens for i, tokens in enumerate(own)]
         found += whole

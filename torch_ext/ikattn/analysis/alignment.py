@@ -1,6 +1,6 @@
 """Word alignments: read from maps of cross-attention, read from files, and scored.
 
-A link is a pair (source word, target word), both counted from 0. Symbols: B batch, T queries (rows
+A link is a pair (source word, target word), both counted from 0. Symbols: B batch, L queries (rows
 of the decoder), S keys (source subwords).
 Sources: G. Kobayashi et al., "Attention is Not Only a Weight", EMNLP 2020, section 5, for
 alignments from maps; F. J. Och, H. Ney, "A Systematic Comparison of Various Statistical Alignment
@@ -296,7 +296,7 @@ def word_alignment(
     whole row is 0. Special tokens compete one by one.
 
     Args:
-        map: ``[B, T, S]`` of cross-attention: ``weights`` averaged over heads, ``summed`` or
+        map: ``[B, L, S]`` of cross-attention: ``weights`` averaged over heads, ``summed`` or
             ``alti``; or the first result of :func:`ikattn.analysis.alti_plus`.
         source_words: For each sentence the word of each source token, None for special ones (a
             tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do not
@@ -312,7 +312,7 @@ def word_alignment(
         For each sentence its links (source word, target word).
 
     Raises:
-        ValueError: map is not [B, T, S], the word lists do not fit it, or the setting is unknown.
+        ValueError: map is not [B, L, S], the word lists do not fit it, or the setting is unknown.
 
     Source: Kobayashi et al., EMNLP 2020, section 5 and the authors' code.
 
@@ -325,15 +325,15 @@ def word_alignment(
     """
     if map.dim() != 3:
         raise ValueError(
-            f"word_alignment: map must have shape [B, T, S], got {list(map.shape)}"
+            f"word_alignment: map must have shape [B, L, S], got {list(map.shape)}"
             + (": take one head, or head_mean of them" if map.dim() == 4 else "")
         )
     if setting not in ("AWO", "AWI"):
         raise ValueError(f'word_alignment: setting must be "AWO" or "AWI", got {setting!r}')
-    B, T, S = map.shape
+    B, L, S = map.shape
     shift = 1 if setting == "AWI" else 0
     of_keys = _word_numbers(source_words, "source_words", B, S, "S", map.device)
-    of_rows = _word_numbers(target_words, "target_words", B, T - shift, "the rows", map.device)
+    of_rows = _word_numbers(target_words, "target_words", B, L - shift, "the rows", map.device)
     if key_padding is not None:
         check_padding(key_padding, "key_padding", (B, S), "word_alignment")
         of_keys = of_keys.masked_fill(key_padding, _PADDING)
@@ -381,22 +381,22 @@ def _word_numbers(
 
 
 def _source_columns(map: Tensor, of_keys: Tensor) -> tuple[Tensor, int]:
-    """Sums over the columns of a word: [B, T, words + S], and how many words.
+    """Sums over the columns of a word: [B, L, words + S], and how many words.
 
     The last S columns are the special tokens', each at its own place, 0 at all others.
     """
-    B, T, S = map.shape
+    B, L, S = map.shape
     words = max(int(of_keys.max()) + 1, 0) if of_keys.numel() else 0
     own = torch.arange(words, words + S, device=map.device).expand(B, S)
-    index = torch.where(of_keys >= 0, of_keys, own).unsqueeze(1).expand(B, T, S)
+    index = torch.where(of_keys >= 0, of_keys, own).unsqueeze(1).expand(B, L, S)
     seen = map.masked_fill((of_keys == _PADDING).unsqueeze(1), 0)
-    return seen.new_zeros(B, T, words + S).scatter_add(-1, index, seen), words
+    return seen.new_zeros(B, L, words + S).scatter_add(-1, index, seen), words
 
 
 def _target_sums(columns: Tensor, of_rows: Tensor) -> Tensor:
     """Sums over the rows of a word, [B, words, columns]: largest where the mean is."""
-    B, T, width = columns.shape
+    B, L, width = columns.shape
     words = max(int(of_rows.max()) + 1, 0) if of_rows.numel() else 0
     index = of_rows.masked_fill(of_rows < 0, words)  # a row for all that is no word, dropped below
-    index = index.unsqueeze(-1).expand(B, T, width)
+    index = index.unsqueeze(-1).expand(B, L, width)
     return columns.new_zeros(B, words + 1, width).scatter_add(1, index, columns)[:, :words]

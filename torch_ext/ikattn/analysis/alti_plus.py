@@ -1,6 +1,6 @@
 """ALTI+: what each token of the source and of the target before it brings to a translation.
 
-Sizes: B batch, S source tokens, T target tokens.
+Sizes: B batch, S source tokens, L target tokens.
 Source: J. Ferrando, G. I. Gállego, B. Alastruey, C. Escolano, M. R. Costa-jussà, "Towards Opening
 the Black Box of Neural Machine Translation", EMNLP 2022.
 """
@@ -40,7 +40,7 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
         batch: Which of its calls.
 
     Returns:
-        ``[B, T, S]`` and ``[B, T, T]``: what each token of the source, and each token that the
+        ``[B, L, S]`` and ``[B, L, L]``: what each token of the source, and each token that the
         decoder was given, brings to each of the decoder's vectors. Rows of both add up to 1.
 
     Raises:

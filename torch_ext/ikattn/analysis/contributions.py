@@ -1,6 +1,6 @@
 """Norm-aware contributions: how much of each token a layer of attention really moves.
 
-Symbols, in every docstring: B batch, H query heads, G key/value heads (G divides H), T queries, S
+Symbols, in every docstring: B batch, H query heads, G key/value heads (G divides H), L queries, S
 keys, d_v head size of value, D model size; f_h(x_j) = W_O^h v_j^h is what head h takes from token
 j, with W_O the weight of the out-projection and v the value, its bias included.
 Sources: G. Kobayashi, T. Kuribayashi, S. Yokoi, K. Inui, "Attention is Not Only a Weight: Analyzing
@@ -39,7 +39,7 @@ class NormStats:
 
     Attributes:
         weight: ``[D]``, gamma.
-        scale: ``[B, T]``, the standard deviation (LayerNorm) or root mean square (RMSNorm) of the
+        scale: ``[B, L]``, the standard deviation (LayerNorm) or root mean square (RMSNorm) of the
             norm's true input, eps inside: what its rows were divided by.
         centered: Whether the mean is taken off first (LayerNorm).
     """
@@ -50,7 +50,7 @@ class NormStats:
 
     @staticmethod
     def of(module: nn.Module, norm_input: Tensor) -> NormStats:
-        """The statistics of ``module`` on ``norm_input``, ``[B, T, D]``.
+        """The statistics of ``module`` on ``norm_input``, ``[B, L, D]``.
 
         Knows ``nn.LayerNorm``, ``nn.RMSNorm`` and modules that act like either: with an ``eps`` or
         ``variance_epsilon``, with a mean taken off or not, and times a ``weight``, one more than
@@ -158,26 +158,26 @@ class Contributions:
 
     Attributes:
         value_norms: ``[B, H, S]``, ``|f_h(x_j)|``.
-        per_head: ``[B, H, T, S]``, ``a_ij^h |f_h(x_j)|``.
-        summed: ``[B, T, S]``, ``|sum_h a_ij^h f_h(x_j)|`` (N).
-        with_residual: ``[B, T, S]``, the same with x_i added on the diagonal (N_Res).
-        with_norm: ``[B, T, S]``, with_residual through the normalisation after it (N_ResLN).
-        encoder: ``[B, T, S]``, with_norm through the second normalisation of the block (N_Enc). In
+        per_head: ``[B, H, L, S]``, ``a_ij^h |f_h(x_j)|``.
+        summed: ``[B, L, S]``, ``|sum_h a_ij^h f_h(x_j)|`` (N).
+        with_residual: ``[B, L, S]``, the same with x_i added on the diagonal (N_Res).
+        with_norm: ``[B, L, S]``, with_residual through the normalisation after it (N_ResLN).
+        encoder: ``[B, L, S]``, with_norm through the second normalisation of the block (N_Enc). In
             a recording of a block that normalises before its parts, with_residual through the norm
             that reads the sum.
-        alti: ``[B, T, S]``, how much nearer each token brings the output, over its row; filled by a
+        alti: ``[B, L, S]``, how much nearer each token brings the output, over its row; filled by a
             recording (``ikattn.analysis.alti``).
-        mixing_ratio: For each of the maps from summed on: ``[B, T]``, the norm of what comes from
+        mixing_ratio: For each of the maps from summed on: ``[B, L]``, the norm of what comes from
             other tokens over that plus the norm of what comes from the token itself.
-        weights: ``[B, H, T, S]``, the attention weights a; filled by a recording.
-        similarity: ``[B, H, T, S]``, filled by a recording that keeps the ledger.
+        weights: ``[B, H, L, S]``, the attention weights a; filled by a recording.
+        similarity: ``[B, H, L, S]``, filled by a recording that keeps the ledger.
         magnitude: ``[B, H, S]``, likewise: weight is similarity x magnitude over its row's sum.
-        query_padding: bool ``[B, T]``, True = padding; None: nothing is padded.
+        query_padding: bool ``[B, L]``, True = padding; None: nothing is padded.
         key_padding: bool ``[B, S]``, likewise.
         reduced: What a recording with ``reduce=`` keeps of each map of queries and keys, by its
             name; the map itself is then None.
         rows: int64 ``[R]``, the queries whose rows the maps hold, of a recording with ``queries=``;
-            T is then R everywhere. None: all.
+            L is then R everywhere. None: all.
     """
 
     value_norms: Tensor | None = None
@@ -218,24 +218,24 @@ def contributions(
         y_{ij} = \sum_h a^h_{ij} f_h(x_j), \qquad f_h(x_j) = W_O^h v^h_j
 
     N is ``|y_ij|``. A residual adds x_i to y_ii; a normalisation, once its scale is known, is one
-    more linear map. No tensor ever has both ``[T, S]`` and ``D``: time O(B T S H^2 + B S H d_v D),
+    more linear map. No tensor ever has both ``[L, S]`` and ``D``: time O(B L S H^2 + B S H d_v D),
     memory the maps and O(B S H^2). The heads' sum is formed through a triangular factor of
     ``[f_1(x_j) .. f_H(x_j)]``, which keeps the accuracy of the direct sum where heads cancel.
 
     The bias of the out-projection and the beta of a normalisation belong to no token and stay out.
 
     Args:
-        attn_weights: ``[B, H, T, S]``; any floating types here and below, any strides.
+        attn_weights: ``[B, H, L, S]``; any floating types here and below, any strides.
         value: ``[B, G, S, d_v]``, the value projection's bias included.
         out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
-        residual: ``[B, T, D]``, what is added to the attention's output.
+        residual: ``[B, L, D]``, what is added to the attention's output.
         norm: The normalisation after the residual sum.
         second_norm: The block's normalisation after that one.
         per_head: Also give ``per_head``, which is as large as attn_weights.
         maps: Names of the maps to compute, from "value_norms", "per_head", "summed",
             "with_residual", "with_norm", "encoder" and "mixing_ratio". None: all that are defined,
             without per_head.
-        query_padding: bool ``[B, T]``, True = padding, whose rows are 0.
+        query_padding: bool ``[B, L]``, True = padding, whose rows are 0.
         key_padding: bool ``[B, S]``, likewise for columns.
         diagonal: The token of query i is that of key ``i + diagonal``, for queries after cached
             keys.
@@ -301,14 +301,14 @@ def streamed_contributions(
     key_padding: Tensor | None = None,
     diagonal: int = 0,
 ) -> Contributions:
-    """The maps of :func:`contributions` from query and key: ``[B, H, T, S]`` never exists.
+    """The maps of :func:`contributions` from query and key: ``[B, H, L, S]`` never exists.
 
     The weights are made for some queries at a time and forgotten, in the backward too. On CUDA
     kernels make them where they can; queries and keys of 16 bits are then multiplied as they are,
     and weights and transformed vectors have 11 bits.
 
     Args:
-        query: ``[B, H, T, d]``.
+        query: ``[B, H, L, d]``.
         key: ``[B, G, S, d]``.
         value: ``[B, G, S, d_v]``.
         out_proj_weight: ``[D, H d_v]``.

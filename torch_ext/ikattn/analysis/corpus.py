@@ -1,6 +1,6 @@
 """Maps of any number of texts, added up: means by layer, head and type of token.
 
-Symbols: H heads, T queries, S keys, A types of tokens. Padding is cut off before anything is added.
+Symbols: H heads, L queries, S keys, A types of tokens. Padding is cut off before anything is added.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class CorpusSums:
         known: dict[tuple[str, ...], Tensor] = {}  # most layers read the same tokens
 
         def one_hot(tokens: list[str]) -> Tensor:
-            """``[T, A]``, float64."""
+            """``[L, A]``, float64."""
             key = tuple(tokens)
             if key not in known:
                 known[key] = self._one_hot(tokens, types_of)

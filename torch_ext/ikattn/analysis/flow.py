@@ -1,6 +1,6 @@
 """The largest flow from an output token back to each input token, through the layers' maps.
 
-Symbols: B batch, T tokens, N layers; A_l is the map of layer l, ``[T, T]``.
+Symbols: B batch, L tokens, N layers; A_l is the map of layer l, ``[L, L]``.
 Source: S. Abnar, W. Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, section 3.
 """
 
@@ -32,7 +32,7 @@ def attention_flow(
 
     An edge from token i after layer l to token j before it carries at most ``A_l[i, j]``. Rollout
     adds the products along all paths; the largest flow takes no more through a token than its edges
-    carry. Needs networkx. Time O(T) maximum flows a sequence, each through N T^2 edges: for
+    carry. Needs networkx. Time O(L) maximum flows a sequence, each through N L^2 edges: for
     sentences, not for documents.
 
     Args:
@@ -41,7 +41,7 @@ def attention_flow(
         position: As for :func:`token_importance`, no slice.
 
     Returns:
-        ``[B, T]``, 0 at padding; not normalised: each is at most the sum of a row.
+        ``[B, L]``, 0 at padding; not normalised: each is at most the sum of a row.
 
     Raises:
         ModuleNotFoundError: networkx is missing.
@@ -59,12 +59,12 @@ def attention_flow(
     layers = None if layers is None else list(layers)
     steps = steps_of(maps, normalize, map, layers, residual, padding, "attention_flow")
     hidden = padding_of(maps, layers, padding, "attention_flow")
-    B, T = steps[-1].shape[:2]
-    index = token_index(position, hidden, B, T, steps[-1].device)
-    found = steps[-1].new_zeros(B, T)
+    B, L = steps[-1].shape[:2]
+    index = token_index(position, hidden, B, L, steps[-1].device)
+    found = steps[-1].new_zeros(B, L)
     for b, i in enumerate(index.tolist()):
         graph = _graph(networkx, [step[b] for step in steps])
-        for j in range(T):
+        for j in range(L):
             if graph.has_node((0, j)) and graph.has_node((len(steps), i)):
                 found[b, j] = networkx.maximum_flow_value(graph, (len(steps), i), (0, j))
     return found

@@ -136,7 +136,7 @@ def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Lay
 
 
 def _square_maps(maps: Contributions) -> list[str]:
-    return [name for name, axes in AXES.items() if axes.endswith("TS") and _given(maps, name)]
+    return [name for name, axes in AXES.items() if axes.endswith("LS") and _given(maps, name)]
 
 
 def _given(maps: Contributions, name: str) -> bool:
@@ -144,7 +144,7 @@ def _given(maps: Contributions, name: str) -> bool:
 
 
 def _panels(layer: Layer, maps: Contributions, map: str) -> list[tuple[str, Tensor]]:
-    """Names and maps ``[T, S]`` to stand side by side; empty where the map is not there."""
+    """Names and maps ``[L, S]`` to stand side by side; empty where the map is not there."""
     if not _given(maps, map):
         return []
     names = [map] if map == "weights" or not _given(maps, "weights") else ["weights", map]
@@ -165,7 +165,7 @@ class _Panel:
 
     layer: Layer
     name: str
-    values: Tensor  # [T, S]
+    values: Tensor  # [L, S]
     queries: list[str]
     keys: list[str]
     row: int
@@ -277,7 +277,7 @@ def _heat_map(
     scale = scale.with_extremes(bad="#be2878")
     finite = values[values.isfinite()]
     top = float(finite.max()) if finite.numel() else 1.0
-    (left, above), (T, S) = place, values.shape
+    (left, above), (L, S) = place, values.shape
     height = panel.height(side)
     axes.imshow(
         values.tolist(),
@@ -293,8 +293,8 @@ def _heat_map(
     title = f"{_heading(name, values)}, 0 to {top:.3g}"
     axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": _QUIET})
     if names_queries:
-        for t in range(0, T, math.ceil(T / _LABELLED)):
-            y = above + height * (t + 0.5) / T
+        for t in range(0, L, math.ceil(L / _LABELLED)):
+            y = above + height * (t + 0.5) / L
             axes.text(
                 left - 0.05, y, panel.queries[t], fontsize=size, ha="right", va="center", **text
             )

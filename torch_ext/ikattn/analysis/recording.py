@@ -73,8 +73,8 @@ class Recording(RecordedMaps):
             >>> import torch, ikattn
             >>> from ikattn.analysis import Batch, Layer, Recording
             >>> layer = Layer("layer", "self", "decoder", 1, "none", "torch")
-            >>> steps = [Batch({"layer": ikattn.Contributions(summed=torch.ones(1, T, S))})
-            ...          for T, S in ((3, 3), (1, 4), (1, 5))]
+            >>> steps = [Batch({"layer": ikattn.Contributions(summed=torch.ones(1, L, S))})
+            ...          for L, S in ((3, 3), (1, 4), (1, 5))]
             >>> Recording("Model", ("summed",), {"layer": layer}, steps).joined().batches[0][
             ...     "layer"].summed.shape
             torch.Size([1, 5, 5])

@@ -1,8 +1,8 @@
 """What is kept of a map whose rows are too many to hold: sums, the diagonal, the largest sources.
 
-Symbols: B batch, H heads, T queries, S keys; R rows of a block. A map of queries and keys is
-``[B, T, S]``, or ``[B, H, T, S]`` where each head has its own; ``..`` stands for B, or B and H. Its
-rows come in blocks, ``[.., R, S]``, the first ones first, so that ``[T, S]`` never exists.
+Symbols: B batch, H heads, L queries, S keys; R rows of a block. A map of queries and keys is
+``[B, L, S]``, or ``[B, H, L, S]`` where each head has its own; ``..`` stands for B, or B and H. Its
+rows come in blocks, ``[.., R, S]``, the first ones first, so that ``[L, S]`` never exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TopSources(NamedTuple):
     """The keys that each query draws most from.
 
     Attributes:
-        values: ``[.., T, k]``, the largest first.
+        values: ``[.., L, k]``, the largest first.
         sources: int64, likewise: their keys; -1 where a row has no more entries but 0. They mean
             nothing where values are NaN.
     """
@@ -52,7 +52,7 @@ class PairMap(NamedTuple):
     Attributes:
         layer: The name of its layer.
         name: Of the map, for example "summed".
-        shape: ``(.., T, S)``, where T counts the rows that will come.
+        shape: ``(.., L, S)``, where L counts the rows that will come.
         diagonal: The token of query i is that of key i + diagonal; None in cross-attention.
     """
 
@@ -121,7 +121,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Diagonal:
-    """What each token takes from itself, ``[.., T]``; 0 of a query that has no key of its own.
+    """What each token takes from itself, ``[.., L]``; 0 of a query that has no key of its own.
 
     Raises:
         ValueError: From ``begin``, of cross-attention: its queries are not among its keys.
@@ -144,7 +144,7 @@ class Diagonal:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k keys that each query draws most from, as :class:`TopSources` ``[.., T, min(k, S)]``.
+    """The k keys that each query draws most from, as :class:`TopSources` ``[.., L, min(k, S)]``.
 
     Args:
         k: How many, at least 1.
@@ -190,7 +190,7 @@ class _LargestOfRows:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The sums of each row over groups of keys, ``[.., T, n]``: what a query takes from each.
+    """The sums of each row over groups of keys, ``[.., L, n]``: what a query takes from each.
 
     Args:
         groups: Slices or lists of keys, by their names or in order; groups may share keys, and

@@ -1,6 +1,6 @@
 """Summaries of maps: over heads, layers and tokens, and which factor makes a token influential.
 
-Symbols: B batch, H heads, T queries, S keys, N layers. Padding is bool, True = padding, ``[B, T]``
+Symbols: B batch, H heads, L queries, S keys, N layers. Padding is bool, True = padding, ``[B, L]``
 for queries and ``[B, S]`` for keys. What is padding is 0 in every map and left out of averages.
 Half-precision input is taken, and returned, as float32.
 """
@@ -64,12 +64,12 @@ def check_padding(padding: Tensor, name: str, shape: Sequence[int], caller: str)
 def without_padding(
     x: Tensor, query_padding: Tensor | None, key_padding: Tensor | None, caller: str
 ) -> Tensor:
-    """``[B, T, S]`` or ``[B, H, T, S]`` with 0 wherever the query or the key is padding."""
+    """``[B, L, S]`` or ``[B, H, L, S]`` with 0 wherever the query or the key is padding."""
     middle = (1,) * (x.dim() - 3)
-    B, T, S = x.shape[0], x.shape[-2], x.shape[-1]
+    B, L, S = x.shape[0], x.shape[-2], x.shape[-1]
     if query_padding is not None:
-        check_padding(query_padding, "query_padding", (B, T), caller)
-        x = x.masked_fill(query_padding.view(B, *middle, T, 1), 0)
+        check_padding(query_padding, "query_padding", (B, L), caller)
+        x = x.masked_fill(query_padding.view(B, *middle, L, 1), 0)
     if key_padding is not None:
         check_padding(key_padding, "key_padding", (B, S), caller)
         x = x.masked_fill(key_padding.view(B, *middle, 1, S), 0)
@@ -77,7 +77,7 @@ def without_padding(
 
 
 def pair_map(contributions: Contributions, map: str, caller: str, layer: str = "") -> Tensor:
-    """The map of this name, ``[B, T, S]`` or ``[B, H, T, S]``."""
+    """The map of this name, ``[B, L, S]`` or ``[B, H, L, S]``."""
     of_layer = f" of layer {layer!r}" if layer else ""
     names = (*HEAD_MAPS, *TOKEN_MAPS)
     found: Tensor | None = getattr(contributions, map, None) if map in names else None
@@ -98,12 +98,12 @@ def head_mean(
     Every head counts the same, also one that sees nothing of a pair.
 
     Args:
-        x: ``[B, H, T, S]``, for example the ``weights`` or ``per_head`` of a Contributions.
-        query_padding: bool ``[B, T]``.
+        x: ``[B, H, L, S]``, for example the ``weights`` or ``per_head`` of a Contributions.
+        query_padding: bool ``[B, L]``.
         key_padding: bool ``[B, S]``.
 
     Returns:
-        ``[B, T, S]``, 0 where the query or the key is padding.
+        ``[B, L, S]``, 0 where the query or the key is padding.
 
     Raises:
         ValueError: x or a padding has another shape, or a padding is not bool.
@@ -117,7 +117,7 @@ def head_mean(
     """
     if x.dim() != 4 or x.shape[1] == 0:
         raise ValueError(
-            f"head_mean: x must have shape [B, H, T, S] with a head at least, got {list(x.shape)}"
+            f"head_mean: x must have shape [B, H, L, S] with a head at least, got {list(x.shape)}"
         )
     mean = full_precision(x).mean(1)
     return without_padding(mean, query_padding, key_padding, "head_mean")
@@ -176,19 +176,19 @@ def layer_maps(
     """One map per layer, first layer first, heads averaged, padding 0.
 
     Args:
-        maps: A Recording of one forward call, a Batch, or ``[B, T, S]`` or ``[B, H, T, S]`` tensors
-            (or one tensor with layers as its first axis). Where layers do not have the same T and
+        maps: A Recording of one forward call, a Batch, or ``[B, L, S]`` or ``[B, H, L, S]`` tensors
+            (or one tensor with layers as its first axis). Where layers do not have the same L and
             S, ``layers`` must choose.
         map: Which one, of a recording: "weights", "per_head", "summed", "with_residual",
             "with_norm" or "encoder".
         layers: Names of layers of a recording. By default those of self-attention; of a Batch,
             which does not know them from others, all.
-        query_padding: bool ``[B, T]``, for tensors; a recording knows its own.
+        query_padding: bool ``[B, L]``, for tensors; a recording knows its own.
         key_padding: bool ``[B, S]``, likewise.
         caller: Whose name error messages carry.
 
     Returns:
-        N tensors ``[B, T, S]``.
+        N tensors ``[B, L, S]``.
 
     Raises:
         ValueError: No layer, a map that was not recorded, shapes that differ or do not fit.
@@ -220,7 +220,7 @@ def layer_maps(
     for name, x, of_queries, of_keys in recorded:
         if x.dim() not in (3, 4):
             raise ValueError(
-                f"{caller}: {name} must have shape [B, T, S] or [B, H, T, S], got {list(x.shape)}"
+                f"{caller}: {name} must have shape [B, L, S] or [B, H, L, S], got {list(x.shape)}"
             )
         mean = head_mean(x) if x.dim() == 4 else x
         if found and mean.shape != found[0].shape:
@@ -246,7 +246,7 @@ def layer_mean(
         maps: As in :func:`layer_maps`, the other arguments likewise.
 
     Returns:
-        ``[B, T, S]``, 0 where the query or the key is padding.
+        ``[B, L, S]``, 0 where the query or the key is padding.
 
     Raises:
         ValueError, KeyError, LookupError: As :func:`layer_maps`.
@@ -273,7 +273,7 @@ def token_mean(values: Tensor, padding: Tensor | None = None) -> Tensor:
     """The mean over the last axis, tokens, without those that are padding.
 
     Args:
-        values: ``[B, ..., S]``: mixing ratios ``[B, T]``, value norms ``[B, H, S]``, a map. NaN in
+        values: ``[B, ..., S]``: mixing ratios ``[B, L]``, value norms ``[B, H, S]``, a map. NaN in
             padding does no harm.
         padding: bool ``[B, S]``.
 
@@ -385,7 +385,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
     without gradient.
 
     Args:
-        contributions: With weights and similarity ``[B, H, T, S]``, magnitude and value_norms
+        contributions: With weights and similarity ``[B, H, L, S]``, magnitude and value_norms
             ``[B, H, S]``: one layer of a recording that keeps the ledger.
 
     Returns:
@@ -417,7 +417,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
     count = visible.sum(-1, keepdim=True).clamp_min(1)
 
     def deviations(x: Tensor) -> Tensor:
-        """From the mean of the row over visible keys; 0 elsewhere. [B, H, T, S]."""
+        """From the mean of the row over visible keys; 0 elsewhere. [B, H, L, S]."""
         x = x.masked_fill(~visible, 0)
         return (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0)
 
@@ -461,7 +461,7 @@ def _log_ledger(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, float]:
     """The logarithms of the factors, float64, the bias with -log Z_i in it; which pairs count.
 
-    Returns logs [B, H, T, S] (anything where not visible), visible [B, H, T, S], the number of
+    Returns logs [B, H, L, S] (anything where not visible), visible [B, H, L, S], the number of
     pairs left out [B, H], and eps of the coarsest dtype.
     """
     weights, similarity, magnitude, value_norms = _checked_ledger(contributions)
@@ -494,13 +494,13 @@ def _checked_ledger(contributions: Contributions) -> tuple[Tensor, Tensor, Tenso
     weights = contributions.weights
     if weights is None or weights.dim() != 4:
         raise ValueError(
-            "ledger_shares: contributions.weights must have shape [B, H, T, S], "
+            "ledger_shares: contributions.weights must have shape [B, H, L, S], "
             f"got {None if weights is None else list(weights.shape)}"
         )
-    B, H, T, S = weights.shape
+    B, H, L, S = weights.shape
     found = [weights]
     for name, shape in (
-        ("similarity", [B, H, T, S]),
+        ("similarity", [B, H, L, S]),
         ("magnitude", [B, H, S]),
         ("value_norms", [B, H, S]),
     ):

@@ -1,7 +1,7 @@
 """From maps of single layers to what an output token draws from the input.
 
-Symbols: B batch, T queries, S keys (T = S in self-attention), N layers; A_l is the map of layer l,
-``[T, S]``, row i saying what token i takes from each token.
+Symbols: B batch, L queries, S keys (L = S in self-attention), N layers; A_l is the map of layer l,
+``[L, S]``, row i saying what token i takes from each token.
 Sources: S. Abnar, W. Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, for rollout;
 A. Modarressi, M. Fayyaz, Y. Yaghoobzadeh, M. T. Pilehvar, "GlobEnc", NAACL 2022, for rollout of
 norms.
@@ -74,8 +74,8 @@ def rollout(
     ``"summed"`` hold no residual connection: give ``residual``.
 
     Args:
-        maps: A Recording of one forward call, one of its batches, or a sequence of ``[B, T, T]``
-            (or ``[B, H, T, T]``, averaged over heads), first layer first, or a tensor with layers
+        maps: A Recording of one forward call, one of its batches, or a sequence of ``[B, L, L]``
+            (or ``[B, H, L, L]``, averaged over heads), first layer first, or a tensor with layers
             as its first axis.
         normalize: Divide every row of every map by its sum before it enters the product, so that
             the rows of R add up to 1. False: the raw product, as GlobEnc's code has it, whose scale
@@ -85,16 +85,16 @@ def rollout(
             a Batch: all). Needed where an encoder and a decoder were recorded.
         residual: None: maps hold the residual connection already. A number r in [0, 1]: every A_l
             becomes (1 - r) A_l + r I after normalisation; 0.5 is Abnar and Zuidema's, GlobEnc's
-            W-FixedRes and N-FixedRes. Tensors ``[B, T]``, one per layer (or ``[N, B, T]``), of
+            W-FixedRes and N-FixedRes. Tensors ``[B, L]``, one per layer (or ``[N, B, L]``), of
             mixing ratios: the off-diagonal entries of row i are scaled to add up to ratio_i and the
             diagonal becomes 1 - ratio_i, GlobEnc's W-Res. A name: the recorded mixing ratio of that
             map, for example "encoder".
-        padding: bool ``[B, T]``, True = padding; by default what the recording knows. Its rows and
+        padding: bool ``[B, L]``, True = padding; by default what the recording knows. Its rows and
             columns are 0, with a residual too.
         all_layers: Return every R_l, not the last alone.
 
     Returns:
-        ``[B, T, T]``, or ``[N, B, T, T]`` with all_layers. A row without any entry (padding, or a
+        ``[B, L, L]``, or ``[N, B, L, L]`` with all_layers. A row without any entry (padding, or a
         query that sees nothing) stays 0 when it is normalised; so do the off-diagonal entries of
         the only token of a sequence under mixing ratios. float32 for half-precision maps.
 
@@ -113,7 +113,7 @@ def rollout(
         True
     """
     steps = steps_of(maps, normalize, map, layers, residual, padding, "rollout")
-    with memory_for("rollout", "the products of maps, [B, T, T]"):
+    with memory_for("rollout", "the products of maps, [B, L, L]"):
         products = [steps[0]]
         for step in steps[1:]:
             products.append(step @ products[-1])
@@ -142,10 +142,10 @@ def token_importance(
             last. An int64 tensor ``[B]``: one for each sequence. A slice: a span, of which the
             mean is taken.
         layer: None: through all layers. A layer's name, or its number among the layers, 0 the
-            first: through this one alone; T and S may differ then.
+            first: through this one alone; L and S may differ then.
         map, normalize, layers, residual: As for :func:`rollout`; residual tensors with a layer: of
             that layer alone.
-        query_padding: bool ``[B, T]``; by default what the recording knows.
+        query_padding: bool ``[B, L]``; by default what the recording knows.
         key_padding: bool ``[B, S]``; for rollout, where both are the same tokens, one of them is
             enough.
 
@@ -176,13 +176,13 @@ def token_importance(
             maps, layer, normalize, map, layers, residual, query_padding, key_padding
         )
         steps = [step]
-    B, T = steps[-1].shape[:2]
+    B, L = steps[-1].shape[:2]
     device = steps[-1].device
     if isinstance(position, slice):
-        share = _share_of_span(position, of_queries, B, T, device).to(steps[-1].dtype)
+        share = _share_of_span(position, of_queries, B, L, device).to(steps[-1].dtype)
         row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
     else:
-        index = token_index(position, of_queries, B, T, device)
+        index = token_index(position, of_queries, B, L, device)
         row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)
     for step in reversed(steps[:-1]):
         row = row @ step
@@ -256,7 +256,7 @@ def steps_of(
     padding: Tensor | None,
     caller: str,
 ) -> list[Tensor]:
-    """The factors of the product, first layer first: [B, T, T] each."""
+    """The factors of the product, first layer first: [B, L, L] each."""
     layers = None if layers is None else list(layers)
     _warn_of_with_norm(maps, map)
     _check_rows(maps, layers, caller)
@@ -264,14 +264,14 @@ def steps_of(
     found = layer_maps(
         maps, map=map, layers=layers, query_padding=padding, key_padding=padding, caller=caller
     )
-    B, T, S = found[0].shape
-    if T != S:
+    B, L, S = found[0].shape
+    if L != S:
         raise ValueError(
             f"{caller}: maps must be square, of self-attention over whole sequences, "
             f"got {list(found[0].shape)}"
             + (": choose with layers=" if isinstance(maps, (RecordedMaps, Batch)) else "")
         )
-    ratios = _mixing_ratios(maps, layers, residual, len(found), (B, T), caller)
+    ratios = _mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
     return [
         _with_residual(row_shares(x) if normalize else x, ratio, padding)
         for x, ratio in zip(found, ratios, strict=True)
@@ -288,7 +288,7 @@ def _single_step(
     query_padding: Tensor | None,
     key_padding: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One layer's map, [B, T, S], as rollout would take it, and the padding of its queries."""
+    """One layer's map, [B, L, S], as rollout would take it, and the padding of its queries."""
     caller = "token_importance"
     one: Maps
     if isinstance(maps, (RecordedMaps, Batch)):
@@ -313,13 +313,13 @@ def _single_step(
         key_padding=key_padding,
         caller=caller,
     )
-    B, T, S = found.shape
-    if residual is not None and T != S:
+    B, L, S = found.shape
+    if residual is not None and L != S:
         raise ValueError(
             f"{caller}: residual must be None where queries and keys differ, got {residual} for a "
-            f"map of shape {[B, T, S]}"
+            f"map of shape {[B, L, S]}"
         )
-    (ratio,) = _mixing_ratios(one, layers, residual, 1, (B, T), caller)
+    (ratio,) = _mixing_ratios(one, layers, residual, 1, (B, L), caller)
     step = row_shares(found) if normalize else found
     return _with_residual(step, ratio, query_padding), query_padding
 
@@ -366,7 +366,7 @@ def _mixing_ratios(
     shape: tuple[int, int],
     caller: str,
 ) -> list[float | Tensor | None]:
-    """For each layer None, the residual's fixed part, or mixing ratios [B, T]."""
+    """For each layer None, the residual's fixed part, or mixing ratios [B, L]."""
     if residual is None:
         return [None] * N
     if isinstance(residual, (int, float)):
@@ -394,7 +394,7 @@ def _mixing_ratios(
 
 
 def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:
-    """A map with its residual connection, [B, T, T]."""
+    """A map with its residual connection, [B, L, L]."""
     if ratio is None:
         return x
     own = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
@@ -409,15 +409,15 @@ def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | No
 
 
 def _share_of_span(
-    span: slice, padding: Tensor | None, B: int, T: int, device: torch.device
+    span: slice, padding: Tensor | None, B: int, L: int, device: torch.device
 ) -> Tensor:
-    """1 / n at the n tokens of a span, counted without padding, else 0: [B, T].
+    """1 / n at the n tokens of a span, counted without padding, else 0: [B, L].
 
     Raises:
         ValueError: A sequence has none of them.
     """
-    padding = torch.zeros(B, T, dtype=torch.bool, device=device) if padding is None else padding
-    share = torch.zeros(B, T, device=device)
+    padding = torch.zeros(B, L, dtype=torch.bool, device=device) if padding is None else padding
+    share = torch.zeros(B, L, device=device)
     for b, hidden in enumerate(padding):
         places = (~hidden).nonzero()[:, 0]
         chosen = places[list(range(*span.indices(len(places))))]
@@ -431,7 +431,7 @@ def _share_of_span(
 
 
 def token_index(
-    position: int | Tensor, padding: Tensor | None, B: int, T: int, device: torch.device
+    position: int | Tensor, padding: Tensor | None, B: int, L: int, device: torch.device
 ) -> Tensor:
     """Where in the padded rows the tokens stand that are counted without padding: int64 [B]."""
     if not isinstance(position, (int, Tensor)):
@@ -446,7 +446,7 @@ def token_index(
         )
     wanted = torch.as_tensor(position, device=device).expand(B)
     if padding is None:
-        padding = torch.zeros(B, T, dtype=torch.bool, device=device)
+        padding = torch.zeros(B, L, dtype=torch.bool, device=device)
     lengths = (~padding).sum(-1)
     outside = (wanted < -lengths) | (wanted >= lengths)
     if outside.any():

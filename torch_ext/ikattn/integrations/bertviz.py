@@ -1,6 +1,6 @@
 """BertViz: recorded maps as its head view and model view take attention.
 
-Sizes: H heads, T queries, S keys.
+Sizes: H heads, L queries, S keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ikattn.analysis.tokens import Tokens
 
 __all__ = ["to_bertviz"]
 
-_MAPS = tuple(name for name, axes in AXES.items() if axes.endswith("TS"))
+_MAPS = tuple(name for name, axes in AXES.items() if axes.endswith("LS"))
 _SHARES = ("weights", "alti")  # rows that say already how much each key has of the whole
 
 
@@ -47,7 +47,7 @@ def to_bertviz(
         ``attention`` and ``tokens``; where there is cross-attention, or a decoder beside an
         encoder, ``encoder_attention``, ``decoder_attention`` and ``cross_attention``, those that
         have the map, with ``encoder_tokens`` and ``decoder_tokens``. Attention is a list with
-        ``[1, H, T, S]`` for each layer, tokens are strings, both without padding.
+        ``[1, H, L, S]`` for each layer, tokens are strings, both without padding.
 
     Raises:
         ValueError: No such map or sequence, layers that do not fit into one view, queries after a
@@ -111,7 +111,7 @@ def _sequence(
 def _attention(
     shown: SequenceMaps, layers: Sequence[Layer], map: str, shares: bool
 ) -> list[Tensor]:
-    """Of each layer ``[1, H, T, S]``, all of one shape.
+    """Of each layer ``[1, H, L, S]``, all of one shape.
 
     Raises:
         ValueError: A view cannot show them.
@@ -122,15 +122,15 @@ def _attention(
         if values is None:
             raise ValueError(f"to_bertviz: layer {layer.name!r} has no map {map!r}, others have")
         values = values if values.dim() == 3 else values.unsqueeze(0)
-        T, S = values.shape[-2:]
+        L, S = values.shape[-2:]
         if found and values.shape != found[0].shape[1:]:
             raise ValueError(
-                f"to_bertviz: layers must have maps [H, T, S] of one shape, got "
+                f"to_bertviz: layers must have maps [H, L, S] of one shape, got "
                 f"{list(found[0].shape[1:])} and {list(values.shape)} in {layer.name!r}"
             )
-        if layer.kind == "self" and T != S:
+        if layer.kind == "self" and L != S:
             raise ValueError(
-                f"to_bertviz: queries must be the keys in {layer.name!r}, got {T} and {S}: of "
+                f"to_bertviz: queries must be the keys in {layer.name!r}, got {L} and {S}: of "
                 "calls that go on from a cache take recording.joined()"
             )
         if not values.numel() or not bool(values.isfinite().all()):

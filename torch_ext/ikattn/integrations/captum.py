@@ -51,7 +51,7 @@ class _OfTokens(Method):  # type: ignore[misc]
             inputs: Ids of tokens, ``[B, S]``. Of an encoder-decoder those of the encoder; or both,
                 in a tuple, if they are the first arguments of ``forward``, of whatever order, and
                 are named ``input_ids`` and ``decoder_input_ids``.
-            target: Where in the output, as captum has it: of ``[B, V]`` a class, of ``[B, T, V]`` a
+            target: Where in the output, as captum has it: of ``[B, V]`` a class, of ``[B, L, V]`` a
                 tuple of a position, with padding, and a class; or a list with one for each example.
                 None: the output is ``[B]`` or ``[B, 1]``. The logit at a position of a decoder is
                 that of the next token.

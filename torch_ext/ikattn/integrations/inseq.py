@@ -1,6 +1,6 @@
 """Inseq: attributions as methods of its registry, so that its outputs, views and files hold them.
 
-Sizes: B batch, S tokens of the source, T of the target, n target tokens that are attributed.
+Sizes: B batch, S tokens of the source, L of the target, n target tokens that are attributed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StepScores(NamedTuple):
 
     Attributes:
         source: ``[B, n, S]``, of an encoder's tokens; None where there is no encoder.
-        target: ``[B, n, T]``, of the tokens before the target.
+        target: ``[B, n, L]``, of the tokens before the target.
     """
 
     source: Tensor | None
@@ -111,11 +111,11 @@ def step_scores(
         RuntimeError, ValueError: As of :func:`ikattn.attribute`, or scores of tokens that come
             after their target.
     """
-    B, T = target.ids.shape
+    B, L = target.ids.shape
     n = last - first
     found = StepScores(
         None if source is None else torch.full((B, n, source.ids.size(1)), torch.nan),
-        torch.full((B, n, T), torch.nan),
+        torch.full((B, n, L), torch.nan),
     )
     for b in range(B):
         ids, at = target.of(b, last)
@@ -128,7 +128,7 @@ def step_scores(
             source_ids, source_at = source.of(b)
             inputs = {"input_ids": source_ids, "decoder_input_ids": ids}
         rows = _rows(model, method, inputs, len(steps), options)
-        found.target[b, steps] = _padded(rows.target, at, T)
+        found.target[b, steps] = _padded(rows.target, at, L)
         if source is not None and found.source is not None and rows.source is not None:
             found.source[b, steps] = _padded(rows.source, source_at, source.ids.size(1))
     return found
@@ -137,17 +137,17 @@ def step_scores(
 def _rows(
     model: nn.Module, method: str, inputs: dict[str, Tensor], n: int, options: dict[str, Any]
 ) -> StepScores:
-    """Of the last n tokens of one sequence: scores ``[n, S]`` and ``[n, T]``."""
-    T = inputs.get("decoder_input_ids", inputs["input_ids"]).size(1)
+    """Of the last n tokens of one sequence: scores ``[n, S]`` and ``[n, L]``."""
+    L = inputs.get("decoder_input_ids", inputs["input_ids"]).size(1)
     if method == "decompx":
-        rows = _decomposed(model, inputs, slice(T - n, T), options)
+        rows = _decomposed(model, inputs, slice(L - n, L), options)
     else:
-        rows = StepScores(None, torch.zeros(n, T))
-        for row, t in enumerate(range(T - n, T)):
+        rows = StepScores(None, torch.zeros(n, L))
+        for row, t in enumerate(range(L - n, L)):
             before = {**inputs, "input_ids": inputs["input_ids"][:, : t + 1]}
             found = attribute(model, before, slice(t, t + 1), method=method, **options)
             rows.target[row, : t + 1] = found.scores[0]
-    if bool(rows.target.triu(T - n).any()):
+    if bool(rows.target.triu(L - n).any()):
         raise ValueError(
             "ikattn.integrations.inseq: the model reads tokens after the one that it predicts, "
             "and inseq attributes those before"

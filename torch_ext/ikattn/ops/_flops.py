@@ -255,10 +255,10 @@ def _maps(
     **_: Any,
 ) -> int:
     """Factors of the keys, and norms of the pairs: H (H + 1) / 2 multiply-adds each."""
-    B, H, T, S = attn_weights.shape
+    B, H, L, S = attn_weights.shape
     vectors = 2 * B * S * projection.numel()
     factors = B * S * H * (H + 1) * projection.size(0)
-    return vectors + factors + B * T * S * H * (H + 1)
+    return vectors + factors + B * L * S * H * (H + 1)
 
 
 def _streamed_maps(
@@ -272,12 +272,12 @@ def _streamed_maps(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    B, H, T, d = query.shape
+    B, H, L, d = query.shape
     S = key.size(2)
     width = d if w1 is None else 2 * w1.size(-1)
     features = 0 if w1 is None else _features(query, w1, w2) + _features(key, w1, w2)
-    norms = _maps(torch.empty(B, H, T, S, device="meta"), value, projection)
-    return features + 2 * B * H * T * S * width + norms
+    norms = _maps(torch.empty(B, H, L, S, device="meta"), value, projection)
+    return features + 2 * B * H * L * S * width + norms
 
 
 def _register() -> None:

@@ -24,8 +24,8 @@ inline const char* why_in_blocks(const ContributionCall& call, const Contributio
   if (arithmetic_type(call) == at::kDouble) return "it is computed in float64";
   if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
   if (call.block.maps[kMixingRatios]) return "mixing ratios need the sum of other pairs";
-  if (sizes.B * sizes.T * sizes.S == 0 || source.query.size(3) == 0) return "there are no pairs";
-  if (sizes.B * sizes.T * ((sizes.S + kMaskKeys - 1) / kMaskKeys) >= int64_t{1} << 31) {
+  if (sizes.B * sizes.L * sizes.S == 0 || source.query.size(3) == 0) return "there are no pairs";
+  if (sizes.B * sizes.L * ((sizes.S + kMaskKeys - 1) / kMaskKeys) >= int64_t{1} << 31) {
     return "there are more pairs than a grid has blocks for";
   }
   const at::Tensor mask = or_undefined(source.options.attn_mask);
@@ -90,11 +90,11 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
 // [B, H, S], float64: what is added to the logit of a key in every row, -inf where it is hidden. Of
 // the implicit kernel with the magnitude, relative to the largest of a head, which no weight sees.
 inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
-  const auto [B, H, G, T, S, d_v, D] = sizes;
+  const auto [B, H, G, L, S, d_v, D] = sizes;
   at::Tensor mask = or_undefined(source.options.attn_mask), hidden;
   if (mask.defined() && mask.scalar_type() == at::kBool) {
     // Keys that no row sees: the largest logit is that of others.
-    hidden = mask.expand({B, 1, T, S}).any(2).logical_not().expand({B, H, S});
+    hidden = mask.expand({B, 1, L, S}).any(2).logical_not().expand({B, H, S});
     mask = at::Tensor();
   }
   at::Tensor logits = at::zeros({B, H, S}, source.query.options().dtype(at::kDouble));
@@ -134,7 +134,7 @@ class StreamedPairs {
     params_.is_causal = source.options.is_causal;
     params_.B = sizes.B;
     params_.H = sizes.H;
-    params_.T = sizes.T;
+    params_.L = sizes.L;
     params_.S = sizes.S;
     set_operands(source);
     const at::Tensor mask = or_undefined(source.options.attn_mask);
@@ -144,7 +144,7 @@ class StreamedPairs {
     if (block.key_padding.defined()) params_.key_padding = array_of(block.key_padding);
   }
 
-  // norms[variant] [B, T, S], float32, of every variant that is there.
+  // norms[variant] [B, L, S], float32, of every variant that is there.
   void set_variants(const Keys& keys, const std::array<at::Tensor, 3>& norms) {
     for (int variant = 0; variant < 3; ++variant) {
       if (!norms[variant].defined()) continue;
@@ -166,11 +166,11 @@ class StreamedPairs {
     }
   }
 
-  // Fills the norms; [B, H, T], the weights of each query for its own key, where they are wanted.
+  // Fills the norms; [B, H, L], the weights of each query for its own key, where they are wanted.
   at::Tensor run(bool wants_own, int64_t diagonal) {
     at::Tensor own;
     if (wants_own) {
-      own = at::zeros({sizes_.B, sizes_.H, sizes_.T}, options(at::kFloat));
+      own = at::zeros({sizes_.B, sizes_.H, sizes_.L}, options(at::kFloat));
       params_.own = own.mutable_data_ptr<float>();
       params_.diagonal = diagonal;
     }
@@ -190,7 +190,7 @@ class StreamedPairs {
   }
 
   void set_operands(const WeightsSource& source) {
-    const auto [B, H, G, T, S, d_v, D] = sizes_;
+    const auto [B, H, G, L, S, d_v, D] = sizes_;
     rows_options_ = source.query.options();
     at::Tensor queries = source.query, keys = source.key;
     const auto d = static_cast<double>(source.query.size(3));
@@ -205,7 +205,7 @@ class StreamedPairs {
     params_.width = query.rows.size(3);
     params_.query = array_of(kept(query.rows));
     params_.key = array_of(kept(key.rows));
-    rows_ = at::empty({B, H, T, kRowNumbers}, options(at::kFloat));
+    rows_ = at::empty({B, H, L, kRowNumbers}, options(at::kFloat));
     rows_.select(-1, 0).fill_(scale);
     if (query.factor.defined()) rows_.select(-1, 0).mul_(query.factor);
     params_.rows = rows_.mutable_data_ptr<float>();
@@ -220,11 +220,11 @@ class StreamedPairs {
   }
 
   void set_mask(const at::Tensor& mask) {
-    const auto [B, H, G, T, S, d_v, D] = sizes_;
-    const at::Tensor shown = mask.expand({B, mask.dim() >= 3 ? mask.size(-3) : 1, T, S});
+    const auto [B, H, G, L, S, d_v, D] = sizes_;
+    const at::Tensor shown = mask.expand({B, mask.dim() >= 3 ? mask.size(-3) : 1, L, S});
     const int64_t words = (S + kMaskKeys - 1) / kMaskKeys;
-    const at::Tensor bits = kept(at::empty({B, T, words}, options(at::kInt)));
-    const MaskParams params{B, T, S, array_of(shown.select(1, 0)),
+    const at::Tensor bits = kept(at::empty({B, L, words}, options(at::kInt)));
+    const MaskParams params{B, L, S, array_of(shown.select(1, 0)),
                             static_cast<uint32_t*>(bits.mutable_data_ptr())};
     call_.check(streamed_kernels.mask_words(params, call_.stream()));
     params_.mask = params.words;
@@ -234,7 +234,7 @@ class StreamedPairs {
   Call call_;
   StreamedParams params_;
   at::TensorOptions rows_options_;
-  at::Tensor rows_;  // [B, H, T, kRowNumbers]
+  at::Tensor rows_;  // [B, H, L, kRowNumbers]
   std::vector<at::Tensor> tensors_;
 };
 

@@ -41,7 +41,7 @@ struct PlaceOfTile {
 template <typename Tile>
 __device__ __forceinline__ PlaceOfTile place_of_tile(const StreamedParams& params) {
   const int64_t key_tiles = (params.S + kStreamedKeys - 1) / kStreamedKeys;
-  const int64_t query_tiles = (params.T + Tile::kQueries - 1) / Tile::kQueries;
+  const int64_t query_tiles = (params.L + Tile::kQueries - 1) / Tile::kQueries;
   const int64_t of_queries = blockIdx.x / key_tiles;
   return {of_queries / query_tiles, of_queries % query_tiles * Tile::kQueries,
           blockIdx.x % key_tiles * kStreamedKeys};
@@ -85,7 +85,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float score[kTiles][4] = {};
   multiply_rows<T>(params, at.b, h, at.q0 + q0, at.j0, score);
-  const int64_t first_row = (at.b * params.H + h) * params.T;
+  const int64_t first_row = (at.b * params.H + h) * params.L;
   const KeyNumbers low(params, at.b, h, at.j0 + g), high(params, at.b, h, at.j0 + g + 8);
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
     for (int c = 0; c < 2; ++c) {
       const int64_t i = at.q0 + q0 + 8 * n + 2 * t + c;
       const float4 row =
-          load_vector<float4>(params.rows + (first_row + min(i, params.T - 1)) * kRowNumbers);
+          load_vector<float4>(params.rows + (first_row + min(i, params.L - 1)) * kRowNumbers);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float& entry = score[n][2 * r + c];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
         // A hidden pair is zero in a row that is NaN, too, but for dot attention, as torch has it.
         if (params.is_implicit && term.logit == -INFINITY) weight = 0;
         if (weight > 1) weight = 1;  // by rounding, of which a large logit may have much
-        if (params.own != nullptr && i < params.T && at.j0 + g + 8 * r == i + params.diagonal) {
+        if (params.own != nullptr && i < params.L && at.j0 + g + 8 * r == i + params.diagonal) {
           params.own[first_row + i] = weight;
         }
         const float scaled = weight * kWeightScale;
@@ -208,10 +208,10 @@ template <typename Tile>
 __device__ __forceinline__ void fill_norms(const StreamedParams& params, const PlaceOfTile& at,
                                            Shared<float> norms) {
   if (threadIdx.x >= Tile::kQueries) return;
-  const int64_t i = min(at.q0 + threadIdx.x, params.T - 1);
+  const int64_t i = min(at.q0 + threadIdx.x, params.L - 1);
   float fill = 0;
   for (int64_t h = 0; h < params.H; ++h) {
-    const float inverse = params.rows[((at.b * params.H + h) * params.T + i) * kRowNumbers + 2];
+    const float inverse = params.rows[((at.b * params.H + h) * params.L + i) * kRowNumbers + 2];
     if (inverse != inverse && !params.is_implicit) fill = inverse;
   }
   for (int variant = 0; variant < params.variants; ++variant) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ void store_norms(const StreamedParams& params, const 
   for (int query = threadIdx.x / kStreamedKeys; query < Tile::kQueries;
        query += kThreads / kStreamedKeys) {
     const int64_t i = at.q0 + query;
-    if (i >= params.T) break;
+    if (i >= params.L) break;
     const bool counts = key_counts && !is_padding(params.query_padding, at.b, i);
 #pragma unroll 1
     for (int variant = 0; variant < params.variants; ++variant) {
@@ -303,7 +303,7 @@ template <typename T, int kHeadTiles, int kParts>
 const char* launch_pairs(const StreamedParams& params, Stream stream) {
   using OwnTile = Tile<kHeadTiles, kParts>;
   const int64_t key_tiles = (params.S + kStreamedKeys - 1) / kStreamedKeys;
-  const int64_t query_tiles = (params.T + OwnTile::kQueries - 1) / OwnTile::kQueries;
+  const int64_t query_tiles = (params.L + OwnTile::kQueries - 1) / OwnTile::kQueries;
   return launch(streamed_pair_kernel<T, kHeadTiles, kParts>,
                 dim3(static_cast<unsigned>(params.B * query_tiles * key_tiles)), dim3(kThreads),
                 OwnTile::shared_bytes(params.variants), stream, params);

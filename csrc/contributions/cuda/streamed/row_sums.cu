@@ -17,8 +17,8 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int64_t i = min(q0 + 8 * n + 2 * t + c, params.T - 1);
-      factor[n][c] = params.rows[((b * params.H + h) * params.T + i) * kRowNumbers];
+      const int64_t i = min(q0 + 8 * n + 2 * t + c, params.L - 1);
+      factor[n][c] = params.rows[((b * params.H + h) * params.L + i) * kRowNumbers];
     }
   }
   const int64_t end = params.is_causal ? min(params.S, q0 + kQueries) : params.S;
@@ -46,7 +46,7 @@ template <typename T>
 __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams params) {
   IKATTN_SHARED(float, parts, kWarps * kQueries * 3);
   const int t = threadIdx.x % 4, warp = threadIdx.x / 32;
-  const int64_t query_tiles = (params.T + kQueries - 1) / kQueries;
+  const int64_t query_tiles = (params.L + kQueries - 1) / kQueries;
   const int64_t head = blockIdx.x / query_tiles, b = head / params.H, h = head % params.H;
   const int64_t q0 = blockIdx.x % query_tiles * kQueries;
   RunningSum sums[kTiles][2];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams 
   }
   __syncthreads();
   const int64_t i = q0 + threadIdx.x;
-  if (threadIdx.x >= kQueries || i >= params.T) return;
+  if (threadIdx.x >= kQueries || i >= params.L) return;
   RunningSum total;
   for (int part = 0; part < kWarps; ++part) {
     RunningSum of_warp;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams 
   }
   // A row that sees nothing is zero.
   const bool is_blind = total.largest == -INFINITY;
-  float* row = params.rows + ((b * params.H + h) * params.T + i) * kRowNumbers;
+  float* row = params.rows + ((b * params.H + h) * params.L + i) * kRowNumbers;
   row[1] = is_blind ? 0.0f : total.largest;
   row[2] = is_blind ? total.sum : 1 / total.sum;
   row[3] = total.low;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kWarps * 32, 4) row_sum_kernel(StreamedParams 
 const char* streamed_row_sums(const StreamedParams& params, Stream stream) {
   const auto kernel =
       params.query.type == ElementType::kBFloat16 ? row_sum_kernel<BFloat16> : row_sum_kernel<Half>;
-  const int64_t query_tiles = (params.T + kQueries - 1) / kQueries;
+  const int64_t query_tiles = (params.L + kQueries - 1) / kQueries;
   return launch(kernel, dim3(static_cast<unsigned>(params.B * params.H * query_tiles)),
                 dim3(kWarps * 32), 0, stream, params);
 }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void multiply_rows(const StreamedParams& params, int6
     const uint32_t first[4] = {a.x, c.x, a.y, c.y}, second[4] = {a.z, c.z, a.w, c.w};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const int64_t i = min(q0 + 8 * n + g, params.T - 1);
+      const int64_t i = min(q0 + 8 * n + g, params.L - 1);
       const uint4 right = load_vector<uint4>(query + i * params.query.stride[2] + column);
       mma_m16n8k16<T>(score[n], first, right.x, right.y);
       mma_m16n8k16<T>(score[n], second, right.z, right.w);
@@ -55,10 +55,10 @@ __device__ __forceinline__ uint32_t visible_pairs(const StreamedParams& params, 
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int64_t i = q0 + 8 * n + 2 * t + c;
-      if (i >= params.T) continue;
+      if (i >= params.L) continue;
       const int64_t end = params.is_causal ? min(params.S, i + 1) : params.S;
       const uint32_t word =
-          params.mask == nullptr ? ~0u : params.mask[(b * params.T + i) * words + j0 / kMaskKeys];
+          params.mask == nullptr ? ~0u : params.mask[(b * params.L + i) * words + j0 / kMaskKeys];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int64_t j = j0 + g + 8 * r;

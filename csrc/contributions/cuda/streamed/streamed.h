@@ -1,5 +1,5 @@
 // The streamed maps' kernels, from query and key to the norms of pairs: what they see of a call,
-// and how they are queued. Weights [B, H, T, S] never exist.
+// and how they are queued. Weights [B, H, L, S] never exist.
 #pragma once
 
 #include "contributions/params.h"
@@ -20,32 +20,32 @@ constexpr int64_t kRowNumbers = 4;
 //   implicit kernel      (x_ij^2 + eps) exp(key_numbers_j[1])       likewise
 // and that of a hidden pair is zero.
 struct StreamedParams {
-  int64_t B = 0, H = 0, G = 0, T = 0, S = 0;
+  int64_t B = 0, H = 0, G = 0, L = 0, S = 0;
   int64_t width = 0;  // columns of query and key, a multiple of kOperandColumns
   Array query,
-      key;  // [B, H, T, width], [B, G, S, width], of 16 bits; rows at multiples of 16 bytes
+      key;  // [B, H, L, width], [B, G, S, width], of 16 bits; rows at multiples of 16 bytes
   // [B, H, S, 4]: factor; logit (-inf: hidden), and what float32 leaves of it
   const float* key_numbers = nullptr;
-  float* rows = nullptr;  // [B, H, T, 4]: factor; then what weights are relative to
+  float* rows = nullptr;  // [B, H, L, 4]: factor; then what weights are relative to
   bool is_implicit = false;
   float eps = 0;
   bool is_causal = false;
-  const uint32_t* mask = nullptr;  // [B, T, ceil(S / 32)], bit 1: visible; nullptr: all are
+  const uint32_t* mask = nullptr;  // [B, L, ceil(S / 32)], bit 1: visible; nullptr: all are
 
   // Of the pairs alone.
   bool is_split = false;  // weights and factors are two numbers of Half each, else one
   int variants = 0;
   const uint32_t* fragments[3] = {};  // as factor_fragments() makes them
   const float* units[3] = {};         // [B, S]
-  Array norms[3];                     // [B, T, S], float32
-  Array query_padding, key_padding;   // bool [B, T], [B, S]
-  float* own = nullptr;               // [B, H, T], weights of query i for key i + diagonal
+  Array norms[3];                     // [B, L, S], float32
+  Array query_padding, key_padding;   // bool [B, L], [B, S]
+  float* own = nullptr;               // [B, H, L], weights of query i for key i + diagonal
   int64_t diagonal = 0;
 };
 
-// A mask [B, T, S] of bytes, as bits.
+// A mask [B, L, S] of bytes, as bits.
 struct MaskParams {
-  int64_t B = 0, T = 0, S = 0;
+  int64_t B = 0, L = 0, S = 0;
   Array mask;
   uint32_t* words = nullptr;
 };

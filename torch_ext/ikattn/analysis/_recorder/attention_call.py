@@ -1,6 +1,6 @@
 """One run of attention: what it was given, and its weights.
 
-Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size of query and key,
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size of query and key,
 d_v head size of value, D model size.
 """
 
@@ -32,18 +32,18 @@ class AttentionCall:
     """What a layer of attention was given in one run, in float32 at least.
 
     Attributes:
-        query: ``[B, H, T, d]``.
+        query: ``[B, H, L, d]``.
         key: ``[B, G, S, d]``.
         value: ``[B, G, S, d_v]``.
         kind: Whether queries and keys are the same tokens.
         kernel: As for ``ikattn.similarity_and_magnitude``, and so is p.
         frequencies: w1 and w2 of the implicit kernel, else None.
         scaling: Of query . key in the logits; None: 1 / sqrt(d).
-        attn_mask: Broadcastable to ``[B, H, T, S]``. Bool: True = may attend; floating point: added
+        attn_mask: Broadcastable to ``[B, H, L, S]``. Bool: True = may attend; floating point: added
             to the logits, -inf where a pair is hidden.
         causal: Query i sees keys up to i + causal, besides the mask; None: all.
         key_bias: ``[B, H or 1, S]``, added to the logits, -inf where a key is hidden.
-        query_padding: bool ``[B, T]``, True = padding, or None.
+        query_padding: bool ``[B, L]``, True = padding, or None.
         key_padding: bool ``[B, S]``, likewise.
         diagonal: The token of query i is that of key i + diagonal.
         softcap: Logits are softcap tanh(logits / softcap) before masks.
@@ -77,9 +77,9 @@ class AttentionCall:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """B, H, T and S."""
-        B, H, T, _ = self.query.shape
-        return B, H, T, self.key.size(2)
+        """B, H, L and S."""
+        B, H, L, _ = self.query.shape
+        return B, H, L, self.key.size(2)
 
     @property
     def has_own_softmax(self) -> bool:
@@ -92,7 +92,7 @@ class AttentionCall:
 
     @cached_property
     def weights(self) -> Tensor:
-        """The normalised weights, before dropout, ``[B, H, T, S]``; 0 for who sees no key."""
+        """The normalised weights, before dropout, ``[B, H, L, S]``; 0 for who sees no key."""
         if self.frequencies is None:
             return self._softmax_weights()
         weights = implicit_kernel_weights(
@@ -133,17 +133,17 @@ class AttentionCall:
         return logits.softmax(-1).masked_fill(blind, 0.0)
 
     def context(self) -> Tensor:
-        """The weighted values with their heads merged, ``[B, T, H d_v]``."""
-        B, H, T, S = self.sizes
+        """The weighted values with their heads merged, ``[B, L, H d_v]``."""
+        B, H, L, S = self.sizes
         rows = max(1, MOST_WEIGHTS // max(1, B * H * S))
-        if rows < T and "weights" not in vars(self):
-            blocks = [self.narrow(i, min(i + rows, T)) for i in range(0, T, rows)]
+        if rows < L and "weights" not in vars(self):
+            blocks = [self.narrow(i, min(i + rows, L)) for i in range(0, L, rows)]
             return torch.cat([block.context() for block in blocks], 1)
         groups = self.query.size(1) // self.value.size(1)
         if groups == 1:
             merged: Tensor = self.weights @ self.value
         else:
-            weights = self.weights.unflatten(1, (-1, groups))  # [B, G, H / G, T, S]
+            weights = self.weights.unflatten(1, (-1, groups))  # [B, G, H / G, L, S]
             merged = (weights @ self.value.unsqueeze(2)).flatten(1, 2)
         return merged.transpose(1, 2).flatten(2)
 
@@ -197,8 +197,8 @@ class AttentionCall:
 
     def without_later_keys(self) -> AttentionCall:
         """The run without the keys that causality hides from all of its queries."""
-        T, S = self.sizes[2:]
-        end = S if self.causal is None else min(S, T + self.causal)
+        L, S = self.sizes[2:]
+        end = S if self.causal is None else min(S, L + self.causal)
         if end == S:
             return self
 
@@ -249,7 +249,7 @@ class AttentionCall:
         )
 
     def hidden(self) -> Tensor | None:
-        """The pairs that a mask hides, bool, broadcastable to ``[B, H, T, S]``; None: none."""
+        """The pairs that a mask hides, bool, broadcastable to ``[B, H, L, S]``; None: none."""
         hidden, mask = None, self._mask()
         if mask is not None:
             hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf

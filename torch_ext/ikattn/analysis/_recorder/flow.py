@@ -3,7 +3,7 @@
 Nothing is taken from names. Two rows of each tensor are kept as they were when it was seen, the
 first and the last, and a sum has been found when these rows add up.
 
-Sizes: B batch, T queries, H heads, d_v head size of value, D model size.
+Sizes: B batch, L queries, H heads, d_v head size of value, D model size.
 """
 
 from __future__ import annotations

@@ -157,12 +157,12 @@ class Maker:
 
 
 def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
-    """What a layer's block passes on, as ``[B, T, D]``.
+    """What a layer's block passes on, as ``[B, L, D]``.
 
     Raises:
         RuntimeError: It has other sizes than the attention's queries.
     """
-    B, _, T, _ = run.attention.sizes
+    B, _, L, _ = run.attention.sizes
     if x.is_nested:
         sizes = None if padded is None else (B, padded, x.size(2))
         x = torch.nested.to_padded_tensor(x, 0.0, sizes)
@@ -171,12 +171,12 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
             x = x.unsqueeze(0)
         elif not run.plan.module.batch_first:
             x = x.transpose(0, 1)
-    elif x.shape[:-1] != (B, T) and x.numel() == B * T * x.size(-1):
-        x = x.reshape(B, T, -1)
-    if x.shape[:-1] != (B, T):
+    elif x.shape[:-1] != (B, L) and x.numel() == B * L * x.size(-1):
+        x = x.reshape(B, L, -1)
+    if x.shape[:-1] != (B, L):
         raise RuntimeError(
             f"record: {run.plan.name}: the residual and the inputs of the norms must have shape "
-            f"[B, T, D] = [{B}, {T}, D], got {list(x.shape)}; chunked feed-forward layers "
+            f"[B, L, D] = [{B}, {L}, D], got {list(x.shape)}; chunked feed-forward layers "
             "(chunk_size_feed_forward) cannot be recorded with their norms"
         )
     return x

@@ -1,6 +1,6 @@
 """Which tokens of a run are padding, and which key is a query's own.
 
-Sizes: B batch, T queries, S keys.
+Sizes: B batch, L queries, S keys.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
         given: The mask that the attention was given, or None.
         of_tokens: The mask ``[B, S]`` that the model was given for these tokens, 0 = padding.
     """
-    B, _, T, S = call.sizes
+    B, _, L, S = call.sizes
     hidden = call.hidden() if given is not None or call.attn_mask is not None else None
     seen = None if hidden is None else ~hidden.all(1).all(1).expand(B, S)
-    seen_until = S if call.causal is None else min(S, T + call.causal)
-    if seen is not None and T != S and bool(seen.any()):
+    seen_until = S if call.causal is None else min(S, L + call.causal)
+    if seen is not None and L != S and bool(seen.any()):
         seen_until = int(seen.any(0).nonzero().max()) + 1
     if call.kind == "self":
         # a cache holds earlier tokens, and a static one room for later ones
-        call.diagonal = max(seen_until - T, 0)
+        call.diagonal = max(seen_until - L, 0)
     if of_tokens is not None:
         call.key_padding = of_tokens.to(call.key.device) == 0
     elif given is not None and seen is not None:
         call.key_padding = ~seen
         if call.kind == "self" and given.dim() == 4 and given.size(-2) > 1:
             assert hidden is not None
-            blind = hidden.all(1).all(-1).expand(B, T)
-            own = call.key_padding[:, call.diagonal : call.diagonal + T]
+            blind = hidden.all(1).all(-1).expand(B, L)
+            own = call.key_padding[:, call.diagonal : call.diagonal + L]
             own &= blind[:, : own.size(1)]
     if call.kind == "self" and call.key_padding is not None:
-        call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + T]
+        call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + L]
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

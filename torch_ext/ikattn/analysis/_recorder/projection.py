@@ -89,12 +89,12 @@ def effective_projection(module: nn.Module, width: int, like: Tensor) -> Project
         except Exception as error:
             raise TypeError(
                 f"record: the out-projection, a {describe(module)}, must be a linear map of "
-                f"[1, T, {width}], got an error when it was applied: {error}"
+                f"[1, L, {width}], got an error when it was applied: {error}"
             ) from error
     if not isinstance(made, Tensor) or made.dim() != 3 or made.shape[:2] != (1, width + 1):
         raise TypeError(
-            f"record: the out-projection, a {describe(module)}, must make a tensor [1, T, D] of "
-            f"[1, T, {width}]"
+            f"record: the out-projection, a {describe(module)}, must make a tensor [1, L, D] of "
+            f"[1, L, {width}]"
         )
     made = widened(made[0])
     return Projection((made[:-1] - made[-1]).mT, made[-1])

@@ -91,7 +91,7 @@ def record(
             :class:`ikattn.analysis.Columns`, ``Diagonal``, ``TopK``, ``Groups`` or your own
             :class:`ikattn.analysis.Reduction`. A function of rows ``[B, R, S]`` (``[B, H, R, S]``)
             and the number of the first query returns a tensor ``[B, R, ..]``; those of blocks of
-            rows stand below each other. ``[T, S]`` is never held. None: whole maps.
+            rows stand below each other. ``[L, S]`` is never held. None: whole maps.
         queries: The rows to make, a slice or a list of numbers, in every layer and call. Runs of
             consecutive queries are made at once. None: all.
 

@@ -1,6 +1,6 @@
 """Whether maps fit into memory, asked before they are made.
 
-Sizes: B batch, H query heads, T queries, S keys.
+Sizes: B batch, H query heads, L queries, S keys.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def check_room(
     names = pair_maps(wanted)
     if not names or (rows is not None and rows.reduction is not None):
         return
-    B, H, T, S = call.sizes
+    B, H, L, S = call.sizes
     if rows is not None:
-        T = sum(map(len, rows.of_call(T, layer)))
-    pairs = B * T * S * sum(H if "H" in AXES[name] else 1 for name in names)
+        L = sum(map(len, rows.of_call(L, layer)))
+    pairs = B * L * S * sum(H if "H" in AXES[name] else 1 for name in names)
     size = pairs * call.value.element_size()
     device = call.query.device
     kept_on = torch.device("cpu") if to_cpu else device
@@ -51,7 +51,7 @@ def check_room(
             of_layers = "1 layer" if count == 1 else f"{count} layers"
             raise torch.OutOfMemoryError(
                 f"record: no memory for the maps {', '.join(names)} of {of_layers}, from {layer} "
-                f"on: {B} x {T} x {S} pairs of {H} heads take {_in_words(count * size)}, and "
+                f"on: {B} x {L} x {S} pairs of {H} heads take {_in_words(count * size)}, and "
                 f"{_in_words(free)} of {place} are free; ask for reduce= (such as 'columns'), "
                 "layers= (fewer at a time) or queries= (some rows), or write them to disk by "
                 "on_layer= (ikattn.analysis.LayerWriter)"

@@ -1,6 +1,6 @@
 """Maps made for some queries at a time: of chosen queries, and reduced as they are made.
 
-Sizes: B batch, H query heads, T queries, S keys, R rows that are made.
+Sizes: B batch, H query heads, L queries, S keys, R rows that are made.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_kinds(plans: Iterable[Plan], rows: RowsAsked) -> None:
 
 def pair_maps(names: Iterable[str]) -> list[str]:
     """Those of the names that are maps of queries and keys."""
-    return [name for name in names if "T" in AXES.get(name, "")]
+    return [name for name in names if "L" in AXES.get(name, "")]
 
 
 @dataclass(frozen=True)
@@ -104,27 +104,27 @@ class RowsAsked:
     queries: slice | tuple[int, ...] | None = None
     reduction: Reduction | None = None
 
-    def of_call(self, T: int, layer: str) -> list[range]:
-        """The queries of a call of T, as runs of consecutive ones.
+    def of_call(self, L: int, layer: str) -> list[range]:
+        """The queries of a call of L, as runs of consecutive ones.
 
         Raises:
             ValueError: A query that the call does not have, or one that is named twice.
         """
         if self.queries is None:
-            return [range(T)]
+            return [range(L)]
         if isinstance(self.queries, slice):
-            numbers: Sequence[int] = range(*self.queries.indices(T))
+            numbers: Sequence[int] = range(*self.queries.indices(L))
         else:
-            if any(not -T <= query < T for query in self.queries):
+            if any(not -L <= query < L for query in self.queries):
                 raise ValueError(
-                    f"record: queries must be in [{-T}, {T}), the queries of {layer} in this "
+                    f"record: queries must be in [{-L}, {L}), the queries of {layer} in this "
                     f"call, got {list(self.queries)}"
                 )
-            numbers = [query % T for query in self.queries]
+            numbers = [query % L for query in self.queries]
             if len(set(numbers)) < len(numbers):
                 raise ValueError(
                     f"record: queries must name each query once, got {list(self.queries)} for the "
-                    f"{T} of {layer}"
+                    f"{L} of {layer}"
                 )
         runs: list[range] = []
         for number in numbers:
@@ -142,9 +142,9 @@ class RowsAsked:
         wanted: Collection[str],
         layer: str,
     ) -> Contributions:
-        """``make_maps`` of these rows, reduced; ``[T, S]`` does not exist where it is reduced."""
-        B, H, T, S = call.sizes
-        runs = self.of_call(T, layer)
+        """``make_maps`` of these rows, reduced; ``[L, S]`` does not exist where it is reduced."""
+        B, H, L, S = call.sizes
+        runs = self.of_call(L, layer)
         count = sum(map(len, runs))
         states: dict[str, Reducing] = {}
         if self.reduction is not None:
@@ -172,9 +172,9 @@ class RowsAsked:
         found = _stacked(found, parts)
         # a map that a run turned out not to have has no rows
         found.reduced = {name: _kept(states[name], name, layer) for name in states if name in came}
-        if runs[0].start != 0 or len(runs) > 1 or count != T:
+        if runs[0].start != 0 or len(runs) > 1 or count != L:
             made = torch.tensor([query for run in runs for query in run], dtype=torch.int64)
-            found.rows = None if torch.equal(made, torch.arange(T)) else made
+            found.rows = None if torch.equal(made, torch.arange(L)) else made
         return found
 
 
@@ -190,13 +190,13 @@ def _kept(state: Reducing, name: str, layer: str) -> Reduced:
 
 def _rows_at_once(call: AttentionCall, wanted: Collection[str]) -> int:
     """How many rows of its maps are held at a time."""
-    B, H, T, S = call.sizes
+    B, H, L, S = call.sizes
     holds_weights = call.has_own_softmax or "alti" in wanted
     is_by_head = any("H" in AXES[name] for name in pair_maps(wanted))
     row = max(1, B * S * (H if holds_weights or is_by_head else 1))
-    if row * T <= FEW:
-        return max(1, T)
-    return max(1, min(MOST_HELD // row, -(-T // 4)))
+    if row * L <= FEW:
+        return max(1, L)
+    return max(1, min(MOST_HELD // row, -(-L // 4)))
 
 
 def _blocks(runs: Iterable[range], rows: int) -> list[range]:

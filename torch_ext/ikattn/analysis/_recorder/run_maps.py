@@ -1,6 +1,6 @@
 """Which maps a layer has, and how they are made of one run of its attention.
 
-Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size of query and key,
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size of query and key,
 d_v head size of value, D model size.
 """
 
@@ -35,13 +35,13 @@ class Surroundings:
     """What the block around the attention did in one run.
 
     Attributes:
-        residual: ``[B, T, D]``, or None.
+        residual: ``[B, L, D]``, or None.
         norm, second_norm: How the norms after it acted, or None; ``second_norm`` alone where the
             block normalises before its parts.
         scale: What the attention's output was multiplied with before it was added to the residual:
             a number, ``[D]``, or None for 1.
         output_norm: How a norm between out-projection and sum acted, or None.
-        output: ``[B, T, D]``, the sum of residual and attention, through ``norm`` where there is
+        output: ``[B, L, D]``, the sum of residual and attention, through ``norm`` where there is
             one; None where no map needs it.
     """
 
@@ -179,7 +179,7 @@ def _scaled(projection: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def _between(projection: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
-    """The out-projection with what stands between it and the sum, and a divisor of rows, [B, T]."""
+    """The out-projection with what stands between it and the sum, and a divisor of rows, [B, L]."""
     if around.scale is not None:
         projection = _scaled(projection, around.scale)
     stats = around.output_norm
@@ -255,7 +255,7 @@ def _fill_cross_maps(
     """Maps of cross-attention through the norms after it.
 
     The residual belongs to no key and touches none of the pairs, so each norm is but a linear map
-    on the out-projection [D, H d_v] and a divisor of the rows, [B, T], like ``scale``.
+    on the out-projection [D, H d_v] and a divisor of the rows, [B, L], like ``scale``.
     """
     for name, stats in (("with_norm", norm), ("encoder", second_norm)):
         if stats is None:
@@ -308,7 +308,7 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
 
 
 def _without_padding(pairs: Tensor, call: AttentionCall) -> Tensor:
-    """``pairs``, [B, H, T, S], with 0 where query or key is padding."""
+    """``pairs``, [B, H, L, S], with 0 where query or key is padding."""
     if call.query_padding is not None:
         pairs = pairs.masked_fill(call.query_padding[:, None, :, None], 0.0)
     if call.key_padding is not None:

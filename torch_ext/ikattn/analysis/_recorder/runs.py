@@ -7,7 +7,7 @@ What is checked, on two rows of every tensor, or on all:
 3. that, or a multiple, and the residual add up to what the next norm or module was given;
 4. the norm, as the linear map we take it for, makes what the model computed.
 
-Sizes: B batch, T queries, S keys, H heads, d_v head size of value, D model size.
+Sizes: B batch, L queries, S keys, H heads, d_v head size of value, D model size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ARow(NamedTuple):
     is_missing: Tensor | None  # whether all of them are padding; None: none is
 
     def of(self, x: Tensor) -> Tensor:
-        """That row of ``[1, T, D]``; NaN, which is compared with nothing, where it is missing."""
+        """That row of ``[1, L, D]``; NaN, which is compared with nothing, where it is missing."""
         if not isinstance(self.place, Tensor):
             return x[:, self.place]
         row = x.index_select(1, self.place)
@@ -88,7 +88,7 @@ class Run:
         name: Of the run.
         calls: What the attention was given: more than one where a module computes its tokens in
             parts, such as images.
-        contexts: The heads that the model computed of each call, merged, ``[B, T, H d_v]``; None
+        contexts: The heads that the model computed of each call, merged, ``[B, L, H d_v]``; None
             where they are not seen.
         residuals: What the output may be added to, the most likely first.
         given: What the attention module was called with.
@@ -183,11 +183,11 @@ class Run:
 
     def a_row(self) -> ARow:
         """The last query of the first item that is no padding; the host need not know which."""
-        T, padding = self.attention.sizes[2], self.attention.query_padding
+        L, padding = self.attention.sizes[2], self.attention.query_padding
         if padding is None:
-            return ARow(slice(T - 1, T), None)
+            return ARow(slice(L - 1, L), None)
         there = ~padding[0]
-        places = torch.arange(T, device=padding.device)
+        places = torch.arange(L, device=padding.device)
         return ARow((places * there).argmax().unsqueeze(0), there.any().logical_not())
 
     def projected(self, projection: Projection, x: Tensor, y: Tensor, every_row: bool) -> Distance:

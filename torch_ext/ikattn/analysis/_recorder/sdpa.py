@@ -3,7 +3,7 @@
 While models are recorded the function is replaced by one that calls it, so that outputs stay what
 they are, and then tells the recordings.
 
-Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ def sdpa_call(
     """What a call of the function was given, and its dropout.
 
     Raises:
-        NotImplementedError: Tensors that are not ``[B, H, T, d]``.
+        NotImplementedError: Tensors that are not ``[B, H, L, d]``.
     """
     query, key, value, mask, dropout_p, is_causal, scale = _bound(*args, **kwargs)
     if query.dim() != 4 or query.is_nested:
         raise NotImplementedError(
-            f"record: {_NAME} must be called with [B, H, T, d] to be recorded, got "
+            f"record: {_NAME} must be called with [B, H, L, d] to be recorded, got "
             f"{list(query.shape) if not query.is_nested else 'nested tensors'}"
         )
     with without_autocast(query.device):

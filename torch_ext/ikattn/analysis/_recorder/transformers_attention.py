@@ -4,7 +4,7 @@ While a model is recorded, its config names a function of this module which call
 before, so that outputs stay what they are, and then tells those who listen what the attention was
 given.
 
-Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ALTI-Logit: what attention writes into a logit, layer by layer, followed back to the input.
 
-Sizes: B batch, H query heads, T = S tokens, n rows that the logit reads, d_v head size of value, D
+Sizes: B batch, H query heads, L = S tokens, n rows that the logit reads, d_v head size of value, D
 model size.
 Source: J. Ferrando, G. I. Gállego, I. Tsiamas, M. R. Costa-jussà, "Explaining How Transformers Use
 Context to Build Predictions", ACL 2023.
@@ -20,7 +20,7 @@ class Writings:
     """What each layer's attention writes into a logit directly, and ALTI's map of the layer.
 
     Args:
-        gradient: ``[B, T, D]``, of the logit in the residual stream after the last block.
+        gradient: ``[B, L, D]``, of the logit in the residual stream after the last block.
     """
 
     def __init__(self, gradient: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Which tokens of the input made a number that the model gives.
 
-Sizes: B batch, S source tokens, n targets, T tokens that logits belong to, D model size, V logits.
+Sizes: B batch, S source tokens, n targets, L tokens that logits belong to, D model size, V logits.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def attribute(
             an encoder-decoder: of the decoder's), counted without padding; ``"answer"``, all after
             ``prompt_length``; token ids as a list or tensor, read as the continuation of the
             input; an int, a token that may come next; None, the one that it predicts. Of other
-            logits ``[B, T, V]``: ``(position, class)``, class None: the predicted one. With a
+            logits ``[B, L, V]``: ``(position, class)``, class None: the predicted one. With a
             tokenizer: another text than "answer", which is the continuation or a class's label.
             Otherwise a function of the model's output that gives ``[B]``.
         method: See above.
@@ -443,7 +443,7 @@ def _alti_logit(task: _Task) -> Attribution:
 
 def _roll_out(task: _Task, map_: str) -> Attribution:
     stack, gradient, values = _hidden_gradients(task)
-    share = row_shares(gradient.norm(dim=-1))  # of each token, [B, T]
+    share = row_shares(gradient.norm(dim=-1))  # of each token, [B, L]
     nothing = values.new_full(values.shape, float("nan"))
     if task.is_seq2seq:
         if map_ != "alti":
@@ -473,7 +473,7 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
     """How the target depends on what the last block makes.
 
     Returns:
-        The stack of that block; the gradient ``[B, T, D]`` with the norm after it fixed; and the
+        The stack of that block; the gradient ``[B, L, D]`` with the norm after it fixed; and the
         values ``[B]``.
 
     Raises:

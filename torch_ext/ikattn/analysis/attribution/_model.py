@@ -1,6 +1,6 @@
 """What attribution needs of a model: its blocks, the vectors that enter them, and its logits.
 
-Sizes: B batch, S source tokens, T tokens that logits belong to, D model size, V logits.
+Sizes: B batch, S source tokens, L tokens that logits belong to, D model size, V logits.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
-    """What each stack makes, ``[B, T, D]``, as a leaf that requires gradients, as they run."""
+    """What each stack makes, ``[B, L, D]``, as a leaf that requires gradients, as they run."""
     found: list[tuple[Stack, Tensor]] = []
 
     def hook(stack: Stack, module: nn.Module, args: Any, output: Any) -> Any:
@@ -243,7 +243,7 @@ def logits_of(output: Any, caller: str) -> Tensor:
     if not isinstance(found, Tensor) or found.dim() not in (2, 3):
         kind = type(output).__name__
         raise ValueError(
-            f"{caller}: the model must give logits [B, V] or [B, T, V], got {kind}: take one with "
+            f"{caller}: the model must give logits [B, V] or [B, L, V], got {kind}: take one with "
             "a head, or a function of its output as target"
         )
     return found

@@ -1,6 +1,6 @@
 """The linear map of a model applied to vectors of single tokens, with biases out or shared.
 
-Sizes: K vectors that go through together, T tokens.
+Sizes: K vectors that go through together, L tokens.
 Source: A. Modarressi et al., "DecompX", ACL 2023, and the authors' code for where biases are
 shared: those of norms and feed-forward parts at once, those of values and of the out-projection
 when the attention's output has been added to the residual.
@@ -71,7 +71,7 @@ class Replay(LinearModel):
         """The next call uses what the first one fixed.
 
         Args:
-            own: bool ``[K, T]``, which token each of the vectors that go through belongs to. With
+            own: bool ``[K, L]``, which token each of the vectors that go through belongs to. With
                 "absdot" the last belongs to none: it takes biases that are still to be shared.
         """
         self._next, self._own, self._event = 0, own.unsqueeze(-1), 0
@@ -206,7 +206,7 @@ class Replay(LinearModel):
             return x + c
         x = x.expand(torch.broadcast_shapes(x.shape, c.shape))
         if x.dim() == 2 and x.size(0) % self._count == 0:
-            # tokens of all vectors in a row, [K T, D]
+            # tokens of all vectors in a row, [K L, D]
             made = self._with_constant(x.unflatten(0, (self._count, -1)), c)
             return made.flatten(0, 1)
         if self._own is not None:  # before tokens are mixed a bias belongs to its token
@@ -220,22 +220,22 @@ class Replay(LinearModel):
         """Which token each of the vectors belongs to, with as many axes as ``x``.
 
         Args:
-            x: ``[K, T, ..]``, ``[T, K, ..]`` or, of heads, ``[K, H, T, ..]``.
+            x: ``[K, L, ..]``, ``[L, K, ..]`` or, of heads, ``[K, H, L, ..]``.
 
         Raises:
             NotImplementedError: It is none of them.
         """
         assert self._own is not None
         own = self._own[..., 0]
-        K, T = own.shape
-        if x.dim() >= 3 and x.shape[:2] == (K, T):
-            return own.view(K, T, *(1,) * (x.dim() - 2))
-        if x.dim() >= 3 and x.shape[:2] == (T, K):
-            return own.mT.reshape(T, K, *(1,) * (x.dim() - 2))
-        if x.dim() == 4 and x.shape[::2] == (K, T):
-            return own.view(K, 1, T, 1)
+        K, L = own.shape
+        if x.dim() >= 3 and x.shape[:2] == (K, L):
+            return own.view(K, L, *(1,) * (x.dim() - 2))
+        if x.dim() >= 3 and x.shape[:2] == (L, K):
+            return own.mT.reshape(L, K, *(1,) * (x.dim() - 2))
+        if x.dim() == 4 and x.shape[::2] == (K, L):
+            return own.view(K, 1, L, 1)
         raise NotImplementedError(
-            f"{self._caller}: a bias is added to {list(x.shape)}, where [{K}, {T}, ..] is expected"
+            f"{self._caller}: a bias is added to {list(x.shape)}, where [{K}, {L}, ..] is expected"
         )
 
     def _shared(self, x: Tensor, c: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Which numbers of a model's output are attributed.
 
-Sizes: B batch, T tokens that logits belong to, V logits.
+Sizes: B batch, L tokens that logits belong to, V logits.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def choose(
     Args:
         target: As :func:`ikattn.attribute` has it, token ids and "answer" turned into slices.
         against: Likewise.
-        logits: Makes the model's logits, ``[B, V]`` or ``[B, T, V]``, where they are needed.
-        tokens: ``[B, T]``, ids of the tokens that logits belong to.
-        mask: bool ``[B, T]``, True = a token.
+        logits: Makes the model's logits, ``[B, V]`` or ``[B, L, V]``, where they are needed.
+        tokens: ``[B, L]``, ids of the tokens that logits belong to.
+        mask: bool ``[B, L]``, True = a token.
         is_next: Logits at a token are those of the next one.
 
     Raises:

@@ -1,6 +1,6 @@
 """Vectors of single tokens that go through a model together.
 
-Sizes: K vectors that go together, T tokens, D model size.
+Sizes: K vectors that go together, L tokens, D model size.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_many(model: nn.Module, inputs: dict[str, Any], count: int, caller: str) 
 def outputs_of(
     stack: Stack, reduced: Callable[[Tensor], Any] = Tensor.detach
 ) -> Iterator[list[Any]]:
-    """What each block makes, ``[K, T, D]``, as they run, or what ``reduced`` makes of it."""
+    """What each block makes, ``[K, L, D]``, as they run, or what ``reduced`` makes of it."""
     found: list[Any] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:

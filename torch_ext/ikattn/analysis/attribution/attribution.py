@@ -29,7 +29,7 @@ class Attribution:
         bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add; with
             "alti_logit" what feed-forward parts, the token's own vector and biases add. NaN where
             scores are shares that add up to 1 ("rollout").
-        prefix_scores: Of an encoder-decoder those of the decoder's tokens, ``[B, T]``.
+        prefix_scores: Of an encoder-decoder those of the decoder's tokens, ``[B, L]``.
         method: As it was asked for.
         tokens, prefix_tokens: For each sequence, with padding; None: no tokenizer was given.
         target_tokens: The tokens that were attributed, for each sequence.

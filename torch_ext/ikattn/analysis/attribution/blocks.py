@@ -1,6 +1,6 @@
 """What each token's vector adds to what a block makes, its feed-forward part included.
 
-Sizes: B batch, L blocks, K tokens whose vectors go together, T = S tokens, D model size.
+Sizes: B batch, N blocks, K tokens whose vectors go together, L = S tokens, D model size.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def block_maps(
         activation, sources: As there.
 
     Returns:
-        ``[L, B, T, S]``. Rows of padding mean nothing.
+        ``[N, B, L, S]``. Rows of padding mean nothing.
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: As :func:`decomposed_norms`; and where a
@@ -101,7 +101,7 @@ def _of_blocks(
     activation: Activation,
     sources: int,
 ) -> Tensor:
-    """The maps of blocks of one sequence, ``[L, T, S]``."""
+    """The maps of blocks of one sequence, ``[N, L, S]``."""
     replay = BlockReplay(activation, _CALLER)
     entered: list[Tensor] = []
 
@@ -133,7 +133,7 @@ def _of_blocks(
                 outputs_of(stack, norms) as made,
             ):
                 run_many(model, inputs, len(keys), _CALLER)
-            parts.append(torch.stack(made))  # [L, K, T]
+            parts.append(torch.stack(made))  # [N, K, L]
     return torch.cat(parts, 1).mT
 
 
@@ -142,7 +142,7 @@ def _of_keys(entered: list[Tensor], keys: Tensor, n: int, x: Tensor) -> Tensor:
 
 
 def _norms(model: nn.Module, replay: BlockReplay, scope: str, output: Tensor) -> Tensor:
-    """The norms ``[K, T]`` of what the block that just ran made, or of its feed-forward part."""
+    """The norms ``[K, L]`` of what the block that just ran made, or of its feed-forward part."""
     if scope == "feed_forward":
         part = replay.part()
         if part is None:

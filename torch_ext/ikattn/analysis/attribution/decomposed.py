@@ -1,6 +1,6 @@
 """How much of every token's vector, after every block, comes from each token of the input.
 
-Sizes: B batch, L blocks, T = S tokens, D model size.
+Sizes: B batch, N blocks, L = S tokens, D model size.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def decomposed_norms(
 
     The vectors x_j that enter the first block go through the model one by one, with attention
     weights, divisors of norms and slopes of activations fixed at what they are for the whole
-    sequence. Time S / ``sources`` calls of the model with as many sequences each; of ``[T, S, D]``
-    one block's ``[sources, T, D]`` is held at a time.
+    sequence. Time S / ``sources`` calls of the model with as many sequences each; of ``[L, S, D]``
+    one block's ``[sources, L, D]`` is held at a time.
 
     Source: A. Modarressi et al., "DecompX", ACL 2023, equations 3 to 10.
 
@@ -71,7 +71,7 @@ def decomposed_norms(
         sources: How many go through together.
 
     Returns:
-        ``[L, B, T, S]``. Rows of padding mean nothing.
+        ``[N, B, L, S]``. Rows of padding mean nothing.
 
     Raises:
         ValueError: Unknown names, several stacks of blocks, a model in training.
@@ -106,7 +106,7 @@ def _of_sequence(
     activation: Activation,
     sources: int,
 ) -> Tensor:
-    """The maps of one sequence, ``[L, T, S]``."""
+    """The maps of one sequence, ``[N, L, S]``."""
     replay = Replay(activation, biases, _CALLER)
     with ExitStack() as opened:
         opened.enter_context(called_linear(model, replay))
@@ -137,7 +137,7 @@ def _of_sequence(
             if biases == "absdot":
                 totals = torch.stack([total for _, total in made])
                 check_vectors(model, totals, torch.stack(expected), _CALLER)
-            parts.append(torch.stack([norms for norms, _ in made]))  # [L, K, T]
+            parts.append(torch.stack([norms for norms, _ in made]))  # [N, K, L]
     return torch.cat(parts, 1).mT
 
 
@@ -146,5 +146,5 @@ def _instead(vectors: Tensor, x: Tensor) -> Tensor:
 
 
 def _norms_and_sum(count: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The norms ``[count, T]`` of the first vectors, and the sum ``[1, T, D]`` of all."""
+    """The norms ``[count, L]`` of the first vectors, and the sum ``[1, L, D]`` of all."""
     return torch.linalg.vector_norm(x[:count], dim=-1), x.sum(0, keepdim=True)

@@ -1,6 +1,6 @@
 """Value zeroing: how much a block's output changes where one token's value is missing.
 
-Sizes: B batch, L blocks, K tokens whose values are zeroed together, T = S tokens, D model size.
+Sizes: B batch, N blocks, K tokens whose values are zeroed together, L = S tokens, D model size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
         together: How many tokens go together.
 
     Returns:
-        ``[L, B, T, S]``, rows add up to 1; :func:`ikattn.rollout` multiplies them. Rows and columns
+        ``[N, B, L, S]``, rows add up to 1; :func:`ikattn.rollout` multiplies them. Rows and columns
         of padding (``attention_mask``) are 0.
 
     Raises:
@@ -95,10 +95,10 @@ class _Run:
         self._block, self._args, self._kwargs = block, args, kwargs
 
     def maps(self, together: int) -> Tensor:
-        """Cosine distances, ``[T, S]``."""
+        """Cosine distances, ``[L, S]``."""
         x = first_tensor(self._args, self._kwargs)
         if x is None or x.dim() != 3:
-            raise NotImplementedError(f"{_CALLER}: blocks must be called with [B, T, D]")
+            raise NotImplementedError(f"{_CALLER}: blocks must be called with [B, L, D]")
         plain = self._output(self._args, self._kwargs)
         if together > 1 and not self._can_be_many(x):
             together = 1

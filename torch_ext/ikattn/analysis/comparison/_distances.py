@@ -1,7 +1,7 @@
 """How far apart two maps of the same tokens are, row by row.
 
 A row is a distribution over keys: what a query takes from each, divided by the row's sum.
-Sizes: H heads (or none), T queries, S keys; padding is cut off already. Logarithms are to base 2.
+Sizes: H heads (or none), L queries, S keys; padding is cut off already. Logarithms are to base 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ikattn.analysis.summary import row_shares
 
 __all__ = ["ROW_MAPS", "Sums", "add_to", "entropy", "mixing_sums", "row_sums", "shares"]
 
-_OTHERS = (name for name, axes in AXES.items() if axes.endswith("TS") and name != "weights")
+_OTHERS = (name for name, axes in AXES.items() if axes.endswith("LS") and name != "weights")
 ROW_MAPS = ("weights", *_OTHERS)
 Sums = dict[str, Tensor]  # by the name of a statistic, [H] or a scalar, float64
 
@@ -30,7 +30,7 @@ def shares(x: Tensor) -> Tensor:
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Of rows, in bits: ``[..., T, S]`` to ``[..., T]``."""
+    """Of rows, in bits: ``[..., L, S]`` to ``[..., L]``."""
     in_nats: Tensor = torch.special.entr(p).sum(-1)
     return in_nats / math.log(2)
 
@@ -41,7 +41,7 @@ def row_sums(a: Tensor, b: Tensor, *, ranks: bool = True) -> Sums:
     A row without anything in it, in either map, is no distribution and is left out.
 
     Args:
-        a, b: One map of one sequence, of two models: ``[T, S]`` or ``[H, T, S]``.
+        a, b: One map of one sequence, of two models: ``[L, S]`` or ``[H, L, S]``.
         ranks: Whether ranks are wanted, which take longer than all else.
 
     Returns:
@@ -77,7 +77,7 @@ def _sums_of_piece(a: Tensor, b: Tensor) -> Sums:
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Spearman's of each pair of rows, 0 where there is none, and where there is: ``[..., T]``.
+    """Spearman's of each pair of rows, 0 where there is none, and where there is: ``[..., L]``.
 
     It is over keys that either row takes something from, so that keys hidden from a query, which
     both agree on, do not count. A row whose ranks are all the same has none; that of a row with

@@ -1,7 +1,7 @@
 """``compare``: the same inputs through two models, their maps held against each other.
 
 Texts go through both models batch by batch; what stays of a batch is added to sums by layer and
-map. Sizes: B batch, H heads, T queries, S keys.
+map. Sizes: B batch, H heads, L queries, S keys.
 """
 
 from __future__ import annotations

@@ -56,23 +56,23 @@ VERSION = 1  # raised when an older ikattn could no longer read what this one wr
 
 # What every file says of its maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
 DEFINITIONS = {
-    "weights": "[B, H, T, S] the attention weights a_ij^h",
+    "weights": "[B, H, L, S] the attention weights a_ij^h",
     "value_norms": "[B, H, S] |f_h(x_j)|, f_h(x_j) = W_O^h v_j^h, value bias included",
-    "per_head": "[B, H, T, S] a_ij^h |f_h(x_j)|",
-    "summed": "[B, T, S] |sum_h a_ij^h f_h(x_j)| (N, Kobayashi et al. 2020)",
-    "with_residual": "[B, T, S] summed, x_i added on the diagonal (N_Res, Kobayashi et al. 2021)",
-    "with_norm": "[B, T, S] with_residual through the block's normalisation (N_ResLN, same)",
-    "encoder": "[B, T, S] with_norm through the second normalisation (N_Enc, GlobEnc 2022)",
-    "alti": "[B, T, S] how much nearer each token brings the output, over its row (Ferrando et al. "
+    "per_head": "[B, H, L, S] a_ij^h |f_h(x_j)|",
+    "summed": "[B, L, S] |sum_h a_ij^h f_h(x_j)| (N, Kobayashi et al. 2020)",
+    "with_residual": "[B, L, S] summed, x_i added on the diagonal (N_Res, Kobayashi et al. 2021)",
+    "with_norm": "[B, L, S] with_residual through the block's normalisation (N_ResLN, same)",
+    "encoder": "[B, L, S] with_norm through the second normalisation (N_Enc, GlobEnc 2022)",
+    "alti": "[B, L, S] how much nearer each token brings the output, over its row (Ferrando et al. "
     "2022)",
-    "mixing_ratio": "[B, T] of each map: the norm of what comes from other tokens, over that plus "
+    "mixing_ratio": "[B, L] of each map: the norm of what comes from other tokens, over that plus "
     "the norm of what comes from the token itself",
-    "similarity": "[B, H, T, S] the weight without its magnitude and before its row is normalised",
+    "similarity": "[B, H, L, S] the weight without its magnitude and before its row is normalised",
     "magnitude": "[B, H, S] the key's own factor: weight = similarity x magnitude / its row's sum",
     "reduced": "of each map, what was kept of its rows as they were made: a tensor, or the values "
     "and sources of each query's largest entries",
     "rows": "[R] the queries whose rows the maps hold, where these are not all",
-    "query_padding": "[B, T] true = padding, whose rows are 0",
+    "query_padding": "[B, L] true = padding, whose rows are 0",
     "key_padding": "[B, S] true = padding, whose columns are 0",
 }
 

@@ -110,11 +110,11 @@ def page_bytes(recording: RecordedMaps) -> int:
     numbers = 0
     for batch in recording.batches:
         for maps in batch.values():
-            kept = {"T": maps.query_padding, "S": maps.key_padding}
+            kept = {"L": maps.query_padding, "S": maps.key_padding}
             lengths = {axis: (~x).sum(1) for axis, x in kept.items() if x is not None}
             for name, tensor in _shown_maps(maps).items():
                 size = torch.ones(tensor.shape[0], dtype=torch.int64, device=tensor.device)
-                for axis, length in zip(AXES.get(name, "T"), tensor.shape[1:], strict=True):
+                for axis, length in zip(AXES.get(name, "L"), tensor.shape[1:], strict=True):
                     size *= lengths[axis].to(size.device) if axis in lengths else length
                 numbers += int(size.sum())
     return numbers * 8 // 3  # two bytes each, as base64
@@ -150,13 +150,13 @@ def _sequence_contents(
     for layer in layers:
         maps = sequence.layers.get(layer.name)
         shown = {} if maps is None else _shown_maps(maps)
-        if not any(AXES.get(name, "")[-2:] == "TS" for name in shown):
+        if not any(AXES.get(name, "")[-2:] == "LS" for name in shown):
             entries.append(None)
             continue
         queries, keys = sequence.labels(layer)
         entries.append(
             {
-                "T": len(queries),
+                "L": len(queries),
                 "S": len(keys),
                 "queries": place_of(queries),
                 "keys": place_of(keys),

@@ -1,7 +1,7 @@
 // The strongest paths by which a token at the top of a stack of self-attention layers draws from the
 // tokens at its bottom: columns are the tokens below, between and above the layers.
 //
-// A_l [T, T] is the chosen map of layer l, all heads together, each row divided by its sum. At the top
+// A_l [L, L] is the chosen map of layer l, all heads together, each row divided by its sum. At the top
 // the target has the whole flow; below layer l token j has the sum over i of share(i) A_l[i, j]. A
 // ribbon is one term of that sum, its width the term.
 
@@ -17,24 +17,24 @@ const flowPlate = (layer) => normsPlate(layer, null) || weightsPlate(layer, null
 // cross-attention, or of rows and columns that are not the same tokens.
 function stackOfLayers() {
   const { side } = contents.layers[state.layer];
-  const { T } = layerOf();
+  const { L } = layerOf();
   const stack = contents.layers.map((_, layer) => layer).filter((layer) =>
     isSelf(layer) && contents.layers[layer].side === side && layerOf(layer));
-  const fits = stack.every((layer) => layerOf(layer).T === T && layerOf(layer).S === T && flowPlate(layer));
+  const fits = stack.every((layer) => layerOf(layer).L === L && layerOf(layer).S === L && flowPlate(layer));
   return isSelf() && fits && stack.length > 1 ? stack : [];
 }
 
-// [T, T], each row divided by its sum; a row without a finite sum becomes 0.
+// [L, L], each row divided by its sum; a row without a finite sum becomes 0.
 function flowRows(layer) {
   const { values } = flowPlate(layer);
-  const { T } = layerOf(layer);
+  const { L } = layerOf(layer);
   return once(`${state.sequence}/${layer}/flow/${state.map}`, () => {
-    const rows = new Float64Array(T * T);
-    for (let i = 0; i < T; i++) {
+    const rows = new Float64Array(L * L);
+    for (let i = 0; i < L; i++) {
       let sum = 0;
-      for (let j = 0; j < T; j++) sum += values[i * T + j];
+      for (let j = 0; j < L; j++) sum += values[i * L + j];
       if (!(sum > 0 && Number.isFinite(sum))) continue;
-      for (let j = 0; j < T; j++) rows[i * T + j] = values[i * T + j] / sum;
+      for (let j = 0; j < L; j++) rows[i * L + j] = values[i * L + j] / sum;
     }
     return rows;
   });
@@ -43,24 +43,24 @@ function flowRows(layer) {
 // The share of each token in each column, the lowest first; the ribbons of at least `least` that hang
 // together with the target; and what of the flow goes along them all the way.
 function flowInto(target, stack, least) {
-  const { T } = layerOf();
-  const shares = [new Float64Array(T)];
+  const { L } = layerOf();
+  const shares = [new Float64Array(L)];
   shares[0][target] = 1;
   let carried = shares[0];
   const ribbons = [];
   for (let column = stack.length - 1; column >= 0; column--) {
     const rows = flowRows(stack[column]);
     const above = shares[0];
-    const below = new Float64Array(T);
-    const carriedBelow = new Float64Array(T);
-    for (let i = 0; i < T; i++) {
+    const below = new Float64Array(L);
+    const carriedBelow = new Float64Array(L);
+    for (let i = 0; i < L; i++) {
       if (above[i] === 0) continue;
-      for (let j = 0; j < T; j++) {
-        const flow = above[i] * rows[i * T + j];
+      for (let j = 0; j < L; j++) {
+        const flow = above[i] * rows[i * L + j];
         below[j] += flow;
         if (flow < least || carried[i] === 0) continue;
         ribbons.push({ column, i, j, flow });
-        carriedBelow[j] += carried[i] * rows[i * T + j];
+        carriedBelow[j] += carried[i] * rows[i * L + j];
       }
     }
     shares.unshift(below);
@@ -217,12 +217,12 @@ function drawn(tag, attributes, title) {
 function listenToFlow() {
   byId("least").addEventListener("input", () => showFlow());
   byId("flow").querySelector("svg").addEventListener("keydown", (event) => {
-    const { T } = layerOf();
+    const { L } = layerOf();
     const [target] = state.pinned;
-    const next = { ArrowDown: target + 1, ArrowRight: target + 1, ArrowUp: target - 1, ArrowLeft: target - 1, Home: 0, End: T - 1 }[event.key];
+    const next = { ArrowDown: target + 1, ArrowRight: target + 1, ArrowUp: target - 1, ArrowLeft: target - 1, Home: 0, End: L - 1 }[event.key];
     if (next === undefined) return;
     event.preventDefault();
-    const t = Math.max(0, Math.min(T - 1, next));
+    const t = Math.max(0, Math.min(L - 1, next));
     pin([t, strongest(t)]);
   });
 }

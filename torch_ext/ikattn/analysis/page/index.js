@@ -67,10 +67,10 @@ function sortBy(by) {
   render();
 }
 
-// T x S bytes, the square roots of the cells over the largest.
+// L x S bytes, the square roots of the cells over the largest.
 function drawMap(item) {
-  const [name, T, S, codes] = item.dataset.map.split(" ");
-  const canvas = item.querySelector("canvas") || element("canvas", { width: Number(S), height: Number(T) });
+  const [name, L, S, codes] = item.dataset.map.split(" ");
+  const canvas = item.querySelector("canvas") || element("canvas", { width: Number(S), height: Number(L) });
   canvas.setAttribute("aria-hidden", "true");
   const context = canvas.getContext("2d");
   const image = context.createImageData(canvas.width, canvas.height);

@@ -78,9 +78,9 @@ function move(strip, step) {
 // The query and key that an event on a heat map points at, or null.
 function cellAt(canvas, event) {
   const { left, top, cell } = canvas.layout;
-  const { T, S } = layerOf();
+  const { L, S } = layerOf();
   const box = canvas.getBoundingClientRect();
   const s = Math.floor((event.clientX - box.left - left) / cell);
   const t = Math.floor((event.clientY - box.top - top) / cell);
-  return s >= 0 && s < S && t >= 0 && t < T ? [t, s] : null;
+  return s >= 0 && s < S && t >= 0 && t < L ? [t, s] : null;
 }

@@ -1,6 +1,6 @@
 // Draws the maps that the page carries.
 //
-// T queries are rows, S keys are columns, H heads.
+// L queries are rows, S keys are columns, H heads.
 
 const contents = JSON.parse(byId("contents").textContent);
 
@@ -34,10 +34,10 @@ function array(name, layer = state.layer) {
   return shown && shown.maps[name] ? decode(shown.maps[name]) : null;
 }
 
-// Of a map of each head: [T, S] of one head, or the mean over heads.
+// Of a map of each head: [L, S] of one head, or the mean over heads.
 function headOrMean(name, layer, head) {
   const shown = layerOf(layer);
-  const size = shown.T * shown.S;
+  const size = shown.L * shown.S;
   const heads = contents.layers[layer].heads;
   return once(`${state.sequence}/${layer}/${name}/${head}`, () => {
     const parts = perHead(name, layer);
@@ -51,19 +51,19 @@ function headOrMean(name, layer, head) {
   });
 }
 
-// [H, T, S]; contributions of each head are weights times value norms where the page has both.
+// [H, L, S]; contributions of each head are weights times value norms where the page has both.
 function perHead(name, layer) {
   const direct = array(name, layer);
   if (direct || name !== "per_head") return direct;
   const weights = array("weights", layer);
   const norms = array("value_norms", layer);
   if (!weights || !norms) return null;
-  const { T, S } = layerOf(layer);
+  const { L, S } = layerOf(layer);
   return once(`${state.sequence}/${layer}/product`, () =>
-    weights.map((weight, i) => weight * norms[Math.floor(i / (T * S)) * S + (i % S)]));
+    weights.map((weight, i) => weight * norms[Math.floor(i / (L * S)) * S + (i % S)]));
 }
 
-// What a heat map shows: its values [T, S], its name and what they mean.
+// What a heat map shows: its values [L, S], its name and what they mean.
 function weightsPlate(layer = state.layer, head = state.head) {
   const values = layerOf(layer) && headOrMean("weights", layer, head);
   if (!values) return null;
@@ -114,10 +114,10 @@ function maximum(values, from, to, S, layer) {
 
 // Levels 0..255 of a plate's cells; -1: left out, -2: no finite number.
 function levelsOf(values, layer, scale = state.scale) {
-  const { T, S } = layerOf(layer);
-  const whole = maximum(values, 0, T, S, layer);
-  const levels = new Int16Array(T * S);
-  for (let t = 0; t < T; t++) {
+  const { L, S } = layerOf(layer);
+  const whole = maximum(values, 0, L, S, layer);
+  const levels = new Int16Array(L * S);
+  for (let t = 0; t < L; t++) {
     const top = scale === "row" ? maximum(values, t, t + 1, S, layer) : whole;
     for (let s = 0; s < S; s++) {
       const value = values[t * S + s];
@@ -174,17 +174,17 @@ function tokensOf() {
 function thumbnail(plate, layer) {
   const canvas = element("canvas");
   if (!plate) return canvas;
-  const { T, S } = layerOf(layer);
+  const { L, S } = layerOf(layer);
   canvas.width = S;
-  canvas.height = T;
+  canvas.height = L;
   paintCells(canvas.getContext("2d"), plate, layer, "root");  // small, and each by its own maximum
   return canvas;
 }
 
 // One pixel for each cell.
 function paintCells(context, plate, layer, scale = state.scale) {
-  const { T, S } = layerOf(layer);
-  const image = context.createImageData(S, T);
+  const { L, S } = layerOf(layer);
+  const image = context.createImageData(S, L);
   levelsOf(plate.values, layer, scale).forEach((level, i) => {
     image.data.set(levelColour(level, plate.norms), 4 * i);
     image.data[4 * i + 3] = 255;
@@ -291,7 +291,7 @@ function legible(background) {
 
 // --- Heat maps ---------------------------------------------------------------------------------------
 
-function layoutOf(width, T, S, queries, keys, context) {
+function layoutOf(width, L, S, queries, keys, context) {
   context.font = labelFont(12);
   const longest = (tokens) => Math.min(96, Math.max(...tokens.map((token) => context.measureText(shorten(token)).width)) + 8);
   let left = longest(queries);
@@ -304,17 +304,17 @@ function layoutOf(width, T, S, queries, keys, context) {
     cell = (width - left - 4) / S;
   }
   if (cell >= 4) cell = Math.floor(cell);
-  return { left, top, cell, labelled, width, height: top + cell * T + 2 };
+  return { left, top, cell, labelled, width, height: top + cell * L + 2 };
 }
 
 function draw(figure, plate) {
   figure.hidden = !plate;
   if (!plate) return;
-  const { T, S } = layerOf();
+  const { L, S } = layerOf();
   const { queries, keys } = tokensOf();
   const canvas = figure.querySelector("canvas");
   const context = canvas.getContext("2d");
-  const layout = layoutOf(figure.clientWidth, T, S, queries, keys, context);
+  const layout = layoutOf(figure.clientWidth, L, S, queries, keys, context);
   const { left, top, cell, labelled } = layout;
   const sharp = window.devicePixelRatio || 1;
   canvas.width = layout.width * sharp;
@@ -325,11 +325,11 @@ function draw(figure, plate) {
   context.scale(sharp, sharp);
   context.font = labelFont(labelled ? Math.min(12, Math.max(9, cell - 1)) : 12);
 
-  const cells = element("canvas", { width: S, height: T });
+  const cells = element("canvas", { width: S, height: L });
   paintCells(cells.getContext("2d"), plate, state.layer);
   context.imageSmoothingEnabled = cell < 1;  // else some cells would not be seen at all
-  context.drawImage(cells, left, top, cell * S, cell * T);
-  if (cell >= 14) rule(context, layout, T, S);
+  context.drawImage(cells, left, top, cell * S, cell * L);
+  if (cell >= 14) rule(context, layout, L, S);
 
   const [q, k] = pair();
   const style = getComputedStyle(document.documentElement);
@@ -367,22 +367,22 @@ function draw(figure, plate) {
 }
 
 // Hairlines between cells that are large enough to have them.
-function rule(context, { left, top, cell }, T, S) {
+function rule(context, { left, top, cell }, L, S) {
   context.strokeStyle = dark() ? "rgb(20 23 27 / .8)" : "rgb(251 250 248 / .9)";
   context.lineWidth = 1;
   context.beginPath();
-  for (let s = 1; s < S; s++) { context.moveTo(left + cell * s, top); context.lineTo(left + cell * s, top + cell * T); }
-  for (let t = 1; t < T; t++) { context.moveTo(left, top + cell * t); context.lineTo(left + cell * S, top + cell * t); }
+  for (let s = 1; s < S; s++) { context.moveTo(left + cell * s, top); context.lineTo(left + cell * s, top + cell * L); }
+  for (let t = 1; t < L; t++) { context.moveTo(left, top + cell * t); context.lineTo(left + cell * S, top + cell * t); }
   context.stroke();
 }
 
 function showLegend(legend, plate) {
-  const { T, S } = layerOf();
+  const { L, S } = layerOf();
   const [q, k] = pair();
   const bar = element("canvas", { width: 256, height: 1 });
   const context = bar.getContext("2d");
   ramp(plate.norms).forEach((colour, level) => { context.fillStyle = css(colour); context.fillRect(level, 0, 1, 1); });
-  const top = state.scale === "row" ? "row maximum" : number(maximum(plate.values, 0, T, S, state.layer));
+  const top = state.scale === "row" ? "row maximum" : number(maximum(plate.values, 0, L, S, state.layer));
   const kind = state.scale === "root" ? " (square root)" : "";
   legend.replaceChildren("0", bar, `${top}${kind}`, element("span", {}, `\u00b7 here ${number(plate.values[q * S + k])}`));
 }
@@ -390,14 +390,14 @@ function showLegend(legend, plate) {
 // --- Ledger ------------------------------------------------------------------------------------------
 
 function showLedger() {
-  const { T, S } = layerOf();
+  const { L, S } = layerOf();
   const { queries, keys } = tokensOf();
   const [q, k] = pair();
   const heads = contents.layers[state.layer].heads;
   byId("pair").replaceChildren(element("b", { className: "reader" }, element("bdi", {}, readable(queries[q]))), ` (${q}) reads `,
     element("b", {}, element("bdi", {}, readable(keys[k]))), ` (${k})`);
 
-  const pairOf = (values) => values && ((head) => values[(head * T + q) * S + k]);
+  const pairOf = (values) => values && ((head) => values[(head * L + q) * S + k]);
   const keyOf = (values) => values && ((head) => values[head * S + k]);
   const columns = [
     ["similarity", pairOf(array("similarity"))],
@@ -484,8 +484,8 @@ function set(change) {
   }
   if (state.head !== null && state.head >= contents.layers[state.layer].heads) state.head = null;
   showControls();
-  if (!kept || kept.T !== shown.T || kept.S !== shown.S || "sequence" in change) {
-    const t = Math.min(Math.floor(shown.T / 2), shown.T - 1);
+  if (!kept || kept.L !== shown.L || kept.S !== shown.S || "sequence" in change) {
+    const t = Math.min(Math.floor(shown.L / 2), shown.L - 1);
     state.pinned = [t, strongest(t)];
   }
   showStrips();
@@ -558,9 +558,9 @@ function listen() {
       const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
       if (!step) return;
       event.preventDefault();
-      const { T, S } = layerOf();
+      const { L, S } = layerOf();
       const [q, k] = state.pinned;
-      pin([Math.max(0, Math.min(T - 1, q + step[0])), Math.max(0, Math.min(S - 1, k + step[1]))]);
+      pin([Math.max(0, Math.min(L - 1, q + step[0])), Math.max(0, Math.min(S - 1, k + step[1]))]);
     });
   }
   listenToFlow();

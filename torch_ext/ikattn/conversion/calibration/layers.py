@@ -1,6 +1,6 @@
 """Attention layers as calibration sees them, those of torch and those of transformers.
 
-Sizes: B batch, H query heads, T queries, S keys, E model size.
+Sizes: B batch, H query heads, L queries, S keys, E model size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer(ABC):
         return [w for w in self.kernel.parameters() if w.requires_grad]
 
     def weights(self, call: AttentionCall) -> Tensor:
-        """The implicit kernel's normalised weights [B, H, T, S] of a call, differentiable."""
+        """The implicit kernel's normalised weights [B, H, L, S] of a call, differentiable."""
         w1, w2, p, key_bias = self._kernel_of(call)
         query = call.query
         return implicit_kernel_weights(

@@ -3,7 +3,7 @@
 Layers are taken in the order in which the model calls them. Inputs of a layer are those that it
 gets where the layers before it have been calibrated, so that it makes up for what they lack.
 
-Sizes: B batch, T queries, E size of the output.
+Sizes: B batch, L queries, E size of the output.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Target(NamedTuple):
     """What a layer gave in one call while the model computed softmax.
 
     Attributes:
-        output: [B, T, E], or what ``rows_of`` makes of it.
-        query_padding: Bool [B, T], queries whose output does not matter, or None.
+        output: [B, L, E], or what ``rows_of`` makes of it.
+        query_padding: Bool [B, L], queries whose output does not matter, or None.
     """
 
     output: Tensor
@@ -60,7 +60,7 @@ def run(model: nn.Module, batch: Any) -> None:
 
 
 def rows_of(output: Any, module: nn.Module) -> Tensor:
-    """The output of a layer as [B, T, E]; of nested sequences as one, [1, tokens, E]."""
+    """The output of a layer as [B, L, E]; of nested sequences as one, [1, tokens, E]."""
     y: Tensor = output[0] if isinstance(output, tuple | list) else output
     if y.is_nested:
         return torch.cat(y.unbind()).unsqueeze(0)
@@ -204,7 +204,7 @@ def _errors(
     args, kwargs = call
     found = rows_of(module(*args, **kwargs), module)
     expected = target.output.to(found.dtype)
-    error, size = (found - expected).square().sum(-1), expected.square().sum(-1)  # [B, T]
+    error, size = (found - expected).square().sum(-1), expected.square().sum(-1)  # [B, L]
     if target.query_padding is not None and target.query_padding.shape == error.shape:
         error, size = (x.masked_fill(target.query_padding, 0.0) for x in (error, size))
     tiny = torch.finfo(error.dtype).tiny

@@ -1,6 +1,6 @@
 """The first step of a calibration: frequencies fitted to softmax weights by least squares.
 
-Sizes: B batch, H query heads, T queries, S keys, d head size, M frequencies.
+Sizes: B batch, H query heads, L queries, S keys, d head size, M frequencies.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def some_queries(call: AttentionCall) -> AttentionCall:
 
     Of a call of many sequences some are left out, rather than all but a few queries of each.
     """
-    B, H, T, S = call.sizes
-    wanted = max(1, (B * H * T * S) // _OF_CALL)
-    of_queries = min(wanted, max(1, T // _FEWEST))
+    B, H, L, S = call.sizes
+    wanted = max(1, (B * H * L * S) // _OF_CALL)
+    of_queries = min(wanted, max(1, L // _FEWEST))
     of_sequences = min(B, -(-wanted // of_queries))
     rows, queries = slice(None, None, of_sequences), slice(of_queries // 2, None, of_queries)
     if wanted > 1:
@@ -45,7 +45,7 @@ def some_queries(call: AttentionCall) -> AttentionCall:
             x = x[rows] if x.size(0) == B else x
             if name == "query_padding":
                 x = x[:, queries]
-            if name == "attn_mask" and x.size(-2) == T:
+            if name == "attn_mask" and x.size(-2) == L:
                 x = x[..., queries, :]
             setattr(call, name, x.clone())
     for name, x in vars(call).items():  # autograd refuses to save tensors of inference mode
@@ -136,7 +136,7 @@ def _check_calls(layer: Layer, calls: list[AttentionCall]) -> None:
         )
     visible = []
     for call in calls:
-        is_seen = call.weights.detach().amax(-1) > 0  # [B, H, T]
+        is_seen = call.weights.detach().amax(-1) > 0  # [B, H, L]
         if call.query_padding is not None:
             is_seen = is_seen & ~call.query_padding[:, None]
         visible.append(bool(is_seen.any()))
@@ -152,7 +152,7 @@ def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
     for call in calls:
         weights = layer.weights(call)
         error, size = ((weights - call.weights).square(), call.weights.square())
-        of_rows = torch.stack([error.sum(-1), size.sum(-1)])  # [2, B, H, T]
+        of_rows = torch.stack([error.sum(-1), size.sum(-1)])  # [2, B, H, L]
         if call.query_padding is not None:
             of_rows = of_rows.masked_fill(call.query_padding[:, None], 0.0)
         sums.append(by_what_is_held_out(of_rows.transpose(2, 3)))  # [2, 2, H]
@@ -168,10 +168,10 @@ def by_what_is_held_out(of_rows: Tensor) -> Tensor:
     Of fewer than five sequences queries are held out instead.
 
     Args:
-        of_rows: [.., B, T, ..], the batch on the second axis.
+        of_rows: [.., B, L, ..], the batch on the second axis.
 
     Returns:
-        [2, ...], without B and T.
+        [2, ...], without B and L.
     """
     if of_rows.size(1) < _HELD_OUT:
         of_rows = of_rows.transpose(1, 2)

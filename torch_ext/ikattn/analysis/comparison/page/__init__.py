@@ -104,7 +104,7 @@ def _sequence_contents(
                 heads = one.shape[0] if one.dim() == 3 else 0
                 maps[name] = {**arrays.add(both), "heads": heads}
         queries, keys = a.labels(layer)
-        sizes = {"T": len(queries), "S": len(keys)}
+        sizes = {"L": len(queries), "S": len(keys)}
         places = {"queries": place_of(queries), "keys": place_of(keys)}
         entries.append({**sizes, **places, "maps": maps} if maps else None)
     text = text_of(a.tokens or ()) or f"sequence {a.index}, batch {a.batch}"

@@ -1,7 +1,7 @@
 // Draws two models' maps and their difference. Every text reaches the page through textContent or
 // fillText, never as markup.
 //
-// An array holds model A's rows, then model B's: [2, T, S] or [2, H, T, S].
+// An array holds model A's rows, then model B's: [2, L, S] or [2, H, L, S].
 
 const contents = JSON.parse(document.getElementById("contents").textContent);
 
@@ -23,11 +23,11 @@ const state = { sequence: 0, layer: 0, head: null, map: null, scale: "linear", p
 const layerOf = () => contents.sequences[state.sequence].layers[state.layer];
 const tokensOf = (which) => contents.sequences[state.sequence].labels[layerOf()[which]];
 
-// [T, S] of model 0 or 1: of the chosen head, or the mean over heads.
+// [L, S] of model 0 or 1: of the chosen head, or the mean over heads.
 function rowsOf(model) {
-  const { T, S, maps } = layerOf();
+  const { L, S, maps } = layerOf();
   const { heads } = maps[state.map];
-  const [count, size] = [Math.max(heads, 1), T * S];
+  const [count, size] = [Math.max(heads, 1), L * S];
   const all = decode(maps[state.map]).subarray(model * count * size, (model + 1) * count * size);
   if (!heads) return all;
   if (state.head !== null) return all.subarray(state.head * size, (state.head + 1) * size);
@@ -40,7 +40,7 @@ function rowsOf(model) {
 
 let view = { key: null };
 
-// What the three heat maps show: values [T, S], the colour of a share of the largest, and the cells.
+// What the three heat maps show: values [L, S], the colour of a share of the largest, and the cells.
 function plates() {
   const key = [state.sequence, state.layer, state.map, state.head, state.scale, dark()].join("/");
   if (view.key === key) return view.plates;
@@ -142,7 +142,7 @@ function showMeasures() {
 
 // --- Heat maps ---------------------------------------------------------------------------------------
 
-function layoutOf(width, T, S, queries, keys, context) {
+function layoutOf(width, L, S, queries, keys, context) {
   context.font = labelFont(12);
   const longest = (tokens) => Math.min(92, Math.max(...tokens.map((token) => context.measureText(fitted(context, token, 200)).width)) + 8);
   let [left, top] = [longest(queries), longest(keys) * 0.85 + 10];
@@ -153,22 +153,22 @@ function layoutOf(width, T, S, queries, keys, context) {
     cell = (width - left - 4) / S;
   }
   cell = cell >= 4 ? Math.floor(cell) : cell;
-  return { left, top, cell, labelled, width, height: top + cell * T + 2 };
+  return { left, top, cell, labelled, width, height: top + cell * L + 2 };
 }
 
 function draw(figure, plate) {
-  const { T, S } = layerOf();
+  const { L, S } = layerOf();
   const [queries, keys] = [tokensOf("queries"), tokensOf("keys")];
   const canvas = figure.querySelector("canvas");
   const context = canvas.getContext("2d");
-  const layout = layoutOf(figure.clientWidth, T, S, queries, keys, context);
+  const layout = layoutOf(figure.clientWidth, L, S, queries, keys, context);
   const { left, top, cell } = layout;
   const sharp = window.devicePixelRatio || 1;
   Object.assign(canvas, { width: layout.width * sharp, height: layout.height * sharp, layout });
   Object.assign(canvas.style, { width: `${layout.width}px`, height: `${layout.height}px` });
   context.scale(sharp, sharp);
   context.imageSmoothingEnabled = false;
-  context.drawImage(plate.cells, left, top, cell * S, cell * T);
+  context.drawImage(plate.cells, left, top, cell * S, cell * L);
 
   const [q, k] = pair();
   const style = getComputedStyle(document.documentElement);
@@ -205,10 +205,10 @@ function draw(figure, plate) {
 
 // One pixel for each cell.
 function cellsOf(plate) {
-  const { T, S } = layerOf();
-  const cells = element("canvas", { width: S, height: T });
+  const { L, S } = layerOf();
+  const cells = element("canvas", { width: S, height: L });
   const context = cells.getContext("2d");
-  const image = context.createImageData(S, T);
+  const image = context.createImageData(S, L);
   plate.values.forEach((value, i) => image.data.set([...plate.colour(scaled(value, plate.top)), 255], 4 * i));
   context.putImageData(image, 0, 0);
   return cells;
@@ -235,8 +235,8 @@ function set(change) {
   Object.assign(state, change, { hover: null });
   if (!layerOf()) state.layer = contents.sequences[state.sequence].layers.findIndex((layer) => layer !== null);
   showControls();
-  const { T, S } = layerOf();
-  if (!before || before.T !== T || before.S !== S || "sequence" in change) state.pinned = farthest();
+  const { L, S } = layerOf();
+  if (!before || before.L !== L || before.S !== S || "sequence" in change) state.pinned = farthest();
   showMeasures();
   showPair();
 }
@@ -289,9 +289,9 @@ function listen() {
       const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
       if (!step) return;
       event.preventDefault();
-      const { T, S } = layerOf();
+      const { L, S } = layerOf();
       const [q, k] = state.pinned;
-      pin([Math.max(0, Math.min(T - 1, q + step[0])), Math.max(0, Math.min(S - 1, k + step[1]))]);
+      pin([Math.max(0, Math.min(L - 1, q + step[0])), Math.max(0, Math.min(S - 1, k + step[1]))]);
     });
   }
   byId("sequence").addEventListener("change", (event) => set({ sequence: Number(event.target.value) }));
