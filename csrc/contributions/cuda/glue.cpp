@@ -9,7 +9,8 @@ namespace ikattn {
 namespace {
 
 struct Cuda {
-  // The vectors are torch's products, of all heads at once.
+  // The vectors are torch's products, of all heads at once. Those of numbers of 16 bits are exact,
+  // and added up in float32: tensor cores make them, whatever float32 may be rounded to.
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
     const auto [B, H, G, L, S, d_v, D] = sizes;
@@ -24,19 +25,28 @@ struct Cuda {
     const auto kernel = cuda::contribution_kernels.factors[compute_index(buffer)];
     FactorsOfVectors params{common};
     params.vectors = buffer.const_data_ptr();
-    const at::Tensor projections = keys.projection.view({D, H, d_v}).permute({1, 2, 0});
+    const bool is_narrow = keys.narrow_value.defined() && buffer.scalar_type() == at::kFloat;
+    const at::Tensor& value = is_narrow ? keys.narrow_value : keys.value;
+    const at::Tensor projections = (is_narrow ? keys.narrow_projection : keys.projection)
+                                       .reshape({D, H, d_v})
+                                       .permute({1, 2, 0});
     for (params.j0 = 0; params.j0 < S; params.j0 += step) {
       params.tokens = std::min(step, S - params.j0);
       at::Tensor vectors =
           buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
-      at::bmm_out(vectors, values_by_head(keys, sizes, params.j0, params.tokens), projections);
+      const at::Tensor heads = values_by_head(value, sizes, params.j0, params.tokens);
+      if (is_narrow) {
+        at::bmm_out(vectors, heads, projections, at::kFloat);
+      } else {
+        at::bmm_out(vectors, heads, projections);
+      }
       call.check(kernel(params, scratch, call.stream()));
     }
   }
   // [H, B * tokens, d_v], of the tokens [j0, j0 + tokens).
-  static at::Tensor values_by_head(const Keys& keys, const ContributionSizes& sizes, int64_t j0,
-                                   int64_t tokens) {
-    at::Tensor heads = keys.value.narrow(2, j0, tokens).transpose(0, 1);
+  static at::Tensor values_by_head(const at::Tensor& value, const ContributionSizes& sizes,
+                                   int64_t j0, int64_t tokens) {
+    at::Tensor heads = value.narrow(2, j0, tokens).transpose(0, 1);
     if (sizes.G != sizes.H) heads = heads.repeat_interleave(sizes.H / sizes.G, 0);
     return heads.reshape({sizes.H, sizes.B * tokens, sizes.d_v});
   }
