@@ -74,6 +74,13 @@ const FeatureCall kCalls[] = {
      .d_v = 8,
      .key_heads = 1,
      .value_heads = 1},
+    {.name = "features_that_fill_shared_memory",
+     .H = 2,
+     .S = 5,
+     .F = 6000,
+     .d_v = 8,
+     .key_heads = 1,
+     .value_heads = 1},
     {.name = "in_double",
      .H = 4,
      .L = 2,
@@ -167,26 +174,29 @@ TEST_P(DecodingOnDevice, ErrsByRoundingInEveryOrder) {
 INSTANTIATE_TEST_SUITE_P(Interpreter, DecodingOnDevice, ::testing::ValuesIn(kCalls),
                          [](const auto& info) { return info.param.name; });
 
+// A row alone, of one head or two, and among up to 14.
 TEST(DecodingRows, HaveTheSameBitsAloneAndWithOthers) {
-  const FeatureCall c{
-      .name = "", .H = 4, .L = 3, .S = 270, .F = 40, .d_v = 24, .lower_right = true};
-  Arguments arguments(c);
-  const Tensor together = arguments.got();
-  for (int64_t i = 0; i < c.L; ++i) {
-    // The keys up to its own, which are fewer.
-    FromFeaturesParams alone = arguments.params(arguments.empty(ElementType::kFloat32));
-    const auto from_row = [&](Array& array, int64_t row) {
-      array.data = static_cast<float*>(array.data) + row * array.stride[2];
-    };
-    alone.L = 1;
-    alone.S = c.S - c.L + i + 1;
-    from_row(alone.query, i);
-    from_row(alone.logits, i);
-    const Tensor row = arguments.run(alone);
-    for (int64_t h = 0; h < c.H; ++h) {
-      for (int64_t column = 0; column < c.d_v; ++column) {
-        const int64_t at = (h * c.L + i) * c.d_v + column, own = h * c.L * c.d_v + column;
-        ASSERT_EQ(read(row.array, own), read(together.array, at)) << i << " " << h << " " << column;
+  for (const int64_t heads : {2, 4}) {
+    FeatureCall c{.name = "", .L = 7, .S = 270, .F = 40, .d_v = 24, .lower_right = true};
+    c.H = heads;
+    Arguments arguments(c);
+    const Tensor together = arguments.got();
+    for (const int64_t i : {0, 3, 6}) {
+      // The keys up to its own, which are fewer.
+      FromFeaturesParams alone = arguments.params(arguments.empty(ElementType::kFloat32));
+      const auto from_row = [&](Array& array) {
+        array.data = static_cast<float*>(array.data) + i * array.stride[2];
+      };
+      alone.L = 1;
+      alone.S = c.S - c.L + i + 1;
+      from_row(alone.query);
+      from_row(alone.logits);
+      const Tensor row = arguments.run(alone);
+      for (int64_t h = 0; h < c.H; ++h) {
+        for (int64_t column = 0; column < c.d_v; ++column) {
+          const int64_t at = (h * c.L + i) * c.d_v + column, own = h * c.L * c.d_v + column;
+          ASSERT_EQ(read(row.array, own), read(together.array, at)) << i << " of " << h;
+        }
       }
     }
   }

@@ -295,8 +295,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A block adds up the parts of one row: a warp takes every eighth, whatever their number, and the
-// warps' sums are added up. A lane has one column of 32 at a time.
+// A block adds up 32 columns of the parts of one row: a warp takes every eighth part, whatever
+// their number, a lane has one column, and the warps' sums are added up.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     merge_kernel(FromFeaturesParams params, PartialRows<T> partial) {
@@ -318,35 +318,39 @@ __global__ void __launch_bounds__(kThreads, 2)
     largest = maximum > largest ? maximum : largest;
   }
   const T reference = largest == minus_infinity<T>() ? T(0) : largest;
-  const int64_t i = row % params.L, h = row / params.L % params.H, b = row / params.L / params.H;
-  const Tokens output(params.output, b, h);
-  for (int64_t column0 = 0; column0 < params.d_v; column0 += 32) {
-    const int64_t column = column0 + lane;
-    T sum = 0, out = 0;
-#pragma unroll 4
-    for (int64_t part = warp; part < partial.parts; part += kWarps) {
-      const int64_t index = first + part;
-      if (partial.is_hidden(index)) continue;
+  const int64_t column = int64_t{blockIdx.y} * 32 + lane;
+  T sum = 0, out = 0;
+  for (int64_t part0 = warp; part0 < partial.parts; part0 += 32 * kWarps) {
+    const int64_t own = first + part0 + lane * kWarps;
+    const bool seen = part0 + lane * kWarps < partial.parts && !partial.is_hidden(own);
+    T factor = 0;
+    if (seen) {
       // A part of NaN logits alone has no maximum, and a sum that must stay NaN.
-      const T maximum = partial.maxima[index];
-      const T factor =
-          exponential((maximum == minus_infinity<T>() ? reference : maximum) - reference);
-      sum += partial.sums[index] * factor;
-      if (column < params.d_v) out += partial.out[index * params.d_v + column] * factor;
+      const T maximum = partial.maxima[own];
+      factor = exponential((maximum == minus_infinity<T>() ? reference : maximum) - reference);
+      sum += partial.sums[own] * factor;
     }
-    columns[threadIdx.x] = out;
-    if (lane == 0) sums[warp] = sum;
-    __syncthreads();
-    if (warp == 0 && column < params.d_v) {
-      T total = 0, whole = 0;
-      for (int other = 0; other < kWarps; ++other) {
-        total += columns[other * 32 + lane];
-        whole += sums[other];
-      }
-      output.template store<T>(i, column, whole == T(0) ? T(0) : total / whole);
+    const unsigned all_seen = __ballot_sync(0xffffffffu, seen);
+#pragma unroll 8
+    for (int k = 0; k < 32; ++k) {
+      const bool there = (all_seen >> k & 1) != 0 && column < params.d_v;
+      const int64_t index = first + part0 + k * kWarps;
+      const T of_part = there ? partial.out[index * params.d_v + column] : T(0);
+      out += of_part * __shfl_sync(0xffffffffu, factor, k);
     }
-    __syncthreads();
   }
+  sum = sum_of_lanes(sum);
+  columns[threadIdx.x] = out;
+  if (lane == 0) sums[warp] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= params.d_v) return;
+  T total = 0, whole = 0;
+  for (int other = 0; other < kWarps; ++other) {
+    total += columns[other * 32 + lane];
+    whole += sums[other];
+  }
+  const int64_t i = row % params.L, h = row / params.L % params.H, b = row / params.L / params.H;
+  Tokens(params.output, b, h).template store<T>(i, column, whole == T(0) ? T(0) : total / whole);
 }
 
 template <typename T, typename S, int kRows>
@@ -358,7 +362,7 @@ const char* launch_parts(const FromFeaturesParams& params, SharedReads reads,
                 Layout<T, S, kRows>::bytes(params.F), stream, params, reads, partial);
 }
 
-// As many rows as there are, if their features leave room.
+// For 16 rows, or 4, if their features leave room: of both a row has the same bits.
 template <typename T, typename S>
 const char* launch_rows_of(FromFeaturesParams params, const SharedReads& reads,
                            const PartialRows<T>& partial, const DeviceExecutor& executor) {
@@ -376,7 +380,7 @@ const char* launch_rows_of(FromFeaturesParams params, const SharedReads& reads,
       return launch_parts<T, S, 16>(params, reads, partial, stream);
     }
   }
-  if (rows > 1 && Layout<T, S, 4>::bytes(params.F) <= kRoom) {
+  if (Layout<T, S, 4>::bytes(params.F) <= kRoom) {
     return launch_parts<T, S, 4>(params, reads, partial, stream);
   }
   return launch_parts<T, S, 1>(params, reads, partial, stream);
@@ -414,8 +418,8 @@ const char* attention_from_features(const FromFeaturesParams& params,
       error = launch_type.template operator()<Half>();
   }
   if (error != nullptr) return error;
-  return launch(merge_kernel<T>, dim3(static_cast<unsigned>(rows)), dim3(kThreads), 0,
-                executor.stream, params, partial);
+  const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(params.d_v, 32)));
+  return launch(merge_kernel<T>, blocks, dim3(kThreads), 0, executor.stream, params, partial);
 }
 
 template const char* attention_from_features<float>(const FromFeaturesParams&,
