@@ -268,7 +268,7 @@ __device__ void add_slots(const Place<kRows>& at, int64_t column0, int64_t d_v,
 }
 
 template <typename T, typename S, int kRows>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 2)
     part_kernel(FromFeaturesParams params, SharedReads reads, PartialRows<T> partial) {
   const Place<kRows> at(params, reads, partial.parts);
   const Layout<T, S, kRows> shared(params.F);

@@ -87,7 +87,7 @@ __device__ __forceinline__ void add_weights(const PairPlaces<Pairs::kGeneral>& a
   }
 }
 
-__global__ void __launch_bounds__(kFoldedThreads, 3)
+__global__ void __launch_bounds__(kFoldedThreads, 2)
     weight_kernel(WeightsParams params, const Half* phi_q, const Half* phi_k, const float* terms,
                   const float* lows, const double* normalizers, int width) {
   const int64_t row_blocks = (params.L + kStep - 1) / kStep;
