@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --lengths 4096 16384     # some lengths only, no masks, no few queries
     python benchmarks/gpu.py --no-flex        # FlexAttention compiles a kernel for every shape
     python benchmarks/gpu.py --contributions  # the maps, beside the 5-D formulation
+    python benchmarks/gpu.py --decoding       # steps against kept features; B is 1
     python benchmarks/gpu.py --device cpu --tokens 256 --heads 2   # a dry run of this script
 
 Rivals take turns; times are of the GPU alone, in ms, best and median: work is queued behind a pause
@@ -29,6 +30,7 @@ from typing import TextIO
 import gpu_rivals
 import torch
 import torch._functorch.config
+import torch.nn.functional as F
 from gpu_rivals import Call, Prepare
 from timing import processor
 from torch import Tensor
@@ -343,9 +345,33 @@ def compare_contributions(options: argparse.Namespace) -> None:
                     show_kernels(rivals[name](), {}, options.rate)
 
 
+def compare_decoding(options: argparse.Namespace) -> None:
+    """Queries after many keys, H heads and H / 8 of keys, against features that are kept."""
+    groups = max(1, options.heads // 8)
+    for length in options.lengths or (4096, 32768, 131072):
+        query, key, value, w1, w2 = inputs(options, 1, 16, length)
+        key, value, w1, w2 = key[:, :groups], value[:, :groups], w1[:groups], w2[:groups]
+        features = ikattn.KeyFeatures(w1, w2)
+        features.append(key)
+        for count in (1, 4, 16):
+            few = query[:, :, :count]
+            with torch.no_grad():
+                rivals: dict[str, Prepare] = {
+                    "ikattn": lambda q=few, f=features, v=value: lambda: f.attend(q, v),
+                    "softmax": lambda q=few, k=key, v=value: (
+                        lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+                    ),
+                }
+                title = f"decoding, L = {count}, S = {length}, H = {options.heads}, G = {groups}"
+                compare(title, rivals, options.device, options.rounds)
+                if options.device == "cuda" and count == 1:
+                    show_kernels(rivals["ikattn"](), {}, options.rate)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contributions", action="store_true", help="the maps")
+    parser.add_argument("--decoding", action="store_true", help="against kept features")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tf32", action="store_true", help="allow it for float32")
@@ -380,6 +406,8 @@ def measure(options: argparse.Namespace) -> None:
     print(f"a product of {options.dtype} matrices: {options.rate / 1e12:.3g} TFLOP/s", end="\n\n")
     if options.contributions:
         compare_contributions(options)
+    elif options.decoding:
+        compare_decoding(options)
     else:
         show_errors(options)
         compare_attention(options)

@@ -76,7 +76,7 @@ programs() {
 suite() {
   IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" \
-    "$tests/gpu/test_cuda_int8.py" "$tests/operators/test_which_kernels.py" \
+    "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/operators/test_which_kernels.py" \
     "$tests/operators/test_key_masks.py" "${of_all_devices[@]}"
 }
 suite_linear() {
@@ -112,11 +112,12 @@ racecheck() {
   IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
     -k "same_bits and (folded or causal or float32)"
 }
-# Attention beside torch's, in quadratic and in linear time.
+# Attention beside torch's, in quadratic and in linear time, and steps of decoding.
 table() {
   IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 512 1024 2048 4096 16384 --rounds 5 &&
-    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
+    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5 &&
+    python benchmarks/gpu.py --decoding --rounds 5
 }
 maps() { python benchmarks/gpu.py --contributions --rounds 5; }
 

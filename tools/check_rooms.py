@@ -44,7 +44,7 @@ HOUSES = (
         r'#include "attention/cuda/([^"]+)"',
         [
             {""},  # the drivers
-            {"hopper", "linear", "split"},
+            {"decoding", "hopper", "linear", "split"},
             {"tensor_cores"},
             {"features"},
             {"cuda_cores"},

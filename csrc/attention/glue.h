@@ -383,6 +383,28 @@ struct AttentionOperators {
     return {grad_x, grad_w1, grad_w2};
   }
 
+  static at::Tensor from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value, double eps) {
+    const FromFeaturesSizes sizes =
+        check_from_features(query_features, key_features, logits, value, eps);
+    const at::Tensor output = with_memory_for("attention_from_features", "the output", [&] {
+      return at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, value.options());
+    });
+    FromFeaturesParams params{sizes.B, sizes.H,   sizes.L,         sizes.S,
+                              sizes.F, sizes.d_v, sizes.key_heads, sizes.value_heads};
+    params.query = array_of(query_features);
+    params.key = array_of(key_features);
+    params.logits = array_of(logits, {sizes.B, sizes.H, sizes.L, sizes.S});
+    params.value = array_of(value);
+    params.output = array_of(output.transpose(1, 2));
+    params.eps = eps;
+    const double work = static_cast<double>(sizes.B * sizes.H) *
+                        static_cast<double>(sizes.L * sizes.S) *
+                        static_cast<double>(sizes.F + sizes.d_v);
+    Device::from_features(params, query_features, work);
+    return output.transpose(1, 2);
+  }
+
   static void register_in(torch::Library& m) {
     implement<"implicit_kernel_attention", attention>(m);
     implement<"implicit_kernel_attention_backward", attention_backward>(m);
@@ -390,6 +412,7 @@ struct AttentionOperators {
     implement<"implicit_kernel_weights_backward", weights_backward>(m);
     implement<"spectral_features", features>(m);
     implement<"spectral_features_backward", features_backward>(m);
+    implement<"attention_from_features", from_features>(m);
   }
 };
 

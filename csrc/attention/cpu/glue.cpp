@@ -70,31 +70,12 @@ struct Cpu {
     const char* function = backward ? "spectral_features_backward" : "spectral_features";
     kernels().features[compute_index(x)](params, backward, TorchExecutor(function, work));
   }
+  static void from_features(const FromFeaturesParams& params, const at::Tensor& features,
+                            double work) {
+    kernels().from_features[compute_index(features)](
+        params, TorchExecutor("attention_from_features", work));
+  }
 };
-
-at::Tensor attention_from_features_cpu(const at::Tensor& query_features,
-                                       const at::Tensor& key_features, const at::Tensor& logits,
-                                       const at::Tensor& value, double eps) {
-  const FromFeaturesSizes sizes =
-      check_from_features(query_features, key_features, logits, value, eps);
-  const at::Tensor output = with_memory_for("attention_from_features", "the output", [&] {
-    return at::empty({sizes.B, sizes.L, sizes.H, sizes.d_v}, value.options());
-  });
-  FromFeaturesParams params{sizes.B, sizes.H,   sizes.L,         sizes.S,
-                            sizes.F, sizes.d_v, sizes.key_heads, sizes.value_heads};
-  params.query = array_of(query_features);
-  params.key = array_of(key_features);
-  params.logits = array_of(logits, {sizes.B, sizes.H, sizes.L, sizes.S});
-  params.value = array_of(value);
-  params.output = array_of(output.transpose(1, 2));
-  params.eps = eps;
-  const double work = static_cast<double>(sizes.B * sizes.H) *
-                      static_cast<double>(sizes.L * sizes.S) *
-                      static_cast<double>(sizes.F + sizes.d_v);
-  kernels().from_features[compute_index(query_features)](
-      params, TorchExecutor("attention_from_features", work));
-  return output.transpose(1, 2);
-}
 
 at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
                                  int64_t S, double dropout_p) {
@@ -125,7 +106,6 @@ at::Tensor dropout_keep_mask_cpu(const at::Tensor& dropout_seed, int64_t B, int6
 
 TORCH_LIBRARY_IMPL(ikattn, CPU, m) {
   AttentionOperators<Cpu>::register_in(m);
-  implement<"attention_from_features", attention_from_features_cpu>(m);
   implement<"dropout_keep_mask", dropout_keep_mask_cpu>(m);
 }
 

@@ -1,18 +1,19 @@
-// The forward pass: the kernels of a route, one after the other.
+// The forward pass, and the weights: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
+#include "attention/cuda/tensor_cores/weights.h"
 
 namespace ikattn::cuda {
 namespace {
 
 const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceExecutor& executor,
-                                    const Route& route, const SplitLogits<float>& logits) {
+                                    const Route& route, const SplitLogits<float>& logits,
+                                    FoldedTokens& tokens) {
   const Stream stream = executor.stream;
   AngleOperands operands;
-  FoldedTokens tokens;
   if (const char* error = prepare_turns(params, executor, false, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, logits, route, false, tokens)) {
     return error;
@@ -46,7 +47,8 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
   const bool wants_norms = folds && needs_value_norms(params, route, false);
   if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (folds) return forward_on_tensor_cores(params, executor, route, tokens.keys);
+    FoldedTokens folded;
+    if (folds) return forward_on_tensor_cores(params, executor, route, tokens.keys, folded);
   }
   if (const char* error = prepare_features(params, executor, tokens)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -55,6 +57,26 @@ const char* attention_forward(const AttentionParams& params, const DeviceExecuto
   return forward_on_cuda_cores(params, executor.stream, tokens);
 }
 
+template <typename T>
+const char* attention_weights(const WeightsParams& params, const DeviceExecutor& executor) {
+  if (sizeof(T) == sizeof(double) || !has_weights_on_tensor_cores(params)) {
+    return weights_on_cuda_cores<T>(params, executor);
+  }
+  AttentionParams call;
+  SplitLogits<float> logits;
+  FoldedTokens tokens;
+  if (const char* error = normalizer_call(params, executor, call)) return error;
+  const Route route = route_of(call, false, Pass::kForward);
+  const bool wants_norms = needs_value_norms(call, route, false);
+  if (const char* error = prepare_logits(call, executor, wants_norms, logits)) return error;
+  if (const char* error = forward_on_tensor_cores(call, executor, route, logits, tokens)) {
+    return error;
+  }
+  return weights_on_tensor_cores(params, call, tokens, executor.stream);
+}
+
+template const char* attention_weights<float>(const WeightsParams&, const DeviceExecutor&);
+template const char* attention_weights<double>(const WeightsParams&, const DeviceExecutor&);
 template const char* attention_forward<float>(const AttentionParams&, const DeviceExecutor&);
 template const char* attention_forward<double>(const AttentionParams&, const DeviceExecutor&);
 

@@ -1,6 +1,7 @@
 // CUDA: tensors to params, the stream. Built where torch has CUDA.
 #include "attention/glue.h"
 
+#include "attention/cuda/decoding/decoding.h"
 #include "attention/cuda/kernels.h"
 #include "attention/determinism.h"
 #include "attention/linear_time_setting.h"
@@ -23,6 +24,12 @@ struct Cuda {
     cuda::Call call(backward ? "spectral_features_backward" : "spectral_features", x);
     call.check(
         cuda::attention_kernels.features[compute_index(x)](params, backward, executor_of(call)));
+  }
+  static void from_features(const FromFeaturesParams& params, const at::Tensor& features, double) {
+    cuda::Call call("attention_from_features", features);
+    const auto kernel = compute_index(features) == 1 ? cuda::attention_from_features<double>
+                                                     : cuda::attention_from_features<float>;
+    call.check(kernel(params, executor_of(call)));
   }
 
  private:

@@ -29,6 +29,7 @@ def rivals(source_tree: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ([], 14),  # causal or not, three masks, two of few queries: forward and backward
         (["--lengths", "16", "64"], 8),
         (["--contributions"], 1),
+        (["--decoding", "--lengths", "64"], 3),
     ],
 )
 def test_a_dry_run(source_tree: Path, tmp_path: Path, choice: list[str], comparisons: int) -> None:

@@ -267,30 +267,37 @@ class _Kept(NamedTuple):
         end = used + features.size(2)
         self.features[:, :, used:end] = features
         self.magnitudes[:, :, used:end] = magnitudes
-        if not bool((magnitudes > self.reference).any()):
+        # On other devices the host would wait for the answer: they make all logits again.
+        is_cpu = magnitudes.device.type == "cpu"
+        if is_cpu and not bool((magnitudes > self.reference).any()):
             self.logits[:, :, used:end] = magnitudes - self.reference
             return
-        largest, logits = self._relative_to_largest(end)
+        largest = torch.maximum(self.reference, _largest_finite(magnitudes))
+        logits = _relative_to(largest, self.magnitudes[:, :, :end])
         self.reference.copy_(largest)  # nothing that could fail from here on
         self.logits[:, :, :end].copy_(logits)
 
     def cropped(self, length: int) -> _Kept:
         """With the first tokens' own reference: beside a key that is gone they would round."""
-        largest, logits = self._relative_to_largest(length)
+        largest = _largest_finite(self.magnitudes[:, :, :length])
         if torch.equal(largest, self.reference):
             return self
         kept = self.logits.clone()
-        kept[:, :, :length] = logits
+        kept[:, :, :length] = _relative_to(largest, self.magnitudes[:, :, :length])
         return self._replace(reference=largest, logits=kept)
-
-    def _relative_to_largest(self, end: int) -> tuple[Tensor, Tensor]:
-        """The largest magnitude of the first tokens that is finite, and theirs less that."""
-        known = self.magnitudes[:, :, :end]
-        finite = known.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        none = finite.new_full((*finite.shape[:2], 1), -math.inf)
-        largest = torch.cat([finite, none], -1).amax(-1, keepdim=True)
-        return largest, known - largest.masked_fill(largest == -math.inf, 0.0)
 
     def select(self, indices: Tensor) -> _Kept:
         """The buffers of some batch items."""
         return _Kept(*(x.index_select(0, indices.to(x.device)) for x in self))
+
+
+def _largest_finite(magnitudes: Tensor) -> Tensor:
+    """The largest magnitude that is finite, ``[B, G, 1]``; -inf where none is."""
+    finite = magnitudes.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+    none = finite.new_full((*finite.shape[:2], 1), -math.inf)
+    return torch.cat([finite, none], -1).amax(-1, keepdim=True)
+
+
+def _relative_to(largest: Tensor, magnitudes: Tensor) -> Tensor:
+    """Magnitudes less the largest, if there is one."""
+    return magnitudes - largest.masked_fill(largest == -math.inf, 0.0)

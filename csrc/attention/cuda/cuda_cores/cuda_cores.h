@@ -11,6 +11,9 @@ template <typename T>
 const char* forward_on_cuda_cores(const AttentionParams& params, Stream stream,
                                   const PreparedTokens<T>& tokens);
 
+template <typename T>
+const char* weights_on_cuda_cores(const WeightsParams& params, const DeviceExecutor& executor);
+
 // What a query brings to every pair of its row. high NaN: the row is poisoned.
 template <typename T>
 struct RowState {

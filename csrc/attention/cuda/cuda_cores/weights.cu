@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 template <typename T>
-const char* attention_weights(const WeightsParams& given, const DeviceExecutor& executor) {
+const char* weights_on_cuda_cores(const WeightsParams& given, const DeviceExecutor& executor) {
   WeightsParams params = given;
   const int64_t queries = params.B * params.H * params.L;
   double* log_normalizers = executor.take<double>(queries);
@@ -85,7 +85,7 @@ const char* attention_weights(const WeightsParams& given, const DeviceExecutor& 
                 2 * kDepth * kPitch * int64_t{sizeof(T)}, executor.stream, params, tokens, read);
 }
 
-template const char* attention_weights<float>(const WeightsParams&, const DeviceExecutor&);
-template const char* attention_weights<double>(const WeightsParams&, const DeviceExecutor&);
+template const char* weights_on_cuda_cores<float>(const WeightsParams&, const DeviceExecutor&);
+template const char* weights_on_cuda_cores<double>(const WeightsParams&, const DeviceExecutor&);
 
 }  // namespace ikattn::cuda

@@ -1,5 +1,6 @@
 // Tokens to features, on CUDA cores, and logits.
 #include "attention/cuda/features/angles.h"
+#include "attention/cuda/features/operator.h"
 #include "attention/cuda/mma/row_lanes.h"
 
 namespace ikattn::cuda {
@@ -191,6 +192,7 @@ const char* prepare_tokens(const AttentionParams& params, const DeviceExecutor& 
 template <typename T>
 const char* features(const FeaturesParams& params, bool backward, const DeviceExecutor& executor) {
   if (backward) return feature_gradients<T>(params, executor);
+  if (goes_to_tensor_cores(params)) return features_on_tensor_cores(params, executor);
   return write_features<T>(source_of(params), params.features, nullptr, executor.stream);
 }
 

@@ -12,6 +12,14 @@ namespace {
 constexpr int kSplitThreads = 256;
 constexpr int kSplitTokens = kSplitThreads;  // of a block's tile, 32 of each warp
 
+// How many of all tiles a block passes by. Frequencies are copied once for all tiles of a block,
+// and the next tile's tokens while one is multiplied; a multiprocessor should have two times the
+// two blocks that it has room for.
+inline int feature_tiles_each(int64_t tiles) {
+  const int64_t each = ceil_div(tiles, int64_t{4} * multiprocessors());
+  return static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
+}
+
 // angles[set][m] += tile m of 16 tokens by 16 frequencies, along a slice of 64 columns. x: where
 // the tokens' rows begin in shared memory; w: the frequencies' of w1 and the first number, others
 // being kAngleFrequencies rows apart. Both are multiples of 128.

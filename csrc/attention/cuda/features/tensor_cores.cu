@@ -271,11 +271,8 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
                     dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
                     operands.frequencies, rows);
     } else {
-      // Frequencies are copied once for all tiles of a block, and the next tile's tokens while one
-      // is multiplied; a multiprocessor should have two times the two blocks that it has room for.
       const int64_t tiles = ceil_div(source.N, kSplitTokens);
-      const int64_t each = ceil_div(heads * tiles, int64_t{4} * multiprocessors());
-      const int tiles_each = static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
+      const int tiles_each = feature_tiles_each(heads * tiles);
       const auto queue = [&](auto kernel) {
         return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
                       dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, source,

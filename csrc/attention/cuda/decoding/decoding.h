@@ -1,0 +1,14 @@
+// Attention of few queries to keys whose features are kept.
+#pragma once
+
+#include "attention/params.h"
+#include "support/cuda/executor.h"
+
+namespace ikattn::cuda {
+
+// Queues its work and returns nullptr, or why it could not. T: the type of the features.
+template <typename T>
+const char* attention_from_features(const FromFeaturesParams& params,
+                                    const DeviceExecutor& executor);
+
+}  // namespace ikattn::cuda
