@@ -128,6 +128,7 @@ full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	$(pytest) tests/python/gpu/test_cuda_edges.py
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
 	IKATTN_INTERPRETER_HOPPER=1 interpreted_pytest -k "($$selected) and not mask and not dropout"
+	IKATTN_INTERPRETER_HOPPER=1 $(pytest) tests/python/gpu/test_cuda_short.py tests/python/gpu/test_cuda_int8.py
 	IKATTN_LINEAR_TIME=always interpreted_pytest -k "($$selected) and not mask and not dropout and not causal"
 
 # Every instruction set the processor has, one after the other. torch is not instrumented: what it

@@ -76,8 +76,10 @@ programs() {
 suite() {
   IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" \
-    "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/operators/test_which_kernels.py" \
-    "$tests/operators/test_key_masks.py" "${of_all_devices[@]}"
+    "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/gpu/test_cuda_short.py" \
+    "$tests/operators/test_which_kernels.py" "$tests/operators/test_key_masks.py" "${of_all_devices[@]}" &&
+    IKATTN_SHORT=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
+      "$tests/gpu/test_cuda_int8.py" -k "float16 or int8"
 }
 suite_linear() {
   IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
@@ -115,7 +117,9 @@ racecheck() {
 # Attention beside torch's, in quadratic and in linear time, and steps of decoding.
 table() {
   IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
-    --lengths 512 1024 2048 4096 16384 --rounds 5 &&
+    --lengths 256 512 1024 2048 4096 16384 --rounds 5 &&
+    IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
+      --lengths 256 512 1024 --rounds 5 &&
     IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5 &&
     python benchmarks/gpu.py --decoding --rounds 5
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
 #include "attention/determinism.h"
@@ -48,6 +49,12 @@ bool serves_int8(const AttentionParams& params) {
          params.query.type == params.value.type &&
          padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
          allows_int8();
+}
+
+// Whether IKATTN_SHORT=0 in the environment does not forbid the kernel of short calls.
+bool allows_short() {
+  const char* variable = std::getenv("IKATTN_SHORT");
+  return variable == nullptr || std::strcmp(variable, "0") != 0;
 }
 
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
@@ -164,19 +171,25 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   return route;
 }
 
-}  // namespace
-
-Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
-  Route route = route_without_int8(params, in_double, pass);
-  if (!serves_int8(params)) return route;
+// Whether scores are products of integers, of the pass that takes this route otherwise.
+bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const Route& route) {
+  if (!serves_int8(params)) return false;
   // Both passes have the same scores, or a row's weights would not add up to 1 in the backward.
   // That in linear time has scores of its own: in sums of so many keys the roundings average out.
   const bool is_forward = pass == Pass::kForward;
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
-  route.int8_scores =
-      route.unit == Unit::kHopper &&
-      (other.unit == Unit::kHopper || (is_forward && other.algorithm == Algorithm::kLinear));
+  return route.unit == Unit::kHopper &&
+         (other.unit == Unit::kHopper || (is_forward && other.algorithm == Algorithm::kLinear));
+}
+
+}  // namespace
+
+Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
+  Route route = route_without_int8(params, in_double, pass);
+  route.int8_scores = takes_int8(params, in_double, pass, route);
+  route.is_short = route.unit == Unit::kHopper && pass == Pass::kForward && allows_short() &&
+                   fits_short_forward(params, route.int8_scores);
   return route;
 }
 

@@ -6,9 +6,22 @@
 namespace ikattn {
 namespace {
 
+// Hopper's own kernels but that of short calls, as long as it lives.
+class WithoutShort {
+ public:
+  WithoutShort() {
+    interpreter::set_warpgroups(true);
+    setenv("IKATTN_SHORT", "0", 1);
+  }
+  ~WithoutShort() {
+    unsetenv("IKATTN_SHORT");
+    interpreter::set_warpgroups(false);
+  }
+};
+
 // Hopper's own kernels; of heads in the general form they leave the rows.
 TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   const Case cases[] = {
       {.name = "less_than_a_tile", .L = 20, .S = 30, .d_v = 8, .bias = true},
       one_head({.name = "tiles", .L = 256, .S = 384, .d_v = 64, .M = 64}),
@@ -65,12 +78,11 @@ TEST(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
       expect_forward_within(call, c, got, truth, kLargestFeatureRoundoff);
     }
   }
-  interpreter::set_warpgroups(false);
 }
 
 // Scores of integers of 8 bits: bfloat16, 33 to 64 frequencies.
 TEST(WarpgroupAttentionOnDevice, ErrsByTheRoundingsOfInt8) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   const Case cases[] = {
       one_head({.name = "int8", .L = 130, .S = 300, .d_v = 64, .M = 64}),
       one_head({.name = "int8_odd", .L = 65, .S = 129, .d_v = 72, .M = 33}),
@@ -118,12 +130,11 @@ TEST(WarpgroupAttentionOnDevice, ErrsByTheRoundingsOfInt8) {
     // Rows of few keys follow from few scores; test_cuda_int8.py has closer bounds.
     compare_gradients(got, truth, c, amplification_of(c) * (c.causal ? 0x1p-3 : 0x1p-4));
   }
-  interpreter::set_warpgroups(false);
 }
 
 // Several blocks, each of which takes several items.
 TEST(WarpgroupAttentionOnDevice, ItemsOfSeveralBlocks) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   interpreter::set_multiprocessors(2);
   for (const bool causal : {true, false}) {
     if (!causal && !runs_everything()) continue;
@@ -138,20 +149,18 @@ TEST(WarpgroupAttentionOnDevice, ItemsOfSeveralBlocks) {
     expect_the_same_in_every_order(call, c);
   }
   interpreter::set_multiprocessors(1);
-  interpreter::set_warpgroups(false);
 }
 
 TEST(WarpgroupAttentionOnDevice, GivesTheSameInEveryOrder) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 140, .S = 400, .d_v = 8, .causal = true};
   c.frequency_heads = 1;
   Call call(c = of_type(c, ElementType::kBFloat16));
   expect_the_same_in_every_order(call, c);
-  interpreter::set_warpgroups(false);
 }
 
 TEST(WarpgroupAttentionOnDevice, NanStaysWhereItIsSeen) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   for (const bool causal : {true, false}) {
     Case c = one_head({.name = "nan", .L = 200, .S = 200, .d_v = 8});
     c.causal = causal;
@@ -168,12 +177,11 @@ TEST(WarpgroupAttentionOnDevice, NanStaysWhereItIsSeen) {
       expect_close(got.grad_value, truth.grad_value, 6 * roundoff, "grad_value");
     }
   }
-  interpreter::set_warpgroups(false);
 }
 
 // A block of warpgroups fills a multiprocessor.
 TEST(WarpgroupAttentionOnDevice, TakesAllKeysOfEnoughRows) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   const auto taken = [](int multiprocessors, bool causal) {
     interpreter::set_multiprocessors(multiprocessors);
     Case c = one_head({.name = "rows", .L = 129, .S = 600, .d_v = 8});
@@ -188,19 +196,17 @@ TEST(WarpgroupAttentionOnDevice, TakesAllKeysOfEnoughRows) {
   EXPECT_EQ(taken(3, false), 0);
   EXPECT_EQ(taken(2, true), 0);  // a head may turn out to need the general form
   interpreter::set_multiprocessors(1);
-  interpreter::set_warpgroups(false);
 }
 
 // There are no tensor maps of nothing.
 TEST(WarpgroupAttentionOnDevice, TakesNoEmptyBatch) {
-  interpreter::set_warpgroups(true);
+  const WithoutShort setting;
   Case c{.name = "empty", .B = 0, .H = 1, .G = 1, .L = 20, .S = 30, .d_v = 8};
   c.frequency_heads = 1;
   Call call(c = of_type(c, ElementType::kBFloat16));
   const int before = interpreter::launches_of("warpgroup_");
   device_results(call, c);
   EXPECT_EQ(interpreter::launches_of("warpgroup_"), before);
-  interpreter::set_warpgroups(false);
 }
 
 }  // namespace

@@ -205,6 +205,8 @@ def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
     assert str(choice) == "quadratic time on Hopper's tensor cores"
     choice = KernelChoice("quadratic", "hopper", None, "int8")
     assert str(choice) == "quadratic time on Hopper's tensor cores, scores in int8"
+    choice = KernelChoice("quadratic", "hopper_short", None)
+    assert str(choice).endswith("Hopper's tensor cores, features in the same kernel")
     choice = KernelChoice("linear", "tensor_cores", "it is late")
     assert str(choice) == "linear time on tensor cores: it is late"
     assert str(KernelChoice("none", "none", "no GPU")) == "no kernels: no GPU"
@@ -243,7 +245,8 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     )
     tensor_cores = KernelChoice("quadratic", "tensor_cores", None)
     without_mask = KernelChoice("quadratic", "hopper", None) if is_hopper else tensor_cores
-    assert said(*half) == (without_mask, without_mask)
+    forward_alone = without_mask._replace(unit="hopper_short") if is_hopper else without_mask
+    assert said(*half) == (forward_alone, without_mask)
     linear = KernelChoice("linear", "tensor_cores", None)
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
@@ -251,7 +254,9 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     no_mask = "Hopper's own kernels take no attn_mask that differs between queries"
     assert forward == tensor_cores._replace(reason=no_mask if is_hopper else None)
     of_keys = torch.zeros(2, 1, 1, 10, requires_grad=True)
-    assert said(*half, attn_mask=of_keys) == (without_mask, without_mask)
+    assert said(*half, attn_mask=of_keys) == (forward_alone, without_mask)
+    monkeypatch.setenv("IKATTN_SHORT", "0")
+    assert said(*half) == (without_mask, without_mask)
     reason = "the gradient of attn_mask is computed on CUDA cores"
     assert backward == tensor_cores._replace(reason=reason)
 

@@ -93,7 +93,9 @@ class KernelChoice(NamedTuple):
             kernels.
         unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
             of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
-            ``"tensor_cores"`` (mma.sync) or ``"hopper"`` (its wgmma). ``"none"``, likewise.
+            ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``, where
+            one kernel makes features and pairs of a short call (``IKATTN_SHORT=0`` forbids it).
+            ``"none"``, likewise.
         reason: Why nothing faster computes the pass, or why nothing does: why not linear time where
             that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
             None: this is the fastest.
@@ -120,6 +122,7 @@ class KernelChoice(NamedTuple):
             "cuda_cores": "CUDA cores",
             "tensor_cores": "tensor cores",
             "hopper": "Hopper's tensor cores",
+            "hopper_short": "Hopper's tensor cores, features in the same kernel",
         }.get(self.unit, self.unit)
         said = "no kernels" if self.unit == "none" else f"{self.algorithm} time on {unit}"
         if self.scores is not None:

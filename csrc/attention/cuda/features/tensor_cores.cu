@@ -1,12 +1,10 @@
 // Tokens to features, on tensor cores.
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/feature_values.h"
 #include "attention/cuda/features/split_frequencies.h"
 
 namespace ikattn::cuda {
 namespace {
-
-// Half; integers of 8 bits; or these, and the same as Half, multiplied as others are.
-enum class FeatureForm { kHalf, kInt8, kBoth };
 
 // Where the features of one side go.
 struct FeatureRows {
@@ -44,20 +42,6 @@ struct FeatureRows {
   }
 };
 
-// Floats near this one are integers, and their last bits those of what was added to it.
-constexpr float kInteger = 0x1.8p23f;
-constexpr float kInt8OfOne = Int8Features::kLargest / 2.0f;
-
-// Four numbers to the nearest integers of 8 bits, of which they are multiples of 1 / scale.
-__device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) {
-  uint32_t packed = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    packed |= (__float_as_uint(fmaf(x[i], scale, kInteger)) & 0xffu) << (8 * i);
-  }
-  return packed;
-}
-
 // The features of a warp's 32 tokens, 16 frequencies at a time, of their angles as products leave
 // them: rows g and g + 8 of two tiles of 16. kNumbers: of SplitFrequencies, where a lane has four
 // neighbours. kWidth: of a row, or 0.
@@ -92,16 +76,14 @@ class WarpFeatures {
     uint32_t present[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int remaining = M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j);
-      present[j] = remaining > 1 ? 0xffffffffu : remaining > 0 ? 0x0000ffffu : 0u;
+      present[j] = half_present(M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j));
     }
     Half* phi = phi_ + cosine_column(m0, width());
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int m = i / 2, half = i % 2;
-      // Integers have one scale for all.
-      const float of_sum = kSets == 1 ? 2.0f : 1.0f;
-      const float scale = kInt8 ? scales_[i] * (1 / kInt8OfOne) : of_sum * scales_[i];
+      // Integers have one scale for all. Half of each sum is made.
+      const float scale = kInt8 ? scales_[i] * (1 / kInt8OfOne) : 2 * scales_[i];
       // By bits: what a hidden key holds may be NaN.
       const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
       uint32_t cosines[2], sines[2];
@@ -111,19 +93,18 @@ class WarpFeatures {
         float cosine[2], sine[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          sine_and_cosine(angle(m, 0, j, 2 * half + c), unit, sine[c], cosine[c]);
+          const float first = angle(m, 0, j, 2 * half + c);
           if constexpr (kSets == 2) {
-            float sine2, cosine2;
-            sine_and_cosine(angle(m, 1, j, 2 * half + c), unit, sine2, cosine2);
-            cosine[c] += cosine2;
-            sine[c] += sine2;
+            half_sums<kForm>(first, angle(m, 1, j, 2 * half + c), unit, sine[c], cosine[c]);
+          } else {
+            sine_and_cosine<kForm>(first, unit, sine[c], cosine[c]);
           }
           not_finite_[i] = fmaf(cosine[c], 0.0f, not_finite_[i]);
           four_cosines[2 * j + c] = cosine[c];
           four_sines[2 * j + c] = sine[c];
           if constexpr (kForm == FeatureForm::kBoth) {
-            cosine[c] = fmaf(cosine[c], of_sum * kInt8OfOne, kInteger) - kInteger;
-            sine[c] = fmaf(sine[c], of_sum * kInt8OfOne, kInteger) - kInteger;
+            cosine[c] = fmaf(cosine[c], 2 * kInt8OfOne, kInteger) - kInteger;
+            sine[c] = fmaf(sine[c], 2 * kInt8OfOne, kInteger) - kInteger;
           }
           cosine[c] *= scale;
           sine[c] *= scale;
@@ -137,8 +118,8 @@ class WarpFeatures {
         const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
         if (row(i) < tokens_) {
           store_vector(int8_ + 8 * i * Int8Features::kColumns + 2 * m0,
-                       make_uint2(pack_int8(four_cosines, of_sum * kInt8OfOne) & mask,
-                                  pack_int8(four_sines, of_sum * kInt8OfOne) & mask));
+                       make_uint2(pack_int8(four_cosines, 2 * kInt8OfOne) & mask,
+                                  pack_int8(four_sines, 2 * kInt8OfOne) & mask));
         }
       }
       if constexpr (!kHalf) continue;
@@ -184,20 +165,6 @@ class WarpFeatures {
   }
 
  private:
-  // Of integers the angle is not reduced to a cycle: it is rounded in float32 all the same, and an
-  // instruction that needs it reduced would show only beyond some 2^13 cycles.
-  __device__ __forceinline__ static void sine_and_cosine(float angle, float unit, float& sine,
-                                                         float& cosine) {
-    if constexpr (kForm == FeatureForm::kHalf) {
-      fast_sincos_of_fraction(remainder_in_cycles(angle, unit), &sine, &cosine);
-    } else {
-      fast_sincos(angle * (6.2831853f * unit), &sine, &cosine);
-    }
-  }
-  // Ones where there is a frequency, of four from one on behind which there are so many.
-  __device__ __forceinline__ static uint32_t int8_present(int remaining) {
-    return remaining >= 4 ? 0xffffffffu : remaining <= 0 ? 0u : (1u << (8 * remaining)) - 1;
-  }
   // Of a thread's four, eight apart.
   __device__ __forceinline__ static int row(int i) {
     return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
@@ -279,7 +246,7 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
                       operands.split, rows, tiles_each);
       };
       if constexpr (std::is_same_v<T, BFloat16>) {
-        if (rows.state != nullptr) {
+        if (rows.int8 != nullptr) {
           const char* error =
               queue(rows.has_both ? split_feature_kernel<T, kSets, 128, FeatureForm::kBoth>
                                   : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>);

@@ -24,6 +24,8 @@ struct Route {
   // The forward's scores, on Hopper, are products of integers of 8 bits; the backward then makes
   // the same scores.
   bool int8_scores = false;
+  // The forward on Hopper: its kernel makes the features, too (hopper/short.h).
+  bool is_short = false;
   // Tensor cores: float32 as products of two numbers of Half each, in the place of CUDA cores.
   bool split_products = false;
   const char* reason = nullptr;  // why nothing faster, where there is something faster

@@ -1,0 +1,60 @@
+// What angles become: sums of cosines and of sines, as numbers of Half or of 8 bits.
+#pragma once
+
+#include "attention/cuda/operands/operands.h"
+#include "support/cuda/intrinsics.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Half; integers of 8 bits; or these, and the same as Half, multiplied as others are.
+enum class FeatureForm { kHalf, kInt8, kBoth };
+
+// Floats near this one are integers, and their last bits those of what was added to it.
+constexpr float kInteger = 0x1.8p23f;
+constexpr float kInt8OfOne = Int8Features::kLargest / 2.0f;
+
+// Four numbers to the nearest integers of 8 bits, of which they are multiples of 1 / scale.
+__device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) {
+  uint32_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    packed |= (__float_as_uint(fmaf(x[i], scale, kInteger)) & 0xffu) << (8 * i);
+  }
+  return packed;
+}
+// Ones where there is a frequency, of four from one on behind which there are so many.
+__device__ __forceinline__ uint32_t int8_present(int remaining) {
+  return remaining >= 4 ? 0xffffffffu : remaining <= 0 ? 0u : (1u << (8 * remaining)) - 1;
+}
+// The same of a pair in Half.
+__device__ __forceinline__ uint32_t half_present(int remaining) {
+  return remaining > 1 ? 0xffffffffu : remaining > 0 ? 0x0000ffffu : 0u;
+}
+
+// Of integers the angle is not reduced to a cycle: it is rounded in float32 all the same, and an
+// instruction that needs it reduced would show only beyond some 2^13 cycles.
+template <FeatureForm kForm>
+__device__ __forceinline__ void sine_and_cosine(float angle, float unit, float& sine,
+                                                float& cosine) {
+  if constexpr (kForm == FeatureForm::kHalf) {
+    fast_sincos_of_fraction(remainder_in_cycles(angle, unit), &sine, &cosine);
+  } else {
+    fast_sincos(angle * (6.2831853f * unit), &sine, &cosine);
+  }
+}
+
+// Half of cos a + cos b and of sin a + sin b, of angles in units of `unit` of a cycle: as products
+// of the half sum and the half difference, three sines in the place of four.
+template <FeatureForm kForm>
+__device__ __forceinline__ void half_sums(float a, float b, float unit, float& sine,
+                                          float& cosine) {
+  float unused, common;
+  sine_and_cosine<kForm>(a + b, 0.5f * unit, sine, cosine);
+  sine_and_cosine<kForm>(a - b, 0.5f * unit, unused, common);
+  sine *= common;
+  cosine *= common;
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

@@ -1,0 +1,20 @@
+// The forward of short calls on Hopper in one launch: a block makes the features of a head's keys
+// in shared memory, and of its queries in registers (short_forward.cu).
+#pragma once
+
+#include "attention/cuda/features/angle_operands.h"
+#include "attention/cuda/operands/operands.h"
+
+namespace ikattn::cuda {
+
+// Whether the shared memory of a block holds a head's keys, values and frequencies, of a call that
+// Hopper's own kernels take. Tokens are of 16 bits and at most 128 dimensions, and there are at
+// most 32 frequencies, or 64 columns of the value.
+bool fits_short_forward(const AttentionParams& params, bool int8_scores);
+
+// Output and log Z of heads in the folded form. The tokens have no features.
+const char* warpgroup_short_forward(const AttentionParams& params, Stream stream,
+                                    const AngleOperands& operands, const FoldedTokens& tokens,
+                                    bool int8_scores);
+
+}  // namespace ikattn::cuda

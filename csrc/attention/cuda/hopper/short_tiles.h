@@ -1,0 +1,369 @@
+// What the kernel of short calls on Hopper passes along: tokens and what becomes of them, values,
+// and which queries a block has.
+#pragma once
+
+#include "attention/cuda/features/angle_operands.h"
+#include "attention/cuda/features/feature_values.h"
+#include "attention/cuda/hopper/weights.h"
+
+namespace ikattn::cuda {
+
+constexpr int kGroupRows = 64;                                  // tokens of a warpgroup at a time
+constexpr uint32_t kSliceBytes = kGroupRows * kBoxColumns * 2;  // of these, in a slice
+
+// Where things lie in shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
+//   F, V: columns of features and values; slices: of the tokens' dimensions; tiles: of kKeys keys
+struct ShortPlaces {
+  static constexpr uint32_t kMost = 227 * 1024;
+  static constexpr int kMostStages = 5, kFewestStages = 3;
+  uint32_t frequencies = 0;  // [slices][number][F rows]  of each 32 frequencies w1, then w2
+  uint32_t tokens;           // [warpgroup][slices][kGroupRows]
+  uint32_t keys;             // [tiles]  features
+  uint32_t values;           // [stages]
+  // A box of ones, B of the products that sum weights. They read 32 bytes of a row: the first row's
+  // other bytes are barriers.
+  uint32_t ones;
+  uint32_t columns;  // [tiles * kKeys]  e_j of bfloat16, or terms
+  uint32_t bytes;
+  int stages, tiles;
+
+  __host__ __device__ ShortPlaces(bool is_int8, int F, int V, int slices, int count)
+      : tiles(count) {
+    const uint32_t of_columns = static_cast<uint32_t>(tiles * kKeys * (is_int8 ? 2 : 4));
+    const uint32_t stage = static_cast<uint32_t>(kKeys * 2 * V);
+    tokens = static_cast<uint32_t>(slices * 2 * F) * 128;
+    keys = tokens + static_cast<uint32_t>(kWarpgroups * slices) * kSliceBytes;
+    values = keys + static_cast<uint32_t>(tiles * kKeys * (is_int8 ? F : 2 * F));
+    const uint32_t others = values + 1024 + of_columns;
+    const int room = others < kMost ? static_cast<int>((kMost - others) / stage) : 0;
+    stages = min(min(room, tiles), kMostStages);
+    ones = values + static_cast<uint32_t>(stages) * stage;
+    columns = ones + 1024;
+    bytes = columns + of_columns;
+  }
+  // Whether values go through the stages, each several times.
+  __host__ __device__ bool is_ring() const { return stages < tiles; }
+  bool fits() const { return stages == tiles || stages >= kFewestStages; }
+
+  // Barriers: the keys' features are there; where all meet; a stage's tile is there, and is read.
+  __device__ __forceinline__ uint32_t keys_there() const { return ones + 32; }
+  __device__ __forceinline__ uint32_t meeting() const { return ones + 40; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return ones + 48 + 8 * stage; }
+  __device__ __forceinline__ uint32_t read(int stage) const { return ones + 88 + 8 * stage; }
+};
+static_assert(48 + 2 * 8 * ShortPlaces::kMostStages == 128);
+
+namespace {
+
+// The first of a thread's two rows, of the 64 of its warpgroup. Found anew wherever it is asked
+// for: no register holds it over the tiles.
+__device__ __forceinline__ int row_of_group() {
+  const unsigned thread = unknown_to_compiler(threadIdx.x);
+  return static_cast<int>(thread / 32 % 4 * 16 + thread % 32 / 4);
+}
+
+// What the features of a thread's two keys are multiplied with, of a warpgroup's 64 from j0 on.
+__device__ __forceinline__ void load_scales(const AttentionParams& params,
+                                            const FoldedTokens& tokens, int bk, int j0,
+                                            float (&scales)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = j0 + row_of_group() + 8 * half;
+    scales[half] = j < params.S ? tokens.scales[bk * params.S + j] : 0.0f;
+  }
+}
+
+// A warp's 16 tokens of the 64 that its warpgroup takes. It copies them itself.
+template <typename T>
+class WarpTokens {
+ public:
+  // base: of the tokens of all warpgroups in shared memory.
+  __device__ __forceinline__ WarpTokens(uint32_t base, int slices) : base_(base), slices_(slices) {}
+
+  // Begins to copy those of a head from the `first`-th of its warpgroup on; zeros beyond the last.
+  //   x_head: of those that tokens have
+  __device__ __forceinline__ void begin(const FeatureSource& source, int64_t b, int64_t x_head,
+                                        int first) const {
+    const unsigned thread = unknown_to_compiler(threadIdx.x);
+    const int lane = thread % 32, chunk = lane % 8;
+    const uint32_t place = place_of(thread);
+    const int64_t row = first + thread / 32 % 4 * 16 + lane / 8;
+    const int64_t stride = source.x.stride[2];
+    const T* x =
+        static_cast<const T*>(source.x.data) + b * source.x.stride[0] + x_head * source.x.stride[1];
+#pragma unroll 1
+    for (int slice = 0; slice < slices_; ++slice) {
+      const int column = slice * kBoxColumns + chunk * 8;
+      const int columns = max(0, min(static_cast<int>(source.d) - column, 8));
+#pragma unroll
+      for (int step = 0; step < 16; step += 4) {
+        const bool there = columns > 0 && row + step < source.N;
+        cp_async_16(place + slice * kSliceBytes + swizzled(lane / 8 + step, chunk, 128),
+                    there ? x + (row + step) * stride + column : x, there ? columns * 2 : 0);
+      }
+    }
+    cp_async_commit();
+  }
+  // Their products with both frequencies, [64][F]; where they lay others may be copied.
+  //   w: the frequencies' place
+  template <int F>
+  __device__ __forceinline__ void make_angles(uint32_t w, float (&angles)[F / 2]) const {
+    const unsigned thread = unknown_to_compiler(threadIdx.x);
+    const uint32_t first = place_of(thread) + swizzled(thread % 16, thread / 16 % 2, 128);
+    w = unknown_to_compiler(w);
+    cp_async_wait<0>();
+    __syncwarp();
+#pragma unroll 1
+    for (int slice = 0; slice < slices_; ++slice) {
+      uint32_t x[4][4];
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) {
+        // The next chunks of a row differ by these bits, whatever it was turned by.
+        ldmatrix_x4(x[k], (first ^ (k * 32)) + slice * kSliceBytes);
+      }
+      wgmma_fence();
+      // The small numbers first.
+#pragma unroll
+      for (int number = 1; number >= 0; --number) {
+        const uint64_t right = wgmma_operand(w + (slice * 2 + number) * (F * 128));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          wgmma_by_columns<T>(angles, x[k], wgmma_operand_after(right, k * 32),
+                              slice > 0 || number == 0 || k > 0);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+    sums_are_there(angles);
+    __syncwarp();  // no lane reads the tokens any more
+  }
+
+ private:
+  // Of the warp of a thread.
+  __device__ __forceinline__ uint32_t place_of(unsigned thread) const {
+    return base_ + thread / 128 * slices_ * kSliceBytes + thread / 32 % 4 * (16 * 128);
+  }
+
+  uint32_t base_;
+  int slices_;
+};
+
+// Features of a thread's two rows as A, of which a step has 32 bytes of a row: the cosines of 16
+// frequencies as integers, and their sines; in Half cosines and sines have a step each. The order
+// of columns is of no account, as queries and keys agree.
+//   scales: of the rows; where 0, features are. not_finite: becomes NaN where an angle is
+template <bool kInt8, int F>
+__device__ __forceinline__ void make_features(const float (&angles)[F / 2], int M, float unit,
+                                              const float (&scales)[2],
+                                              uint32_t (&phi)[F / (kInt8 ? 32 : 16)][4],
+                                              float (&not_finite)[2]) {
+#pragma unroll
+  for (int m = 0; m < F / 32; ++m) {  // of 16 frequencies
+    const int remaining = M - 16 * m - static_cast<int>(threadIdx.x) % 4 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float cosines[4], sines[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Of each 32 frequencies four tiles of w1 stand before those of w2.
+        const int first = 4 * (m / 2 * 8 + m % 2 * 2 + i / 2) + 2 * half + i % 2;
+        half_sums<kInt8 ? FeatureForm::kInt8 : FeatureForm::kHalf>(
+            angles[first], angles[first + 16], unit, sines[i], cosines[i]);
+        not_finite[half] = fmaf(cosines[i], 0.0f, not_finite[half]);
+      }
+      // By bits: what a hidden key holds may be NaN.
+      const uint32_t counts = scales[half] == 0 ? 0u : 0xffffffffu;
+      if constexpr (kInt8) {
+        const uint32_t mask = counts & int8_present(remaining);
+        phi[m][half] = pack_int8(cosines, 2 * kInt8OfOne) & mask;
+        phi[m][half + 2] = pack_int8(sines, 2 * kInt8OfOne) & mask;
+      } else {
+        const float scale = 2 * scales[half];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t mask = counts & half_present(remaining - 2 * j);
+          phi[2 * m][half + 2 * j] =
+              pack_f16x2(cosines[2 * j] * scale, cosines[2 * j + 1] * scale) & mask;
+          phi[2 * m + 1][half + 2 * j] =
+              pack_f16x2(sines[2 * j] * scale, sines[2 * j + 1] * scale) & mask;
+        }
+      }
+    }
+  }
+}
+
+// The key head of a block. Divided anew wherever it is asked for: no register holds over the tiles
+// what a division makes of its divisor, nor what follows from the head.
+struct ShortHead {
+  int bk, b, key_head, first;  // first: of the heads that share the keys
+
+  __device__ __forceinline__ ShortHead(const AttentionParams& params, int shares) {
+    const unsigned key_heads = unknown_to_compiler(static_cast<unsigned>(params.key_heads));
+    const unsigned index = blockIdx.x / unknown_to_compiler(static_cast<unsigned>(shares));
+    bk = static_cast<int>(index);
+    b = static_cast<int>(index / key_heads);
+    key_head = static_cast<int>(index % key_heads);
+    first = key_head * static_cast<int>(static_cast<unsigned>(params.H) / key_heads);
+  }
+};
+
+// An item of a block, by its index: 128 queries of one of the heads that share the keys, the last
+// of each head first.
+struct ShortItem {
+  int head, i0;  // head: among those that share the keys
+
+  __device__ __forceinline__ ShortItem(const AttentionParams& params, unsigned index) {
+    // Divided anew for every item: no register holds what a division makes of its divisor.
+    const unsigned blocks = unknown_to_compiler(static_cast<unsigned>(count(params)));
+    head = static_cast<int>(index / blocks);
+    i0 = static_cast<int>(blocks - 1 - index % blocks) * kWarpgroupRows;
+  }
+  // Of a head.
+  __host__ __device__ static int64_t count(const AttentionParams& params) {
+    return (params.L + kWarpgroupRows - 1) / kWarpgroupRows;
+  }
+};
+
+// The values of the tiles that a block passes, item after item: 128 queries, 64 of each warpgroup.
+// Where shared memory holds all of a head they are copied once. Else they go through the stages as
+// both warpgroups go along, and a thread that has read a tile copies another in its place.
+template <typename T, int V, bool kCausal>
+class ShortValues {
+ public:
+  using Tile = Boxes<kKeys, V>;
+
+  // Of the items first, first + shares, .. below end.
+  __device__ __forceinline__ ShortValues(const AttentionParams& params, const ShortPlaces& places,
+                                         Shared<unsigned char> shared, const RowMap& map,
+                                         bool is_unclean, int first, int shares, int end)
+      : params_(params),
+        places_(places),
+        shared_(shared),
+        base_(shared_address(shared)),
+        map_(map),
+        step_(shares),
+        end_(end),
+        is_unclean_(is_unclean && places.is_ring()),
+        item_(first - shares) {}
+
+  // Makes the barriers and begins the first copies. By one thread.
+  __device__ __forceinline__ void begin() {
+    barrier_init(base_ + places_.keys_there(), kProductThreads);
+    barrier_init(base_ + places_.meeting(), kProductThreads);
+    for (int stage = 0; stage < places_.stages; ++stage) {
+      barrier_init(base_ + places_.full(stage), 1);
+      barrier_init(base_ + places_.read(stage), kProductThreads / 32);
+    }
+    fence_barriers();
+    for (int stage = 0; stage < places_.stages; ++stage) {
+      copy(stage, places_.is_ring() ? next_tile() : stage);
+    }
+  }
+  // Where the next tile of an item is, which is waited for.
+  __device__ __forceinline__ uint32_t next() {
+    const uint32_t place = places_.values + index_ * Tile::kBytes;
+    barrier_wait(base_ + places_.full(index_), parity_);
+    if (is_unclean_) {
+      clean_values<T, kKeys * V, kProductThreads>(shared_ + place);
+      fence_async();
+      barrier_arrive(base_ + places_.meeting());
+      barrier_wait(base_ + places_.meeting(), meeting_);
+      meeting_ ^= 1;
+    }
+    advance(index_, parity_);
+    return base_ + place;
+  }
+  // The products have read the oldest tile.
+  __device__ __forceinline__ void release() {
+    if (!places_.is_ring()) return;
+    const uint32_t read = base_ + places_.read(released_);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(read);
+    if (threadIdx.x == 0) {
+      const int tile = next_tile();
+      if (tile >= 0) {
+        barrier_wait(read, released_parity_);
+        copy(released_, tile);
+      }
+    }
+    __syncwarp();
+    advance(released_, released_parity_);
+  }
+  // By all, where no tile is copied again: what is not finite becomes zero.
+  __device__ __forceinline__ void clean_all() const {
+    for (int stage = 0; stage < places_.stages; ++stage) {
+      barrier_wait(base_ + places_.full(stage), 0);
+      clean_values<T, kKeys * V, kProductThreads>(shared_ +
+                                                  (places_.values + stage * Tile::kBytes));
+    }
+  }
+  // What no query has met is waited for, too: a block may not end before its copies.
+  __device__ __forceinline__ void finish() const {
+    for (int stage = 0; !places_.is_ring() && stage < places_.stages; ++stage) {
+      barrier_wait(base_ + places_.full(stage), 0);
+    }
+  }
+  // After an item.
+  __device__ __forceinline__ void end_item() {
+    if (!places_.is_ring()) index_ = 0;
+  }
+
+ private:
+  __device__ __forceinline__ void advance(int& index, uint32_t& parity) const {
+    if (++index < places_.stages) return;
+    index = 0;
+    if (places_.is_ring()) parity ^= 1;
+  }
+  // The tile to be copied next, -1 after the last.
+  __device__ __forceinline__ int next_tile() {
+    if (tile_ == tiles_) {
+      item_ += step_;
+      tile_ = tiles_ = 0;
+      if (item_ < end_) {
+        tiles_ = tiles_met<kKeys>(params_, kCausal, ShortItem(params_, item_).i0);
+      }
+    }
+    return tile_ < tiles_ ? tile_++ : -1;
+  }
+  __device__ __forceinline__ void copy(int stage, int tile) const {
+    if (tile < 0) return;
+    const ShortHead of(params_, step_);
+    const int group = static_cast<int>(params_.key_heads) / static_cast<int>(params_.G);
+    barrier_arrive(base_ + places_.full(stage), Tile::kBytes);
+    Tile::copy(base_ + places_.values + stage * Tile::kBytes, map_, of.b, of.key_head / group,
+               tile * kKeys, base_ + places_.full(stage));
+  }
+
+  const AttentionParams& params_;
+  const ShortPlaces& places_;
+  Shared<unsigned char> shared_;
+  uint32_t base_;
+  const RowMap& map_;
+  int step_, end_;
+  bool is_unclean_;
+  int item_, tile_ = 0, tiles_ = 0;  // of the copies
+  int index_ = 0, released_ = 0;
+  uint32_t parity_ = 0, released_parity_ = 0, meeting_ = 0;
+};
+
+// Begins to copy a head's frequencies: of each number F rows, of each 32 frequencies w1 and then
+// w2, which one set of frequencies stands for, too. By the whole block.
+template <typename T, int F>
+__device__ __forceinline__ void begin_frequencies(const SplitFrequencies& split, int64_t which,
+                                                  int sets, uint32_t to) {
+  constexpr int kBlock = kAngleFrequencies * kBoxColumns;
+  const T* from = static_cast<const T*>(split.data) +
+                  which * (F / 64 * split.slices * kPlanesOf<T> * sets) * kBlock;
+  for (int index = threadIdx.x; index < split.slices * 2 * F * 8; index += kProductThreads) {
+    const int chunk = index % 8, row = index / 8 % F, number = index / 8 / F % 2;
+    const int slice = index / 8 / F / 2, set = sets == 1 ? 0 : row / 32 % 2;
+    const int plane = (row / 64 * split.slices + slice) * kPlanesOf<T> + number;
+    cp_async_16(to + (slice * 2 + number) * (F * 128) + swizzled(row, chunk, 128),
+                from + (plane * sets + set) * kBlock + row % 32 * kBoxColumns + chunk * 8);
+  }
+  cp_async_commit();
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

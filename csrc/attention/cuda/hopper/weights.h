@@ -1,0 +1,74 @@
+// How a warpgroup's scores of 64 queries and 128 keys become weights, in the forward of the folded
+// form: of Half, w = s s + term; of integers of 8 bits, w = (s s + eps) e_j. Sums of products lie
+// in a thread as rows g and g + 8, columns 2t and 2t + 1 of tiles of 8.
+#pragma once
+
+#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/tensor_cores/pairs.h"
+
+namespace ikattn::cuda {
+namespace {
+
+constexpr int kKeys = 128;  // of a tile
+
+// Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
+//   terms: of the tile's keys
+//   sums, roundings: as in ForwardRows; where tiles cross the diagonal, or the head has kFew, rows
+//   may see few keys
+template <typename T, bool kCrosses>
+__device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
+                                           int diagonal, float (&sums)[2], Roundings& roundings) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+    const float2 pair = load_vector<float2>(terms + n * 8 + 2 * t);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float score = s[4 * n + c];
+      float weight = score * score + (c % 2 == 0 ? pair.x : pair.y);
+      if (kCrosses && n * 8 + 2 * t + c % 2 - 8 * (c / 2) > diagonal) weight = 0;
+      sums[c / 2] += weight;
+      s[4 * n + c] = weight;
+    }
+    if constexpr (kCrosses) {
+      const float* row = s + 4 * n;
+      roundings.add(rounding_of<T>(pack<T>(row[0], row[1]), row[0], row[1]),
+                    rounding_of<T>(pack<T>(row[2], row[3]), row[2], row[3]));
+    }
+  }
+}
+
+// Scores of integers, rounded to bfloat16, become weights as A, two at a time.
+//   eps: twice, of bfloat16; magnitudes: e_j of the tile's keys, by pairs
+__device__ __forceinline__ void to_int8_weights(const int32_t (&scores)[kKeys / 2],
+                                                Shared<const uint32_t> magnitudes, uint32_t eps,
+                                                uint32_t (&weights)[kKeys / 16][4]) {
+  constexpr uint32_t kMinusZeros = 0x80008000u;  // added, they change nothing
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+    const uint32_t of_keys = magnitudes[n * 4 + t];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t* const two = scores + 4 * n + 2 * half;
+      const uint32_t pair = pack<BFloat16>(static_cast<float>(two[0]), static_cast<float>(two[1]));
+      weights[n / 2][n % 2 * 2 + half] =
+          fma_bf16x2(fma_bf16x2(pair, pair, eps), of_keys, kMinusZeros);
+    }
+  }
+}
+// Those of pairs beyond `diagonal` become 0.
+__device__ __forceinline__ void hide_beyond(int diagonal, uint32_t (&weights)[kKeys / 16][4]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int seen = diagonal + 8 * half - (n * 8 + 2 * t);
+      weights[n / 2][n % 2 * 2 + half] &= seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ikattn::cuda

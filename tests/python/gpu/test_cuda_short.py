@@ -1,0 +1,72 @@
+"""Short calls on Hopper, whose features and pairs one kernel makes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from gpu import IN_THE_INTERPRETER, needs_a_gpu, on_gpu
+
+if IN_THE_INTERPRETER:
+    has_hopper = os.environ.get("IKATTN_INTERPRETER_HOPPER") == "1"
+else:
+    has_hopper = torch.cuda.get_device_capability()[0] == 9
+if not has_hopper or "0" in (os.environ.get("IKATTN_HOPPER"), os.environ.get("IKATTN_SHORT")):
+    pytest.skip("no GPU here takes short calls in one kernel", allow_module_level=True)
+
+
+def arguments(dtype: torch.dtype, tokens: int, M: int, key_heads: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given = {"query": normal(2, 2, tokens, 16).to(dtype)}
+    given |= {name: normal(2, key_heads, tokens, 16).to(dtype) for name in ("key", "value")}
+    return given | {name: 0.1 * normal(key_heads, 16, M) for name in ("w1", "w2")}
+
+
+def relative(x: Tensor, expected: Tensor) -> float:
+    return float((x.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("tokens", "M", "is_causal"), [(130, 64, True), (70, 20, False)])
+def test_a_short_call_errs_as_the_other_kernels_do(
+    dtype: torch.dtype, tokens: int, M: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(dtype, tokens, M)
+    options = {"is_causal": is_causal, "enable_gqa": True}
+    exact = {name: x.double() for name, x in given.items()}
+    expected = ikattn.reference.implicit_kernel_attention(**exact, **options)
+    there = on_gpu(given)
+    short = ikattn.implicit_kernel_attention(**there, **options)  # type: ignore[arg-type]
+    monkeypatch.setenv("IKATTN_SHORT", "0")
+    other = ikattn.implicit_kernel_attention(**there, **options)  # type: ignore[arg-type]
+    assert relative(short, expected) < 1.1 * relative(other, expected)
+
+
+def test_hidden_keys_may_hold_anything() -> None:
+    given = arguments(torch.bfloat16, 70, 20)
+    mask = torch.ones(2, 1, 1, 70, dtype=torch.bool)
+    mask[..., 50:] = False
+    attend = ikattn.implicit_kernel_attention
+    expected = attend(**on_gpu(given | {"attn_mask": mask}), enable_gqa=True)
+    given["key"][..., 50:, :] = torch.nan
+    given["value"][..., 50:, :] = torch.inf
+    found = attend(**on_gpu(given | {"attn_mask": mask}), enable_gqa=True)
+    assert torch.equal(found, expected)
+    assert expected.isfinite().all()
+
+
+@needs_a_gpu
+def test_which_kernels_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = on_gpu(arguments(torch.float16, 130, 20, key_heads=2))
+    assert ikattn.which_kernels(**given).forward.unit == "hopper_short"
+    assert ikattn.which_kernels(**given).backward.unit == "hopper"
+    monkeypatch.setenv("IKATTN_SHORT", "0")
+    assert ikattn.which_kernels(**given).forward.unit == "hopper"
