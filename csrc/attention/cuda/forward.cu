@@ -30,8 +30,13 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
     if (on_hopper) {
       const auto forward = route.int8_scores ? warpgroup_int8_forward : warpgroup_forward;
       error = forward(params, stream, tokens);
+    } else if (route.int8_scores) {
+      error = int8_forward(params, stream, tokens, parts);
     }
-    if (error == nullptr) error = folded_forward(params, stream, tokens, parts, begins, on_hopper);
+    const bool general_alone = on_hopper || route.int8_scores;
+    if (error == nullptr) {
+      error = folded_forward(params, stream, tokens, parts, begins, general_alone);
+    }
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);
 }

@@ -9,6 +9,7 @@
 #include "attention/determinism.h"
 #include "attention/split_calls.h"
 #include "attention/tensor_core_calls.h"
+#include "support/cuda/integer_products.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -53,7 +54,7 @@ bool serves_int8(const AttentionParams& params) {
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
 // more of them done in a time, and what surrounds the sums of a token counts like so many of them.
 // These numbers are where the two algorithms took the same time on an H100, with scores of integers
-// on an H200; 1.3, of other GPUs, is not measured.
+// on an H200; 1.3, of other GPUs, is not measured, nor is what scores of integers save there.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);
@@ -68,7 +69,9 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
   const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
-  const double pairs = queries * seen * pair;
+  const bool halves_scores = !has_warpgroups() && serves_int8(params) && has_integer_products();
+  const double saved = halves_scores ? (is_backward ? F : F / 2) : 0;
+  const double pairs = queries * seen * (pair - saved);
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
   const double rate_of_pairs = !has_warpgroups()                     ? 1.3
                                : !is_backward && serves_int8(params) ? 2.7
@@ -164,6 +167,14 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   return route;
 }
 
+// Whether a pass has kernels of pairs with scores of integers, which are of the folded form.
+bool has_int8_pairs(const AttentionParams& params, const Route& route) {
+  if (route.unit == Unit::kHopper) return true;
+  return route.unit == Unit::kTensorCores && route.algorithm == Algorithm::kQuadratic &&
+         !route.is_wide && !route.split_products && !is_general_alone(params) &&
+         has_integer_products();
+}
+
 }  // namespace
 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
@@ -175,8 +186,8 @@ Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
   route.int8_scores =
-      route.unit == Unit::kHopper &&
-      (other.unit == Unit::kHopper || (is_forward && other.algorithm == Algorithm::kLinear));
+      has_int8_pairs(params, route) &&
+      (has_int8_pairs(params, other) || (is_forward && other.algorithm == Algorithm::kLinear));
   return route;
 }
 
