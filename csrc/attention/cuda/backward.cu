@@ -87,9 +87,11 @@ const char* float_pairs(const AttentionBackwardParams& params, const DeviceExecu
 }  // namespace
 
 template <typename T>
-const char* attention_backward(const AttentionBackwardParams& params,
+const char* attention_backward(const AttentionBackwardParams& call,
                                const DeviceExecutor& executor) {
-  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kBackward);
+  const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kBackward);
+  AttentionBackwardParams params = call;
+  if (const char* error = round_values(route, executor, params)) return error;
   const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;

@@ -44,9 +44,11 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
 }  // namespace
 
 template <typename T>
-const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
+const char* attention_forward(const AttentionParams& call, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
-  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kForward);
+  const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kForward);
+  AttentionParams params = call;
+  if (const char* error = round_values(route, executor, params)) return error;
   const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const bool wants_norms = folds && needs_value_norms(params, route, false);
   if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;

@@ -35,20 +35,25 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
-// Whether IKATTN_INT8=0 in the environment does not forbid scores of integers.
-bool allows_int8() {
+// Whether a type may have scores of integers: bfloat16, unless the environment says IKATTN_INT8=0;
+// float32 where torch allows TF32 and the environment says IKATTN_INT8=float32.
+bool allows_int8(const AttentionParams& params) {
   const char* variable = std::getenv("IKATTN_INT8");
-  return variable == nullptr || std::strcmp(variable, "0") != 0;
+  const auto says = [&](const char* word) {
+    return variable != nullptr && std::strcmp(variable, word) == 0;
+  };
+  if (params.query.type != params.value.type) return false;
+  return params.value.type == ElementType::kFloat32
+             ? params.allow_tf32 && says("float32")
+             : params.value.type == ElementType::kBFloat16 && !says("0");
 }
 
-// Whether features of 8 bits serve Hopper's kernels: they err about as much as weights and values
-// in bfloat16 do, and more than those in float16. Of few keys, errors of scores do not average out;
-// with fewer frequencies a row would be half empty.
+// Whether features of 8 bits serve: they err about as much as weights and values in bfloat16 do,
+// and more than those in float16. Of few keys, errors of scores do not average out; with fewer
+// frequencies a row would be half empty.
 bool serves_int8(const AttentionParams& params) {
-  return params.S > kFewKeys && params.value.type == ElementType::kBFloat16 &&
-         params.query.type == params.value.type &&
-         padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
-         allows_int8();
+  return params.S > kFewKeys && padded_columns(2 * params.M) == Int8Features::kColumns &&
+         params.eps <= 0.9 && allows_int8(params);
 }
 
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get

@@ -130,6 +130,29 @@ TEST_F(Int8AttentionOnDevice, MeetsHoppersBackward) {
   compare_gradients(got, truth, c, 0x1p-4);
 }
 
+// Pairs are then those of bfloat16: by mma.sync, and on a Hopper.
+TEST_F(Int8AttentionOnDevice, TakesFloat32WhereItIsAskedFor) {
+  setenv("IKATTN_INT8", "float32", 1);
+  for (const auto& [hopper, causal, M] :
+       {std::tuple{false, true, 64}, {true, false, 33}, {false, false, 41}, {true, true, 64}}) {
+    if (hopper == causal && !runs_everything()) continue;
+    interpreter::set_warpgroups(hopper);
+    Case c = one_head({.name = "float32", .L = 70, .S = 150, .d_v = 12});
+    c.causal = causal;
+    c.M = M;
+    Call call(c = of_type(c, ElementType::kFloat32));
+    const int before = interpreter::launches_of("int8_forward_kernel");
+    const Results truth = truth_of(call, c), got = device_results(call, c);
+    EXPECT_EQ(interpreter::launches_of("int8_forward_kernel"), before + 1);
+    const Bounds bounds =
+        bounds_of(call, c, truth, roundoff_of(ElementType::kBFloat16), kInt8Roundoff);
+    expect_within(got.output, truth.output, bounds.output, "output");
+    expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer, "log Z");
+    compare_gradients(got, truth, c, causal ? 0x1p-3 : 0x1p-4);
+  }
+  unsetenv("IKATTN_INT8");
+}
+
 TEST_F(Int8AttentionOnDevice, NanStaysWhereItIsSeen) {
   for (const bool causal : {true, false}) {
     Case c = one_head({.name = "nan", .L = 70, .S = 70, .d_v = 8, .M = 64});

@@ -111,6 +111,16 @@ TEST(Route, ScoresInInt8WithoutWarpgroups) {
   EXPECT_EQ(scores(other), "--");
   setenv("IKATTN_INT8", "0", 1);
   EXPECT_EQ(scores(params), "--");
+  other = params;
+  other.query.type = other.value.type = ElementType::kFloat32;
+  other.allow_tf32 = true;
+  for (const char* word : {"1", "float32"}) {
+    setenv("IKATTN_INT8", word, 1);
+    EXPECT_EQ(scores(params), "88");
+    EXPECT_EQ(scores(other), std::string(word) == "1" ? "--" : "88");
+  }
+  other.allow_tf32 = false;  // split products
+  EXPECT_EQ(scores(other), "--");
   unsetenv("IKATTN_INT8");
   interpreter::set_integer_products(false);
 }

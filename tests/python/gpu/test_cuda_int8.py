@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -112,6 +113,33 @@ def test_masks_of_pairs() -> None:
     output = ikattn.implicit_kernel_attention(**there, attn_mask=on_gpu({"mask": mask})["mask"])
     for index, found in enumerate(with_gradients(output, there)):
         assert relative(found, rounded[index]) < 6e-3
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """torch allows it, and afterwards what it did before."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_tf32
+    settings.allow_tf32 = True
+    yield
+    settings.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32")
+def test_float32_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: x.float() for name, x in arguments(130, 150).items()}
+    given["query"] += 1e-3  # nothing that bfloat16 holds
+    x = leaves(given, torch.float64)
+    exact, rounded = (with_gradients(composition(x, rounds=rounds), x) for rounds in (False, True))
+    for word, asked in (("1", False), ("float32", True)):
+        monkeypatch.setenv("IKATTN_INT8", word)
+        there = leaves(on_gpu(given))
+        output = ikattn.implicit_kernel_attention(**there)
+        assert output.dtype == torch.float32
+        found = with_gradients(output, there)
+        assert (relative(found[0], exact[0]) > 2e-3) == asked
+        for index, result in enumerate(found):
+            assert relative(result, (rounded if asked else exact)[index]) < 6e-3
 
 
 def test_angles_of_hundreds_of_cycles() -> None:

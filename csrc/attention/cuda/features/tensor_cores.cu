@@ -64,7 +64,6 @@ __device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) 
 template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm = FeatureForm::kHalf>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
-  static_assert(!kInt8 || kNumbers);
 
  public:
   // Of the tokens from `first` of the head `bh`, of N.
@@ -134,7 +133,7 @@ class WarpFeatures {
       }
       Half* to = phi + 8 * i * width();
       if constexpr (kInt8) {
-        const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
+        const uint32_t mask = counts & int8_present(M - m0);
         if (row(i) < tokens_) {
           store_vector(int8_ + 8 * i * Int8Features::kColumns + 2 * m0,
                        make_uint2(pack_int8(four_cosines, of_sum * kInt8OfOne) & mask,
@@ -194,9 +193,14 @@ class WarpFeatures {
       fast_sincos(angle * (6.2831853f * unit), &sine, &cosine);
     }
   }
-  // Ones where there is a frequency, of four from one on behind which there are so many.
+  // Ones where there is a frequency, of the thread's four of so many.
   __device__ __forceinline__ static uint32_t int8_present(int remaining) {
-    return remaining >= 4 ? 0xffffffffu : remaining <= 0 ? 0u : (1u << (8 * remaining)) - 1;
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    const auto bytes = [](int count) {
+      return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << (8 * count)) - 1;
+    };
+    if constexpr (kNumbers) return bytes(remaining - 4 * t);
+    return bytes(min(remaining - 2 * t, 2)) | bytes(min(remaining - 8 - 2 * t, 2)) << 16;
   }
   // Of a thread's four, eight apart.
   __device__ __forceinline__ static int row(int i) {
@@ -214,12 +218,13 @@ class WarpFeatures {
 };
 
 // Of float32: a block has 128 tokens.
-template <int kSets>
+template <int kSets, FeatureForm kForm>
 __global__ void __launch_bounds__(kProductThreads, 3)
     tf32_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
   const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
-  WarpFeatures<kSets, false, 0> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
-                                         source.N);
+  if (rows.leaves<kForm>(tile.bh)) return;  // the whole block
+  WarpFeatures<kSets, false, 0, kForm> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
+                                                source.N);
   for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kAngleFrequencies) {
     float angles[2][2 * kSets][2][4] = {};
     tile.make_angles(m0, 0, angles, [] {});
@@ -267,9 +272,16 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
   return launch_turns(source, [&]<typename T, int kSets>() {
     if constexpr (sizeof(T) == 4) {
       const int64_t blocks = heads * ceil_div(source.N, kAngleTokens);
-      return launch(tf32_feature_kernel<kSets>, dim3(static_cast<unsigned>(blocks)),
-                    dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
-                    operands.frequencies, rows);
+      const auto queue = [&](auto kernel) {
+        return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kProductThreads),
+                      TokenTile<T, kSets>::kBytes, stream, source, operands.frequencies, rows);
+      };
+      if (rows.state != nullptr) {
+        const char* error = queue(rows.has_both ? tf32_feature_kernel<kSets, FeatureForm::kBoth>
+                                                : tf32_feature_kernel<kSets, FeatureForm::kInt8>);
+        if (error != nullptr || rows.are_integers) return error;
+      }
+      return queue(tf32_feature_kernel<kSets, FeatureForm::kHalf>);
     } else {
       // Frequencies are copied once for all tiles of a block, and the next tile's tokens while one
       // is multiplied; a multiprocessor should have two times the two blocks that it has room for.
