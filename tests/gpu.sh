@@ -87,7 +87,8 @@ suite_linear() {
 }
 # What other GPUs than Hopper's run.
 suite_mma() {
-  IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "${of_all_devices[@]}"
+  IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
+    "$tests/gpu/test_cuda_int8.py" "${of_all_devices[@]}"
 }
 # Float32 without TF32: the suite has it in split products, here it is on CUDA cores; then both timed.
 float32() {

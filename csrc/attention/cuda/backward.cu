@@ -16,24 +16,34 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const Stream stream = executor.stream;
   const float* logits = keys.high;
   const bool on_hopper = route.unit == Unit::kHopper;
+  const bool general_alone = on_hopper || route.int8_scores;
   const char* error = nullptr;
   if (route.algorithm == Algorithm::kLinear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients);
   }
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
-    if (on_hopper) error = warpgroup_query_gradients(params, stream, tokens, rows, to);
+    if (on_hopper) {
+      error = warpgroup_query_gradients(params, stream, tokens, rows, to);
+    } else if (route.int8_scores) {
+      error = int8_query_gradients(params, stream, tokens, rows, to);
+    }
     if (error == nullptr) {
-      error = route.is_wide ? wide_query_gradients(params, stream, tokens, rows, to)
-                            : folded_query_gradients(params, stream, tokens, rows, to, on_hopper);
+      error = route.is_wide
+                  ? wide_query_gradients(params, stream, tokens, rows, to)
+                  : folded_query_gradients(params, stream, tokens, rows, to, general_alone);
     }
   }
   if (error == nullptr && wants_keys(params)) {
-    if (on_hopper) error = warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
+    if (on_hopper) {
+      error = warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
+    } else if (route.int8_scores) {
+      error = int8_key_gradients(params, stream, tokens, rows, logits, gradients);
+    }
     if (error == nullptr) {
       error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
                             : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
-                                                   on_hopper);
+                                                   general_alone);
     }
   }
   return error;
@@ -77,9 +87,11 @@ const char* float_pairs(const AttentionBackwardParams& params, const DeviceExecu
 }  // namespace
 
 template <typename T>
-const char* attention_backward(const AttentionBackwardParams& params,
+const char* attention_backward(const AttentionBackwardParams& call,
                                const DeviceExecutor& executor) {
-  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kBackward);
+  const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kBackward);
+  AttentionBackwardParams params = call;
+  if (const char* error = round_values(route, executor, params)) return error;
   const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;

@@ -34,8 +34,13 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
     } else if (on_hopper) {
       const auto forward = route.int8_scores ? warpgroup_int8_forward : warpgroup_forward;
       error = forward(params, stream, tokens);
+    } else if (route.int8_scores) {
+      error = int8_forward(params, stream, tokens, parts);
     }
-    if (error == nullptr) error = folded_forward(params, stream, tokens, parts, begins, on_hopper);
+    const bool general_alone = on_hopper || route.int8_scores;
+    if (error == nullptr) {
+      error = folded_forward(params, stream, tokens, parts, begins, general_alone);
+    }
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);
 }
@@ -43,9 +48,11 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
 }  // namespace
 
 template <typename T>
-const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
+const char* attention_forward(const AttentionParams& call, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
-  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kForward);
+  const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kForward);
+  AttentionParams params = call;
+  if (const char* error = round_values(route, executor, params)) return error;
   const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const bool wants_norms = folds && needs_value_norms(params, route, false);
   if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;

@@ -10,6 +10,7 @@
 #include "attention/determinism.h"
 #include "attention/split_calls.h"
 #include "attention/tensor_core_calls.h"
+#include "support/cuda/integer_products.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -35,20 +36,25 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
-// Whether IKATTN_INT8=0 in the environment does not forbid scores of integers.
-bool allows_int8() {
+// Whether a type may have scores of integers: bfloat16, unless the environment says IKATTN_INT8=0;
+// float32 where torch allows TF32 and the environment says IKATTN_INT8=float32.
+bool allows_int8(const AttentionParams& params) {
   const char* variable = std::getenv("IKATTN_INT8");
-  return variable == nullptr || std::strcmp(variable, "0") != 0;
+  const auto says = [&](const char* word) {
+    return variable != nullptr && std::strcmp(variable, word) == 0;
+  };
+  if (params.query.type != params.value.type) return false;
+  return params.value.type == ElementType::kFloat32
+             ? params.allow_tf32 && says("float32")
+             : params.value.type == ElementType::kBFloat16 && !says("0");
 }
 
-// Whether features of 8 bits serve Hopper's kernels: they err about as much as weights and values
-// in bfloat16 do, and more than those in float16. Of few keys, errors of scores do not average out;
-// with fewer frequencies a row would be half empty.
+// Whether features of 8 bits serve: they err about as much as weights and values in bfloat16 do,
+// and more than those in float16. Of few keys, errors of scores do not average out; with fewer
+// frequencies a row would be half empty.
 bool serves_int8(const AttentionParams& params) {
-  return params.S > kFewKeys && params.value.type == ElementType::kBFloat16 &&
-         params.query.type == params.value.type &&
-         padded_columns(2 * params.M) == Int8Features::kColumns && params.eps <= 0.9 &&
-         allows_int8();
+  return params.S > kFewKeys && padded_columns(2 * params.M) == Int8Features::kColumns &&
+         params.eps <= 0.9 && allows_int8(params);
 }
 
 // Whether IKATTN_SHORT=0 in the environment does not forbid the kernel of short calls.
@@ -60,7 +66,7 @@ bool allows_short() {
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
 // more of them done in a time, and what surrounds the sums of a token counts like so many of them.
 // These numbers are where the two algorithms took the same time on an H100, with scores of integers
-// on an H200; 1.3, of other GPUs, is not measured.
+// on an H200; 1.3, of other GPUs, is not measured, nor is what scores of integers save there.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);
@@ -75,7 +81,9 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
   const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
-  const double pairs = queries * seen * pair;
+  const bool halves_scores = !has_warpgroups() && serves_int8(params) && has_integer_products();
+  const double saved = halves_scores ? (is_backward ? F : F / 2) : 0;
+  const double pairs = queries * seen * (pair - saved);
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
   const double rate_of_pairs = !has_warpgroups()                     ? 1.3
                                : !is_backward && serves_int8(params) ? 2.7
@@ -171,6 +179,14 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   return route;
 }
 
+// Whether a pass has kernels of pairs with scores of integers, which are of the folded form.
+bool has_int8_pairs(const AttentionParams& params, const Route& route) {
+  if (route.unit == Unit::kHopper) return true;
+  return route.unit == Unit::kTensorCores && route.algorithm == Algorithm::kQuadratic &&
+         !route.is_wide && !route.split_products && !is_general_alone(params) &&
+         has_integer_products();
+}
+
 // Whether scores are products of integers, of the pass that takes this route otherwise.
 bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const Route& route) {
   if (!serves_int8(params)) return false;
@@ -179,8 +195,8 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
   const bool is_forward = pass == Pass::kForward;
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
-  return route.unit == Unit::kHopper &&
-         (other.unit == Unit::kHopper || (is_forward && other.algorithm == Algorithm::kLinear));
+  return has_int8_pairs(params, route) &&
+         (has_int8_pairs(params, other) || (is_forward && other.algorithm == Algorithm::kLinear));
 }
 
 }  // namespace

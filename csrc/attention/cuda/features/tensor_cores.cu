@@ -48,7 +48,6 @@ struct FeatureRows {
 template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm = FeatureForm::kHalf>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
-  static_assert(!kInt8 || kNumbers);
 
  public:
   // Of the tokens from `first` of the head `bh`, of N.
@@ -115,7 +114,7 @@ class WarpFeatures {
       }
       Half* to = phi + 8 * i * width();
       if constexpr (kInt8) {
-        const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
+        const uint32_t mask = counts & four_present(M - m0);
         if (row(i) < tokens_) {
           store_vector(int8_ + 8 * i * Int8Features::kColumns + 2 * m0,
                        make_uint2(pack_int8(four_cosines, 2 * kInt8OfOne) & mask,
@@ -165,6 +164,13 @@ class WarpFeatures {
   }
 
  private:
+  // Ones where there is a frequency, of the thread's four of so many.
+  __device__ __forceinline__ static uint32_t four_present(int remaining) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    if constexpr (kNumbers) return int8_present(remaining - 4 * t);
+    return int8_present(min(remaining - 2 * t, 2)) | int8_present(min(remaining - 8 - 2 * t, 2))
+                                                         << 16;
+  }
   // Of a thread's four, eight apart.
   __device__ __forceinline__ static int row(int i) {
     return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
@@ -181,12 +187,13 @@ class WarpFeatures {
 };
 
 // Of float32: a block has 128 tokens.
-template <int kSets>
+template <int kSets, FeatureForm kForm>
 __global__ void __launch_bounds__(kProductThreads, 3)
     tf32_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
   const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
-  WarpFeatures<kSets, false, 0> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
-                                         source.N);
+  if (rows.leaves<kForm>(tile.bh)) return;  // the whole block
+  WarpFeatures<kSets, false, 0, kForm> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
+                                                source.N);
   for (int64_t m0 = 0; m0 < rows.width / 2; m0 += kAngleFrequencies) {
     float angles[2][2 * kSets][2][4] = {};
     tile.make_angles(m0, 0, angles, [] {});
@@ -234,9 +241,16 @@ const char* write_side(const FeatureSource& source, const AngleOperands& operand
   return launch_turns(source, [&]<typename T, int kSets>() {
     if constexpr (sizeof(T) == 4) {
       const int64_t blocks = heads * ceil_div(source.N, kAngleTokens);
-      return launch(tf32_feature_kernel<kSets>, dim3(static_cast<unsigned>(blocks)),
-                    dim3(kProductThreads), TokenTile<T, kSets>::kBytes, stream, source,
-                    operands.frequencies, rows);
+      const auto queue = [&](auto kernel) {
+        return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kProductThreads),
+                      TokenTile<T, kSets>::kBytes, stream, source, operands.frequencies, rows);
+      };
+      if (rows.state != nullptr) {
+        const char* error = queue(rows.has_both ? tf32_feature_kernel<kSets, FeatureForm::kBoth>
+                                                : tf32_feature_kernel<kSets, FeatureForm::kInt8>);
+        if (error != nullptr || rows.are_integers) return error;
+      }
+      return queue(tf32_feature_kernel<kSets, FeatureForm::kHalf>);
     } else {
       const int64_t tiles = ceil_div(source.N, kSplitTokens);
       const int tiles_each = feature_tiles_each(heads * tiles);

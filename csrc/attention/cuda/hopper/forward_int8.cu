@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     sums_are_there(sums);
 
     // 4. Rows of the result.
-    const double reference = largest - static_cast<double>(tokens.int8.log_scale);
+    const double reference = largest - static_cast<double>(tokens.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sums[2 * half];

@@ -54,8 +54,8 @@ struct HalfValue {
   const float* scales;  // [B, G]  a power of two that it was multiplied with; nullptr: 1
 };
 
-// Features, which lie in [-2, 2], as integers of 8 bits: 2 is 127. The forward of the folded form,
-// of bfloat16 on Hopper:
+// Features, which lie in [-2, 2], as integers of 8 bits: 2 is 127. The forward of the folded form
+// in bfloat16:
 //   w = (s s + eps) e_j,  s = phi_q . phi_k,  e_j = exp(g_j - max g)
 // A row has 128 columns, of each 16 frequencies 32: four cosines and four sines in turn.
 struct Int8Features {
@@ -65,8 +65,7 @@ struct Int8Features {
   const int8_t* phi_k = nullptr;  // [B, key_heads, S, kColumns]
   // [B, key_heads, padded S]  e_j; 0: hidden; NaN: poisoned
   const BFloat16* magnitudes = nullptr;
-  float eps = 0;        // a number of bfloat16
-  float log_scale = 0;  // what the logarithms of these weights are more than those of all others
+  float eps = 0;  // a number of bfloat16
 };
 
 struct FoldedTokens {
@@ -79,7 +78,9 @@ struct FoldedTokens {
   // [B, key_heads, padded S]  folded: K eps e_j, 0: hidden; general: the logit, -inf: hidden. NaN:
   // poisoned
   const float* terms;
-  const float* lows;      // [B, key_heads, padded S]  of the logits
+  // [B, key_heads, padded S]  folded: `scales` again, in rows that are copied; general: of the
+  // logits
+  const float* lows;
   const double* largest;  // [B, key_heads]  max g
   // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
   // finite; kFew: so few keys have weight that rows may be those of one
@@ -99,7 +100,7 @@ struct FoldedTokens {
   Int8Features int8;
   GeneralScales general;
   float root_scale;  // sqrt(K)
-  float log_scale;   // log K
+  float log_scale;   // log K; with scores of integers what the weights' logarithms are more by
 };
 // Where a head's value lies among [B, G], and what it is multiplied with.
 __device__ __forceinline__ int64_t value_head_of(const AttentionParams& params, int64_t b,
@@ -169,6 +170,11 @@ struct AngleOperands;
 
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
+
+// Float32 with scores of integers: the value in bfloat16, by which all kernels behind take the
+// pairs for those of bfloat16.
+const char* round_values(const Route& route, const DeviceExecutor& executor,
+                         AttentionParams& params);
 
 // Whether the norms of values are asked for, of which bounds are made.
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);

@@ -21,8 +21,8 @@ struct Route {
   Unit unit = Unit::kCudaCores;
   bool is_wide = false;  // tensor cores: more than 64 frequencies, or 128 columns of the value
   int parts = 1;         // tensor cores, forward: blocks that share the keys of a query
-  // The forward's scores, on Hopper, are products of integers of 8 bits; the backward then makes
-  // the same scores.
+  // Tensor cores and Hopper: the forward's scores are products of integers of 8 bits, and the
+  // backward makes the same scores.
   bool int8_scores = false;
   // The forward on Hopper: its kernel makes the features, too (hopper/short.h).
   bool is_short = false;

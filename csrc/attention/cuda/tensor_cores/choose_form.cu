@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     count += logit >= -kNatsThatCount;
     const float e = hidden ? 0.0f : expf(logit);
     terms[blockIdx.x * padded + j] = !general ? scaled_eps * e : hidden ? -INFINITY : high[j];
-    lows[blockIdx.x * padded + j] = hidden ? 0.0f : low[j];
     if (magnitudes != nullptr) magnitudes[blockIdx.x * padded + j] = to_bfloat16(e);
-    if (j >= S) continue;
-    const float scale = general ? (hidden ? 0.0f : 1.0f) : c * sqrtf(e);
-    scales[blockIdx.x * S + j] = logit == logit ? scale : 0.0f;
+    const float factor = hidden ? 0.0f : general ? 1.0f : c * sqrtf(e);
+    const float scale = logit == logit ? factor : 0.0f;
+    lows[blockIdx.x * padded + j] = !general ? scale : hidden ? 0.0f : low[j];
+    if (j < S) scales[blockIdx.x * S + j] = scale;
   }
   count = sum_of_lanes(count);
   if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
@@ -167,7 +167,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     folded.int8.magnitudes = magnitudes;
     const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
     folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
-    folded.int8.log_scale = static_cast<float>(-2 * std::log(of_score));
+    folded.log_scale = static_cast<float>(-2 * std::log(of_score));
   }
   if (route.is_short && every_row_sees_all(params)) return nullptr;
   return write_features_on_tensor_cores(params, operands, to, executor.stream);

@@ -38,6 +38,10 @@ const char* folded_forward(const AttentionParams& params, Stream stream, const F
 const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                          const Parts& parts);
 
+// The same of Int8Features, of heads of the folded form.
+const char* int8_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
+                         const Parts& parts);
+
 // The same of heads of the folded form, on Hopper.
 const char* warpgroup_forward(const AttentionParams& params, Stream stream,
                               const FoldedTokens& tokens);

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   }
 }
 
-// Copies the value to rows of T; multiplied with scales where it is of another type.
+// Copies the value to rows of T; multiplied with scales where these are Half and it is not.
 template <typename T>
 const char* copy_values(const AttentionParams& params, const DeviceExecutor& executor,
                         const uint32_t* bounds, Array& rows, int& columns, const float*& scales) {
@@ -132,7 +132,8 @@ const char* copy_values(const AttentionParams& params, const DeviceExecutor& exe
   columns = static_cast<int>((params.d_v + 7) / 8 * 8);
   const int64_t heads = params.B * params.G;
   T* data = executor.take<T>(heads * params.S * columns);
-  float* own_scales = params.value.type == type ? nullptr : executor.take<float>(heads);
+  const bool is_scaled = std::is_same_v<T, Half> && params.value.type != type;
+  float* own_scales = is_scaled ? executor.take<float>(heads) : nullptr;
   scales = own_scales;
   rows.data = data;
   rows.type = type;
@@ -149,6 +150,17 @@ const char* copy_values(const AttentionParams& params, const DeviceExecutor& exe
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
   return launch(clear_bounds_kernel, dim3(static_cast<unsigned>(ceil_div(count, 256))), dim3(256),
                 0, stream, bounds, count);
+}
+
+const char* round_values(const Route& route, const DeviceExecutor& executor,
+                         AttentionParams& params) {
+  if (!route.int8_scores || params.value.type != ElementType::kFloat32) return nullptr;
+  Array rounded = params.value;
+  int columns = 0;
+  const float* scales = nullptr;
+  const char* error = copy_values<BFloat16>(params, executor, nullptr, rounded, columns, scales);
+  params.value = rounded;
+  return error;
 }
 
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward) {

@@ -1,0 +1,185 @@
+// The query side of the backward with scores of integers of 8 bits (Int8Features), by mma.sync:
+// grad_phi_q of heads in the folded form. As query_gradients.cu, but that a tile has its keys'
+// features twice, as integers, which scores are made of, and in Half, of which grad_phi_q is a sum.
+// So tiles are of 32 keys.
+#include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/tensor_cores/int8_pairs.h"
+
+namespace ikattn::cuda {
+namespace {
+
+template <int V, Pairs kPairs>
+struct Int8QueryLayout {
+  // Dropout leaves registers for one.
+  static constexpr int kRowTiles = kDrops<kPairs> ? 1 : kRowTilesFor<V>;
+  static constexpr int kQueries = kWarps * kRowTiles * 16;
+  static constexpr uint32_t kIntegers = kQueries * 2 * V;  // behind the gradients
+  static constexpr uint32_t kStages0 = kIntegers + kQueries * kInt8RowBytes;
+  static constexpr uint32_t kHalves = kInt8Step * kInt8RowBytes;
+  static constexpr uint32_t kValues = kHalves + kInt8Step * 2 * Int8Features::kColumns;
+  static constexpr uint32_t kScales = kValues + kInt8Step * 2 * V;
+  static constexpr uint32_t kStage = kScales + kInt8Step * 4;
+  static constexpr int64_t kBytes = kStages0 + kStages * int64_t{kStage};
+};
+
+template <int V, Pairs kPairs>
+__global__ void __launch_bounds__(kFoldedThreads, 2)
+    int8_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
+                      FeatureGradients grad_phi_q) {
+  using L = Int8QueryLayout<V, kPairs>;
+  constexpr int F = Int8Features::kColumns, kRowTiles = L::kRowTiles, kQueries = L::kQueries;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  const QueryBlock at(params, kQueries, blockIdx.x);
+  const int bh = at.bh, i0 = at.i0, b = at.b, h = at.h;
+  const int64_t bk = at.bk;
+  const uint32_t state = tokens.state[bk];
+  if (is_of_other_form<kPairs>(state)) return;  // the whole block
+
+  // 1. The block's queries and their gradients, and the first tile of keys, are on their way.
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const RowCopy<kInt8Words> integer_rows(kInt8Words, kInt8Words);
+  const RowCopy<F> feature_rows(F, F);
+  const RowCopy<V> gradient_rows(V, V);
+  const RowCopy<V> value_rows(tokens.value.stride[2], tokens.value_columns);
+  const uint16_t* integers = integer_rows.source(int8_row(tokens.int8.phi_k, bk * params.S));
+  const Half* phi_k = feature_rows.source(tokens.phi_k + bk * params.S * F);
+  const BFloat16* value =
+      value_rows.source(::ikattn::cuda::value_rows<BFloat16>(params, tokens, b, h));
+  const auto copy = [&](int tile) {
+    const uint32_t base = shared_address(shared + L::kStages0 + tile % kStages * L::kStage);
+    const int count = remaining_of(params.S, tile * int64_t{kInt8Step});
+    integer_rows.template begin<kInt8Step>(base, integers, count);
+    feature_rows.template begin<kInt8Step>(base + L::kHalves, phi_k, count);
+    value_rows.template begin<kInt8Step>(base + L::kValues, value, count);
+    if (threadIdx.x < kInt8Step / 4) {
+      cp_async_16(
+          base + L::kScales + threadIdx.x * 16,
+          tokens.lows + bk * padded_tokens(params.S) + tile * int64_t{kInt8Step} + threadIdx.x * 4);
+    }
+    cp_async_commit();
+    integers += kInt8Step * kInt8Words;
+    phi_k += kInt8Step * F;
+    value += kInt8Step * value_rows.stride;
+  };
+  const int64_t seen = params.is_causal ? min(params.S, int64_t{i0} + kQueries) : params.S;
+  const int tiles = static_cast<int>((seen + kInt8Step - 1) / kInt8Step);
+  if (tiles > 0) {
+    integer_rows.template begin<kQueries>(
+        shared_address(shared + L::kIntegers),
+        integer_rows.source(int8_row(tokens.int8.phi_q, int64_t{bh} * params.L + i0)),
+        remaining_of(params.L, i0));
+    gradient_rows.template begin<kQueries>(
+        shared_address(shared),
+        gradient_rows.source(static_cast<const BFloat16*>(rows.gradients) +
+                             (bh * params.L + i0) * V),
+        remaining_of(params.L, i0));
+    copy(0);
+  }
+  // Where a lane's first fragments lie.
+  const uint32_t own_gradients =
+      FragmentPlaces::of_rows(shared_address(shared) + warp * kRowTiles * 16 * (2 * V), 2 * V)
+          .place[0];
+  const uint32_t own_integers = FragmentPlaces::of_rows(shared_address(shared) + L::kIntegers +
+                                                            warp * kRowTiles * 16 * kInt8RowBytes,
+                                                        kInt8RowBytes)
+                                    .place[0];
+  const uint32_t integer_place = FragmentPlaces::of_columns(0, kInt8RowBytes).place[0];
+  const uint32_t value_place = FragmentPlaces::of_columns(L::kValues, 2 * V).place[0];
+  const uint32_t key_place = FragmentPlaces::of_rows(L::kHalves, 2 * F).place[0];
+  static_assert(L::kStages0 % 128 == 0 && L::kStage % 128 == 0 && L::kValues % 128 == 0);
+
+  // 2. What each of the warp's queries brings to its pairs.
+  const int warp_row = i0 + warp * kRowTiles * 16;
+  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  QueryRows<kPairs> queries[kRowTiles];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    queries[m].load(params, rows, bh, warp_row + m * 16 + g);
+    for (float& fit : queries[m].fit) fit *= kScoreOfIntegers;  // scores are so much larger
+  }
+  // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
+  float sums[kRowTiles][F / 8][4] = {};
+
+  for (int tile = 0; tile < tiles; ++tile) {
+    Shared<unsigned char> stage = shared + L::kStages0 + tile % kStages * L::kStage;
+    cp_async_wait<0>();
+    __syncthreads();  // the tile is here, and nobody reads the other stage
+    if (tile + 1 < tiles) copy(tile + 1);
+    if ((state & kUnclean) != 0) {
+      clean_values<BFloat16, kInt8Step * V>(stage + L::kValues);
+      __syncthreads();
+    }
+    const uint32_t base = shared_address(stage);
+    Shared<const float> scales = shared_cast<float>(stage + L::kScales);
+    const int64_t j0 = tile * int64_t{kInt8Step};
+    const TileVisibility<kPairs> visible(params, b, h, i0, j0);
+#pragma unroll 1
+    for (int chunk = 0; chunk < kInt8Step / 16; ++chunk) {
+      int32_t scores[kRowTiles][2][4];
+      const uint32_t integers_at = base + integer_place + chunk * (16 * kInt8RowBytes);
+      multiply_int8(
+          scores,
+          [&](int m, int k) {
+            return load_fragment(fragment_at(own_integers + m * (16 * kInt8RowBytes), k));
+          },
+          [&](int k) { return fragment_at(integers_at, k); });
+      float x[kRowTiles][2][4], of_keys[2][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) queries[m].begin(x[m]);
+      const uint32_t values_at = base + value_place + chunk * (16 * 2 * V);
+      multiply_by_columns<BFloat16, V / 16>(
+          x,
+          [&](int m, int k) {
+            return load_fragment(fragment_at(own_gradients + m * (16 * 2 * V), k));
+          },
+          [&](int k) { return fragment_at(values_at, k); });
+      load_columns(scales, chunk, of_keys);
+      Fragment products[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        float s[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          s[i / 4][i % 4] = integer_of(scores[m][i / 4][i % 4]) * of_keys[i / 4][i % 2];
+        }
+        const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, (warp * kRowTiles + m) * 16,
+                                       chunk * 16);
+        products[m] = queries[m].products_of(s, x[m], pairs, KeyColumns(), kept);
+      }
+      rejoin_after<kPairs>();
+      const uint32_t keys_at = base + key_place + chunk * (16 * 2 * F);
+      multiply_by_rows<Half>(sums, products, [&](int n) { return fragment_at(keys_at, n); });
+    }
+  }
+
+  // 4. Rows of the result.
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Found anew: no register holds it over the tiles.
+      const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
+      store_query_gradients<F, false>(
+          params, normalizer_of<false>(params, rows, at, i), at, i, 0,
+          queries[m].fit[half] / kScoreOfIntegers, gradient_scale_of(rows, bk),
+          [&](int n, int c) { return sums[m][n][2 * half + c]; }, grad_phi_q);
+    }
+  }
+}
+
+}  // namespace
+
+const char* int8_query_gradients(const AttentionBackwardParams& params, Stream stream,
+                                 const FoldedTokens& tokens, const FoldedRows& rows,
+                                 const FeatureGradients& grad_phi_q) {
+  return launch_int8(params, [&]<int V, Pairs kPairs>() {
+    using L = Int8QueryLayout<V, kPairs>;
+    const auto blocks =
+        static_cast<unsigned>(params.B * params.H * ceil_div(params.L, L::kQueries));
+    return launch(int8_query_kernel<V, kPairs>, dim3(blocks), dim3(kFoldedThreads), L::kBytes,
+                  stream, params, tokens, rows, grad_phi_q);
+  });
+}
+
+}  // namespace ikattn::cuda
