@@ -3,6 +3,7 @@
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
+#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
@@ -16,16 +17,18 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const Stream stream = executor.stream;
   const float* logits = keys.high;
   const bool on_hopper = route.unit == Unit::kHopper;
+  GradientBegins begins;
   const char* error = nullptr;
   if (route.algorithm == Algorithm::kLinear) {
-    error = linear_backward(params, executor, tokens, rows, logits, gradients);
+    error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
     if (on_hopper) error = warpgroup_query_gradients(params, stream, tokens, rows, to);
     if (error == nullptr) {
-      error = route.is_wide ? wide_query_gradients(params, stream, tokens, rows, to)
-                            : folded_query_gradients(params, stream, tokens, rows, to, on_hopper);
+      error = route.is_wide
+                  ? wide_query_gradients(params, stream, tokens, rows, to)
+                  : folded_query_gradients(params, stream, tokens, rows, to, begins, on_hopper);
     }
   }
   if (error == nullptr && wants_keys(params)) {
@@ -33,7 +36,7 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     if (error == nullptr) {
       error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
                             : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
-                                                   on_hopper);
+                                                   begins, on_hopper);
     }
   }
   return error;
