@@ -3,6 +3,7 @@
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
+#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
@@ -17,9 +18,10 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const float* logits = keys.high;
   const bool on_hopper = route.unit == Unit::kHopper;
   const bool general_alone = on_hopper || route.int8_scores;
+  GradientBegins begins;
   const char* error = nullptr;
   if (route.algorithm == Algorithm::kLinear) {
-    error = linear_backward(params, executor, tokens, rows, logits, gradients);
+    error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
@@ -31,7 +33,8 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     if (error == nullptr) {
       error = route.is_wide
                   ? wide_query_gradients(params, stream, tokens, rows, to)
-                  : folded_query_gradients(params, stream, tokens, rows, to, general_alone);
+                  : folded_query_gradients(params, stream, tokens, rows, to, begins,
+                                           general_alone);
     }
   }
   if (error == nullptr && wants_keys(params)) {
@@ -43,7 +46,7 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     if (error == nullptr) {
       error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
                             : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
-                                                   general_alone);
+                                                   begins, general_alone);
     }
   }
   return error;

@@ -24,10 +24,7 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   if (is_wide(params)) {
     return "on CUDA linear time takes at most 64 frequencies and 128 columns of value";
   }
-  if (params.is_causal && pass == Pass::kBackward) {
-    return "on CUDA the backward in linear time is not causal";
-  }
-  if (params.is_causal && prefixes_of(params).count == 0) {
+  if (params.is_causal && prefixes_of(params, pass).count == 0) {
     return "in linear time a causal call has chunks of up to 2^16 tokens, and more than one";
   }
   if (pass == Pass::kBackward && moment_slices(params) > 1) {
@@ -88,12 +85,14 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const double rate_of_pairs = !has_warpgroups()                     ? 1.3
                                : !is_backward && serves_int8(params) ? 2.7
                                                                      : 2;
-  if (!params.is_causal || is_backward) return rate_of_pairs * (sums + around) < pairs;
+  if (!params.is_causal) return rate_of_pairs * (sums + around) < pairs;
   // Counted, not measured: the pairs of chunks by mma.sync, tables of prefixes, and what pairs
-  // begin with, through memory.
-  const Prefixes prefixes = prefixes_of(params);
+  // begin with, through memory. In the backward there are tables of both sides, of all pairs of
+  // features, too, and keys begin with twice as many bytes.
+  const Prefixes prefixes = prefixes_of(params, pass);
   const double of_chunks = queries * std::min(seen, prefixes.tokens / 2.0) * pair / 1.3;
-  const double tables = 900 * entries * prefixes.count + 22e3 * queries;
+  const double begins = 22e3 * (queries + (is_backward ? 2 * keys : 0));
+  const double tables = (is_backward ? 2300 : 900) * entries * prefixes.count + begins;
   return rate_of_pairs * (sums + around + of_chunks + tables) < pairs;
 }
 
@@ -191,12 +190,14 @@ bool has_int8_pairs(const AttentionParams& params, const Route& route) {
 bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const Route& route) {
   if (!serves_int8(params)) return false;
   // Both passes have the same scores, or a row's weights would not add up to 1 in the backward.
-  // That in linear time has scores of its own: in sums of so many keys the roundings average out.
+  // That in linear time has scores of its own: in sums of so many keys the roundings average out,
+  // but not in the first rows of a causal call.
   const bool is_forward = pass == Pass::kForward;
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
   return has_int8_pairs(params, route) &&
-         (has_int8_pairs(params, other) || (is_forward && other.algorithm == Algorithm::kLinear));
+         (has_int8_pairs(params, other) ||
+          (is_forward && other.algorithm == Algorithm::kLinear && !params.is_causal));
 }
 
 }  // namespace

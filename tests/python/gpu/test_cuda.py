@@ -280,6 +280,22 @@ def test_each_gradient_alone_is_what_it_is_among_all(form: str, dtype: torch.dty
         assert_identical([alone.cpu()], [gradient.cpu()])
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
+def test_causal_chunks(grouped: bool, dtype: torch.dtype) -> None:
+    """Where all calls take linear time, two chunks; each gradient alone, too."""
+    call = drawn_on_gpu(1, 2, 300, 300, 64, 8, dtype) | {"is_causal": True}
+    shared = {name: call[name][..., :1, :, :] for name in OF_TOKENS[1:] if grouped}
+    call |= {name: x.expand_as(call[name]) for name, x in shared.items()}
+    scales = causal_gradient_scales(call, direction(call["query"]))
+    call |= shared | {"enable_gqa": grouped}
+    assert_output_and_gradients(call, scales)
+    everything = gradients(ikattn.implicit_kernel_attention, call, OF_TOKENS[:3])
+    for name, gradient in everything.items():
+        alone = gradients(ikattn.implicit_kernel_attention, call, [name])[name]
+        assert_identical([alone.cpu()], [gradient.cpu()])
+
+
 @pytest.mark.parametrize("way", ["mask", "bias", "mask and bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_rows_of_the_lowest_number(way: str, dtype: torch.dtype) -> None:

@@ -16,25 +16,8 @@ __device__ __forceinline__ uint32_t twice(uint32_t two, bool second) {
   return second ? (two >> 16) | (two & 0xffff0000u) : (two & 0xffffu) | (two << 16);
 }
 
-// Whether pairs have the 128 queries from the row-th of a block on; of rows beyond the last, yes.
-__device__ __forceinline__ bool are_by_pairs(const EntryProducts& products, const EntryBlock& at,
-                                             int row) {
-  if (products.quadratic_blocks == nullptr) return false;
-  const int blocks = static_cast<int>((products.tokens.N + kLinearQueries - 1) / kLinearQueries);
-  const int block = (at.first + row) / kLinearQueries;
-  return block >= blocks || products.quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
-}
-
-// Which of the sums of all heads and prefixes the tokens of a block take.
-__device__ __forceinline__ int64_t place_of_sums(const EntryProducts& products,
-                                                 const EntryBlock& at) {
-  const Prefixes& prefixes = products.sums.prefixes;
-  return int64_t{at.bh / products.tokens.group} * prefixes.count + prefixes.of_queries(at.first);
-}
-
 // The rows of a warp, of what their entries have added up to.
 __device__ __forceinline__ void store_entries(const EntryProducts& products, int slices,
-                                              int64_t d_v,
                                               const float (&output)[2][kMomentColumns / 8][4]) {
   // Found anew: no register holds them over the stages.
   const unsigned thread = unknown_to_compiler(threadIdx.x);
@@ -42,9 +25,12 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
   const LinearTokens& tokens = products.tokens;
   const int slice = static_cast<int>(index) % slices, warp_row = static_cast<int>(thread) / 32 * 32;
   const EntryBlock at(tokens, index / slices);
-  if (are_by_pairs(products, at, warp_row / kLinearQueries * kLinearQueries)) return;
+  if (are_by_pairs(tokens, products.quadratic_blocks, at,
+                   warp_row / kLinearQueries * kLinearQueries)) {
+    return;
+  }
   const int64_t bk = at.bh / tokens.group, b = at.bh / tokens.heads, h = at.bh % tokens.heads;
-  const int64_t place = place_of_sums(products, at);
+  const int64_t place = place_of_sums(tokens, products.sums.prefixes, at);
   const LinearHead head = products.sums.heads[place];
   const float* center =
       products.sums.centers + (place * slices + slice) * kMomentColumns + thread % 4 * 2;
@@ -74,7 +60,8 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
       of_center *= row_unit;
       of_product *= row_unit;
       pairs.store<kMomentColumns>(
-          b * stride[0] + h * stride[1] + i * stride[2], slice * kMomentColumns, d_v, [&](int n) {
+          b * stride[0] + h * stride[1] + i * stride[2], slice * kMomentColumns, products.columns,
+          [&](int n) {
             const float2 own = load_vector<float2>(center + n * 8);
             if (is_hidden) return make_float2(0, 0);
             return make_float2(own.x * of_center + output[m][n][2 * half] * of_product,
@@ -88,18 +75,14 @@ __device__ __forceinline__ void store_entries(const EntryProducts& products, int
 // and makes of the features of chunk B and one feature of chunk A 16 entries.
 template <int F>
 __global__ void __launch_bounds__(kEntryThreads, 2)
-    entry_kernel(EntryProducts products, FeatureChunks chunks, int slices, int64_t d_v,
-                 uint32_t entry_scale) {
+    entry_kernel(EntryProducts products, FeatureChunks chunks, int slices, uint32_t entry_scale) {
   constexpr uint32_t kTokenTile = kEntryTokens * 2 * F;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const LinearTokens& tokens = products.tokens;
   const int slice = static_cast<int>(blockIdx.x) % slices;
   const EntryBlock at(tokens, blockIdx.x / slices);
-  const int64_t bk = at.bh / tokens.group;
-  if (leaves_out(tokens, bk) ||
-      (are_by_pairs(products, at, 0) && are_by_pairs(products, at, kLinearQueries))) {
-    return;  // the whole block
-  }
+  const Prefixes& prefixes = products.sums.prefixes;
+  if (is_idle(tokens, prefixes, products.quadratic_blocks, at)) return;  // the whole block
 
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -112,7 +95,7 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
   }
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const Half* moments = products.sums.moments +
-                        (place_of_sums(products, at) * slices + slice) * chunks.pairs() *
+                        (place_of_sums(tokens, prefixes, at) * slices + slice) * chunks.pairs() *
                             (kPairEntries * kMomentColumns) +
                         threadIdx.x * 8;
   const uint32_t to = base + kTokenTile + swizzled(row, piece, kMomentBytes);
@@ -185,7 +168,7 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
   }
   cp_async_wait<0>();
 
-  store_entries(products, slices, d_v, output);
+  store_entries(products, slices, output);
 }
 
 }  // namespace
@@ -198,9 +181,7 @@ const char* entry_products(const AttentionParams& params, const EntryProducts& p
   const int64_t blocks = params.B * tokens.heads * ceil_div(tokens.N, kEntryTokens) * slices;
   return launch(F == 64 ? entry_kernel<64> : entry_kernel<128>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kEntryThreads), kEntryTokens * 2 * F + kPairStages * kEntryStage, stream,
-                products, chunks, slices,
-                products.goes_on ? padded_columns(params.d_v) : params.d_v,
-                twice_half(tokens.entry_scale));
+                products, chunks, slices, twice_half(tokens.entry_scale));
 }
 
 }  // namespace ikattn::cuda

@@ -9,8 +9,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// 128 queries: sums [B, H, L] of weights, and their logs. A block of which a query's are small
-// against the mean of random directions takes quadratic time.
+// 128 queries: sums [B, H, L] of weights, if they are wanted, and their logs. A block of which a
+// query's are small against the mean of random directions takes quadratic time.
 template <int F>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     weight_sum_kernel(AttentionParams params, FoldedTokens tokens, FeatureChunks chunks,
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const QueryBlock at(params, kLinearQueries, blockIdx.x);
   const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
   uint32_t* flag = quadratic_blocks + at.bh * blocks + at.i0 / kLinearQueries;
-  const int prefix = keys.prefixes.of_queries(at.i0);
+  const int prefix = keys.prefixes.of(at.i0);
   const int64_t place = int64_t{at.bk} * keys.prefixes.count + prefix;
   if (prefix < 0 || (tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
     if (threadIdx.x == 0) *flag = 1;
@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       weights[m][half] = sum_of_lanes<4>(weights[m][half]) * head.gram_unit;
       const float square = sum_of_lanes<4>(squares[m][half]);
       const int64_t i = first + m * 16 + 8 * half;
-      // A row that is NaN anyhow may be told so here.
-      const bool counts = i < params.L && is_finite(tokens.poison[at.bh * params.L + i]);
+      // A row that is NaN anyhow may be told so here. Without poison, in the backward, all count.
+      const bool counts = i < params.L && (tokens.poison == nullptr ||
+                                           is_finite(tokens.poison[at.bh * params.L + i]));
       const bool keeps_digits =
           weights[m][half] >= mean * square && weights[m][half] + head.terms > 0;
       errs = errs || (counts && !keeps_digits);
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
   const bool is_quadratic = __syncthreads_or(errs) != 0;
   if (threadIdx.x == 0) *flag = is_quadratic;
-  if (is_quadratic || t != 0) return;
+  if (is_quadratic || t != 0 || sums == nullptr) return;
   const double reference = reference_of<Half, false>(tokens, at.bk, 0);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -114,14 +115,19 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 // H200). Pairs of a chunk take as long where its length is the root of ten times a table's numbers.
 // Chunks are longer where tables of all prefixes, float32 and Half, would be more than a gigabyte;
 // each head has one at least. Beyond 2^16 tokens sums on tensor cores err, and pairs are not fewer
-// by much. A short call that is to take linear time has the shortest chunks.
-Prefixes prefixes_of(const AttentionParams& params) {
+// by much. A short call that is to take linear time has the shortest chunks. The backward has more
+// and larger tables, and more to do for a pair, so that the same chunks balance (counted, too). It
+// adds up the queries of all heads that share keys.
+Prefixes prefixes_of(const AttentionParams& params, Pass pass) {
   if (!params.is_causal) return {};
   const FeatureChunks chunks(params);
   const int64_t F = chunks.columns(), heads = params.B * params.key_heads;
   const int64_t numbers =
       chunks.pairs() * int64_t{kPairEntries * kMomentColumns} * moment_slices(params);
-  const int64_t bytes = heads * (numbers * 6 + F * F * 8), most = int64_t{1} << 30;
+  const bool is_backward = pass == Pass::kBackward;
+  const int64_t squares = int64_t{chunks.count} * chunks.count * (kPairEntries * kMomentColumns);
+  const int64_t more = is_backward ? squares * 2 + F * F * 8 : 0;
+  const int64_t bytes = heads * (numbers * 6 + F * F * 8 + more), most = int64_t{1} << 30;
   const auto root = static_cast<int64_t>(std::sqrt(10.0 * static_cast<double>(numbers)));
   const bool is_short = params.linear_time == LinearTime::kAlways && params.L <= root;
   const int64_t least = is_short ? kEntryTokens : root;
@@ -130,42 +136,54 @@ Prefixes prefixes_of(const AttentionParams& params) {
       ceil_div(std::max(least, ceil_div(params.L, count + 1)), kEntryTokens) * kEntryTokens;
   Prefixes prefixes;
   prefixes.count = 0;
-  if (tokens > int64_t{1} << 16) return prefixes;
+  // Of heads that share keys; an empty call has none.
+  const int64_t group = is_backward ? params.H / std::max<int64_t>(1, params.key_heads) : 1;
+  if (tokens * group > int64_t{1} << 16) return prefixes;
   prefixes.tokens = static_cast<int>(tokens);
   prefixes.count = static_cast<int>(
       std::max<int64_t>(0, std::min(ceil_div(params.L, tokens) - 1, ceil_div(params.S, tokens))));
   return prefixes;
 }
 
+const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExecutor& executor,
+                                  const LinearSums& keys, float share, float* sums,
+                                  FoldedTokens& tokens) {
+  const FeatureChunks chunks(params);
+  const int F = chunks.columns();
+  const int64_t blocks = params.B * params.H * ceil_div(params.L, kLinearQueries);
+  uint32_t* quadratic_blocks = executor.take<uint32_t>(blocks);
+  tokens.quadratic_blocks = quadratic_blocks;
+  return launch(F == 64 ? weight_sum_kernel<64> : weight_sum_kernel<128>,
+                dim3(static_cast<unsigned>(blocks)), dim3(kFoldedThreads), 4 * F * F,
+                executor.stream, params, tokens, chunks, keys, share, sums, quadratic_blocks);
+}
+
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            FoldedTokens& tokens, Begins& begins) {
   LinearSums keys;
-  if (const char* error =
-          sum_tokens(params, executor, keys_of(params, tokens), nullptr, true, false, keys)) {
+  TableMemory memory;
+  if (const char* error = sum_tokens(params, executor, keys_of(params, tokens, Pass::kForward),
+                                     nullptr, true, false, memory, keys)) {
     return error;
   }
-  const FeatureChunks chunks(params);
-  const int F = chunks.columns();
-  const int64_t heads = params.B * params.H, blocks = heads * ceil_div(params.L, kLinearQueries);
+  const int64_t heads = params.B * params.H;
   float* sums = executor.take<float>(heads * params.L);
-  uint32_t* quadratic_blocks = executor.take<uint32_t>(blocks);
-  tokens.quadratic_blocks = quadratic_blocks;
-  if (const char* error = launch(F == 64 ? weight_sum_kernel<64> : weight_sum_kernel<128>,
-                                 dim3(static_cast<unsigned>(blocks)), dim3(kFoldedThreads),
-                                 4 * F * F, executor.stream, params, tokens, chunks, keys,
-                                 share_of_mean(params), sums, quadratic_blocks)) {
+  if (const char* error =
+          find_quadratic_blocks(params, executor, keys, share_of_mean(params), sums, tokens)) {
     return error;
   }
   EntryProducts products = {};
   products.tokens = queries_of(params, tokens);
   products.sums = keys;
   products.output = params.output;
+  products.columns = params.d_v;
   products.weights = sums;
-  products.quadratic_blocks = quadratic_blocks;
+  products.quadratic_blocks = tokens.quadratic_blocks;
   if (params.is_causal) {
     const int64_t width = padded_columns(params.d_v);
     float* output = executor.take<float>(heads * params.L * width);
     products.output = contiguous(output, params.H, params.L, width);
+    products.columns = width;
     products.goes_on = true;
     products.in_row_units = params.value.type != ElementType::kBFloat16;
     begins = {output, sums, keys.prefixes.tokens, keys.prefixes.count};

@@ -28,7 +28,7 @@ __device__ __forceinline__ float sum_of_four(const float (&x)[4]) {
 struct WarpTokens {
   const GradientSide& side;
   const FeatureChunks& chunks;
-  int64_t bh, bk, first;
+  int64_t bh, bk, place, first;  // head, key head, its sums, token
 
   // Of all heads' tokens.
   __device__ __forceinline__ int64_t index(int64_t i) const { return bh * side.tokens.N + i; }
@@ -182,7 +182,7 @@ __device__ __forceinline__ void store_logit_gradients(const WarpTokens& at, cons
                                                       const float (&scores)[2][2]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float* center = at.side.centers + at.bk * kMomentColumns + 2 * t;
-  const float* total = sums.centers + at.bk * kMomentColumns + 2 * t;
+  const float* total = sums.centers + at.place * kMomentColumns + 2 * t;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float of_eps[2] = {};
@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   constexpr int kPieces = F / kSquareRows;
   const LinearTokens& tokens = side.tokens;
   const EntryBlock at(tokens, blockIdx.x);
-  const int64_t bk = at.bh / tokens.group;
-  if (leaves_out(tokens, bk)) return;  // the whole block
+  if (is_idle(tokens, sums.prefixes, side.quadratic_blocks, at)) return;  // the whole block
+  const int64_t bk = at.bh / tokens.group, place = place_of_sums(tokens, sums.prefixes, at);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int n = chunks.count * kChunk;
   const bool of_keys = side.logits != nullptr;
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   const int row = threadIdx.x / 8, piece_of_row = threadIdx.x % 8;
-  const Half* squares = sums.squares + (bk * n * n + row) * kMomentColumns + piece_of_row * 8;
+  const Half* squares = sums.squares + (place * n * n + row) * kMomentColumns + piece_of_row * 8;
   const uint32_t to = base + swizzled(row, piece_of_row, kSquareBytes);
   int remaining = n;  // features whose moments are to be copied
   const auto copy = [&](uint32_t stage, int piece) {
@@ -271,10 +271,10 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   Shared<float> fits =
       shared_cast<float>(shared + kSquareStages * kSquareStage + kEntryWarps * kDotBytes) +
       warp * (kFitBytes / 4);
-  const LinearHead head = sums.heads[bk];
+  const LinearHead head = sums.heads[place];
   const float moment_unit = head.moment_unit * (of_keys ? head.row_unit : 1.0f);
-  const Half* gram = sums.gram + bk * int64_t{2 * F * F};
-  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, warp_row};
+  const Half* gram = sums.gram + place * int64_t{2 * F * F};
+  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, place, warp_row};
   float logit_sums[2][2] = {};
   uint32_t stage = 0;
   for (int chunk_a = 0; chunk_a < chunks.count; ++chunk_a) {

@@ -16,7 +16,8 @@
 //
 // A causal call goes in chunks of tokens. The sums are those over the keys before a chunk, a
 // prefix, for each chunk anew. What its queries take of these, sum of w and sum of w V, is where
-// the pairs of the chunk go on from (tensor_cores/forward.cu).
+// the pairs of the chunk go on from (tensor_cores/forward.cu). So do those of the backward, from
+// what queries take of the keys before their chunk, and keys of the queries after theirs.
 #pragma once
 
 #include "attention/cuda/operands/operands.h"
@@ -64,19 +65,24 @@ inline uint32_t twice_half(float x) {
   return bits | bits << 16;
 }
 
-// Over which keys there are sums: of causal calls those before each chunk but the first, else all.
+// Over which tokens there are sums. Of causal calls over the keys before each chunk but the first,
+// or from the end: over the queries after each chunk, the last such chunk first. Else over all.
 struct Prefixes {
   int count = 1;
-  int tokens = 0;  // of a chunk, a multiple of kEntryTokens; 0: not causal
+  int tokens = 0;         // of a chunk, a multiple of kEntryTokens; 0: not causal
+  int group = 1;          // heads whose tokens of a chunk are added up, one head after the other
+  bool from_end = false;  // over queries
 
-  // The one that queries from the i-th on take; -1: of the first chunk, none.
-  __device__ __forceinline__ int of_queries(int i) const {
-    return tokens == 0 ? 0 : min(i / tokens, count) - 1;
+  // The one that tokens of the other side take, from the i-th on; -1: none.
+  __device__ __forceinline__ int of(int i) const {
+    if (tokens == 0) return 0;
+    const int chunk = min(i / tokens, count);
+    return from_end ? count - 1 - chunk : chunk - 1;
   }
 };
-// How a call's chunks are cut. There are no prefixes where the call is one chunk, or chunks would
-// be too long: it cannot take linear time then.
-Prefixes prefixes_of(const AttentionParams& params);
+// How a pass's chunks are cut, over the keys. There are no prefixes where the call is one chunk, or
+// chunks would be too long: it cannot take linear time then.
+Prefixes prefixes_of(const AttentionParams& params, Pass pass);
 
 // Tokens that are added up: keys with their values, or queries with their gradients.
 struct LinearTokens {
@@ -98,8 +104,30 @@ struct LinearTokens {
   // [B, key_heads]  heads with one of these bits are left out
   const uint32_t* states;
   uint32_t left_out;
+  // [B, key_heads]  of keys, how many chunks, the first ones, go by pairs; nullptr: none
+  const uint32_t* chunks_by_pairs;
   float entry_scale;  // of products of two features, which makes the largest 2^15
   Prefixes prefixes;
+};
+
+// Memory that is taken again, if it is enough: by work that is queued after that which had it.
+template <typename T>
+struct MemoryInTurn {
+  T* data = nullptr;
+  int64_t count = 0;
+
+  T* take(const DeviceExecutor& executor, int64_t wanted) {
+    if (wanted > count) {
+      data = executor.take<T>(wanted);
+      count = wanted;
+    }
+    return data;
+  }
+};
+// Tables that the sums of one side leave to those of the other.
+struct TableMemory {
+  MemoryInTurn<float> parts;
+  MemoryInTurn<Half> squares;
 };
 
 // Of a key head, about its sums; see LinearSums.
@@ -123,20 +151,27 @@ struct LinearSums {
 };
 
 // The keys of a call, and its queries, the latter without what they are added up with.
-LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens);
+LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, Pass pass);
 LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens);
 
-// Of keys the center is taken from their moments. of_keys, of queries: sums over their keys, with
-// whose m they have in place of gram: gram + sum over columns of m moment.
+// Of keys the center is taken from their moments. key_centers, of queries: m [B, key_heads, 64] of
+// their keys, with which they have in place of gram: gram + sum over columns of m moment.
 const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                       const LinearTokens& tokens, const LinearSums* of_keys, bool wants_moments,
-                       bool wants_squares, LinearSums& sums);
+                       const LinearTokens& tokens, const float* key_centers, bool wants_moments,
+                       bool wants_squares, TableMemory& memory, LinearSums& sums);
+
+// Sets tokens.quadratic_blocks: where a query's sum of weights is below `share` of its mean of
+// random directions. sums, if not nullptr: these of the others, [B, H, L].
+const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExecutor& executor,
+                                  const LinearSums& keys, float share, float* sums,
+                                  FoldedTokens& tokens);
 
 // Entries of tokens times moments: of queries the output, of keys the gradients of values.
 struct EntryProducts {
   LinearTokens tokens;  // whose entries
   LinearSums sums;      // whose moments
-  Array output;         // [B, heads, N, d_v]
+  Array output;         // [B, heads, N, columns]
+  int64_t columns;
   // [B, heads, N]  of the output, which is center + product / weight; nullptr: of gradients, which
   // are center * term + product, over those of `units`, [B, key_heads]
   const float* weights;
@@ -152,13 +187,14 @@ const char* entry_products(const AttentionParams& params, const EntryProducts& p
 
 struct FoldedRows;
 
+struct Begins;
+struct GradientBegins;
+
 // The backward of heads that can do without pairs. Sets tokens.quadratic_heads, and leaves the
-// others to the kernels of pairs.
+// others to the kernels of pairs; of causal calls the pairs of chunks, too, from `begins` on.
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
-                            const FoldedGradients& gradients);
-
-struct Begins;
+                            const FoldedGradients& gradients, GradientBegins& begins);
 
 // The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs; of
 // causal calls the others, too, from `begins` on.
@@ -199,6 +235,31 @@ struct EntryBlock {
     first = static_cast<int>(index) % blocks * kEntryTokens;
   }
 };
+
+// Whether pairs have the 128 queries from the row-th of a block on; of rows beyond the last, yes.
+__device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
+                                             const uint32_t* quadratic_blocks, const EntryBlock& at,
+                                             int row) {
+  if (quadratic_blocks == nullptr) return false;
+  const int blocks = static_cast<int>((tokens.N + kLinearQueries - 1) / kLinearQueries);
+  const int block = (at.first + row) / kLinearQueries;
+  return block >= blocks || quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
+}
+// Whether a block has nothing to do: pairs have all its tokens, or they take no sums.
+__device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefixes& prefixes,
+                                        const uint32_t* quadratic_blocks, const EntryBlock& at) {
+  const int64_t bk = at.bh / tokens.group;
+  const uint32_t* chunks = tokens.chunks_by_pairs;
+  return leaves_out(tokens, bk) || prefixes.of(at.first) < 0 ||
+         (chunks != nullptr && static_cast<uint32_t>(at.first / prefixes.tokens) < chunks[bk]) ||
+         (are_by_pairs(tokens, quadratic_blocks, at, 0) &&
+          are_by_pairs(tokens, quadratic_blocks, at, kLinearQueries));
+}
+// Which of the sums of all heads and prefixes its tokens take.
+__device__ __forceinline__ int64_t place_of_sums(const LinearTokens& tokens,
+                                                 const Prefixes& prefixes, const EntryBlock& at) {
+  return int64_t{at.bh / tokens.group} * prefixes.count + prefixes.of(at.first);
+}
 
 // The chunks of a pair.
 struct ChunkPair {

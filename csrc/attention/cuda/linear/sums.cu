@@ -26,7 +26,7 @@ struct PartBlock {
   __device__ __forceinline__ PartBlock(const LinearTokens& tokens, const Shares& shares,
                                        unsigned index)
       : bk(index / shares.count), part(static_cast<int>(index % shares.count)) {
-    first = part * shares.tokens;
+    first = shares.first_of(part);
     end = min(first + shares.tokens, tokens.N);
   }
   __device__ __forceinline__ int tiles() const {
@@ -287,34 +287,50 @@ Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   const int64_t each = ceil_div(tokens.N, wanted < most ? wanted : most);
   Shares shares;
   shares.tokens = ceil_div(each, kStep) * kStep;
-  shares.count = shares.of_prefix = static_cast<int>(ceil_div(tokens.N, shares.tokens));
+  shares.count = shares.of_first = static_cast<int>(ceil_div(tokens.N, shares.tokens));
+  shares.of_prefix = 0;
+  return shares;
+}
+
+// Of tokens that prefixes add up: shares of `each`, of which chunks have whole ones.
+Shares shares_of_prefixes(const LinearTokens& tokens, int64_t each) {
+  const Prefixes& prefixes = tokens.prefixes;
+  const int64_t chunk = int64_t{prefixes.group} * prefixes.tokens;
+  const int64_t end = prefixes.from_end ? tokens.N : std::min(tokens.N, prefixes.count * chunk);
+  Shares shares;
+  shares.tokens = each;
+  shares.from_end = prefixes.from_end;
+  shares.begin = prefixes.from_end ? chunk : 0;
+  shares.count = static_cast<int>(ceil_div(end - shares.begin, each));
+  shares.of_prefix = static_cast<int>(chunk / each);
+  // From the end the first has what comes after the last keys, which may be more than a chunk.
+  shares.of_first =
+      prefixes.from_end ? shares.count - (prefixes.count - 1) * shares.of_prefix : shares.of_prefix;
   return shares;
 }
 
 TokenParts take_token_parts(const AttentionParams& params, const DeviceExecutor& executor,
                             const LinearTokens& tokens, const FeatureChunks& chunks,
-                            bool has_moments) {
+                            bool has_moments, TableMemory& memory) {
   TokenParts parts = {};
   parts.slices = moment_slices(params);
   parts.heads = params.B * params.key_heads;
   parts.prefixes = tokens.prefixes.count;
-  const int64_t chunk = tokens.prefixes.tokens;  // a share
-  if (chunk > 0) {
-    const int64_t N = std::min(tokens.N, parts.prefixes * chunk);
-    const int64_t each = chunk % kSumTokens == 0 ? kSumTokens : kEntryTokens;  // whole ones a chunk
-    parts.of_moments = parts.of_gram = {parts.prefixes, chunk, 1};
-    parts.of_sums = {static_cast<int>(ceil_div(N, each)), each, static_cast<int>(chunk / each)};
+  if (tokens.prefixes.tokens > 0) {
+    const int64_t chunk = int64_t{tokens.prefixes.group} * tokens.prefixes.tokens;
+    parts.of_moments = parts.of_gram = shares_of_prefixes(tokens, chunk);
+    parts.of_sums = shares_of_prefixes(tokens, chunk % kSumTokens == 0 ? kSumTokens : kEntryTokens);
   } else {
     const int count = static_cast<int>(ceil_div(tokens.N, kSumTokens));
     parts.of_moments =
         shares_of(tokens, parts.heads * parts.slices * ceil_div(chunks.pairs(), kPairsTogether));
     parts.of_gram = shares_of(tokens, parts.heads);
-    parts.of_sums = {count, kSumTokens, count};
+    parts.of_sums = {count, kSumTokens, count, 0};
   }
   const int64_t F = chunks.columns(), entries = chunks.pairs() * int64_t{kPairEntries};
   if (has_moments) {
-    parts.moments = executor.take<float>(parts.of_moments.count * parts.heads * parts.slices *
-                                         entries * kMomentColumns);
+    parts.moments = memory.parts.take(
+        executor, parts.of_moments.count * parts.heads * parts.slices * entries * kMomentColumns);
     parts.moment_bounds = executor.take<uint32_t>(parts.heads * parts.prefixes);
   }
   parts.gram = executor.take<float>(parts.of_gram.count * parts.heads * F * F);
@@ -325,17 +341,18 @@ TokenParts take_token_parts(const AttentionParams& params, const DeviceExecutor&
 }  // namespace
 
 const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
-                       const LinearTokens& tokens, const LinearSums* of_keys, bool wants_moments,
-                       bool wants_squares, LinearSums& sums) {
+                       const LinearTokens& tokens, const float* key_centers, bool wants_moments,
+                       bool wants_squares, TableMemory& memory, LinearSums& sums) {
   const FeatureChunks chunks(params);
   const int F = chunks.columns();
   const bool has_moments = wants_moments || wants_squares;
-  const TokenParts parts = take_token_parts(params, executor, tokens, chunks, has_moments);
+  const TokenParts parts = take_token_parts(params, executor, tokens, chunks, has_moments, memory);
   const int64_t heads = parts.heads, pairs = chunks.pairs(), n = chunks.count * kChunk;
   const int64_t all = heads * parts.prefixes;
   const int64_t moments = all * parts.slices * pairs * (kPairEntries * kMomentColumns);
   sums.moments = wants_moments ? executor.take<Half>(moments) : nullptr;
-  sums.squares = wants_squares ? executor.take<Half>(all * n * n * kMomentColumns) : nullptr;
+  sums.squares =
+      wants_squares ? memory.squares.take(executor, all * n * n * kMomentColumns) : nullptr;
   sums.gram = executor.take<Half>(all * 2 * F * F);
   sums.centers = executor.take<float>(all * parts.slices * kMomentColumns);
   sums.heads = executor.take<LinearHead>(all);
@@ -363,11 +380,10 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
                tokens, chunks, parts, twice_half(tokens.entry_scale));
     if (error != nullptr) return error;
   }
-  const float* key_centers = of_keys == nullptr ? nullptr : of_keys->centers;
   return finish_sums(params, tokens, parts, sums, key_centers, stream);
 }
 
-LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens) {
+LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, Pass pass) {
   LinearTokens keys = {};
   keys.phi = tokens.phi_k;
   keys.N = params.S;
@@ -382,7 +398,7 @@ LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens) 
   keys.scale_heads = params.G;
   keys.states = tokens.state;
   keys.left_out = kLeftToPairs;
-  keys.prefixes = prefixes_of(params);
+  keys.prefixes = prefixes_of(params, pass);
   // A feature is at most twice the folded scale of 1.
   const double feature = 2 * static_cast<double>(tokens.root_scale) / (4.0 * params.M);
   int exponent = 0;

@@ -72,6 +72,13 @@ __device__ __forceinline__ float normalizer_of(const AttentionParams& params,
   if (i < params.L) return rows.normalizer[at.bh * padded_tokens(params.L) + i];
   return kGeneral ? INFINITY : 0.0f;
 }
+// What the sums of a query's features are multiplied with, in `units`.
+template <bool kGeneral>
+__device__ __forceinline__ float query_scale(const AttentionParams& params, float normalizer,
+                                             float fit, float units) {
+  const float norm = 1 / static_cast<float>(4 * params.M);
+  return 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
+}
 // grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
 // `units`. By the whole warp, also where there is no such query.
 template <int F, bool kGeneral, typename Sum>
@@ -81,8 +88,7 @@ __device__ __forceinline__ void store_query_gradients(const AttentionBackwardPar
                                                       const Sum& sum,
                                                       const FeatureGradients& grad_phi_q) {
   const bool blind = normalizer == (kGeneral ? INFINITY : 0.0f);
-  const float norm = 1 / static_cast<float>(4 * params.M);
-  const float scale = 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
+  const float scale = query_scale<kGeneral>(params, normalizer, fit, units);
   store_feature_row<F>(params, grad_phi_q, params.B * params.H, at.bh, params.L, i, first, blind,
                        scale, sum);
 }

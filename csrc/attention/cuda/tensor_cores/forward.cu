@@ -2,6 +2,7 @@
 // keys, 64 at a time and two tiles in flight. Scores become weights, and weights the operand of the
 // product with the value, in registers. The folded form has no maximum and no exponential; in the
 // general one neither depends on the scores.
+#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
@@ -14,14 +15,6 @@ struct Layout {
   static constexpr uint32_t kStage = kLows + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
-
-// Whether a block of queries is not computed in linear time.
-__device__ __forceinline__ bool is_quadratic(const AttentionParams& params,
-                                             const FoldedTokens& tokens, const QueryBlock& at) {
-  if (tokens.quadratic_blocks == nullptr) return true;
-  const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
-  return tokens.quadratic_blocks[at.bh * blocks + at.i0 / kLinearQueries] != 0;
-}
 
 // What a thread copies of every tile, and from where the next one comes.
 template <typename T, int F, int V, Pairs kPairs>

@@ -1,5 +1,6 @@
 // The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
 // block owns keys and passes along the queries of all heads that share them.
+#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
@@ -19,12 +20,36 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kKeys + (kHoldsKeys ? 0 : kStep * 2 * F);
 };
 
+// What the sums of a thread's two keys, j0 and 8 further on, begin with.
+template <int F, int V>
+__device__ __forceinline__ void load_begins(const AttentionBackwardParams& params,
+                                            const FoldedGradients& gradients,
+                                            const GradientBegins& begins, const KeyScales& scales,
+                                            int64_t bk, int64_t j0, float (&logit_sums)[2],
+                                            float (&key_sums)[F / 8][4],
+                                            float (&value_sums)[V / 8][4]) {
+  for_keys(params, j0, [&](int half, int64_t j) {
+    const int64_t key = bk * params.S + j;
+    // Lanes are added up.
+    if (threadIdx.x % 4 == 0) logit_sums[half] = gradients.logits[key] / scales.logit;
+    for_feature_begins<F>(gradients.phi_k, params.B * params.key_heads, bk, params.S, j,
+                          scales.features,
+                          [&](int n, int c, float x) { key_sums[n][2 * half + c] = x; });
+    if (begins.value == nullptr) return;
+    for_pairs<V>([&](int column, int n) {
+      const float2 two = load_vector<float2>(begins.value + key * V + column);
+      value_sums[n][2 * half] = two.x / scales.value;
+      value_sums[n][2 * half + 1] = two.y / scales.value;
+    });
+  });
+}
+
 // A warp owns 16 keys, rows of S^T = phi_k' phi_q^T and dP^T = V dO^T, so that both are A fragments
 // of what is summed without being turned.
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                      const float* logits, FoldedGradients gradients) {
+                      const float* logits, FoldedGradients gradients, GradientBegins begins) {
   using L = KeyLayout<F, V, kPairs>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
@@ -35,7 +60,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // 1. The block's keys and values, where registers do not hold them, and the first tile of queries
   //    are on their way.
   const int64_t padded = padded_tokens(params.L);
-  const int first_tile = at.first_tile, tiles = at.tiles, steps = at.steps;
+  const bool goes_on = kGoesOn<V, kPairs> && begins.has_keys(tokens, at);
+  const int first_tile = at.first_tile, end_tile = goes_on ? begins.end_of_queries(at) / kStep : 0;
+  const int tiles = goes_on ? min(at.tiles, end_tile - first_tile) : at.tiles;
+  const int steps = tiles * at.group;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
   const RowCopy<V> gradient_rows(V, V);
@@ -118,6 +146,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
   // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
   float key_sums[1][F / 8][4] = {}, value_sums[1][V / 8][4] = {};
+  if (goes_on) {
+    load_begins<F, V>(params, gradients, begins,
+                      key_scales_of<T>(params, tokens, rows, bk, value_head), bk, warp_key + g,
+                      keys.logit_sums, key_sums[0], value_sums[0]);
+  }
 
   for (int step = 0; step < steps; ++step) {
     Shared<unsigned char> stage = shared + step % kStages * L::kStage;
@@ -181,7 +214,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const float* logits, const FoldedGradients& gradients,
-                                 bool general_alone) {
+                                 const GradientBegins& begins, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
       if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
@@ -189,7 +222,7 @@ const char* folded_key_gradients(const AttentionBackwardParams& params, Stream s
           static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kStep));
       return launch(folded_key_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
                     KeyLayout<F, V, kPairs>::kBytes, stream, params, tokens, rows, logits,
-                    gradients);
+                    gradients, begins);
     });
   });
 }

@@ -1,5 +1,6 @@
 // The tensor-core backward's query side: grad_phi_q. A block owns queries and passes along the
 // keys; no pair leaves the registers.
+#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
@@ -20,7 +21,7 @@ struct QueryLayout {
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                        FeatureGradients grad_phi_q) {
+                        FeatureGradients grad_phi_q, GradientBegins begins) {
   using L = QueryLayout<F, V, kPairs>;
   constexpr int kRowTiles = L::kRowTiles, kQueries = L::kQueries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
@@ -31,12 +32,17 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
   // 1. The block's queries and their gradients, and the first tile of keys, are on their way.
+  TileRange tiles(params, at, kQueries);
+  const bool goes_on = kGoesOn<V, kPairs> && begins.chunk > 0 && !is_quadratic(params, tokens, at);
+  if (goes_on) tiles.first = begins.first_key(at) / kStep;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const RowCopy<F> feature_rows(F, F);
   const RowCopy<V> gradient_rows(V, V);
   const RowCopy<V> value_rows(tokens.value.stride[2], tokens.value_columns);
-  const Half* phi_k = feature_rows.source(tokens.phi_k + bk * params.S * F);
-  const T* value = value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h));
+  const int64_t first_key = tiles.first * int64_t{kStep};
+  const Half* phi_k = feature_rows.source(tokens.phi_k + (bk * params.S + first_key) * F);
+  const T* value = value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h) +
+                                     first_key * value_rows.stride);
   const auto copy = [&](int tile) {
     const uint32_t base = shared_address(shared + L::kStages0 + tile % kStages * L::kStage);
     const int count = remaining_of(params.S, tile * int64_t{kStep});
@@ -54,8 +60,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     phi_k += kStep * F;
     value += kStep * value_rows.stride;
   };
-  const int tiles = TileRange(params, at, kQueries).end;
-  if (tiles > 0) {
+  if (tiles.first < tiles.end) {
     const int count = remaining_of(params.L, i0);
     feature_rows.template begin<kQueries>(
         shared_address(shared), feature_rows.source(tokens.phi_q + (bh * params.L + i0) * F),
@@ -64,7 +69,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         shared_address(shared + L::kGradients),
         gradient_rows.source(static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * V),
         count);
-    copy(0);
+    copy(tiles.first);
   }
   const uint32_t warp_base = shared_address(shared) + warp * kRowTiles * 16 * (2 * F);
   const uint32_t warp_gradients =
@@ -82,12 +87,27 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) queries[m].load(params, rows, bh, warp_row + m * 16 + g);
   float sums[kRowTiles][F / 8][4] = {};
+  if (goes_on) {
+    const float units =
+        gradient_scale_of(rows, bk) * value_scale_of(tokens, value_head_of(params, b, h));
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t i = warp_row + m * 16 + g + 8 * half;
+        const float scale = query_scale<false>(params, normalizer_of<false>(params, rows, at, i),
+                                               queries[m].fit[half], units);
+        for_feature_begins<F>(grad_phi_q, params.B * params.H, bh, params.L, i, scale,
+                              [&](int n, int c, float x) { sums[m][n][2 * half + c] = x; });
+      }
+    }
+  }
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = tiles.first; tile < tiles.end; ++tile) {
     Shared<unsigned char> stage = shared + L::kStages0 + tile % kStages * L::kStage;
     cp_async_wait<0>();
     __syncthreads();  // the tile is here, and nobody reads the other stage
-    if (tile + 1 < tiles) copy(tile + 1);
+    if (tile + 1 < tiles.end) copy(tile + 1);
     if ((state & kUnclean) != 0) {
       clean_values<T, kStep * V>(stage + L::kValueTile);
       __syncthreads();
@@ -145,7 +165,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                   const FeatureGradients& grad_phi_q, bool general_alone) {
+                                   const FeatureGradients& grad_phi_q, const GradientBegins& begins,
+                                   bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
       if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
@@ -153,7 +174,7 @@ const char* folded_query_gradients(const AttentionBackwardParams& params, Stream
       const auto blocks =
           static_cast<unsigned>(params.B * params.H * ceil_div(params.L, L::kQueries));
       return launch(folded_query_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
-                    L::kBytes, stream, params, tokens, rows, grad_phi_q);
+                    L::kBytes, stream, params, tokens, rows, grad_phi_q, begins);
     });
   });
 }
