@@ -95,7 +95,7 @@ struct Call {
     params.width = c.width;
     const ElementType type = c.is_bfloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
     const int64_t L = c.L * c.width, S = c.S * c.width;
-    params.query = Array{query.data(), type, {c.H * T, L, c.width, 1}};
+    params.query = Array{query.data(), type, {c.H * L, L, c.width, 1}};
     params.key = Array{key.data(), type, {c.G * S, S, c.width, 1}};
     params.key_numbers = key_numbers.data();
     params.rows = rows.data();

@@ -14,7 +14,7 @@ struct Inputs {
   ikattn::NormStats norm, second_norm;
 
   explicit Inputs(at::ScalarType type = at::kDouble, int64_t L = 9) {
-    torch::manual_seed(T);
+    torch::manual_seed(L);
     const int64_t B = 2, H = 4, G = 2, d_v = 5, D = 12;
     weights = torch::randn({B, H, L, L}, on_device(at::kDouble)).softmax(-1).to(type);
     value = torch::randn({B, G, L, d_v}, on_device(at::kDouble)).to(type);
