@@ -1,6 +1,7 @@
 // The forward pass: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
@@ -28,8 +29,8 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
       error = linear_forward(params, executor, tokens, begins);
     }
     if (on_hopper) {
-      const auto forward = route.int8_scores ? warpgroup_int8_forward : warpgroup_forward;
-      error = forward(params, stream, tokens);
+      error = route.int8_scores ? warpgroup_int8_forward(params, executor, tokens)
+                                : warpgroup_forward(params, executor, tokens);
     }
     if (error == nullptr) error = folded_forward(params, stream, tokens, parts, begins, on_hopper);
   }
