@@ -235,12 +235,14 @@ def compare_both(
     tensors: list[Tensor],
     causal: bool = False,
     mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> None:
     """Forward without grad, and the backward alone."""
     reason = ikattn.why_not_fast(*tensors, is_causal=causal, attn_mask=mask)
+    said = {"causal": causal, "mask": mask, "with_flex": options.flex, "dropout": dropout}
     name = f"{name}, {options.dtype}{'' if reason is None else f' ({reason})'}"
     with torch.no_grad():
-        rivals = gpu_rivals.attention(tensors, causal, mask, with_flex=options.flex)
+        rivals = gpu_rivals.attention(tensors, **said)
         prepared: dict[str, Prepare] = {
             rival: lambda call=call: call for rival, call in rivals.items()
         }
@@ -254,7 +256,7 @@ def compare_both(
             show_kernels(rivals["ikattn"], flops, options.rate)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     backward: dict[str, Prepare] = {}
-    for rival, call in gpu_rivals.attention(leaves, causal, mask, with_flex=options.flex).items():
+    for rival, call in gpu_rivals.attention(leaves, **said).items():
         backward[rival] = gpu_rivals.backward_of(call, leaves)
     compare(f"{name}, backward", backward, options.device, options.rounds)
     if options.device == "cuda":
@@ -320,6 +322,7 @@ def compare_attention(options: argparse.Namespace) -> None:
     name = f"B = {options.tokens // length}, N = {length}"
     near = distance < length // 2
     compare_both(options, f"{name}, bool mask", tensors, mask=near)
+    compare_both(options, f"{name}, dropout", tensors, dropout=0.1)
     shown = (tokens < length * 3 // 4)[None, None, None]
     compare_both(options, f"{name}, a quarter padding", tensors, mask=shown)
     slopes = 2.0 ** -torch.arange(1, options.heads + 1, device=options.device)

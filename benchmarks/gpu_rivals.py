@@ -30,15 +30,20 @@ def attention(
     causal: bool = False,
     mask: Tensor | None = None,
     with_flex: bool = False,
+    dropout: float = 0.0,
 ) -> dict[str, Callable[[], Tensor]]:
-    """The rivals of ``[q, k, v, w1, w2]``; FlexAttention knows no masks here."""
+    """The rivals of ``[q, k, v, w1, w2]``; FlexAttention knows no masks and no dropout here."""
     q, k, v, w1, w2 = tensors
 
     def ours() -> Tensor:
-        return ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=causal, attn_mask=mask)
+        return ikattn.implicit_kernel_attention(
+            q, k, v, w1, w2, is_causal=causal, attn_mask=mask, dropout_p=dropout
+        )
 
     def softmax() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, attn_mask=mask)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, attn_mask=mask, dropout_p=dropout
+        )
 
     def with_backend(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
@@ -46,7 +51,7 @@ def attention(
 
     def eager() -> Tensor:
         return ikattn.reference.implicit_kernel_attention(
-            q, k, v, w1, w2, is_causal=causal, attn_mask=mask
+            q, k, v, w1, w2, is_causal=causal, attn_mask=mask, dropout_p=dropout
         )
 
     rivals: dict[str, Callable[[], Tensor]] = {"ikattn": ours}
@@ -55,7 +60,7 @@ def attention(
             rivals[name] = lambda backend=backend: with_backend(backend)
     else:
         rivals["sdpa"] = softmax
-    if with_flex and mask is None:
+    if with_flex and mask is None and dropout == 0:
         rivals["flex"] = flex(tensors, causal)
     rivals["eager"] = eager
     return rivals

@@ -1,6 +1,7 @@
 // The backward pass: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/begins.h"
@@ -26,20 +27,19 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
     if (on_hopper) {
-      error = warpgroup_query_gradients(params, stream, tokens, rows, to);
+      error = warpgroup_query_gradients(params, executor, tokens, rows, to);
     } else if (route.int8_scores) {
       error = int8_query_gradients(params, stream, tokens, rows, to);
     }
     if (error == nullptr) {
       error = route.is_wide
                   ? wide_query_gradients(params, stream, tokens, rows, to)
-                  : folded_query_gradients(params, stream, tokens, rows, to, begins,
-                                           general_alone);
+                  : folded_query_gradients(params, stream, tokens, rows, to, begins, general_alone);
     }
   }
   if (error == nullptr && wants_keys(params)) {
     if (on_hopper) {
-      error = warpgroup_key_gradients(params, stream, tokens, rows, logits, gradients);
+      error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients);
     } else if (route.int8_scores) {
       error = int8_key_gradients(params, stream, tokens, rows, logits, gradients);
     }

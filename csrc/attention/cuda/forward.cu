@@ -1,6 +1,7 @@
 // The forward pass, and the weights: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
@@ -32,8 +33,8 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
     if (route.is_short) {
       error = warpgroup_short_forward(params, stream, operands, tokens, route.int8_scores);
     } else if (on_hopper) {
-      const auto forward = route.int8_scores ? warpgroup_int8_forward : warpgroup_forward;
-      error = forward(params, stream, tokens);
+      error = route.int8_scores ? warpgroup_int8_forward(params, executor, tokens)
+                                : warpgroup_forward(params, executor, tokens);
     } else if (route.int8_scores) {
       error = int8_forward(params, stream, tokens, parts);
     }

@@ -96,13 +96,11 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
   return rate_of_pairs * (sums + around + of_chunks + tables) < pairs;
 }
 
-// nullptr, or why Hopper's own kernels cannot take a call: they compute the folded form, without
-// dropout and without masks of pairs.
+// nullptr, or why Hopper's own kernels cannot take a call: they compute the folded form.
 const char* why_not_hopper(const AttentionParams& params) {
-  if (params.mask.type != ElementType::kNone) {
-    return "Hopper's own kernels take no attn_mask that differs between queries";
+  if (params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool) {
+    return "Hopper's own kernels take no floating-point attn_mask that differs between queries";
   }
-  if (params.dropout_threshold != 0) return "Hopper's own kernels take no dropout";
   if (is_wide(params)) {
     return "Hopper's own kernels take at most 64 frequencies and 128 columns of value";
   }

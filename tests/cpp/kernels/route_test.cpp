@@ -193,7 +193,12 @@ TEST(Route, SaysWhatHoldsACallBack) {
   interpreter::set_warpgroups(true);
   AttentionParams params = call_of(512);
   params.dropout_threshold = 10;
-  EXPECT_EQ(reason_of(params), "Hopper's own kernels take no dropout");
+  params.mask.type = ElementType::kBool;
+  EXPECT_EQ(route_of(params, false, Pass::kForward).unit, Unit::kHopper);
+  EXPECT_EQ(reason_of(params), "");
+  params.mask.type = ElementType::kFloat32;
+  EXPECT_EQ(reason_of(params),
+            "Hopper's own kernels take no floating-point attn_mask that differs between queries");
   params = call_of(65536);
   params.dropout_threshold = 10;
   EXPECT_EQ(reason_of(params), "linear time takes no dropout");

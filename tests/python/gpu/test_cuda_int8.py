@@ -25,6 +25,7 @@ if not (by_mma or by_warpgroups) or os.environ.get("IKATTN_INT8") == "0":
 
 D, M, EPS = 16, 64, 1e-5
 NAMES = ("query", "key", "value", "w1", "w2")
+KEPT = 0.75  # of weights, where some are dropped
 
 
 def arguments(queries: int, keys: int, heads: int = 2, key_heads: int = 2) -> dict[str, Tensor]:
@@ -48,7 +49,8 @@ def composition(
     rounds: bool,
     is_causal: bool = False,
     p: int | None = 2,
-    attn_mask: Tensor | None = None,
+    sees: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """With features rounded to multiples of 2 / 127; gradients pass through the rounding."""
 
@@ -65,9 +67,12 @@ def composition(
         weights = weights * (key.square().sum(-1) / (2 * math.sqrt(D))).exp().unsqueeze(-2)
     if is_causal:
         weights = weights.tril()
-    if attn_mask is not None:
-        weights = weights * attn_mask
-    return weights / weights.sum(-1, keepdim=True) @ given["value"]
+    if sees is not None:
+        weights = weights * sees
+    weights = weights / weights.sum(-1, keepdim=True)
+    if kept is not None:
+        weights = weights * kept / KEPT
+    return weights @ given["value"]
 
 
 def with_gradients(output: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
@@ -85,34 +90,31 @@ def relative(x: Tensor, expected: Tensor) -> float:
     return float((x - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("hides_and_drops", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_results_are_those_of_rounded_features(is_causal: bool) -> None:
+def test_results_are_those_of_rounded_features(is_causal: bool, hides_and_drops: bool) -> None:
     given = arguments(150, 150)
+    options: dict[str, Tensor | bool] = {"is_causal": is_causal}
+    of_call: dict[str, Tensor | float] = {}
+    if hides_and_drops:
+        sees = torch.rand(2, 1, 150, 150, generator=torch.Generator().manual_seed(2)) > 0.3
+        sees[..., 0] = True
+        seed, p = torch.tensor([5, 7]), 1 - KEPT
+        options |= {"sees": sees, "kept": ikattn.ops.dropout_keep_mask(seed, (2, 2, 150, 150), p)}
+        of_call = on_gpu({"attn_mask": sees, "dropout_seed": seed, "dropout_p": p})
     rounded, exact = (
-        with_gradients(composition(x, rounds=rounds, is_causal=is_causal), x)
+        with_gradients(composition(x, rounds=rounds, **options), x)  # type: ignore[arg-type]
         for rounds in (True, False)
         for x in [leaves(given, torch.float64)]
     )
     x = leaves(given, torch.bfloat16)
-    composed = with_gradients(composition(x, rounds=False, is_causal=is_causal), x)
+    composed = with_gradients(composition(x, rounds=False, **options), x)  # type: ignore[arg-type]
     there = leaves(on_gpu(given))
-    output = ikattn.implicit_kernel_attention(**there, is_causal=is_causal)
+    output = ikattn.implicit_kernel_attention(**there, **of_call, is_causal=is_causal)  # type: ignore[arg-type]
     for index, found in enumerate(with_gradients(output, there)):
         assert relative(found, rounded[index]) < 6e-3
         allowed = 2 if index == 0 else 5
         assert relative(found, exact[index]) < allowed * relative(composed[index], exact[index])
-
-
-@pytest.mark.skipif(not by_mma, reason="Hopper's own kernels take no masks of pairs")
-def test_masks_of_pairs() -> None:
-    given = arguments(70, 90)
-    mask = torch.rand(2, 1, 70, 90, generator=torch.Generator().manual_seed(2)) < 0.7
-    x = leaves(given, torch.float64)
-    rounded = with_gradients(composition(x, rounds=True, attn_mask=mask), x)
-    there = leaves(on_gpu(given))
-    output = ikattn.implicit_kernel_attention(**there, attn_mask=on_gpu({"mask": mask})["mask"])
-    for index, found in enumerate(with_gradients(output, there)):
-        assert relative(found, rounded[index]) < 6e-3
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
     forward, backward = said(*half, attn_mask=mask)
-    no_mask = "Hopper's own kernels take no attn_mask that differs between queries"
+    no_mask = "Hopper's own kernels take no floating-point attn_mask that differs between queries"
     assert forward == tensor_cores._replace(reason=no_mask if is_hopper else None)
     of_keys = torch.zeros(2, 1, 1, 10, requires_grad=True)
     assert said(*half, attn_mask=of_keys) == (forward_alone, without_mask)

@@ -7,7 +7,8 @@
 //   the stage of t - 1 is free
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/hopper/hopper.h"
+#include "attention/cuda/hopper/pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
@@ -31,12 +32,13 @@ struct ForwardMaps {
   KeyMaps keys;
 };
 
-// Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
-//   sums, roundings: as in ForwardRows; where tiles cross the diagonal, or the head has kFew, rows
-//   may see few keys
-template <typename T, bool kCrosses>
+// Scores of a thread's two rows become weights; those of pairs that are not seen, or dropped: 0.
+//   sees, drops: of c of tile n of 8 columns
+//   sums, roundings: as in ForwardRows, kRounds where rows may see few keys
+template <typename T, bool kRounds, typename Sees, typename Drops>
 __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
-                                           int diagonal, float (&sums)[2], Roundings& roundings) {
+                                           const Sees& sees, const Drops& drops, float (&sums)[2],
+                                           Roundings& roundings) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -45,11 +47,11 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
     for (int c = 0; c < 4; ++c) {
       const float score = s[4 * n + c];
       float weight = score * score + (c % 2 == 0 ? pair.x : pair.y);
-      if (kCrosses && n * 8 + 2 * t + c % 2 - 8 * (c / 2) > diagonal) weight = 0;
+      if (!sees(n, c)) weight = 0;
       sums[c / 2] += weight;
-      s[4 * n + c] = weight;
+      s[4 * n + c] = drops(n, c) ? 0.0f : weight;
     }
-    if constexpr (kCrosses) {
+    if constexpr (kRounds) {
       const float* row = s + 4 * n;
       roundings.add(rounding_of<T>(pack<T>(row[0], row[1]), row[0], row[1]),
                     rounding_of<T>(pack<T>(row[2], row[3]), row[2], row[3]));
@@ -57,10 +59,10 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
   }
 }
 
-template <typename T, int F, int V, bool kCausal>
+template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens, Items items,
-                             const __grid_constant__ ForwardMaps maps) {
+    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens, PairMask mask,
+                             Items items, const __grid_constant__ ForwardMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
   static_assert(kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries>);
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           bk = at.bk;
           value_head = at.value_head;
           terms = tokens.terms + at.bk * padded_tokens(params.S);
-          return tiles_met<kKeys>(params, kCausal, at.i0);
+          return tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0);
         },
         [&](int tile, int stage, uint32_t barrier) {
           L::Tiles::copy(base + stage * L::Tiles::kStage, maps.keys, bk, batch, value_head, tile,
@@ -123,7 +125,15 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
     Roundings roundings;
-    const auto begin = [&](int index_of_stage) {
+    [[maybe_unused]] PairBits bits[kKeys / 64];
+    const auto begin = [&]([[maybe_unused]] int tile, int index_of_stage) {
+      if constexpr (kPairs == Pairs::kAny) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 64; ++i) {
+          bits[i] =
+              find_pairs<false>(params, mask, at.b, at.h, at.i0 + warp * 16, tile * kKeys + i * 64);
+        }
+      }
       const uint32_t place = index_of_stage * L::Tiles::kStage;
       if ((state & kUnclean) != 0) {
         L::Tiles::clean(shared + place, barriers.meeting(), meeting);
@@ -144,21 +154,33 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           shared_cast<float>(shared + (L::kTerms + index_of_stage * kKeys * 4));
       sums_are_there(s);
       const int diagonal = row0 - tile * kKeys;
-      if (kCausal && diagonal - g < kKeys - 1) {
-        to_weights<T, true>(s, terms, diagonal, sums, roundings);
+      const auto always = [](int, int) { return true; };
+      const auto never = [](int, int) { return false; };
+      if constexpr (kPairs == Pairs::kAny) {
+        if (is_passing(params, tile * int64_t{kKeys})) {
+          to_weights<T, true>(
+              s, terms, [&](int n, int c) { return bits[n / 8].sees(n % 8, c); },
+              [&](int n, int c) { return bits[n / 8].drops(n % 8, c); }, sums, roundings);
+        }
+      } else if (kPairs == Pairs::kCausal && diagonal - g < kKeys - 1) {
+        const auto sees = [&](int n, int c) {
+          return n * 8 + lane % 4 * 2 + c % 2 - 8 * (c / 2) <= diagonal;
+        };
+        to_weights<T, true>(s, terms, sees, never, sums, roundings);
       } else if ((state & kFew) != 0) {
-        to_weights<T, true>(s, terms, 1 << 20, sums, roundings);
+        to_weights<T, true>(s, terms, always, never, sums, roundings);
       } else if (is_passing(params, tile * int64_t{kKeys})) {
-        to_weights<T, false>(s, terms, 0, sums, roundings);
+        to_weights<T, false>(s, terms, always, never, sums, roundings);
       }
       fence_async();
     };
-    pass_tiles(barriers, stage, tiles_met<kKeys>(params, kCausal, at.i0), begin, begin_output, make,
-               [&] { pack_left<T, kKeys / 8>(s, weights); });
+    pass_tiles(barriers, stage, tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0),
+               begin, begin_output, make, [&] { pack_left<T, kKeys / 8>(s, weights); });
     sums_are_there(output);
 
     // 4. Rows of the result.
-    const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
+    const float kept = (kPairs == Pairs::kAny ? mask.kept : 1) /
+                       value_scale_of(tokens, at.b * params.G + at.value_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(sums[half]);
@@ -171,14 +193,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
   }
 #else
-  trap_without_warpgroups(params, tokens, items, maps);
+  trap_without_warpgroups(params, tokens, mask, items, maps);
 #endif
 }
 
 }  // namespace
 
-const char* warpgroup_forward(const AttentionParams& params, Stream stream,
+const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens) {
+  PairMask mask;
+  if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     ForwardMaps maps;
@@ -186,12 +210,11 @@ const char* warpgroup_forward(const AttentionParams& params, Stream stream,
         map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);
     if (error == nullptr) error = map_keys<F, kKeys>(maps.keys, params, tokens, tokens.phi_k);
     if (error != nullptr) return error;
-    const auto queue = [&](auto kernel) {
-      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes,
-                    stream, params, tokens, items, maps);
-    };
-    return params.is_causal ? queue(warpgroup_forward_kernel<T, F, V, true>)
-                            : queue(warpgroup_forward_kernel<T, F, V, false>);
+    return launch_pairs(params, [&]<Pairs kPairs>() {
+      return launch(warpgroup_forward_kernel<T, F, V, kPairs>, items.blocks(),
+                    dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes, executor.stream,
+                    params, tokens, mask, items, maps);
+    });
   });
 }
 

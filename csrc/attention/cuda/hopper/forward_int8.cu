@@ -10,7 +10,8 @@
 // causality none but an item's last tile crosses the diagonal.
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/hopper/hopper.h"
+#include "attention/cuda/hopper/pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
@@ -40,10 +41,10 @@ struct Int8Maps {
   KeyMaps keys;
 };
 
-template <int V, bool kCausal>
+template <int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    warpgroup_int8_forward_kernel(AttentionParams params, FoldedTokens tokens, Items items,
-                                  const __grid_constant__ Int8Maps maps) {
+    warpgroup_int8_forward_kernel(AttentionParams params, FoldedTokens tokens, PairMask mask,
+                                  Items items, const __grid_constant__ Int8Maps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = Int8Layout<V>;
   static_assert(kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries, L::kOnes>);
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           bk = at.bk;
           value_head = at.value_head;
           magnitudes = tokens.int8.magnitudes + at.bk * padded_tokens(params.S);
-          return tiles_met<kKeys>(params, kCausal, at.i0);
+          return tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0);
         },
         [&](int tile, int stage, uint32_t barrier) {
           L::Tiles::copy(base + stage * L::Tiles::kStage, maps.keys, bk, batch, value_head, tile,
@@ -112,7 +113,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     uint32_t rounded[kKeys / 16][4];  // scores, in the order of A
     uint32_t weights[kKeys / 16][4];
     float output[V / kBoxColumns][32] = {};
-    float sums[4] = {};  // of the weights of the thread's rows, in [0] and [2]
+    // Of the weights of the thread's rows, in [0] and [2]; where some are dropped, of the thread's
+    // own.
+    float sums[4] = {};
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);
@@ -128,11 +131,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const uint32_t place = base + index_of_stage * L::Tiles::kStage;
       wgmma_fence();
       begin_by_rows<BFloat16, kKeys, V>(output, weights, place + L::Tiles::kValues);
-      const uint64_t right = wgmma_operand(base + L::kOnes);
+      if constexpr (kPairs != Pairs::kAny) {
+        const uint64_t right = wgmma_operand(base + L::kOnes);
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
-        wgmma_by_columns<BFloat16>(sums, weights[k],
-                                   wgmma_operand_after(right, k / 4 * 1024 + k % 4 * 32), true);
+        for (int k = 0; k < kKeys / 16; ++k) {
+          wgmma_by_columns<BFloat16>(sums, weights[k],
+                                     wgmma_operand_after(right, k / 4 * 1024 + k % 4 * 32), true);
+        }
       }
       wgmma_commit();
     };
@@ -143,6 +148,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       for (int i = 0; i < kKeys / 4; ++i) {
         rounded[i / 4][i % 4] = pack<BFloat16>(static_cast<float>(scores[2 * i]),
                                                static_cast<float>(scores[2 * i + 1]));
+      }
+    };
+    [[maybe_unused]] PairBits bits[kKeys / 64];
+    const auto find_bits = [&]([[maybe_unused]] int tile) {
+      if constexpr (kPairs == Pairs::kAny) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 64; ++i) {
+          bits[i] =
+              find_pairs<false>(params, mask, at.b, at.h, at.i0 + warp * 16, tile * kKeys + i * 64);
+        }
       }
     };
     // They become A. diagonal: of an item's last tile, how many keys a row sees less the thread's
@@ -162,6 +177,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
             const int seen = diagonal + 8 * half - (n * 8 + 2 * t);
             weight &= seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
           }
+          if constexpr (kPairs == Pairs::kAny) {
+            weight &= ones_where(bits[n / 8].seen, n % 8, half);
+            const float2 two = unpack<BFloat16>(weight);
+            sums[2 * half] += two.x + two.y;
+            weight &= ~ones_where(bits[n / 8].dropped, n % 8, half);
+          }
         }
       }
       fence_async();
@@ -169,7 +190,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     begin_scores();
     wgmma_wait<0>();
     round_scores();
-    const int tiles = tiles_met<kKeys>(params, kCausal, at.i0);
+    const int tiles = tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0);
     int before = 0;  // the stage of the tile before
     for (int tile = 1; tile < tiles; ++tile) {
       const int own = stage.index;
@@ -177,15 +198,18 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       begin_scores();
       wgmma_wait<1>();
       if (tile > 1) barriers.release(before);
+      find_bits(tile - 1);
       make_weights.template operator()<false>(own, 0);
       begin_output(own);
       wgmma_wait<1>();
       round_scores();
       before = own;
     }
+    find_bits(tiles - 1);
     wgmma_wait<0>();
     if (tiles > 1) barriers.release(before);
-    make_weights.template operator()<kCausal>(stage.index, row0 - (tiles - 1) * kKeys);
+    make_weights.template operator()<kPairs == Pairs::kCausal>(stage.index,
+                                                               row0 - (tiles - 1) * kKeys);
     begin_output(stage.index);
     wgmma_wait<0>();
     barriers.release(stage.index);
@@ -197,21 +221,24 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const double reference = largest - static_cast<double>(tokens.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = sums[2 * half];
+      const float sum = kPairs == Pairs::kAny ? sum_of_lanes<4>(sums[2 * half]) : sums[2 * half];
       const int row = row0 + 8 * half;
       if (row >= params.L) continue;
-      store_result<V>(params, at, row, 0, sum == 0 ? sum : sum + poison[half], 0, reference, 1,
+      store_result<V>(params, at, row, 0, sum == 0 ? sum : sum + poison[half], 0, reference,
+                      kPairs == Pairs::kAny ? mask.kept : 1,
                       [&](int n, int c) { return sum_at(output, half, n, c); });
     }
   }
 #else
-  trap_without_warpgroups(params, tokens, items, maps);
+  trap_without_warpgroups(params, tokens, mask, items, maps);
 #endif
 }
 
 template <int V>
-const char* queue_int8_forward(const AttentionParams& params, Stream stream,
+const char* queue_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                const FoldedTokens& tokens) {
+  PairMask mask;
+  if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
   Int8Maps maps;
   const char* error = map_features<kWords, kWarpgroupRows>(maps.queries, tokens.int8.phi_q,
@@ -220,20 +247,18 @@ const char* queue_int8_forward(const AttentionParams& params, Stream stream,
     error = map_keys<kWords, kKeys>(maps.keys, params, tokens, tokens.int8.phi_k);
   }
   if (error != nullptr) return error;
-  const auto queue = [&](auto kernel) {
-    return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), Int8Layout<V>::kBytes, stream,
-                  params, tokens, items, maps);
-  };
-  return params.is_causal ? queue(warpgroup_int8_forward_kernel<V, true>)
-                          : queue(warpgroup_int8_forward_kernel<V, false>);
+  return launch_pairs(params, [&]<Pairs kPairs>() {
+    return launch(warpgroup_int8_forward_kernel<V, kPairs>, items.blocks(), dim3(kWarpgroupThreads),
+                  Int8Layout<V>::kBytes, executor.stream, params, tokens, mask, items, maps);
+  });
 }
 
 }  // namespace
 
-const char* warpgroup_int8_forward(const AttentionParams& params, Stream stream,
+const char* warpgroup_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                    const FoldedTokens& tokens) {
-  return params.d_v <= 64 ? queue_int8_forward<64>(params, stream, tokens)
-                          : queue_int8_forward<128>(params, stream, tokens);
+  return params.d_v <= 64 ? queue_int8_forward<64>(params, executor, tokens)
+                          : queue_int8_forward<128>(params, executor, tokens);
 }
 
 }  // namespace ikattn::cuda

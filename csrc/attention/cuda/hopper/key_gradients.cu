@@ -7,7 +7,8 @@
 // twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/hopper/hopper.h"
+#include "attention/cuda/hopper/pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
@@ -16,6 +17,19 @@ namespace {
 // Whether registers hold an item's own values.
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
+
+// Weights of 64 queries, as A: 0 where a pair is not seen, or dropped.
+__device__ __forceinline__ void keep_weights(uint32_t (&weights)[kStep / 16][4],
+                                             const PairBits& bits) {
+  const uint32_t kept = bits.seen & ~bits.dropped;
+#pragma unroll
+  for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      weights[n / 2][n % 2 * 2 + half] &= ones_where(kept, n, half);
+    }
+  }
+}
 
 template <int F, int V, bool kInt8>
 struct KeyLayout {
@@ -89,10 +103,10 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
-template <typename T, int F, int V, bool kInt8, bool kCausal>
+template <typename T, int F, int V, bool kInt8, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                         const float* logits, FoldedGradients gradients, Items items,
+                         const float* logits, FoldedGradients gradients, PairMask mask, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = KeyLayout<F, V, kInt8>;
@@ -105,7 +119,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const typename L::Barriers barriers(base + L::kBarriers);
   // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
-    copy_pairs<L>(params, tokens, rows, items, maps, barriers, numbers, base, kCausal);
+    copy_pairs<L>(params, tokens, rows, items, maps, barriers, numbers, base,
+                  is_causal_call<kPairs>(params));
     return;
   }
   take_registers<kProductRegisters>();
@@ -118,7 +133,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     barrier_wait(barriers.item_full(item.index), item.parity);
     const int index = numbers[item.index * kItemNumbers];
     if (index < 0) break;
-    const KeyBlock at(params, kWarpgroupRows, kCausal, index);
+    const KeyBlock at(params, kWarpgroupRows, is_causal_call<kPairs>(params), index);
     // Those of the thread's warpgroup.
     const uint32_t own = base + L::kOwnAt + item.index * L::kOwn;
     const uint32_t own_keys = own + warpgroup * (64 * 128);
@@ -166,8 +181,21 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     // whose queries begin where the keys do, and beyond the last tile of a head.
     [[maybe_unused]] int diagonal = warp * 16 + g;
     [[maybe_unused]] const int beyond = at.j0 + diagonal - static_cast<int>(params.L);
+    // Of masks and dropout: the tile's first query, and its head.
+    [[maybe_unused]] int i0 = at.first_tile * kStep, head = at.key_head * at.group;
     bool has_before = false;
     for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
+      [[maybe_unused]] PairBits bits;
+      if constexpr (kPairs == Pairs::kAny) {
+        // Before the tile's own products, which leave no registers for it.
+        if (kOverlaps && has_before) begin_sums(stage.before());
+        bits = find_pairs<true>(params, mask, at.b, head, at.j0 + warp * 16, i0);
+        i0 += kStep;
+        if (i0 >= params.L) {
+          i0 = at.first_tile * kStep;
+          ++head;
+        }
+      }
       const uint32_t place = base + stage.index * L::kStage;
       barriers.wait(stage);
       Shared<const float> normalizers =
@@ -187,7 +215,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                                                                           place + L::kGradients);
       }
       wgmma_commit();
-      if (kOverlaps && has_before) {
+      if (kPairs != Pairs::kAny && kOverlaps && has_before) {
         begin_sums(stage.before());
         wgmma_wait<1>();
       } else {
@@ -211,12 +239,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         for (int c = 0; c < 4; ++c) {
           const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
           float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
-          if (kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
+          if (kPairs == Pairs::kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
+          if constexpr (kPairs == Pairs::kAny) {
+            x[i] = (bits.drops(n, c) ? 0.0f : x[i]) * mask.kept;
+          }
           float similarity = s[i] * s[i] + key_terms[c / 2];
           float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
-          // A key that no query sees may hold anything. Without causality it is hidden, and what
-          // its own sums are does not count.
-          if (kCausal && inverse == 0) similarity = scaled = 0;
+          // A key that no query sees may hold anything. Without masks it is hidden, and what its
+          // own sums are does not count.
+          if (kPairs != Pairs::kAll && inverse == 0) similarity = scaled = 0;
+          if (kPairs == Pairs::kAny && !bits.sees(n, c)) similarity = scaled = 0;
           logit_sums[c / 2] += similarity * scaled;
           s[i] *= key_fit[c / 2] * scaled;
           x[i] = similarity * inverse;
@@ -229,20 +261,22 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         has_before = true;
       }
       pack_left<T, kStep / 8>(x, weights);
+      if constexpr (kPairs == Pairs::kAny) keep_weights(weights, bits);
       pack_left<Half, kStep / 8>(s, products);
       if constexpr (!kOverlaps) {
         begin_sums(stage.index);
         wgmma_wait<0>();
         barriers.release(stage.index);
       }
-      if constexpr (kCausal) {
+      if constexpr (kPairs == Pairs::kCausal) {
         diagonal -= kStep;
         if (diagonal <= beyond) diagonal = warp * 16 + g;
       }
     }
     // 4. Rows of the results. The block is found anew: no register holds it over the tiles. The
     // products that read the own tokens are over.
-    const KeyBlock again(params, kWarpgroupRows, kCausal, int{numbers[item.index * kItemNumbers]});
+    const KeyBlock again(params, kWarpgroupRows, is_causal_call<kPairs>(params),
+                         int{numbers[item.index * kItemNumbers]});
     barriers.release_item(item.index);
     if (has_before) {
       begin_sums(stage.before());
@@ -265,14 +299,15 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
   }
 #else
-  trap_without_warpgroups(params, tokens, rows, logits, gradients, items, maps);
+  trap_without_warpgroups(params, tokens, rows, logits, gradients, mask, items, maps);
 #endif
 }
 
 template <typename T, int F, int V, bool kInt8>
 const char* queue_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                 const FoldedTokens& tokens, const FoldedRows& rows,
-                                const float* logits, const FoldedGradients& gradients) {
+                                const float* logits, const FoldedGradients& gradients,
+                                const PairMask& mask) {
   using L = KeyLayout<F, V, kInt8>;
   const int64_t heads = params.B * params.H;
   const Items items(tokens.items_taken + 1,
@@ -290,26 +325,31 @@ const char* queue_key_gradients(const AttentionBackwardParams& params, Stream st
     error = map_features<V, kStep>(maps.gradients, rows.gradients, heads, params.L);
   }
   if (error != nullptr) return error;
-  const auto queue = [&](auto kernel) {
-    return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), L::kBytes, stream, params,
-                  tokens, rows, logits, gradients, items, maps);
-  };
-  return params.is_causal ? queue(warpgroup_key_kernel<T, F, V, kInt8, true>)
-                          : queue(warpgroup_key_kernel<T, F, V, kInt8, false>);
+  return launch_pairs(params, [&]<Pairs kPairs>() {
+    return launch(warpgroup_key_kernel<T, F, V, kInt8, kPairs>, items.blocks(),
+                  dim3(kWarpgroupThreads), L::kBytes, stream, params, tokens, rows, logits,
+                  gradients, mask, items, maps);
+  });
 }
 
 }  // namespace
 
-const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                    const float* logits, const FoldedGradients& gradients) {
+const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
+                                    const DeviceExecutor& executor, const FoldedTokens& tokens,
+                                    const FoldedRows& rows, const float* logits,
+                                    const FoldedGradients& gradients) {
+  const Stream stream = executor.stream;
+  PairMask mask;
+  if (const char* error = make_pair_mask(params, executor, true, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
       if (tokens.int8.phi_k != nullptr) {
-        return queue_key_gradients<T, F, V, true>(params, stream, tokens, rows, logits, gradients);
+        return queue_key_gradients<T, F, V, true>(params, stream, tokens, rows, logits, gradients,
+                                                  mask);
       }
     }
-    return queue_key_gradients<T, F, V, false>(params, stream, tokens, rows, logits, gradients);
+    return queue_key_gradients<T, F, V, false>(params, stream, tokens, rows, logits, gradients,
+                                               mask);
   });
 }
 

@@ -197,9 +197,9 @@ __device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& 
   barrier_arrive(barriers.item_full(place.index));
 }
 
-// What those who multiply do along the tiles of an item: begin(stage) begins the products that make
-// what a tile is about, make(tile, stage) turns it into factors, once they are over, and fences
-// what it reads of the tile; pack() makes them A. Meanwhile the tensor cores are at the tile
+// What those who multiply do along the tiles of an item: begin(tile, stage) begins the products
+// that make what a tile is about, make(tile, stage) turns it into factors, once they are over, and
+// fences what it reads of the tile; pack() makes them A. Meanwhile the tensor cores are at the tile
 // before: begin_sums(stage) begins to multiply its factors with it.
 template <int kItems, typename Begin, typename BeginSums, typename Make, typename Pack>
 __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers, TileStage& stage,
@@ -209,7 +209,7 @@ __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers,
   int before = 0;  // the stage of the tile before
   for (int tile = 0; tile < tiles; ++tile) {
     barriers.wait(stage);
-    begin(stage.index);
+    begin(tile, stage.index);
     if (tile > 0) {
       begin_sums(before);
       wgmma_wait<1>();

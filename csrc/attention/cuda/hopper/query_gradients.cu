@@ -3,23 +3,26 @@
 // the tensor cores multiply those of the tile before with its keys.
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/hopper/hopper.h"
+#include "attention/cuda/hopper/pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// Scores of a thread's two rows become factors of grad_phi_q; those of pairs beyond `diagonal`: 0.
-template <bool kCrosses>
+// Scores of a thread's two rows become factors of grad_phi_q; those of pairs that are not seen: 0.
+//   sees, drops: of c of tile n of 8 columns
+template <typename Sees, typename Drops>
 __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (&x)[kStep / 2],
                                             const float (&fit)[2], const float (&fitting_delta)[2],
-                                            int diagonal) {
+                                            const Sees& sees, const Drops& drops) {
 #pragma unroll
   for (int i = 0; i < kStep / 2; ++i) {
-    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, half = i % 4 / 2;
+    const int half = i % 4 / 2;
+    const float product = drops(i / 4, i % 4) ? 0.0f : x[i];
     // A hidden key's score is 0, and its value may be anything.
-    s[i] = s[i] == 0 ? 0 : s[i] * (x[i] * fit[half] - fitting_delta[half]);
-    if (kCrosses && column - 8 * half > diagonal) s[i] = 0;
+    s[i] = s[i] == 0 ? 0 : s[i] * (product * fit[half] - fitting_delta[half]);
+    if (!sees(i / 4, i % 4)) s[i] = 0;
   }
 }
 
@@ -42,10 +45,10 @@ struct QueryMaps {
   KeyMaps keys;
 };
 
-template <typename T, int F, int V, bool kCausal>
+template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                           Items items, FeatureGradients grad_phi_q,
+                           PairMask mask, Items items, FeatureGradients grad_phi_q,
                            const __grid_constant__ QueryMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = QueryLayout<T, F, V>;
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           batch = at.b;
           bk = at.bk;
           value_head = at.value_head;
-          return tiles_met<kStep>(params, kCausal, at.i0);
+          return tiles_met<kStep>(params, is_causal_call<kPairs>(params), at.i0);
         },
         [&](int tile, int stage, uint32_t barrier) {
           Tiles::copy(base + stage * Tiles::kStage, maps.keys, bk, batch, value_head, tile,
@@ -113,7 +116,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     float s[kStep / 2], x[kStep / 2];
     uint32_t products[kStep / 16][4];  // of the tile before
     float sums[F / kBoxColumns][32] = {};
-    const auto begin = [&](int index_of_stage) {
+    [[maybe_unused]] PairBits bits;
+    const auto begin = [&]([[maybe_unused]] int tile, int index_of_stage) {
+      // Before there are products, which leave no registers for it.
+      if constexpr (kPairs == Pairs::kAny) {
+        bits = find_pairs<false>(params, mask, at.b, at.h, at.i0 + warp * 16, tile * kStep);
+      }
       const uint32_t place = index_of_stage * Tiles::kStage;
       if ((state & kUnclean) != 0) {
         Tiles::clean(shared + place, barriers.meeting(), meeting);
@@ -133,14 +141,26 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       sums_are_there(s);
       sums_are_there(x);
       const int diagonal = row0 - tile * kStep;
-      if (kCausal && diagonal - g < kStep - 1) {
-        to_products<true>(s, x, fit, fitting_delta, diagonal);
+      const auto always = [](int, int) { return true; };
+      const auto never = [](int, int) { return false; };
+      if constexpr (kPairs == Pairs::kAny) {
+        if (is_passing(params, tile * int64_t{kStep})) {
+          const float kept[2] = {fit[0] * mask.kept, fit[1] * mask.kept};
+          to_products(
+              s, x, kept, fitting_delta, [&](int n, int c) { return bits.sees(n, c); },
+              [&](int n, int c) { return bits.drops(n, c); });
+        }
+      } else if (kPairs == Pairs::kCausal && diagonal - g < kStep - 1) {
+        const auto sees = [&](int n, int c) {
+          return n * 8 + lane % 4 * 2 + c % 2 - 8 * (c / 2) <= diagonal;
+        };
+        to_products(s, x, fit, fitting_delta, sees, never);
       } else if (is_passing(params, tile * int64_t{kStep})) {
-        to_products<false>(s, x, fit, fitting_delta, 0);
+        to_products(s, x, fit, fitting_delta, always, never);
       }
     };
-    pass_tiles(barriers, stage, tiles_met<kStep>(params, kCausal, at.i0), begin, begin_sums, make,
-               [&] { pack_left<Half, kStep / 8>(s, products); });
+    pass_tiles(barriers, stage, tiles_met<kStep>(params, is_causal_call<kPairs>(params), at.i0),
+               begin, begin_sums, make, [&] { pack_left<Half, kStep / 8>(s, products); });
     sums_are_there(sums);
 
     // 4. Rows of the result.
@@ -154,15 +174,17 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
   }
 #else
-  trap_without_warpgroups(params, tokens, rows, items, grad_phi_q, maps);
+  trap_without_warpgroups(params, tokens, rows, mask, items, grad_phi_q, maps);
 #endif
 }
 
 }  // namespace
 
-const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                      const FoldedTokens& tokens, const FoldedRows& rows,
-                                      const FeatureGradients& grad_phi_q) {
+const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
+                                      const DeviceExecutor& executor, const FoldedTokens& tokens,
+                                      const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
+  PairMask mask;
+  if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps;
@@ -174,12 +196,11 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Str
     }
     if (error == nullptr) error = map_keys<F, kStep>(maps.keys, params, tokens, tokens.phi_k);
     if (error != nullptr) return error;
-    const auto queue = [&](auto kernel) {
-      return launch(kernel, items.blocks(), dim3(kWarpgroupThreads), QueryLayout<T, F, V>::kBytes,
-                    stream, params, tokens, rows, items, grad_phi_q, maps);
-    };
-    return params.is_causal ? queue(warpgroup_query_kernel<T, F, V, true>)
-                            : queue(warpgroup_query_kernel<T, F, V, false>);
+    return launch_pairs(params, [&]<Pairs kPairs>() {
+      return launch(warpgroup_query_kernel<T, F, V, kPairs>, items.blocks(),
+                    dim3(kWarpgroupThreads), QueryLayout<T, F, V>::kBytes, executor.stream, params,
+                    tokens, rows, mask, items, grad_phi_q, maps);
+    });
   });
 }
 

@@ -8,8 +8,8 @@
 namespace ikattn::cuda {
 
 // Whether the shared memory of a block holds a head's keys, values and frequencies, of a call that
-// Hopper's own kernels take. Tokens are of 16 bits and at most 128 dimensions, and there are at
-// most 32 frequencies, or 64 columns of the value.
+// Hopper's own kernels take, without a mask of pairs and without dropout. Tokens are of 16 bits and
+// at most 128 dimensions, and there are at most 32 frequencies, or 64 columns of the value.
 bool fits_short_forward(const AttentionParams& params, bool int8_scores);
 
 // Output and log Z of heads in the folded form. The tokens have no features.

@@ -325,9 +325,10 @@ const char* queue_short(const AttentionParams& params, Stream stream, const Angl
 bool fits_short_forward(const AttentionParams& params, bool int8_scores) {
   const bool is_half =
       params.query.type == ElementType::kFloat16 || params.query.type == ElementType::kBFloat16;
-  return is_half && params.query.type == params.value.type && params.d <= 2 * kBoxColumns &&
-         (2 * params.M <= 64 || params.d_v <= 64) && params.S <= 1024 &&
-         places_of(params, int8_scores).fits();
+  const bool hides_pairs = params.mask.type != ElementType::kNone || params.dropout_threshold != 0;
+  return is_half && !hides_pairs && params.query.type == params.value.type &&
+         params.d <= 2 * kBoxColumns && (2 * params.M <= 64 || params.d_v <= 64) &&
+         params.S <= 1024 && places_of(params, int8_scores).fits();
 }
 
 const char* warpgroup_short_forward(const AttentionParams& params, Stream stream,

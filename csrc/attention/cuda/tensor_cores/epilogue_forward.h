@@ -42,13 +42,6 @@ const char* wide_forward(const AttentionParams& params, Stream stream, const Fol
 const char* int8_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                          const Parts& parts);
 
-// The same of heads of the folded form, on Hopper.
-const char* warpgroup_forward(const AttentionParams& params, Stream stream,
-                              const FoldedTokens& tokens);
-// The same of Int8Features.
-const char* warpgroup_int8_forward(const AttentionParams& params, Stream stream,
-                                   const FoldedTokens& tokens);
-
 namespace {
 
 // log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes longer than

@@ -84,12 +84,4 @@ const char* wide_key_gradients(const AttentionBackwardParams& params, Stream str
                                const FoldedTokens& tokens, const FoldedRows& rows,
                                const float* logits, const FoldedGradients& gradients);
 
-// The same of heads of the folded form, on Hopper.
-const char* warpgroup_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                      const FoldedTokens& tokens, const FoldedRows& rows,
-                                      const FeatureGradients& grad_phi_q);
-const char* warpgroup_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                    const float* logits, const FoldedGradients& gradients);
-
 }  // namespace ikattn::cuda

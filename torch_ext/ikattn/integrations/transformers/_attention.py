@@ -21,7 +21,11 @@ from ikattn.integrations.transformers._interface import (
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
-from ikattn.integrations.transformers._padding import one_row_for_all, shown_keys
+from ikattn.integrations.transformers._padding import (
+    one_row_for_all,
+    padding_of_causal,
+    shown_keys,
+)
 from ikattn.integrations.transformers._parallel import check_heads
 from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.integrations.transformers._switches import watch_configs
@@ -90,7 +94,8 @@ def _implicit_attention(
         tokens = (query, key, value)
         decoded = _from_state(module, kernel, layer, tokens, attention_mask, options)
         return decoded.transpose(1, 2).contiguous(), None
-    visibility = _visibility(module, Given(query, key, value, attention_mask, IMPLICIT, options))
+    given = Given(query, key, value, attention_mask, IMPLICIT, options)
+    visibility = _visibility(module, kernel, given)
     if is_over_ranks():
         passed = options.get("is_causal")  # of one token a rank, too
         causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
@@ -205,7 +210,7 @@ def _sequences(
         ValueError, NotImplementedError: The call's options say of sequences what cannot be done.
     """
     mask = visibility.get("attn_mask")
-    seen = sequences_in(mask, query, key)
+    seen = None if visibility.get("is_causal") else sequences_in(mask, query, key)
     begins = given_sequences(module, query, options)
     if begins is not None:
         if mask is not None and seen is None:
@@ -367,10 +372,17 @@ def _hybrid_attention(
     return by_heads(split, softmax, implicit, query.device)
 
 
-def _visibility(module: nn.Module, given: Given) -> dict[str, Any]:
+def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
     """Which key a query sees, as arguments of the operators."""
-    if given.attention_mask is None and given.options.get("position_bias") is None:
+    mask, has_bias = given.attention_mask, given.options.get("position_bias") is not None
+    if mask is None and not has_bias:
         return {"is_causal": is_causal(module, given)}
+    # where causality is not asked for by itself
+    is_plain = not has_bias and not is_over_ranks() and _split_of(kernel) is None
+    if mask is not None and is_plain and not isinstance(getattr(kernel, "spectral", None), Mikan):
+        padding = padding_of_causal(mask, given.key.size(2))
+        if padding is not None:
+            return {"attn_mask": padding, "is_causal": True}
     return {"attn_mask": mask_of(module, given)}
 
 
