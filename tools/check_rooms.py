@@ -44,7 +44,8 @@ HOUSES = (
         r'#include "attention/cuda/([^"]+)"',
         [
             {""},  # the drivers
-            {"hopper", "linear", "split"},
+            {"linear"},
+            {"hopper", "split"},
             {"tensor_cores"},
             {"features"},
             {"cuda_cores"},

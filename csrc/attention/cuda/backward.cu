@@ -15,9 +15,10 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
                                   const FoldedRows& rows, const FoldedGradients& gradients) {
   const Stream stream = executor.stream;
   const float* logits = keys.high;
-  const bool on_hopper = route.unit == Unit::kHopper;
+  const bool is_linear = route.algorithm == Algorithm::kLinear;
+  const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
   const char* error = nullptr;
-  if (route.algorithm == Algorithm::kLinear) {
+  if (is_linear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients);
   }
   if (error == nullptr && wants_queries(params)) {

@@ -150,6 +150,7 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
       route.reason = reason;
       if (reason == nullptr) {
         route.algorithm = Algorithm::kLinear;
+        if (has_warpgroups()) route.unit = Unit::kHopper;
         return route;
       }
     }
@@ -174,9 +175,11 @@ Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   const bool is_forward = pass == Pass::kForward;
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
-  route.int8_scores =
-      route.unit == Unit::kHopper &&
-      (other.unit == Unit::kHopper || (is_forward && other.algorithm == Algorithm::kLinear));
+  const auto has_pairs = [](const Route& own) {
+    return own.unit == Unit::kHopper && own.algorithm == Algorithm::kQuadratic;
+  };
+  route.int8_scores = has_pairs(route) &&
+                      (has_pairs(other) || (is_forward && other.algorithm == Algorithm::kLinear));
   return route;
 }
 

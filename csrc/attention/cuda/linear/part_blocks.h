@@ -10,6 +10,10 @@ constexpr int kMomentWarps = 8;
 constexpr int kEntryRows = 4;                                       // a's of a warp
 constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // of chunks, in a block
 
+// By wgmma, on Hopper; so many blocks, with as many pairs each.
+const char* warpgroup_moments(const AttentionParams& params, const LinearTokens& tokens,
+                              const TokenParts& parts, unsigned blocks, Stream stream);
+
 namespace {
 
 // Which key head a block is about, and which of its parts.

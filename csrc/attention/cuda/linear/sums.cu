@@ -324,8 +324,10 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
   }
   if (has_moments) {
     const char* error =
-        launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
-               tokens, chunks, parts, twice_half(tokens.entry_scale));
+        has_warpgroups()
+            ? warpgroup_moments(params, tokens, parts, of_moments, stream)
+            : launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
+                     tokens, chunks, parts, twice_half(tokens.entry_scale));
     if (error != nullptr) return error;
   }
   const float* key_centers = of_keys == nullptr ? nullptr : of_keys->centers;
