@@ -115,13 +115,15 @@ racecheck() {
   IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
     -k "same_bits and (folded or causal or float32)"
 }
-# Attention beside torch's, in quadratic and in linear time, and steps of decoding.
+# Attention beside torch's, in quadratic and in linear time, whose sums are by wgmma and by
+# mma.sync; and steps of decoding.
 table() {
   IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 256 512 1024 2048 4096 16384 --rounds 5 &&
     IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
       --lengths 256 512 1024 --rounds 5 &&
     IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5 &&
+    IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 16384 --rounds 3 &&
     python benchmarks/gpu.py --decoding --rounds 5
 }
 maps() { python benchmarks/gpu.py --contributions --rounds 5; }

@@ -44,7 +44,8 @@ HOUSES = (
         r'#include "attention/cuda/([^"]+)"',
         [
             {""},  # the drivers
-            {"decoding", "hopper", "linear", "split"},
+            {"decoding", "linear"},
+            {"hopper", "split"},
             {"tensor_cores"},
             {"features"},
             {"cuda_cores"},

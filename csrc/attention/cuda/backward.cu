@@ -17,11 +17,12 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
                                   const FoldedRows& rows, const FoldedGradients& gradients) {
   const Stream stream = executor.stream;
   const float* logits = keys.high;
-  const bool on_hopper = route.unit == Unit::kHopper;
+  const bool is_linear = route.algorithm == Algorithm::kLinear;
+  const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
   const bool general_alone = on_hopper || route.int8_scores;
   GradientBegins begins;
   const char* error = nullptr;
-  if (route.algorithm == Algorithm::kLinear) {
+  if (is_linear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
   if (error == nullptr && wants_queries(params)) {

@@ -26,8 +26,9 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
   if (route.is_wide) {
     error = wide_forward(params, stream, tokens, parts);
   } else {
-    const bool on_hopper = route.unit == Unit::kHopper;
-    if (route.algorithm == Algorithm::kLinear) {
+    const bool is_linear = route.algorithm == Algorithm::kLinear;
+    const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
+    if (is_linear) {
       error = linear_forward(params, executor, tokens, begins);
     }
     if (route.is_short) {

@@ -162,6 +162,7 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
       route.reason = reason;
       if (reason == nullptr) {
         route.algorithm = Algorithm::kLinear;
+        if (has_warpgroups()) route.unit = Unit::kHopper;
         return route;
       }
     }
@@ -176,9 +177,14 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   return route;
 }
 
+// Whether a pass has pairs by Hopper's own kernels; sums of linear time are another thing.
+bool has_hopper_pairs(const Route& route) {
+  return route.unit == Unit::kHopper && route.algorithm == Algorithm::kQuadratic;
+}
+
 // Whether a pass has kernels of pairs with scores of integers, which are of the folded form.
 bool has_int8_pairs(const AttentionParams& params, const Route& route) {
-  if (route.unit == Unit::kHopper) return true;
+  if (has_hopper_pairs(route)) return true;
   return route.unit == Unit::kTensorCores && route.algorithm == Algorithm::kQuadratic &&
          !route.is_wide && !route.split_products && !is_general_alone(params) &&
          has_integer_products();
@@ -203,7 +209,7 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   route.int8_scores = takes_int8(params, in_double, pass, route);
-  route.is_short = route.unit == Unit::kHopper && pass == Pass::kForward && allows_short() &&
+  route.is_short = has_hopper_pairs(route) && pass == Pass::kForward && allows_short() &&
                    fits_short_forward(params, route.int8_scores);
   return route;
 }

@@ -36,12 +36,15 @@ TEST(Route, TheFastestHasNoReason) {
     EXPECT_EQ(usual.unit, Unit::kHopper);
     EXPECT_EQ(usual.algorithm, Algorithm::kQuadratic);
     EXPECT_EQ(usual.reason, nullptr);
-    EXPECT_EQ(route_of(call_of(65536), false, pass).algorithm, Algorithm::kLinear);
+    const Route linear = route_of(call_of(65536), false, pass);
+    EXPECT_EQ(linear.algorithm, Algorithm::kLinear);
+    EXPECT_EQ(linear.unit, Unit::kHopper);
     EXPECT_EQ(reason_of(call_of(65536), pass), "");
   }
   interpreter::set_warpgroups(false);
   EXPECT_EQ(route_of(call_of(512), false, Pass::kForward).unit, Unit::kTensorCores);
   EXPECT_EQ(reason_of(call_of(512)), "");  // on another GPU there is nothing faster
+  EXPECT_EQ(route_of(call_of(65536), false, Pass::kForward).unit, Unit::kTensorCores);
 }
 
 TEST(Route, ScoresInInt8) {

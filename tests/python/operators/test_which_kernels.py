@@ -247,7 +247,7 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     without_mask = KernelChoice("quadratic", "hopper", None) if is_hopper else tensor_cores
     forward_alone = without_mask._replace(unit="hopper_short") if is_hopper else without_mask
     assert said(*half) == (forward_alone, without_mask)
-    linear = KernelChoice("linear", "tensor_cores", None)
+    linear = KernelChoice("linear", "hopper" if is_hopper else "tensor_cores", None)
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
     forward, backward = said(*half, attn_mask=mask)

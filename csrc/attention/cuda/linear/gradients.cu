@@ -1,214 +1,13 @@
 // Gradients of features, of tokens that meet no others: products with moments for every feature.
-#include "attention/cuda/linear/gradients.h"
-#include "attention/cuda/linear/tiles.h"
+#include "attention/cuda/linear/gradient_rows.h"
 
 namespace ikattn::cuda {
 namespace {
 
 constexpr int kSquareRows = 64, kSquareStages = 4;
-constexpr uint32_t kSquareBytes = 2 * kMomentColumns, kSquareStage = kSquareRows * kSquareBytes;
-constexpr int kDotPitch = kChunk + 1, kMostChunks = 8;
-// Of a warp's 32 tokens: sums for a chunk, and what each chunk was multiplied with to fit Half.
-constexpr uint32_t kDotBytes = 32 * kDotPitch * 4, kFitBytes = 32 * kMostChunks * 4;
+constexpr uint32_t kSquareStage = kSquareRows * kSquareBytes;
 constexpr int64_t kGradientBytes =
     kSquareStages * int64_t{kSquareStage} + kEntryWarps * int64_t{kDotBytes + kFitBytes};
-
-// One of four numbers that four lanes have parts of: lane t has the sum of the t-th.
-__device__ __forceinline__ float sum_of_four(const float (&x)[4]) {
-  const int t = threadIdx.x % 4;
-  const bool odd = t % 2 != 0, late = t / 2 != 0;
-  float first = odd ? x[1] : x[0], second = odd ? x[3] : x[2];
-  first += __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
-  second += __shfl_xor_sync(0xffffffffu, odd ? x[2] : x[3], 1);
-  const float other = __shfl_xor_sync(0xffffffffu, late ? first : second, 2);
-  return (late ? second : first) + other;
-}
-
-// What a warp's 32 tokens are, of which side.
-struct WarpTokens {
-  const GradientSide& side;
-  const FeatureChunks& chunks;
-  int64_t bh, bk, place, first;  // head, key head, its sums, token
-
-  // Of all heads' tokens.
-  __device__ __forceinline__ int64_t index(int64_t i) const { return bh * side.tokens.N + i; }
-  __device__ __forceinline__ bool is_hidden(int64_t i) const {
-    return side.logits != nullptr && side.logits[index(i)] == minus_infinity<float>();
-  }
-};
-
-// Features times 16 columns of gram, from `gram` on.
-template <int F>
-__device__ __forceinline__ void multiply_by_gram(float (&products)[2][2][4],
-                                                 const Fragment (&features)[F / 16][2],
-                                                 const Half* gram) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int number = 1; number >= 0; --number) {  // the small one first
-    const Half* numbers = gram + number * (F * F) + lane / 4 * F + lane % 4 * 2;
-#pragma unroll
-    for (int k = 0; k < F / 16; ++k) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        const Half* from = numbers + column * 8 * F + 16 * k;
-        const uint32_t low = load_vector<uint32_t>(from);
-        const uint32_t high = load_vector<uint32_t>(from + 8);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          mma_m16n8k16<Half>(products[m][column], features[k][m].registers, low, high);
-        }
-      }
-    }
-  }
-}
-
-// Of a token, its own row times its row of products; lane t has it of the t-th of four tokens.
-template <typename T>
-__device__ __forceinline__ float dot_of_rows(const Fragment (&own)[kMomentColumns / 16][2],
-                                             const float (&products)[2][kMomentColumns / 8][4]) {
-  float parts[4] = {};
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int k = 0; k < kMomentColumns / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 two = unpack<T>(own[k][m].registers[i]);
-        const float (&sum)[4] = products[m][2 * k + i / 2];
-        parts[2 * m + i % 2] += two.x * sum[i % 2 * 2] + two.y * sum[i % 2 * 2 + 1];
-      }
-    }
-  }
-  return sum_of_four(parts);
-}
-
-// Gradients of a chunk of features, of the tokens' `dots` and their products with gram; see
-// finish_rows. What they bring to the scores of keys is added to `scores`.
-__device__ __forceinline__ void store_chunk(const WarpTokens& at, int chunk,
-                                            Shared<const float> dots, Shared<float> fits,
-                                            const float (&products)[2][2][4], float gram_unit,
-                                            float moment_unit, float (&scores)[2][2]) {
-  const GradientSide& side = at.side;
-  const LinearTokens& tokens = side.tokens;
-  const FeatureChunks& chunks = at.chunks;
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const bool of_keys = side.logits != nullptr;
-  Fragment of_chunk[2];
-  if (of_keys) {
-    load_chunk(of_chunk, tokens.phi + at.index(at.first) * chunks.width,
-               remaining_of(tokens.N, at.first), chunks, chunk);
-  }
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int own_row = m * 16 + g + 8 * half;
-      const int64_t i = at.first + own_row;
-      const bool there = i < tokens.N;
-      float delta = 1;
-      if (side.deltas != nullptr) {
-        delta = there ? side.deltas[at.bh * padded_tokens(tokens.N) + i] : 0.0f;
-      }
-      float gradient[2][2], most = 0;
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float dot = dots[own_row * kDotPitch + column * 8 + 2 * t + c];
-          const float x = dot * moment_unit - products[m][column][2 * half + c] * gram_unit * delta;
-          gradient[column][c] = x;
-          const float size = fabsf(x);
-          most = is_finite(size) && size > most ? size : most;
-        }
-        if (!of_keys) continue;
-        const float2 two = unpack<Half>(of_chunk[m].registers[2 * column + half]);
-        scores[m][half] += two.x * gradient[column][0] + two.y * gradient[column][1];
-      }
-      most = max_of_lanes<4>(most);
-      const float fit = most > 0 ? fitting_power(most) : 0x1p126f;
-      if (t == 0) fits[own_row * kMostChunks + chunk] = fit;
-      Half* gradients = side.gradients.rows + at.index(i) * chunks.width;
-      store_tiles(gradients + chunks.column(chunk), there,
-                  pack_f16x2(gradient[0][0] * fit, gradient[0][1] * fit),
-                  pack_f16x2(gradient[1][0] * fit, gradient[1][1] * fit));
-    }
-  }
-}
-
-// Gradients of features get one scale for a row; until now each chunk has one, in `fits`. A lane
-// finds again what it has stored. Columns of no feature become zero.
-__device__ __forceinline__ void finish_rows(const WarpTokens& at, Shared<const float> fits,
-                                            int64_t heads) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const FeatureChunks& chunks = at.chunks;
-#pragma unroll 1
-  for (int index = 0; index < 4; ++index) {
-    const int own_row = index / 2 * 16 + index % 2 * 8 + g;
-    const int64_t i = at.first + own_row;
-    if (i >= at.side.tokens.N) continue;
-    float fit = 0x1p126f;
-    for (int chunk = 0; chunk < chunks.count; ++chunk) {
-      fit = fminf(fit, fits[own_row * kMostChunks + chunk]);
-    }
-    const float scale = at.side.scales[at.bh * at.side.scale_stride + i];
-    const bool is_zero = scale == 0 || at.is_hidden(i);
-    if (t == 0) {
-      at.side.gradients.scales[scale_place(0, heads, at.bh, at.side.tokens.N) + i] =
-          is_zero ? 0.0f : 2 * scale / fit / at.side.pair_units[at.bk];
-    }
-    Half* gradients = at.side.gradients.rows + at.index(i) * chunks.width + t % 2 * 8 + t / 2 * 4;
-    for (int column = 0; column < chunks.width; column += kChunk) {
-      const int half = column / (chunks.width / 2);
-      const int chunk = (column - half * (chunks.width / 2)) / kChunk;
-      uint2 four = make_uint2(0, 0);
-      if (chunk < chunks.of_cosines && !is_zero) {
-        float ratio = fit / fits[own_row * kMostChunks + half * chunks.of_cosines + chunk];
-        if (scale != scale) ratio = scale;  // a poisoned row is NaN, not 0
-        four = load_vector<uint2>(gradients + column);
-        const float2 low = unpack<Half>(four.x), high = unpack<Half>(four.y);
-        four.x = pack_f16x2(low.x * ratio, low.y * ratio);
-        four.y = pack_f16x2(high.x * ratio, high.y * ratio);
-      }
-      store_vector(gradients + column, four);
-    }
-  }
-}
-
-// Gradients of keys' logits: half of phi' . dphi', `scores`, and what the term of eps brings.
-template <typename T>
-__device__ __forceinline__ void store_logit_gradients(const WarpTokens& at, const LinearSums& sums,
-                                                      const LinearHead& head,
-                                                      const Fragment (&own)[kMomentColumns / 16][2],
-                                                      const float (&scores)[2][2]) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const float* center = at.side.centers + at.bk * kMomentColumns + 2 * t;
-  const float* total = sums.centers + at.place * kMomentColumns + 2 * t;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    float of_eps[2] = {};
-#pragma unroll
-    for (int k = 0; k < kMomentColumns / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 16 * k + i / 2 * 8;
-        const float2 two = unpack<T>(own[k][m].registers[i]);
-        const float2 mean = load_vector<float2>(center + column);
-        const float2 sum = load_vector<float2>(total + column);
-        of_eps[i % 2] += (two.x - mean.x) * sum.x + (two.y - mean.y) * sum.y;
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float score = sum_of_lanes<4>(scores[m][half]);
-      const float eps = sum_of_lanes<4>(of_eps[half]) * head.row_unit - head.terms;
-      const int64_t j = at.first + m * 16 + g + 8 * half;
-      if (j >= at.side.tokens.N || t != 0) continue;
-      const float term = at.side.tokens.terms[at.bh * padded_tokens(at.side.tokens.N) + j];
-      at.side.grad_logits[at.index(j)] =
-          at.is_hidden(j) ? 0.0f : (score + term * eps) / at.side.pair_units[at.bk];
-    }
-  }
-}
 
 // 256 tokens: gradients of their features. For every feature a the moments of all b pass by, and
 // the features' product with them meets the tokens' own rows.
@@ -254,16 +53,9 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   Fragment features[F / 16][2];
 #pragma unroll
   for (int k = 0; k < F / 16; ++k) load_chunk(features[k], phi, count, chunks, k);
-  const T* rows = rows_of<T>(tokens, side.rows, at.bh) + warp_row * side.rows.stride[2];
+  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, place, warp_row};
   Fragment own[kMomentColumns / 16][2];
-#pragma unroll
-  for (int k = 0; k < kMomentColumns / 16; ++k) {
-    load_rows(own[k], [&](int i, int column) {
-      return i < count && 16 * k + column < tokens.row_columns
-                 ? load_vector<uint32_t>(rows + i * side.rows.stride[2] + 16 * k + column)
-                 : 0u;
-    });
-  }
+  load_own_rows<T>(own, rows_of_warp, count);
 
   const FragmentPlaces places = FragmentPlaces::of_rows(base, kSquareBytes);
   Shared<float> dots =
@@ -274,7 +66,6 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   const LinearHead head = sums.heads[place];
   const float moment_unit = head.moment_unit * (of_keys ? head.row_unit : 1.0f);
   const Half* gram = sums.gram + place * int64_t{2 * F * F};
-  const WarpTokens rows_of_warp{side, chunks, at.bh, bk, place, warp_row};
   float logit_sums[2][2] = {};
   uint32_t stage = 0;
   for (int chunk_a = 0; chunk_a < chunks.count; ++chunk_a) {
@@ -297,7 +88,12 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
         }
         stage = (stage + 1) % kSquareStages;
       }
-      dots[(t / 2 * 16 + t % 2 * 8 + g) * kDotPitch + a] = dot_of_rows<T>(own, products);
+      float parts[2][2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        dots_of_rows<T>(parts[m], own, m, [&](int n, int i) { return products[m][n][i]; });
+      }
+      dots[(t / 2 * 16 + t % 2 * 8 + g) * kDotPitch + a] = sum_of_four(parts);
     }
     __syncwarp();
 
@@ -318,6 +114,10 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
 
 const char* feature_gradients(const AttentionParams& params, const GradientSide& side,
                               const LinearSums& sums, Stream stream) {
+  const bool is_causal = sums.prefixes.tokens > 0;  // Hopper's take one table a head
+  if (has_warpgroups() && !is_causal) {
+    return warpgroup_feature_gradients(params, side, sums, stream);
+  }
   const FeatureChunks chunks(params);
   const int64_t blocks = params.B * side.tokens.heads * ceil_div(side.tokens.N, kEntryTokens);
   const auto launch_sides = [&]<typename T>() {

@@ -2,37 +2,17 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/cuda/linear/parts.h"
-#include "attention/cuda/tensor_cores/blocks.h"
+#include "attention/cuda/linear/part_blocks.h"
 
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kMomentThreads = 256;
-constexpr int kMomentWarps = kMomentThreads / 32;
+constexpr int kMomentThreads = kMomentWarps * 32;
 constexpr int kMomentStages = 3;
-constexpr int kEntryRows = 4;                                       // a's of a warp
-constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // of chunks, in a block
 constexpr uint32_t kRowBytes = 128;
 constexpr uint32_t kMomentTile = kStep * kRowBytes;
 constexpr uint32_t kMomentStage = 2 * kMomentTile;  // features, and values
 constexpr int kSumTokens = 512;
-
-// Which key head a block is about, and which of its parts.
-struct PartBlock {
-  int64_t bk, first, end;  // key head, tokens
-  int part;
-
-  __device__ __forceinline__ PartBlock(const LinearTokens& tokens, const Shares& shares,
-                                       unsigned index)
-      : bk(index / shares.count), part(static_cast<int>(index % shares.count)) {
-    first = shares.first_of(part);
-    end = min(first + shares.tokens, tokens.N);
-  }
-  __device__ __forceinline__ int tiles() const {
-    return static_cast<int>((end - first + kStep - 1) / kStep);
-  }
-};
 
 // Sums over kSumTokens tokens of a head; a warp takes one at a time.
 __global__ void __launch_bounds__(kMomentThreads, 2)
@@ -257,23 +237,8 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   cp_async_wait<0>();
 
   // 3. The moments of the part.
-  const int pair = group * kPairsTogether + own;
-  if (pair >= chunks.pairs()) return;
-  float* rows =
-      parts.moments +
-      (((at.part * parts.heads + at.bk) * parts.slices + slice) * int64_t{chunks.pairs()} + pair) *
-          (kPairEntries * kMomentColumns);
-#pragma unroll
-  for (int r = 0; r < kEntryRows; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* entry = rows + ((a0 + r) * kChunk + lane / 4 + 8 * half) * kMomentColumns;
-      for_pairs<kMomentColumns>([&](int at_column, int n) {
-        store_vector(entry + at_column,
-                     make_float2(sums[r][n][2 * half], sums[r][n][2 * half + 1]));
-      });
-    }
-  }
+  store_moments(parts, chunks, at, slice, group * kPairsTogether + own, a0,
+                [&](int r, int n, int i) { return sums[r][n][i]; });
 }
 
 // As many as give every multiprocessor eight blocks, where a share of all heads has so many; of
@@ -376,8 +341,10 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
   }
   if (has_moments) {
     const char* error =
-        launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
-               tokens, chunks, parts, twice_half(tokens.entry_scale));
+        has_warpgroups()
+            ? warpgroup_moments(params, tokens, parts, of_moments, stream)
+            : launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
+                     tokens, chunks, parts, twice_half(tokens.entry_scale));
     if (error != nullptr) return error;
   }
   return finish_sums(params, tokens, parts, sums, key_centers, stream);

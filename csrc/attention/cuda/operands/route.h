@@ -16,7 +16,7 @@ enum class Unit { kCudaCores, kTensorCores, kHopper };
 
 struct Route {
   // kLinear: but for queries, or heads, that it would not be exact for. These are found on the
-  // device, and take quadratic time in the same call.
+  // device, and take quadratic time in the same call, by mma.sync.
   Algorithm algorithm = Algorithm::kQuadratic;
   Unit unit = Unit::kCudaCores;
   bool is_wide = false;  // tensor cores: more than 64 frequencies, or 128 columns of the value
