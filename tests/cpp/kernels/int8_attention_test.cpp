@@ -82,9 +82,11 @@ TEST_F(Int8AttentionOnDevice, WeighsAsHoppersKernelsDo) {
     Call call(c = of_type(c, ElementType::kBFloat16));
     const Results own = device_results(call, c);
     interpreter::set_warpgroups(true);
+    setenv("IKATTN_SHORT", "0", 1);
     const int before = interpreter::launches_of("warpgroup_int8");
     const Results theirs = device_results(call, c);
     EXPECT_EQ(interpreter::launches_of("warpgroup_int8"), before + 1);
+    unsetenv("IKATTN_SHORT");
     interpreter::set_warpgroups(false);
     // Sums of the same weights, in another order of keys.
     expect_close(own.log_normalizer, theirs.log_normalizer, 0x1p-20, "log_normalizer");

@@ -209,8 +209,10 @@ TEST(Route, SaysWhatHoldsACallBack) {
   params.is_causal = true;
   EXPECT_EQ(route_of(params, false, Pass::kForward).algorithm, Algorithm::kLinear);
   const Route backward = route_of(params, false, Pass::kBackward);
-  EXPECT_STREQ(backward.reason, "on CUDA the backward in linear time is not causal");
+  EXPECT_EQ(backward.algorithm, Algorithm::kLinear);
   EXPECT_EQ(backward.unit, Unit::kHopper);
+  EXPECT_FALSE(backward.int8_scores);
+  EXPECT_FALSE(route_of(params, false, Pass::kForward).is_short);
   params.linear_time = LinearTime::kAlways;
   params.L = params.S = 256;  // one chunk
   EXPECT_EQ(route_of(params, false, Pass::kForward).algorithm, Algorithm::kQuadratic);

@@ -265,8 +265,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     if (row0 >= params.L && !places.is_ring()) continue;
     ShortRows<V> rows;
     keys.pass(phi_q, tiles_met<kKeys>(params, kCausal, at.i0), row0, state, eps, values, rows);
-    store_short<V>(params, tokens, shares, item, group,
-                   kInt8 ? tokens.int8.log_scale : tokens.log_scale, poison, rows);
+    store_short<V>(params, tokens, shares, item, group, tokens.log_scale, poison, rows);
   }
   values.finish();
 #else
