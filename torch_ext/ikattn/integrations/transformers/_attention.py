@@ -1,6 +1,6 @@
 """The attention function "ikattn_implicit" that transformers calls.
 
-Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def register_implicit() -> None:
 
 
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
-    """The query [B, H, T, d] whose dot product with a key is to be divided by sqrt(d)."""
+    """The query [B, H, L, d] whose dot product with a key is to be divided by sqrt(d)."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     return query if abs(factor - 1.0) < 1e-6 else query * factor
 
@@ -71,15 +71,15 @@ def _implicit_attention(
 
     Args:
         module: The attention module, with its kernel.
-        query: [B, H, T, d].
+        query: [B, H, L, d].
         key, value: [B, G, S, d] and [B, G, S, d_v].
-        attention_mask: Broadcastable to [B, H, T, S]; bool, True = may attend, or floating point.
+        attention_mask: Broadcastable to [B, H, L, S]; bool, True = may attend, or floating point.
         dropout: Probability on the weights; 0 outside training.
         scaling: Of query . key; see ``use_implicit_attention``.
         options: position_bias, added to the logits; is_causal; output_attentions.
 
     Returns:
-        The output [B, T, H, d_v], and the weights [B, H, T, S] with output_attentions, else None.
+        The output [B, L, H, d_v], and the weights [B, H, L, S] with output_attentions, else None.
     """
     _refuse(module, options)
     if not torch.compiler.is_compiling():
@@ -144,7 +144,7 @@ def _from_state(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The output [B, H, T, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
+    """The output [B, H, L, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
     reasons = {
         "output_attentions": options.get("output_attentions"),
         "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
@@ -174,7 +174,7 @@ def _from_kept_features(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor | None:
-    """The output [B, H, T, d_v] where a ``feature_cache`` has the keys; None: make their features.
+    """The output [B, H, L, d_v] where a ``feature_cache`` has the keys; None: make their features.
 
     Features are those of frequencies that stay as they are and depend on no input. Many queries,
     as those of a prompt, are worth making them in the operator, which keeps no weights.
@@ -278,7 +278,7 @@ def _packed_attention(
     p: float | None,
     dropout: float,
 ) -> Tensor:
-    """The output [B, T, H, d_v] of sequences that are packed in rows, one or more of them."""
+    """The output [B, L, H, d_v] of sequences that are packed in rows, one or more of them."""
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output = implicit_kernel_attention_varlen(
         q,
@@ -326,7 +326,7 @@ def _hybrid_attention(
     dropout: float,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output [B, H, T, d_v] where some heads compute softmax, and weights where wanted."""
+    """The output [B, H, L, d_v] where some heads compute softmax, and weights where wanted."""
     query, key, value = tokens
     groups = query.size(1) // key.size(1)
     mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)

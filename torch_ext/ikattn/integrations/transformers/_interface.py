@@ -3,7 +3,7 @@
 transformers 5 looks its attention functions up by the name in a model's config, and the functions
 that make its masks by the same name.
 
-Sizes: B batch, H query heads, G key/value heads, T queries, S keys, d head size.
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _on_purpose: set[int] = set()  # ids of configs
 class Given(NamedTuple):
     """What an attention module passed to its attention function."""
 
-    query: Tensor  # [B, H, T, d]
+    query: Tensor  # [B, H, L, d]
     key: Tensor  # [B, G, S, d]
     value: Tensor  # [B, G, S, d_v]
-    attention_mask: Tensor | None  # broadcastable to [B, H, T, S]; bool: True = may attend
+    attention_mask: Tensor | None  # broadcastable to [B, H, L, S]; bool: True = may attend
     implementation: str  # that computed the output
     options: dict[str, Any]  # the other arguments
 
@@ -136,7 +136,7 @@ def mask_of(module: nn.Module, given: Given) -> Tensor | None:
     if mask is not None and mask.dim() != 4:
         raise NotImplementedError(
             f"{type(module).__name__} got an attention mask of shape {list(mask.shape)}; "
-            "masks must have shape [B, H or 1, T, S]"
+            "masks must have shape [B, H or 1, L, S]"
         )
     if mask is None and is_causal(module, given):
         sizes = (given.query.size(2), given.key.size(2))

@@ -107,7 +107,7 @@ class GeneratedKernel(Regularized, SoftmaxHeads):
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """w1 and w2 for queries [B, H, T, d], keys [B, G, S, d] and padding [B, S]."""
+        """w1 and w2 for queries [B, H, L, d], keys [B, G, S, d] and padding [B, S]."""
         groups = query.size(1) // key.size(1)
         key = key.repeat_interleave(groups, 1) if groups > 1 else key
         drawn = self._frequencies(query, key, key_padding_mask, None)

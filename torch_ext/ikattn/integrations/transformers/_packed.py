@@ -1,8 +1,8 @@
 """Packed batches of transformers: several sequences in one row, told apart by mask or by lengths.
 
 transformers tells an attention function of them in two ways. Positions that restart make a mask,
-[B, 1, T, T], whose blocks on the diagonal are the sequences; ``FlashAttentionKwargs`` are where
-they begin. Sizes: B batch, H query heads, G key/value heads, T tokens, N sequences.
+[B, 1, L, L], whose blocks on the diagonal are the sequences; ``FlashAttentionKwargs`` are where
+they begin. Sizes: B batch, H query heads, G key/value heads, L tokens, N sequences.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ def sequences_in(mask: Tensor | None, query: Tensor, key: Tensor) -> Sequences |
     """The sequences that a mask keeps apart; None where it is no mask of packed sequences.
 
     Args:
-        mask: Bool [B, 1, T, T], True = may attend; any other is none of packed sequences.
-        query: [B, H, T, d].
-        key: [B, G, T, d].
+        mask: Bool [B, 1, L, L], True = may attend; any other is none of packed sequences.
+        query: [B, H, L, d].
+        key: [B, G, L, d].
 
     Returns:
-        Where sequences begin in the B * T tokens of the batch, row after row.
+        Where sequences begin in the B * L tokens of the batch, row after row.
     """
-    T = query.size(2)
-    shape = (query.size(0), 1, T, T)
-    if mask is None or mask.dtype != torch.bool or mask.shape != shape or key.size(2) != T:
+    L = query.size(2)
+    shape = (query.size(0), 1, L, L)
+    if mask is None or mask.dtype != torch.bool or mask.shape != shape or key.size(2) != L:
         return None
-    if T < 2 or torch.compiler.is_compiling():
+    if L < 2 or torch.compiler.is_compiling():
         return None
     # a layer may hand on a view of the model's mask, such as of as many keys as there are
     whole = mask if mask._base is None or mask._base.shape != shape else mask._base
@@ -74,11 +74,11 @@ def sequences_in(mask: Tensor | None, query: Tensor, key: Tensor) -> Sequences |
 
 
 def _look_at(mask: Tensor) -> Sequences | None:
-    """The same of a mask [B, T, T] that nobody has looked at."""
-    sees_last = mask.diagonal(-1, 1, 2)  # [B, T - 1]: whether token t + 1 sees token t
+    """The same of a mask [B, L, L] that nobody has looked at."""
+    sees_last = mask.diagonal(-1, 1, 2)  # [B, L - 1]: whether token t + 1 sees token t
     if bool(sees_last.all()):
         return None
-    begins = torch.nn.functional.pad(~sees_last, (1, 0), value=True)  # [B, T]
+    begins = torch.nn.functional.pad(~sees_last, (1, 0), value=True)  # [B, L]
     number = begins.cumsum(1)
     together = number[:, :, None] == number[:, None, :]
     is_causal = torch.equal(mask, together.tril())

@@ -81,7 +81,7 @@ def share_kernels(model: nn.Module) -> None:
 
 
 def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> None:
-    """Checks the heads of queries [B, H, T, d] and, where they are shared out, keys [B, G, S, d].
+    """Checks the heads of queries [B, H, L, d] and, where they are shared out, keys [B, G, S, d].
 
     Raises:
         RuntimeError: Under tensor parallelism, they are not those of the kernel's part.
