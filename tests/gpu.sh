@@ -13,10 +13,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(build programs suite suite_linear suite_mma float32 calls replay memcheck racecheck table maps)
+parts=(build programs suite suite_linear suite_mma float32 calls replay memcheck racecheck table compare maps)
 # Seconds; of `build` with a wheel.
-declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [float32]=40 [calls]=30
-  [replay]=40 [memcheck]=60 [racecheck]=40 [table]=90 [maps]=30)
+declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [float32]=30 [calls]=30
+  [replay]=30 [memcheck]=50 [racecheck]=30 [table]=80 [compare]=50 [maps]=30)
 without_wheel=600
 
 wheel=""
@@ -115,16 +115,22 @@ racecheck() {
   IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
     -k "same_bits and (folded or causal or float32)"
 }
-# Attention beside torch's, in quadratic and in linear time, whose sums are by wgmma and by
-# mma.sync; and steps of decoding.
+# Attention beside torch's, in quadratic and in linear time.
 table() {
   IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 256 512 1024 2048 4096 16384 --rounds 5 &&
-    IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
-      --lengths 256 512 1024 --rounds 5 &&
-    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5 &&
+    IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
+}
+# What is beside the table: without the kernel of short calls; by mma.sync, scores in int8 or not, and
+# sums of linear time; steps of decoding.
+compare() {
+  IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
+    --lengths 256 512 1024 --rounds 3 &&
+    IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex --lengths 4096 --rounds 3 &&
+    IKATTN_HOPPER=0 IKATTN_INT8=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
+      --lengths 4096 --rounds 3 &&
     IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 16384 --rounds 3 &&
-    python benchmarks/gpu.py --decoding --rounds 5
+    python benchmarks/gpu.py --decoding --rounds 3
 }
 maps() { python benchmarks/gpu.py --contributions --rounds 5; }
 

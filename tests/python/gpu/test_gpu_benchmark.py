@@ -26,7 +26,7 @@ def rivals(source_tree: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("choice", "comparisons"),
     [
-        ([], 14),  # causal or not, three masks, two of few queries: forward and backward
+        ([], 16),  # causal or not, three masks, dropout, two of few queries: forward and backward
         (["--lengths", "16", "64"], 8),
         (["--contributions"], 1),
         (["--decoding", "--lengths", "64"], 3),
