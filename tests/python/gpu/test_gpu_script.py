@@ -34,7 +34,7 @@ def test_all_parts_take_at_most_eight_minutes(source_tree: Path, tmp_path: Path)
     limits = {name: int(seconds) for name, seconds in (line.split() for line in listed)}
     assert list(limits) == [
         *("build", "programs", "suite", "suite_linear", "suite_mma", "float32", "calls"),
-        *("replay", "memcheck", "racecheck", "table", "maps"),
+        *("replay", "memcheck", "racecheck", "table", "compare", "maps"),
     ]
     assert sum(limits.values()) <= 8 * 60
 
