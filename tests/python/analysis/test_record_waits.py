@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.analysis import Recording, record
-from ikattn.analysis._recorder import runs, transfers
+from ikattn.analysis._recorder import following, runs, transfers
 from ikattn.analysis._recorder.known_sums import known_sum
 
 B, L, D, H = 2, 5, 16, 4
@@ -165,12 +165,15 @@ def test_batches_are_awaited_where_somebody_looks(monkeypatch: pytest.MonkeyPatc
     model, x = Encoder().eval(), torch.randn(B, L, D)
     with record(model) as recording:
         model(x)
+        assert not vars(recording)["batches"]
+        assert not vars(recording)["layers"]
         assert recording.names == ["blocks.0.self_attn", "blocks.1.self_attn"]
-        assert not vars(recording)["_batches"]
+        assert len(vars(recording)["batches"]) == 1
         again = pickle.loads(pickle.dumps(recording))
         assert len(again.batches) == len(recording.batches) == 1
         model(x)
-    assert len(vars(recording)["_batches"]) == 2
+        assert len(pickle.loads(pickle.dumps(recording)).batches) == 2
+    assert len(vars(recording)["batches"]) == 2
     assert len(copy.deepcopy(recording).batches) == 2
     with record(model) as recording:
         model(x)
@@ -186,3 +189,76 @@ def test_on_layer_gets_layers_once_they_have_been_looked_at() -> None:
         with pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up"):
             model(x)
     assert seen[2:] == [(1, "blocks.0.self_attn")]
+
+
+def test_a_call_that_was_refused_leaves_no_layers() -> None:
+    model, x = Encoder().eval(), torch.randn(B, L, D)
+    with record(model, maps=MAPS) as recording:
+        model(x)
+        vars(recording)["batches"].clear()
+        model.more = 0.1
+        model(x)
+        with pytest.raises(RuntimeError, match="does not add up"):
+            recording["blocks.1.self_attn"]
+
+
+def test_one_call_that_is_wrong_is_all_that_is_lost() -> None:
+    """Of all its layers how their sums were found is forgotten at once."""
+
+    class Shifted(Encoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].norm1.register_forward_pre_hook(lambda n, a: (a[0] + self.more,))
+
+    model, x = Shifted().eval(), torch.randn(B, L, D)
+    with record(model, maps=MAPS) as recording:
+        model(x)
+        model.more = 0.1
+        model(x)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.self_attn does not add up"):
+            len(recording.batches)
+        model.more = 0.0
+        for block in model.blocks:
+            assert known_sum(block.self_attn, block.norm1, is_input=True) is None
+        model(x)
+        assert len(recording.batches) == 2
+
+
+def test_what_was_known_is_not_taken_in_training() -> None:
+    """There dropout may hide a sum, and that is no error."""
+
+    class Block(nn.TransformerEncoderLayer):
+        def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made = self.self_attn(x, x, x, need_weights=False)[0]
+            return nn.functional.dropout(made, 0.5, self.training)
+
+    model, x = Block(D, H, 32, 0.0, batch_first=True), torch.randn(B, L, D)
+    model.eval()
+    with record(model, maps=("summed",)) as recording:
+        model(x)
+        model.train()
+        for _ in range(3):
+            model(x)
+        assert len(recording.batches) == 4
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_norm_that_changes_is_followed_as_before(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Maps through it that were not asked for by name are left out, where nothing waits."""
+    monkeypatch.setattr(following, "takes_waiting", lambda x: waits)
+    model, x = Encoder(norm_first=True).eval(), torch.randn(B, L, D)
+    norm = model.blocks[0].norm2
+    with record(model, maps=None) as recording:
+        model(x)
+        forward = norm.forward
+        norm.forward = lambda x: forward(x) + 1
+        model(x)
+        if waits:
+            with pytest.raises(RuntimeError, match=r"blocks\.0\.self_attn does not add up"):
+                len(recording.batches)
+            model(x)
+        name = "blocks.0.self_attn"
+        assert recording.batches[0][name].encoder is not None
+        assert recording.batches[-1][name].encoder is None

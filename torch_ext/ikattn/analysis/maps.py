@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -88,23 +88,32 @@ def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool 
         )
 
 
-class _Batches:
-    """``batches`` of a recording: what is on its way is awaited where somebody looks."""
+Kept = TypeVar("Kept", list[Batch], dict[str, Layer])
 
-    def __get__(self, owner: RecordedMaps | None, type_: type | None = None) -> list[Batch]:
+
+class _Awaited(Generic[Kept]):
+    """A field of a recording: what is on its way is awaited where somebody looks."""
+
+    def __init__(self, make: Callable[[Any], Kept]) -> None:
+        self._make: Callable[[Any], Kept] = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: RecordedMaps | None, type_: type | None = None) -> Kept:
         if owner is None:
             return ()  # type: ignore[return-value]  # the default, which __set__ copies
         awaited = owner.__dict__.get(_AWAIT)
         if awaited is not None:
             awaited()
-        batches: list[Batch] = owner.__dict__[_BATCHES]
-        return batches
+        kept: Kept = owner.__dict__[self._name]
+        return kept
 
-    def __set__(self, owner: RecordedMaps, batches: list[Batch]) -> None:
-        owner.__dict__[_BATCHES] = list(batches)
+    def __set__(self, owner: RecordedMaps, value: Kept) -> None:
+        owner.__dict__[self._name] = self._make(value)
 
 
-_BATCHES, _AWAIT = "_batches", "_await_batches"
+_AWAIT = "_await_batches"
 
 
 @dataclass
@@ -121,16 +130,22 @@ class RecordedMaps:
 
     model: str
     maps: tuple[str, ...]
-    layers: dict[str, Layer] = field(default_factory=dict)
-    batches: _Batches = _Batches()
+    layers: _Awaited[dict[str, Layer]] = _Awaited(dict)
+    batches: _Awaited[list[Batch]] = _Awaited(list)
     left_out: tuple[str, ...] = ()
 
     def keep(self, batch: Batch) -> None:
         """Adds the maps of a forward call, which are there."""
-        self.__dict__[_BATCHES].append(batch)
+        self.__dict__["batches"].append(batch)
+
+    def keep_layers(self, layers: Mapping[str, Layer]) -> None:
+        """Adds what is known of layers, but for those that are there."""
+        known = self.__dict__["layers"]
+        for name, layer in layers.items():
+            known.setdefault(name, layer)
 
     def await_batches_by(self, call: Callable[[], None] | None) -> None:
-        """Sets what is called before somebody looks at ``batches``; None: nothing."""
+        """Sets what is called before somebody looks at layers or batches; None: nothing."""
         self.__dict__[_AWAIT] = call
 
     def __getstate__(self) -> dict[str, Any]:

@@ -66,12 +66,15 @@ class Settlement:
         found: dict[int, list[list[float]]] = {}
         for own, copy in copies:
             found.update(zip(own, copy.tolist(), strict=True))
+        error: RuntimeError | None = None
         for number, claim in enumerate(claims):
             off = claim.distance.off_of(found[number])
             if off > claim.distance.tolerance:
                 if claim.at_fault is not None:
                     claim.at_fault()
-                raise claim.error(off)
+                error = error or claim.error(off)
+        if error is not None:
+            raise error
 
 
 def settle(claims: list[Claim]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.flow import Distance, rows_of
+from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import (
@@ -321,14 +323,15 @@ class Follower:
     def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """The norm before the second half of a "pre" block has run; one of another kind is left."""
         is_required = "encoder" in run.plan.asked.required
-        is_known = is_required or norm in self._known_readers
+        is_known = is_required or (takes_waiting(x) and norm in self._known_readers)
         try:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
                 claim = run.norm_claim(norm, stats, x, out)
             if is_known:
-                call.claims.append(claim)
+                fault = partial(self._known_readers.discard, norm)
+                call.claims.append(claim._replace(at_fault=fault))
             else:
                 settle([claim])
                 self._known_readers.add(norm)

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
 from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis._recorder.transformers_attention import interface_call
-from ikattn.analysis.maps import Batch
+from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.recording import Recording
 from ikattn.integrations.transformers._interface import Given
 from ikattn.nn._over_ranks import goes_over_ranks
@@ -49,6 +49,15 @@ from ikattn.nn._over_ranks import goes_over_ranks
 __all__ = ["OnLayer", "OnRun", "Recorder"]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+
+
+class _Ended(NamedTuple):
+    """A call that has ended, whose maps and numbers are on their way."""
+
+    layers: dict[str, Layer]
+    batch: Batch
+    settlement: Settlement
+    arrival: Arrival
 
 
 class Recorder:
@@ -75,7 +84,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
-        self._ended: deque[tuple[Batch, Settlement, Arrival]] = deque()
+        self._ended: deque[_Ended] = deque()
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
@@ -211,13 +220,12 @@ class Recorder:
         if self._on_layer is not None:
             self._maker.hand_over(call, waits=True)
             arrival.wait()
-        if arrival.is_over():
             settlement.check()
+            with self._lock:
+                self._recording.keep_layers(call.layers)
+            return
         with self._lock:
-            for name, layer in call.layers.items():
-                self._recording.layers.setdefault(name, layer)
-            if self._on_layer is None:
-                self._ended.append((call.batch, settlement, arrival))
+            self._ended.append(_Ended(call.layers, call.batch, settlement, arrival))
         self.keep_ended(waits=False)
 
     def keep_ended(self, *, waits: bool) -> None:
@@ -228,15 +236,17 @@ class Recorder:
         """
         error: RuntimeError | None = None
         with self._lock:
-            while self._ended and (waits or self._ended[0][2].is_over()):
-                batch, settlement, arrival = self._ended.popleft()
-                arrival.wait()
+            while self._ended and (waits or self._ended[0].arrival.is_over()):
+                ended = self._ended[0]  # stays there, should somebody press Ctrl-C
+                ended.arrival.wait()
                 try:
-                    settlement.check()
+                    ended.settlement.check()
                 except RuntimeError as wrong:
                     error = error or wrong
+                    self._ended.popleft()
                 else:
-                    self._recording.keep(batch)
+                    self._recording.keep_layers(ended.layers)
+                    self._recording.keep(self._ended.popleft().batch)
         if error is not None:
             raise error
 

@@ -299,7 +299,7 @@ class Run:
 
         That it adds up this time, too, becomes a claim.
         """
-        if self.plan.parts.block == "found" or not takes_waiting(x):
+        if not self._may_be_known(x):
             return None
         layer = self.plan.module
         known = known_sum(layer, module, is_input)
@@ -323,12 +323,16 @@ class Run:
             claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
         return Sum(residual, known.variant), is_as_it_was
 
+    def _may_be_known(self, x: Tensor) -> bool:
+        """Whether a sum is looked for where it was; in training dropout may hide it."""
+        is_named = self.plan.parts.block != "found"
+        return is_named and not self.plan.module.training and takes_waiting(x)
+
     def _remember(
         self, x: Tensor, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool
     ) -> None:
         """Keeps how a plain sum was found, where finding it takes waiting."""
-        is_plain = found.scale is None and not found.has_other
-        if self.plan.parts.block == "found" or not is_plain or not takes_waiting(x):
+        if found.scale is not None or found.has_other or not self._may_be_known(x):
             return
         candidate = next(n for n, seen in enumerate(self.residuals) if seen is found.residual)
         remember(

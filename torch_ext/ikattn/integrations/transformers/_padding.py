@@ -48,7 +48,8 @@ def one_row_for_all(make_mask: Callable[..., Any]) -> Callable[..., Any]:
             row = make_mask(*arguments, **named | {"q_length": 1})
             return row if row is None else row.expand(-1, -1, named["q_length"], -1)
         made = make_mask(*arguments, **named)
-        if made is not None and function is masks.causal_mask_function:
+        # nobody knows what arguments without names are
+        if made is not None and not arguments and function is masks.causal_mask_function:
             _remember(made, named)
         return made
 
@@ -70,6 +71,8 @@ def padding_of_causal(mask: Tensor, keys: int) -> Tensor | None:
     """
     if torch.compiler.is_compiling() or mask.is_inference():
         return None
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # a graph that is replayed may find other elements in it
     whole = mask if mask._base is None else mask._base
     known = _OF_CAUSAL.get(whole)
     if known is None or known.place != _place_of(mask) or known.version != whole._version:
