@@ -111,8 +111,8 @@ full-sets: test-sets
 full-cuda: cuda-check
 
 # Python tests of a GPU without one, in the interpreter: in float16, for the tensor cores, and maps;
-# bfloat16 goes the same way, and is in the C++ tests. Hopper's own kernels take no masks and no
-# dropout, what goes without pairs is not causal either. docs/guide/cuda.md has the rest.
+# bfloat16 goes the same way, and is in the C++ tests. Linear time takes no masks and no dropout.
+# docs/guide/cuda.md has the rest.
 full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	@cmake -S . -B "$(cmake_build)" -DIKATTN_BUILD_TESTS=ON
 	cmake --build "$(cmake_build)" --parallel $${MAX_JOBS:-$$(nproc)} --target ikattn_interpreter_device
@@ -128,9 +128,9 @@ full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	$(pytest) tests/python/gpu/test_cuda_edges.py
 	IKATTN_INTERPRETER_INT8=1 $(pytest) tests/python/gpu/test_cuda_int8.py
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
-	IKATTN_INTERPRETER_HOPPER=1 interpreted_pytest -k "($$selected) and not mask and not dropout"
+	IKATTN_INTERPRETER_HOPPER=1 interpreted_pytest -k "$$selected"
 	IKATTN_INTERPRETER_HOPPER=1 $(pytest) tests/python/gpu/test_cuda_short.py tests/python/gpu/test_cuda_int8.py
-	IKATTN_LINEAR_TIME=always interpreted_pytest -k "($$selected) and not mask and not dropout and not causal"
+	IKATTN_LINEAR_TIME=always interpreted_pytest -k "($$selected) and not mask and not dropout"
 
 # Every instruction set the processor has, one after the other. torch is not instrumented: what it
 # never frees is not ours, and vptr would ask for types it hides. The tests of kernels are left out, for

@@ -5,6 +5,9 @@
 // of sines, the other multiplies. Angles are products of wgmma, too.
 //
 // Compiled for sm_90a alone.
+#include <algorithm>
+#include <cmath>
+
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/hopper/short_tiles.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
@@ -288,9 +291,10 @@ int shares_of(const AttentionParams& params) {
   const int64_t key_heads = params.B * params.key_heads;
   const double S = static_cast<double>(params.S);
   const int64_t items = params.H / params.key_heads * ceil_div(params.L, kWarpgroupRows);
+  const int64_t most = std::min(items, std::max<int64_t>(64, multiprocessors()));
   int best = 1;
   double least = INFINITY;
-  for (int shares = 1; shares <= items && shares <= 64; ++shares) {
+  for (int shares = 1; shares <= most; ++shares) {
     const double queries = static_cast<double>(ceil_div(items, shares) * kWarpgroupRows);
     const double waves =
         static_cast<double>(ceil_div(key_heads * shares, int64_t{multiprocessors()}));

@@ -2,7 +2,7 @@
 // grad_phi_k, grad_value and the gradients of the logits, of heads in the folded form. As
 // key_gradients.cu, but that a tile has its queries' features twice, as integers, which scores are
 // made of, and in Half, of which grad_phi_k is a sum. So tiles are of 32 queries: two of them, and
-// two blocks, fit the shared memory of small GPUs.
+// with 64 columns of the value two blocks, fit the shared memory of small GPUs.
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 #include "attention/cuda/tensor_cores/int8_pairs.h"
 
