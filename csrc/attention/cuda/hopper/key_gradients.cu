@@ -18,6 +18,8 @@ namespace {
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
 
+#if IKATTN_WARPGROUP_CODE
+
 // Weights of 64 queries, as A: 0 where a pair is not seen, or dropped.
 __device__ __forceinline__ void keep_weights(uint32_t (&weights)[kStep / 16][4],
                                              const PairBits& bits) {
@@ -30,6 +32,8 @@ __device__ __forceinline__ void keep_weights(uint32_t (&weights)[kStep / 16][4],
     }
   }
 }
+
+#endif
 
 template <int F, int V, bool kInt8>
 struct KeyLayout {
