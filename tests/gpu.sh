@@ -75,7 +75,7 @@ programs() {
 }
 suite() {
   IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
-    "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" \
+    "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" "$tests/gpu/test_cuda_record.py" \
     "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/gpu/test_cuda_short.py" \
     "$tests/operators/test_which_kernels.py" "$tests/operators/test_key_masks.py" "${of_all_devices[@]}" &&
     IKATTN_SHORT=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
