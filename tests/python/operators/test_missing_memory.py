@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "keys": (append_keys, "KeyFeatures.append: no memory for|spectral_features: no memory for"),
     "rollout": (
         lambda: rollout([of_length(1, 1 << 22, 1 << 22)] * 2, normalize=False),
-        r"rollout: no memory for the products of maps, \[B, T, T\]",
+        r"rollout: no memory for the products of maps, \[B, L, L\]",
     ),
     "ledger": (
         lambda: ledger_shares(
