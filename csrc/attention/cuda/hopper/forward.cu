@@ -9,12 +9,11 @@
 // Compiled for sm_90a alone.
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/pairs.h"
+#include "attention/cuda/hopper/weights.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
 namespace {
-
-constexpr int kKeys = 128;  // of a tile
 
 template <typename T, int F, int V>
 struct ForwardLayout {
@@ -31,33 +30,6 @@ struct ForwardMaps {
   RowMap queries;
   KeyMaps keys;
 };
-
-// Scores of a thread's two rows become weights; those of pairs that are not seen, or dropped: 0.
-//   sees, drops: of c of tile n of 8 columns
-//   sums, roundings: as in ForwardRows, kRounds where rows may see few keys
-template <typename T, bool kRounds, typename Sees, typename Drops>
-__device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
-                                           const Sees& sees, const Drops& drops, float (&sums)[2],
-                                           Roundings& roundings) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < kKeys / 8; ++n) {
-    const float2 pair = load_vector<float2>(terms + n * 8 + 2 * t);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float score = s[4 * n + c];
-      float weight = score * score + (c % 2 == 0 ? pair.x : pair.y);
-      if (!sees(n, c)) weight = 0;
-      sums[c / 2] += weight;
-      s[4 * n + c] = drops(n, c) ? 0.0f : weight;
-    }
-    if constexpr (kRounds) {
-      const float* row = s + 4 * n;
-      roundings.add(rounding_of<T>(pack<T>(row[0], row[1]), row[0], row[1]),
-                    rounding_of<T>(pack<T>(row[2], row[3]), row[2], row[3]));
-    }
-  }
-}
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
@@ -154,8 +126,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
           shared_cast<float>(shared + (L::kTerms + index_of_stage * kKeys * 4));
       sums_are_there(s);
       const int diagonal = row0 - tile * kKeys;
-      const auto always = [](int, int) { return true; };
-      const auto never = [](int, int) { return false; };
       if constexpr (kPairs == Pairs::kAny) {
         if (is_passing(params, tile * int64_t{kKeys})) {
           to_weights<T, true>(
@@ -163,14 +133,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
               [&](int n, int c) { return bits[n / 8].drops(n % 8, c); }, sums, roundings);
         }
       } else if (kPairs == Pairs::kCausal && diagonal - g < kKeys - 1) {
-        const auto sees = [&](int n, int c) {
-          return n * 8 + lane % 4 * 2 + c % 2 - 8 * (c / 2) <= diagonal;
-        };
-        to_weights<T, true>(s, terms, sees, never, sums, roundings);
+        to_weights<T, true>(s, terms, PairsUpTo{diagonal}, NoPairs(), sums, roundings);
       } else if ((state & kFew) != 0) {
-        to_weights<T, true>(s, terms, always, never, sums, roundings);
+        to_weights<T, true>(s, terms, AllPairs(), NoPairs(), sums, roundings);
       } else if (is_passing(params, tile * int64_t{kKeys})) {
-        to_weights<T, false>(s, terms, always, never, sums, roundings);
+        to_weights<T, false>(s, terms, AllPairs(), NoPairs(), sums, roundings);
       }
       fence_async();
     };

@@ -12,12 +12,12 @@
 // Compiled for sm_90a alone.
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/pairs.h"
+#include "attention/cuda/hopper/weights.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kKeys = 128;     // of a tile
 constexpr int kInt8Tiles = 4;  // in flight: products of two go on, one is waited for, one is copied
 constexpr int kWords = Int8Features::kColumns / 2;  // 16-bit columns of a row of features
 
@@ -84,7 +84,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
   take_registers<kProductRegisters>();
 
-  constexpr uint32_t kMinusZeros = 0x80008000u;  // added, they change nothing
   const uint32_t eps = pack<BFloat16>(tokens.int8.eps, tokens.int8.eps);
   TileStageOf<kInt8Tiles> stage;
   ItemPlace<1> item;
@@ -172,11 +171,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
         for (int half = 0; half < 2; ++half) {
           const uint32_t pair = rounded[n / 2][n % 2 * 2 + half];
           uint32_t& weight = weights[n / 2][n % 2 * 2 + half];
-          weight = fma_bf16x2(fma_bf16x2(pair, pair, eps), of_keys, kMinusZeros);
-          if constexpr (kCrosses) {
-            const int seen = diagonal + 8 * half - (n * 8 + 2 * t);
-            weight &= seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
-          }
+          weight = int8_weights(pair, of_keys, eps);
+          if constexpr (kCrosses) weight &= seen_of_two(diagonal, n, half);
           if constexpr (kPairs == Pairs::kAny) {
             weight &= ones_where(bits[n / 8].seen, n % 8, half);
             const float2 two = unpack<BFloat16>(weight);

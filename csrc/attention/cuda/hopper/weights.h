@@ -11,13 +11,30 @@ namespace {
 
 constexpr int kKeys = 128;  // of a tile
 
-// Scores of a thread's two rows become weights; those of pairs beyond `diagonal`: 0.
+// Which pairs a thread's rows see, c of tile n of 8 keys; or which dropout drops.
+struct AllPairs {
+  __device__ __forceinline__ bool operator()(int, int) const { return true; }
+};
+struct NoPairs {
+  __device__ __forceinline__ bool operator()(int, int) const { return false; }
+};
+// Keys up to the `diagonal`-th of a tile, of the thread's first row.
+struct PairsUpTo {
+  int diagonal;
+
+  __device__ __forceinline__ bool operator()(int n, int c) const {
+    const int t = threadIdx.x % 4;
+    return n * 8 + 2 * t + c % 2 - 8 * (c / 2) <= diagonal;
+  }
+};
+
+// Scores of a thread's two rows become weights; those of pairs that are not seen, or dropped: 0.
 //   terms: of the tile's keys
-//   sums, roundings: as in ForwardRows; where tiles cross the diagonal, or the head has kFew, rows
-//   may see few keys
-template <typename T, bool kCrosses>
+//   sums, roundings: as in ForwardRows, kRounds where rows may see few keys
+template <typename T, bool kRounds, typename Sees, typename Drops>
 __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
-                                           int diagonal, float (&sums)[2], Roundings& roundings) {
+                                           const Sees& sees, const Drops& drops, float (&sums)[2],
+                                           Roundings& roundings) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -26,11 +43,11 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
     for (int c = 0; c < 4; ++c) {
       const float score = s[4 * n + c];
       float weight = score * score + (c % 2 == 0 ? pair.x : pair.y);
-      if (kCrosses && n * 8 + 2 * t + c % 2 - 8 * (c / 2) > diagonal) weight = 0;
+      if (!sees(n, c)) weight = 0;
       sums[c / 2] += weight;
-      s[4 * n + c] = weight;
+      s[4 * n + c] = drops(n, c) ? 0.0f : weight;
     }
-    if constexpr (kCrosses) {
+    if constexpr (kRounds) {
       const float* row = s + 4 * n;
       roundings.add(rounding_of<T>(pack<T>(row[0], row[1]), row[0], row[1]),
                     rounding_of<T>(pack<T>(row[2], row[3]), row[2], row[3]));
@@ -38,12 +55,23 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
   }
 }
 
+// (s s + eps) e_j of two scores of integers, rounded to bfloat16; eps: twice, of bfloat16.
+__device__ __forceinline__ uint32_t int8_weights(uint32_t scores, uint32_t magnitudes,
+                                                 uint32_t eps) {
+  constexpr uint32_t kMinusZeros = 0x80008000u;  // added, they change nothing
+  return fma_bf16x2(fma_bf16x2(scores, scores, eps), magnitudes, kMinusZeros);
+}
+// The bits of two pairs of bfloat16, those up to the `diagonal`-th key of the thread's first row.
+__device__ __forceinline__ uint32_t seen_of_two(int diagonal, int n, int half) {
+  const int t = threadIdx.x % 4, seen = diagonal + 8 * half - (n * 8 + 2 * t);
+  return seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
+}
+
 // Scores of integers, rounded to bfloat16, become weights as A, two at a time.
-//   eps: twice, of bfloat16; magnitudes: e_j of the tile's keys, by pairs
+//   magnitudes: e_j of the tile's keys, by pairs
 __device__ __forceinline__ void to_int8_weights(const int32_t (&scores)[kKeys / 2],
                                                 Shared<const uint32_t> magnitudes, uint32_t eps,
                                                 uint32_t (&weights)[kKeys / 16][4]) {
-  constexpr uint32_t kMinusZeros = 0x80008000u;  // added, they change nothing
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -52,20 +80,17 @@ __device__ __forceinline__ void to_int8_weights(const int32_t (&scores)[kKeys / 
     for (int half = 0; half < 2; ++half) {
       const int32_t* const two = scores + 4 * n + 2 * half;
       const uint32_t pair = pack<BFloat16>(static_cast<float>(two[0]), static_cast<float>(two[1]));
-      weights[n / 2][n % 2 * 2 + half] =
-          fma_bf16x2(fma_bf16x2(pair, pair, eps), of_keys, kMinusZeros);
+      weights[n / 2][n % 2 * 2 + half] = int8_weights(pair, of_keys, eps);
     }
   }
 }
 // Those of pairs beyond `diagonal` become 0.
 __device__ __forceinline__ void hide_beyond(int diagonal, uint32_t (&weights)[kKeys / 16][4]) {
-  const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int seen = diagonal + 8 * half - (n * 8 + 2 * t);
-      weights[n / 2][n % 2 * 2 + half] &= seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
+      weights[n / 2][n % 2 * 2 + half] &= seen_of_two(diagonal, n, half);
     }
   }
 }
