@@ -60,6 +60,17 @@ bool allows_short() {
   return variable == nullptr || std::strcmp(variable, "0") != 0;
 }
 
+bool linear_time_pays(const AttentionParams& params, Pass pass);
+
+// Whether the forward's pairs would have scores of integers on Hopper: not those of causal calls
+// whose backward takes linear time, as takes_int8() has it.
+bool int8_forward_is_left(const AttentionParams& params) {
+  const bool has_linear_backward = params.is_causal &&
+                                   why_no_linear_time(params, Pass::kBackward) == nullptr &&
+                                   linear_time_pays(params, Pass::kBackward);
+  return serves_int8(params) && !has_linear_backward;
+}
+
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
 // more of them done in a time, and what surrounds the sums of a token counts like so many of them.
 // These numbers are where the two algorithms took the same time on an H100, with scores of integers
@@ -78,13 +89,12 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
   const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
-  const bool halves_scores = !has_warpgroups() && serves_int8(params) && has_integer_products();
+  const bool has_int8 = is_backward ? serves_int8(params) : int8_forward_is_left(params);
+  const bool halves_scores = !has_warpgroups() && has_int8 && has_integer_products();
   const double saved = halves_scores ? (is_backward ? F : F / 2) : 0;
   const double pairs = queries * seen * (pair - saved);
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
-  const double rate_of_pairs = !has_warpgroups()                     ? 1.3
-                               : !is_backward && serves_int8(params) ? 2.7
-                                                                     : 2;
+  const double rate_of_pairs = !has_warpgroups() ? 1.3 : !is_backward && has_int8 ? 2.7 : 2;
   if (!params.is_causal) return rate_of_pairs * (sums + around) < pairs;
   // Counted, not measured: the pairs of chunks by mma.sync, tables of prefixes, and what pairs
   // begin with, through memory. In the backward there are tables of both sides, of all pairs of

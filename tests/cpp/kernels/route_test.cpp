@@ -213,6 +213,14 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(backward.unit, Unit::kHopper);
   EXPECT_FALSE(backward.int8_scores);
   EXPECT_FALSE(route_of(params, false, Pass::kForward).is_short);
+  // With a backward in linear time there are no scores in int8, which would hold the forward back.
+  AttentionParams one_head = call_of(45000, 64);
+  one_head.H = one_head.B = one_head.G = one_head.key_heads = 1;
+  one_head.query.type = one_head.key.type = ElementType::kBFloat16;
+  one_head.is_causal = true;
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    EXPECT_EQ(route_of(one_head, false, pass).algorithm, Algorithm::kLinear);
+  }
   params.linear_time = LinearTime::kAlways;
   params.L = params.S = 256;  // one chunk
   EXPECT_EQ(route_of(params, false, Pass::kForward).algorithm, Algorithm::kQuadratic);
