@@ -8,8 +8,8 @@ from ikattn.integrations.pyg.conversion import convert, revert  # noqa: E402
 from ikattn.integrations.pyg.layers import (  # noqa: E402
     ImplicitKernelGATConv,
     ImplicitKernelGATv2Conv,
-    ImplicitKernelTransformerConv,
 )
+from ikattn.integrations.pyg.transformer_conv import ImplicitKernelTransformerConv  # noqa: E402
 
 __all__ = [
     "ImplicitKernelGATConv",

@@ -15,8 +15,8 @@ from ikattn.integrations.pyg.layers import (
     GraphAttention,
     ImplicitKernelGATConv,
     ImplicitKernelGATv2Conv,
-    ImplicitKernelTransformerConv,
 )
+from ikattn.integrations.pyg.transformer_conv import ImplicitKernelTransformerConv
 from ikattn.nn._kernels import Kernel
 from ikattn.nn.selection import Selection, is_selected, path_to
 from ikattn.spectral import Spectral
