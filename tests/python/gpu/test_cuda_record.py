@@ -32,7 +32,7 @@ def recorded(**options: Any) -> ikattn.Recording:
     return recording
 
 
-def test_maps_are_page_locked_and_there_when_the_call_returns() -> None:
+def test_maps_are_page_locked_and_there_when_they_are_read() -> None:
     there, here = recorded(to_cpu=False), recorded()
     for name in there.names:
         for of_map in MAPS:
