@@ -62,9 +62,9 @@ bool allows_short() {
 
 bool linear_time_pays(const AttentionParams& params, Pass pass);
 
-// Whether the forward's pairs would have scores of integers on Hopper: not those of causal calls
-// whose backward takes linear time, as takes_int8() has it.
-bool int8_forward_is_left(const AttentionParams& params) {
+// Whether pairs of the forward may have scores of integers: not those of causal calls whose
+// backward takes linear time (takes_int8).
+bool forward_may_take_int8(const AttentionParams& params) {
   const bool has_linear_backward = params.is_causal &&
                                    why_no_linear_time(params, Pass::kBackward) == nullptr &&
                                    linear_time_pays(params, Pass::kBackward);
@@ -89,7 +89,7 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
   const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
-  const bool has_int8 = is_backward ? serves_int8(params) : int8_forward_is_left(params);
+  const bool has_int8 = is_backward ? serves_int8(params) : forward_may_take_int8(params);
   const bool halves_scores = !has_warpgroups() && has_int8 && has_integer_products();
   const double saved = halves_scores ? (is_backward ? F : F / 2) : 0;
   const double pairs = queries * seen * (pair - saved);
