@@ -56,18 +56,16 @@ class Settlement:
         ]
 
     def check(self) -> None:
-        """Looks at the numbers, which must have arrived; once is enough.
+        """Looks at the numbers, which must have arrived.
 
         Raises:
             RuntimeError: That of the first claim which does not hold.
         """
-        copies, self._copies = self._copies, []
-        claims, self._claims = self._claims, []
         found: dict[int, list[list[float]]] = {}
-        for own, copy in copies:
+        for own, copy in self._copies:
             found.update(zip(own, copy.tolist(), strict=True))
         error: RuntimeError | None = None
-        for number, claim in enumerate(claims):
+        for number, claim in enumerate(self._claims):
             off = claim.distance.off_of(found[number])
             if off > claim.distance.tolerance:
                 if claim.at_fault is not None:
