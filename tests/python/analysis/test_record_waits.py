@@ -1,4 +1,4 @@
-"""What a recording on a GPU does not wait for, imitated on the CPU.
+"""What a recording does not look for again, and on a GPU does not wait for, imitated on the CPU.
 
 Sums that were found before, numbers that are looked at when a call has ended, and batches.
 """
@@ -36,7 +36,6 @@ class OnItsWay(transfers.Arrival):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "takes_waiting", lambda x: True)
     monkeypatch.setattr(transfers.Transfers, "arrival", lambda self: OnItsWay())
 
 
@@ -240,6 +239,22 @@ def test_what_was_known_is_not_taken_in_training() -> None:
         for _ in range(3):
             model(x)
         assert len(recording.batches) == 4
+
+
+def test_a_sum_that_may_be_another_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two residuals fit, and the next call may tell them apart."""
+
+    model, x, count = Encoder().eval(), torch.randn(B, L, D), looks(monkeypatch)
+    block = model.blocks[0]
+    block.other_norm = nn.LayerNorm(D)
+    block.self_attn.register_forward_pre_hook(
+        lambda attention, args: (block.other_norm(args[0] * (1 + 1e-7)), args)[1]
+    )
+    with record(model, maps=("summed", "with_norm")) as recording:
+        for looked in (2, 3):  # of both blocks, then of the first alone
+            model(x)
+            assert count == [looked]
+        assert len(recording.batches) == 2
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -172,6 +172,11 @@ class AttentionCall:
             query_padding=None,
             key_padding=None,
         )
+        if "weights" in vars(self):  # that are held
+            own = self.weights[b : b + 1]
+            own = own.index_select(2, place) if isinstance(place, Tensor) else own[:, :, place]
+            vars(item)["weights"] = own
+            return item
         if not isinstance(place, Tensor):
             return item.narrow(place.start, place.stop)
         if self.causal is not None:  # what it sees depends on its number

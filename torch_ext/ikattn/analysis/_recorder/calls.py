@@ -77,6 +77,11 @@ class Call:
         """False: it was left by an exception that hooks are not told of, such as Ctrl-C."""
         return is_running(self.frame)
 
+    def claim(self, claim: Claim | None) -> None:
+        """Keeps a claim until it is looked at."""
+        if claim is not None:
+            self.claims.append(claim)
+
     def see(self, x: Tensor) -> Seen:
         """``see``, once for modules that hand on the same tensor."""
         if self.last_seen is not None and self.last_seen[0] is x:

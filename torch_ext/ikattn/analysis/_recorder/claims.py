@@ -6,12 +6,11 @@ On a GPU the host would wait for every number that it looks at.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ikattn.analysis._recorder.flow import Distance
+from ikattn.analysis._recorder.distances import Distance, numbers_of
 
 __all__ = ["Claim", "Settlement", "settle"]
 
@@ -19,7 +18,7 @@ __all__ = ["Claim", "Settlement", "settle"]
 class Claim(NamedTuple):
     """That rows are the same.
 
-    It outlives its run, and so holds nothing of it but numbers and names.
+    It outlives its run, and so holds nothing of it but a few rows and names.
     """
 
     layer: str
@@ -46,14 +45,8 @@ class Settlement:
 
     def __init__(self, claims: list[Claim], to_cpu: Callable[[Tensor], Tensor]) -> None:
         self._claims, claims[:] = list(claims), []
-        alike: dict[Any, list[int]] = {}
-        for number, claim in enumerate(self._claims):
-            numbers = claim.distance.numbers
-            alike.setdefault((numbers.device, numbers.dtype, numbers.shape), []).append(number)
-        self._copies = [
-            (own, to_cpu(torch.stack([self._claims[number].distance.numbers for number in own])))
-            for own in alike.values()
-        ]
+        alike = numbers_of(claim.distance for claim in self._claims)
+        self._copies = [(own, to_cpu(numbers)) for own, numbers in alike]
 
     def check(self) -> None:
         """Looks at the numbers, which must have arrived.

@@ -8,7 +8,6 @@ Sizes: B batch, L queries, H heads, d_v head size of value, D model size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +17,8 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 
 __all__ = [
-    "Distance",
     "Seen",
     "Sum",
-    "distance",
     "find_sum",
     "first_tensor",
     "may_be_sum",
@@ -31,14 +28,6 @@ __all__ = [
     "see",
 ]
 
-# How far off, over the largest number, a row may be that the model and we both compute, where each
-# rounds by itself: products of the model's type, sums of scores and values.
-TOLERANCES = {
-    torch.float64: 1e-5,  # many models form the weights of any type in float32
-    torch.float32: 2e-3,  # TF32, where torch allows it, is 1e-3 a product
-    torch.float16: 5e-2,
-    torch.bfloat16: 1e-1,
-}
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -97,39 +86,6 @@ def see(x: Tensor) -> Seen:
     return Seen(x, rows_of(x), -1 if x.is_inference() else x._version)
 
 
-class Distance(NamedTuple):
-    """How far rows are apart that should be the same, where they lie: the host need not wait."""
-
-    numbers: Tensor  # [3, rows]: the largest difference, number found, and number expected
-    tolerance: float  # the part of the largest number that they may be off
-    zeros_count: bool = True  # whether rows count of which only zeros are expected
-
-    def off_of(self, numbers: list[list[float]]) -> float:
-        """The largest difference over the largest number, of rows that are expected finite."""
-        rows = [
-            row
-            for row in zip(*numbers, strict=True)
-            if math.isfinite(row[2]) and (self.zeros_count or row[2] > 0)
-        ]
-        if any(map(math.isnan, (number for row in rows for number in row))):
-            return math.nan
-        size = max((number for row in rows for number in row[1:]), default=0.0)
-        return max((row[0] for row in rows), default=0.0) / max(size, 1e-30)
-
-    @property
-    def is_too_far(self) -> bool:
-        """Whether they are farther apart than rounding allows; not where numbers are NaN."""
-        return self.off_of(self.numbers.tolist()) > self.tolerance
-
-
-def distance(
-    found: Tensor, expected: Tensor, dtype: torch.dtype, *, zeros_count: bool = True
-) -> Distance:
-    """How far rows ``[.., D]`` are apart that were computed in a type."""
-    numbers = torch.stack([found - expected, found, expected]).abs().amax(-1)
-    return Distance(numbers.flatten(1), TOLERANCES.get(dtype, 1e-1), zeros_count)
-
-
 @torch.no_grad()
 def same_rows(x: Tensor, rows: Tensor) -> bool:
     """Whether the first and last row of ``x`` are these, bit for bit or rounded to its type."""
@@ -153,8 +109,6 @@ def find_sum(
     variants: Sequence[Tensor],
     residuals: Sequence[Seen],
     others: Any = (),
-    *,
-    looks_for_all: bool = True,
 ) -> Sum | None:
     """Whether ``x`` is a residual plus the attention's output, and which.
 
@@ -164,7 +118,6 @@ def find_sum(
         variants: The two rows of ``y``, and of what modules have made of it since.
         residuals: What may have been added, the most likely first.
         others: Rows of other branches, one of which may be in the sum, too.
-        looks_for_all: Whether to tell if another residual fits.
 
     Returns:
         None where nothing adds up, on both rows as far as they are finite.
@@ -181,10 +134,8 @@ def find_sum(
     found = [candidate for candidate, row in enumerate(fitting) if any(row)]
     if found:
         variant = fitting[found[0]].index(True)
-        is_alone = True
-        if looks_for_all:
-            own = before[found[0]].nan_to_num(0.0)
-            is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
+        own = before[found[0]].nan_to_num(0.0)
+        is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
         return Sum(residuals[found[0]], variant, is_alone=is_alone)
     if others:
         branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]

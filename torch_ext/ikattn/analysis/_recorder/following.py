@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
-from ikattn.analysis._recorder.flow import Distance, rows_of
+from ikattn.analysis._recorder.distances import Distance
+from ikattn.analysis._recorder.flow import rows_of
 from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.plan import Plan
@@ -91,10 +92,11 @@ class Follower:
         """A module has made ``out`` of ``x``."""
         if run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
-            with torch.no_grad(), without_autocast(x.device):
-                claim = run.heads_claim(self._checks_all)
-            if claim is not None:
-                call.claims.append(claim)
+            if self._checks_all:
+                with torch.no_grad(), without_autocast(x.device):
+                    call.claim(run.heads_claim())
+            else:
+                run.note_heads()
             run.projection = self._projection_of(call, run, module, run.heads, out)
             self.projected(call, run, out)
         elif run.stage == "sum":
@@ -159,7 +161,7 @@ class Follower:
                 self._projections[module] = known
             apart = self._apart(run, known, x, y)
         if apart is not None:
-            call.claims.append(run.claim(step, apart))
+            call.claim(run.claim(step, apart))
         return known
 
     def _apart(self, run: Run, projection: Projection, x: Tensor, y: Tensor) -> Distance | None:
@@ -219,7 +221,7 @@ class Follower:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(before, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
-                call.claims.append(run.norm_claim(norm, stats, before, after))
+                call.claim(run.norm_claim(norm, stats, before, after))
             run.around.output_norm = stats
         if parts.block == "found":
             is_norm = module is not None and "Norm" in type(module).__name__
@@ -278,7 +280,7 @@ class Follower:
         run.norm_input = None
         if not x.is_nested and x.numel():
             with torch.no_grad(), without_autocast(x.device):
-                call.claims.append(run.norm_claim(norm, stats, x, out))
+                call.claim(run.norm_claim(norm, stats, x, out))
         parts = run.plan.parts
         if stage == "norm":
             run.around.norm = stats
@@ -294,7 +296,7 @@ class Follower:
                         "what its block's second norm was given is not the output of the first "
                         "plus that of a module"
                     )
-                    call.claims.append(run.claim(step, apart))
+                    call.claim(run.claim(step, apart))
         wanted = () if run.is_found else run.plan.maps(run.attention.kind)
         if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
             run.stage, run.others = "second norm", []
@@ -331,7 +333,7 @@ class Follower:
                 claim = run.norm_claim(norm, stats, x, out)
             if is_known:
                 fault = partial(self._known_readers.discard, norm)
-                call.claims.append(claim._replace(at_fault=fault))
+                call.claim(claim._replace(at_fault=fault))
             else:
                 settle([claim])
                 self._known_readers.add(norm)

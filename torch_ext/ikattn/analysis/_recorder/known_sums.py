@@ -1,4 +1,4 @@
-"""How the sum of a layer was found before: on a GPU the host waits to find it, and once is enough.
+"""How the sum of a layer was found before: finding it takes time, on a GPU the host must wait.
 
 What is known is used where the same modules run, and held to the numbers when the call has ended.
 """
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.flow import Distance, Seen, rows_of
+from ikattn.analysis._recorder.distances import Distance, SumOfRows
+from ikattn.analysis._recorder.flow import Seen, rows_of
 
 __all__ = ["KnownSum", "forget", "known_sum", "remember", "sum_distance", "takes_waiting"]
 
@@ -66,7 +67,4 @@ def sum_distance(x: Tensor, y: Tensor, residual: Seen, added: Tensor) -> Distanc
     """
     total = rows_of(x)
     before, rows = residual.rows.to(total.dtype), added.to(total.dtype)
-    size = (before.abs() + rows.abs()).amax(-1) + total.abs().amax(-1)
-    off = (total - before - rows).abs().amax(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
-    one = torch.ones_like(off)  # rows of NaN are compared with nothing
-    return Distance(torch.stack([off, one, one + 0 * off]), 8 * torch.finfo(y.dtype).eps)
+    return SumOfRows(8 * torch.finfo(y.dtype).eps, True, total, before, rows)

@@ -69,6 +69,8 @@ class Maker:
                 run.around.residual = None
             wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
             run.maps = self.make(call, run, wanted)
+        with torch.no_grad(), without_autocast(attention.query.device):
+            call.claim(run.noted_heads_claim())
         if self._on_run is not None:
             self._on_run(run)
         layer = Layer(

@@ -317,7 +317,7 @@ class Recorder:
             heads, own = run.attention.row(0, row.place).context(), row.of(own[:1])
         step = "weights times values, through its out-projection, are not its output"
         apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
-        call.claims.append(run.claim(step, apart))
+        call.claim(run.claim(step, apart))
 
     def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
         """Takes up what a module passed to its attention function, and what that returned."""

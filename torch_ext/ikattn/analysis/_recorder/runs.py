@@ -24,17 +24,23 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.claims import Claim
-from ikattn.analysis._recorder.flow import (
+from ikattn.analysis._recorder.distances import (
     TOLERANCES,
     Distance,
+    NearestRows,
+    NormedRows,
+    Numbers,
+    distance,
+)
+from ikattn.analysis._recorder.flow import (
     Seen,
     Sum,
-    distance,
     find_sum,
     may_be_sum,
     multiple_of,
     rows_of,
     same_rows,
+    see,
 )
 from ikattn.analysis._recorder.known_sums import (
     KnownSum,
@@ -42,7 +48,6 @@ from ikattn.analysis._recorder.known_sums import (
     known_sum,
     remember,
     sum_distance,
-    takes_waiting,
 )
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
@@ -68,6 +73,14 @@ class ARow(NamedTuple):
             return x[:, self.place]
         row = x.index_select(1, self.place)
         return row if self.is_missing is None else row.masked_fill(self.is_missing, torch.nan)
+
+
+class NotedHeads(NamedTuple):
+    """A row of the heads that the model computed, merged, ``[1, 1, H d_v]``, and of which type."""
+
+    row: ARow
+    found: Tensor
+    dtype: torch.dtype
 
 
 @dataclass
@@ -106,10 +119,12 @@ class Run:
     stage: Stage = "heads"
     out_proj: nn.Module | None = None
     heads: Tensor | None = None  # what the out-projection was called with
+    noted_heads: NotedHeads | None = None
     projection: Projection | None = None
     is_probed: bool = False  # the projection was learnt by applying the module
     variants: list[Variant] = field(default_factory=list)
     others: list[Tensor] = field(default_factory=list)  # rows of other modules' outputs
+    last_other: Seen | None = None  # the last of these
     residual: Seen | None = None
     norm: nn.Module | None = None
     norm_input: Tensor | None = None
@@ -160,25 +175,38 @@ class Run:
         ends = rows_of(contexts[0])[0], rows_of(contexts[-1])[1]
         return same_rows(x, torch.stack(ends))
 
-    def heads_claim(self, every_row: bool) -> Claim | None:
-        """That weights times values are the heads; None where there is nothing to compare."""
-        context, attention = self.contexts[0], self.attention
+    def note_heads(self) -> None:
+        """Keeps a row of the heads, to be compared when maps have been made of their weights."""
+        context = self.contexts[0]
+        if self.drops or context is None or context.numel() == 0:
+            return
+        row = self.a_row()
+        self.noted_heads = NotedHeads(row, widened(row.of(context[:1]).clone()), context.dtype)
+
+    def noted_heads_claim(self) -> Claim | None:
+        """That weights times values are the row that was kept; None where there was none."""
+        if self.noted_heads is None:
+            return None
+        row, found, dtype = self.noted_heads
+        return self._heads_claim(found, self.attention.row(0, row.place).context(), dtype)
+
+    def heads_claim(self) -> Claim | None:
+        """That weights times values are all heads; None where there is nothing to compare."""
+        context, padding = self.contexts[0], self.attention.query_padding
         if self.drops or context is None or context.numel() == 0:
             return None
-        if every_row:
-            found, expected = widened(context), attention.context()
-        else:
-            row = self.a_row()
-            found, expected = widened(row.of(context[:1])), attention.row(0, row.place).context()
-        found = found.to(expected.dtype)
-        if every_row and attention.query_padding is not None:
-            expected = expected.masked_fill(attention.query_padding.unsqueeze(-1), 0)
+        expected = self.attention.context()
+        if padding is not None:
+            expected = expected.masked_fill(padding.unsqueeze(-1), 0)
+        return self._heads_claim(widened(context), expected, context.dtype)
+
+    def _heads_claim(self, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Claim:
         hint = (
             ". The attention differs from softmax(query . key) as it was told: something "
             "changed logits, weights or values in between"
         )
         # rows that see no key the model may make anything of
-        apart = distance(found, expected, context.dtype, zeros_count=False)
+        apart = distance(found.to(expected.dtype), expected, dtype, zeros_count=False)
         return self.claim("weights times values are not the heads it computed", apart, hint)
 
     def a_row(self) -> ARow:
@@ -220,28 +248,31 @@ class Run:
         if x.data_ptr() == last.data_ptr() and x.numel() == last.numel():
             if out.data_ptr() != x.data_ptr():
                 self.variants.append(Variant(out, rows_of(out), module))
-        elif len(self.others) < 32:
-            self.others.append(rows_of(out))
+        else:
+            self._note(out)
 
     def note_other(self, out: Tensor) -> None:
         """Notes the output of a module that may be the feed-forward part's."""
         if not self.variants:
             return
         y = self.variants[0].tensor
-        if out.size(-1) == y.size(-1) and out.numel() == y.numel() and len(self.others) < 32:
-            self.others.append(rows_of(out))
+        if out.size(-1) == y.size(-1) and out.numel() == y.numel():
+            self._note(out)
+
+    def _note(self, out: Tensor) -> None:
+        last = self.last_other
+        is_known = last is not None and last.tensor is out and last.version >= 0
+        if len(self.others) == 32 or (is_known and last is not None and last.is_as_it_was):
+            return  # a module has handed on what another made
+        self.last_other = see(out)
+        self.others.append(self.last_other.rows)
 
     def second_half(self, x: Tensor) -> Distance | None:
         """How far ``x`` is from the first norm's output plus a module's; None: nothing is known."""
         if self.norm_output is None or not self.variants:
             return None
-        rest = rows_of(x) - self.norm_output
-        size = self.norm_output.abs().amax() + rest.abs().amax()  # NaN: not apart
-        off = size
-        if self.others:
-            offs = (rest - torch.stack(self.others)).abs().flatten(1).amax(1)
-            off = offs.nan_to_num(torch.inf).amin()
-        return Distance(torch.stack([off, size, size]).unsqueeze(-1), 8 * torch.finfo(x.dtype).eps)
+        tolerance = 8 * torch.finfo(x.dtype).eps
+        return NearestRows(tolerance, True, rows_of(x), self.norm_output, tuple(self.others))
 
     def is_sum(self, x: Tensor, module: nn.Module, claims: list[Claim], *, is_input: bool) -> bool:
         """Whether a tensor is the sum of residual and output; keeps what it is a sum of.
@@ -262,11 +293,11 @@ class Run:
             rows = [variant.rows for variant in self.variants]
             others = () if is_input else self.others
             is_unknown = self.plan.parts.block == "found"
-            sum_ = find_sum(x, y.tensor, rows, self.residuals, others, looks_for_all=is_unknown)
-            if sum_ is None or not sum_.is_alone:
+            sum_ = find_sum(x, y.tensor, rows, self.residuals, others)
+            if sum_ is None or (is_unknown and not sum_.is_alone):
                 return False  # not alone: the first and last token are too small to tell
             found, is_as_it_was = sum_, sum_.residual.is_as_it_was
-            self._remember(x, module, found, is_as_it_was, is_input)
+            self._remember(module, found, is_as_it_was, is_input)
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:
             chain = [each.by for each in self.variants[1 : found.variant + 1]]
@@ -299,7 +330,7 @@ class Run:
 
         That it adds up this time, too, becomes a claim.
         """
-        if not self._may_be_known(x):
+        if not self._may_be_known():
             return None
         layer = self.plan.module
         known = known_sum(layer, module, is_input)
@@ -319,20 +350,19 @@ class Run:
         elif is_as_it_was:  # an inference tensor, of which nothing but its numbers can tell
             step = "its residual, which did not change in a call before, has changed"
             now = torch.stack([rows_of(residual.tensor), residual.rows])
-            apart = Distance(torch.stack([now[0] - now[1], *now]).abs().amax(-1), 0.0)
+            apart = Numbers(0.0, True, torch.stack([now[0] - now[1], *now]).abs().amax(-1))
             claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
         return Sum(residual, known.variant), is_as_it_was
 
-    def _may_be_known(self, x: Tensor) -> bool:
+    def _may_be_known(self) -> bool:
         """Whether a sum is looked for where it was; in training dropout may hide it."""
         is_named = self.plan.parts.block != "found"
-        return is_named and not self.plan.module.training and takes_waiting(x)
+        return is_named and not self.plan.module.training
 
-    def _remember(
-        self, x: Tensor, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool
-    ) -> None:
-        """Keeps how a plain sum was found, where finding it takes waiting."""
-        if found.scale is not None or found.has_other or not self._may_be_known(x):
+    def _remember(self, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool) -> None:
+        """Keeps how a plain sum was found that can be no other."""
+        is_plain = found.scale is None and not found.has_other and found.is_alone
+        if not is_plain or not self._may_be_known():
             return
         candidate = next(n for n, seen in enumerate(self.residuals) if seen is found.residual)
         remember(
@@ -361,16 +391,17 @@ class Run:
 
     def norm_claim(self, norm: nn.Module, stats: NormStats, x: Tensor, out: Tensor) -> Claim:
         """That a norm acts as ``stats`` say."""
-        rows = rows_of(x)
-        if stats.centered:
-            rows = rows - rows.mean(-1, keepdim=True)
-        scale = rows_of(stats.scale.detach().unsqueeze(-1))
-        expected = rows * widened(stats.weight.detach()) / scale
         bias = getattr(norm, "bias", None)
-        if isinstance(bias, Tensor):
-            expected = expected + widened(bias.detach())
-        found = rows_of(out)
-        apart = distance(found, expected.to(found.dtype), out.dtype)
+        apart = NormedRows(
+            TOLERANCES.get(out.dtype, 1e-1),
+            True,
+            given=rows_of(x),
+            made=rows_of(out),
+            scale=rows_of(stats.scale.detach().unsqueeze(-1)),
+            weight=widened(stats.weight.detach()),
+            bias=widened(bias.detach()) if isinstance(bias, Tensor) else None,
+            centered=stats.centered,
+        )
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
 
 

@@ -1,0 +1,228 @@
+"""How far rows are apart that should be the same.
+
+Nothing is computed before somebody asks, and then of many at once: a layer takes a dozen small
+comparisons, which cost more by their number than by what they add up. On a GPU the host would wait
+for each.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "TOLERANCES",
+    "Distance",
+    "NearestRows",
+    "NormedRows",
+    "Numbers",
+    "Rows",
+    "SumOfRows",
+    "distance",
+    "numbers_of",
+]
+
+# How far off, over the largest number, a row may be that the model and we both compute, where each
+# rounds by itself: products of the model's type, sums of scores and values.
+TOLERANCES = {
+    torch.float64: 1e-5,  # many models form the weights of any type in float32
+    torch.float32: 2e-3,  # TF32, where torch allows it, is 1e-3 a product
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Distance(ABC):
+    """How far rows are apart.
+
+    Attributes:
+        tolerance: The part of the largest number that they may be off.
+        zeros_count: Whether rows count of which only zeros are expected.
+    """
+
+    tolerance: float
+    zeros_count: bool
+
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """The same for those that can be computed together."""
+
+    @staticmethod
+    @abstractmethod
+    def together(alike: Sequence[Any]) -> Tensor:
+        """Of n of a kind ``[n, 3, rows]``: the largest difference, number found, and expected."""
+
+    def off_of(self, numbers: list[list[float]]) -> float:
+        """The largest difference over the largest number, of rows that are expected finite."""
+        rows = [
+            row
+            for row in zip(*numbers, strict=True)
+            if math.isfinite(row[2]) and (self.zeros_count or row[2] > 0)
+        ]
+        if any(map(math.isnan, (number for row in rows for number in row))):
+            return math.nan
+        size = max((number for row in rows for number in row[1:]), default=0.0)
+        return max((row[0] for row in rows), default=0.0) / max(size, 1e-30)
+
+    @property
+    def is_too_far(self) -> bool:
+        """Whether they are farther apart than rounding allows; not where numbers are NaN."""
+        return self.off_of(self.together([self])[0].tolist()) > self.tolerance
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers(Distance):
+    """A distance that has been computed: ``[3, rows]``."""
+
+    numbers: Tensor
+
+    def kind(self) -> Hashable:
+        return Numbers, *_like(self.numbers)
+
+    @staticmethod
+    def together(alike: Sequence[Numbers]) -> Tensor:
+        return torch.stack([each.numbers for each in alike])
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Distance):
+    """Rows ``[rows, D]`` as they were found, and as they are expected."""
+
+    found: Tensor
+    expected: Tensor
+
+    def kind(self) -> Hashable:
+        return Rows, *_like(self.found)
+
+    @staticmethod
+    def together(alike: Sequence[Rows]) -> Tensor:
+        found = torch.stack([each.found for each in alike])
+        return _apart(found, torch.stack([each.expected for each in alike]))
+
+
+@dataclass(frozen=True, eq=False)
+class NormedRows(Distance):
+    """Rows that a norm was given and has made, and the linear map that it is taken for.
+
+    Attributes:
+        given: ``[rows, D]``.
+        made: Likewise.
+        scale: ``[rows, 1]``, what each was divided by.
+        weight: ``[D]``.
+        bias: ``[D]``, or None.
+        centered: Whether the mean is taken off.
+    """
+
+    given: Tensor
+    made: Tensor
+    scale: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    centered: bool
+
+    def kind(self) -> Hashable:
+        tensors = (self.given, self.made, self.scale, self.weight, self.bias)
+        likes = (None if x is None else _like(x) for x in tensors)
+        return NormedRows, self.centered, *likes
+
+    @staticmethod
+    def together(alike: Sequence[NormedRows]) -> Tensor:
+        x, made, scale = (
+            torch.stack([getattr(each, name) for each in alike])
+            for name in ("given", "made", "scale")
+        )
+        if alike[0].centered:
+            x = x - x.mean(-1, keepdim=True)
+        expected = x * torch.stack([each.weight for each in alike]).unsqueeze(1) / scale
+        biases = [each.bias for each in alike if each.bias is not None]
+        if biases:
+            expected = expected + torch.stack(biases).unsqueeze(1)
+        return _apart(made, expected.to(made.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class SumOfRows(Distance):
+    """Rows ``[rows, D]`` that should be the sum of two others."""
+
+    total: Tensor
+    before: Tensor
+    added: Tensor
+
+    def kind(self) -> Hashable:
+        return SumOfRows, *_like(self.total)
+
+    @staticmethod
+    def together(alike: Sequence[SumOfRows]) -> Tensor:
+        total, before, added = (
+            torch.stack([getattr(each, name) for each in alike])
+            for name in ("total", "before", "added")
+        )
+        size = (before.abs() + added.abs()).amax(-1) + total.abs().amax(-1)
+        off = (total - before - added).abs().amax(-1)
+        off = off / size.clamp_min(torch.finfo(size.dtype).tiny)
+        one = torch.ones_like(off)  # rows of NaN are compared with nothing
+        return torch.stack([off, one, one + 0 * off], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class NearestRows(Distance):
+    """Rows ``[rows, D]`` that should be the sum of others and of one of k candidates."""
+
+    total: Tensor
+    before: Tensor
+    candidates: tuple[Tensor, ...]
+
+    def kind(self) -> Hashable:
+        return NearestRows, len(self.candidates), *_like(self.total)
+
+    @staticmethod
+    def together(alike: Sequence[NearestRows]) -> Tensor:
+        n, k = len(alike), len(alike[0].candidates)
+        before = torch.stack([each.before for each in alike])
+        rest = torch.stack([each.total for each in alike]) - before
+        size = before.abs().amax((1, 2)) + rest.abs().amax((1, 2))  # NaN: not apart
+        off = size
+        if k:
+            candidates = torch.stack([one for each in alike for one in each.candidates])
+            apart = rest.unsqueeze(1) - candidates.view(n, k, *rest.shape[1:])
+            off = apart.abs().amax((2, 3)).nan_to_num(torch.inf).amin(1)
+        return torch.stack([off, size, size], 1).unsqueeze(-1)
+
+
+def distance(
+    found: Tensor, expected: Tensor, dtype: torch.dtype, *, zeros_count: bool = True
+) -> Distance:
+    """How far rows ``[.., D]`` are apart that were computed in a type."""
+    tolerance = TOLERANCES.get(dtype, 1e-1)
+    found, expected = found.flatten(0, -2), expected.flatten(0, -2)
+    if found.size(0) <= 2:
+        return Rows(tolerance, zeros_count, found, expected)
+    return Numbers(tolerance, zeros_count, _apart(found.unsqueeze(0), expected.unsqueeze(0))[0])
+
+
+@torch.no_grad()
+def numbers_of(distances: Iterable[Distance]) -> list[tuple[list[int], Tensor]]:
+    """The numbers of all distances, those of a kind together: which, and ``[n, 3, rows]``."""
+    alike: dict[Hashable, list[tuple[int, Distance]]] = {}
+    for number, each in enumerate(distances):
+        alike.setdefault(each.kind(), []).append((number, each))
+    return [
+        ([number for number, _ in kind], kind[0][1].together([each for _, each in kind]))
+        for kind in alike.values()
+    ]
+
+
+def _like(x: Tensor) -> tuple[Hashable, ...]:
+    return x.device, x.dtype, x.shape
+
+
+def _apart(found: Tensor, expected: Tensor) -> Tensor:
+    """Of rows [n, rows, D]: the largest difference, number found, and expected, [n, 3, rows]."""
+    return torch.stack([found - expected, found, expected], 1).abs().amax(-1)
