@@ -4,6 +4,7 @@
 // general one neither depends on the scores.
 #include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
+#include "attention/cuda/tensor_cores/forward_pairs.h"
 
 namespace ikattn::cuda {
 namespace {

@@ -3,6 +3,7 @@
 // key_gradients.cu, but that a tile has its queries' features twice, as integers, which scores are
 // made of, and in Half, of which grad_phi_k is a sum. So tiles are of 32 queries: two of them, and
 // with 64 columns of the value two blocks, fit the shared memory of small GPUs.
+#include "attention/cuda/tensor_cores/backward_pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 #include "attention/cuda/tensor_cores/int8_pairs.h"
 

@@ -2,6 +2,7 @@
 // grad_phi_q of heads in the folded form. As query_gradients.cu, but that a tile has its keys'
 // features twice, as integers, which scores are made of, and in Half, of which grad_phi_q is a sum.
 // So tiles are of 32 keys.
+#include "attention/cuda/tensor_cores/backward_pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 #include "attention/cuda/tensor_cores/int8_pairs.h"
 

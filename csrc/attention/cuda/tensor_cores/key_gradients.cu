@@ -1,5 +1,6 @@
 // The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
 // block owns keys and passes along the queries of all heads that share them.
+#include "attention/cuda/tensor_cores/backward_pairs.h"
 #include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 

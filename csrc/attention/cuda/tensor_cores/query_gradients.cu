@@ -1,5 +1,6 @@
 // The tensor-core backward's query side: grad_phi_q. A block owns queries and passes along the
 // keys; no pair leaves the registers.
+#include "attention/cuda/tensor_cores/backward_pairs.h"
 #include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 

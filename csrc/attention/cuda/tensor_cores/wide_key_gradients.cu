@@ -1,6 +1,7 @@
 // The tensor-core backward's key side for wide rows: a block owns 64 keys and either 128 features
 // of grad_phi_k or 128 columns of grad_value, and passes along the queries of all heads that share
 // the keys. Rows are keys.
+#include "attention/cuda/tensor_cores/backward_pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 #include "attention/cuda/tensor_cores/wide_tiles.h"
 
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       clear(s);  // x, of which grad_value has no use, the compiler leaves out there
 #pragma unroll
       for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-        keys.begin(x[chunk], load_queries(numbers, chunk));
+        keys.begin(x[chunk], load_queries<kPairs, kStep>(numbers, chunk));
       }
     }
     if (!kOfValues && slice < before) {
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll(kRolls ? 1 : 4)
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       const int held = held_at<kRolls>(chunk);
-      const QueryColumns queries = load_queries(numbers, chunk);
+      const QueryColumns queries = load_queries<kPairs, kStep>(numbers, chunk);
       const PairPlaces<kPairs, true> pairs(params, visible, at.b * params.H + h, i0, j0, chunk * 16,
                                            warp * 16);
       Fragment weights[1], factors[1];
