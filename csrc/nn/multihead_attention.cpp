@@ -1,20 +1,16 @@
-// ikattn::nn::MultiheadAttention, and state_dicts that Python wrote.
+// ikattn::nn::MultiheadAttention.
 //
 // A call's way is that of torch_ext/ikattn/nn/multihead_attention.py: check and project -> append
 // learned and zero keys -> attention of the chosen kernel on [N, H, L, d] -> out_proj.
 #include "ikattn/multihead_attention.h"
 
-#include <caffe2/serialize/inline_container.h>
-#include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/nn/init.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
-#include <string_view>
 #include <vector>
 
-#include "ikattn/attention.h"
+#include "nn/attend.h"
 #include "support/checks.h"
 
 namespace ikattn::nn {
@@ -107,14 +103,6 @@ Inputs check_inputs(const MultiheadAttentionOptions& options, const Tensor& quer
           false};
 }
 
-// --- Masks: bool (true hides) or floating point (added to the logits), as the caller gave them
-
-struct Masks {
-  Tensor padding;    // [N, S], or undefined
-  Tensor attention;  // [1, 1, L, S] or [N, H, L, S], or undefined
-  bool is_causal;    // query i sees keys 0..i, besides the above
-};
-
 Masks check_masks(const Tensor& padding, const Tensor& attention, const Tensor& q,
                   const Tensor& k) {
   const int64_t N = q.size(0), H = q.size(1), L = q.size(2), S = k.size(2);
@@ -130,15 +118,6 @@ Masks check_masks(const Tensor& padding, const Tensor& attention, const Tensor& 
   return {padding, attention.view({per_head ? N : 1, per_head ? H : 1, L, S}), false};
 }
 
-Tensor hidden(const Tensor& mask) {
-  return mask.scalar_type() == at::kBool ? mask : mask == -kInfinity;
-}
-
-Tensor as_bias(const Tensor& mask, at::ScalarType type) {
-  if (mask.scalar_type() != at::kBool) return mask;
-  return at::zeros_like(mask, mask.options().dtype(type)).masked_fill(mask, -kInfinity);
-}
-
 // --- Projections
 
 // Heads: [N, S, E] or [S, N, E] -> [N, H, S, d].
@@ -150,10 +129,6 @@ Tensor split_heads(const Tensor& x, int64_t num_heads, bool batch_first) {
 Tensor merge_heads(const Tensor& x, bool batch_first) {
   return (batch_first ? x.permute({0, 2, 1, 3}) : x.permute({2, 0, 1, 3})).flatten(2);
 }
-
-struct Heads {
-  Tensor query, key, value;  // [N, H, L, d], [N, H, S, d], [N, H, S, d]
-};
 
 Heads project(const MultiheadAttentionImpl& module, const Inputs& in) {
   const auto& options = module.options;
@@ -196,90 +171,6 @@ void append_keys(const MultiheadAttentionImpl& module, Heads& heads, Masks& mask
   if (count == 0) return;
   if (masks.padding.defined()) masks.padding = at::constant_pad_nd(masks.padding, {0, count});
   if (masks.attention.defined()) masks.attention = at::constant_pad_nd(masks.attention, {0, count});
-}
-
-// --- Attention of the three kernels. Each returns the output [N, H, L, d] and the weights,
-// [N, H, L, S] or averaged [N, L, S], undefined unless wanted.
-
-struct Wanted {
-  bool weights, average;
-  double dropout_p;
-};
-
-// |k_j|_p^2 / (2 sqrt d) - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product
-// ones: [N, H, 1, S], undefined where it is zero.
-Tensor rbf_key_bias(const Tensor& key, std::optional<double> p) {
-  if (p == 2.0) return {};
-  const auto wide = key.to(compute_type(key.scalar_type()));
-  auto bias = -wide.square().sum(-1);
-  if (p.has_value()) {
-    const auto zero = (wide == 0).all(-1);  // whose second derivative by the norm would be NaN
-    const auto others = wide.masked_fill(zero.unsqueeze(-1), 1);
-    const auto norm = at::linalg_vector_norm(others, *p, at::IntArrayRef{-1});
-    bias = bias + norm.square().masked_fill(zero, 0);
-  }
-  return (bias / (2 * std::sqrt(key.size(-1)))).to(key.scalar_type()).unsqueeze(-2);
-}
-
-std::pair<Tensor, Tensor> attend_softmax(const MultiheadAttentionOptions& options, Heads heads,
-                                         const Masks& masks, at::ScalarType mask_type,
-                                         const Wanted& wanted) {
-  Tensor bias;
-  const auto add = [&bias](const Tensor& term) { bias = bias.defined() ? bias + term : term; };
-  if (masks.padding.defined()) {
-    // The weight of a padded key is 0, but 0 * NaN would reach the output.
-    const auto away = hidden(masks.padding).unsqueeze(1).unsqueeze(-1);
-    heads.key = heads.key.masked_fill(away, 0);
-    heads.value = heads.value.masked_fill(away, 0);
-  }
-  if (options.kernel() == Kernel::kRbf) bias = rbf_key_bias(heads.key, options.p());
-  if (masks.padding.defined()) {
-    add(as_bias(masks.padding, mask_type).unsqueeze(1).unsqueeze(1));
-  }
-  if (masks.attention.defined()) add(as_bias(masks.attention, mask_type));
-
-  Tensor empty;  // rows without a visible key
-  if (bias.defined()) {
-    empty = hidden(bias).all(-1, /*keepdim=*/true);
-    bias = bias.masked_fill(empty, 0);
-  }
-  const auto clear = [&empty](const Tensor& x) {
-    return empty.defined() ? x.masked_fill(empty, 0) : x;
-  };
-  const auto& [query, key, value] = heads;
-  if (!wanted.weights) {
-    return {clear(at::scaled_dot_product_attention(query, key, value, or_none(bias),
-                                                   wanted.dropout_p, masks.is_causal)),
-            Tensor()};
-  }
-  auto logits = (query * std::sqrt(1.0 / query.size(-1))).matmul(key.transpose(-2, -1));
-  if (bias.defined()) logits = logits + bias;
-  auto weights = clear(logits.softmax(-1));
-  if (wanted.dropout_p > 0) weights = at::dropout(weights, wanted.dropout_p, /*train=*/true);
-  return {weights.matmul(value), wanted.average ? weights.mean(1) : weights};
-}
-
-std::pair<Tensor, Tensor> attend_implicit(const MultiheadAttentionImpl& module, const Heads& heads,
-                                          const Masks& masks, at::ScalarType mask_type,
-                                          const Wanted& wanted) {
-  AttentionOptions options;
-  options.p = module.options.p();
-  if (masks.padding.defined()) options.key_bias = as_bias(masks.padding, mask_type).unsqueeze(1);
-  if (masks.attention.defined()) {
-    const bool is_bool = masks.attention.scalar_type() == at::kBool;
-    options.attn_mask = is_bool ? masks.attention.logical_not() : masks.attention;
-  }
-  options.is_causal = masks.is_causal;
-  options.dropout_p = wanted.dropout_p;
-  if (wanted.dropout_p > 0) {
-    // one seed for both calls: the weights returned are the weights used
-    options.dropout_seed = draw_dropout_seed(heads.query.device());
-  }
-  const auto [w1, w2] = module.spectral->frequencies();
-  const auto output =
-      implicit_kernel_attention(heads.query, heads.key, heads.value, w1, w2, options);
-  if (!wanted.weights) return {output, Tensor()};
-  return {output, implicit_kernel_weights(heads.query, heads.key, w1, w2, options, wanted.average)};
 }
 
 // Whether is_causal may stand for attn_mask, so that the mask need not be read.
@@ -421,94 +312,6 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(
     if (weights.defined()) weights = weights.squeeze(0);
   }
   return {output, weights};
-}
-
-// --- Checkpoints
-
-torch::OrderedDict<std::string, Tensor> read_state_dict(const std::string& path) {
-  caffe2::serialize::PyTorchStreamReader reader(path);
-  // torch's unpickler would fail in the midst of it, with an assertion of its own.
-  const auto [pickle, size] = reader.getRecord("data.pkl");
-  const std::string_view head(static_cast<const char*>(pickle.get()), std::min<size_t>(size, 40));
-  TORCH_CHECK(head.find("collections\nOrderedDict") == head.npos, "read_state_dict: ", path,
-              " must hold a plain dict, got an OrderedDict, which LibTorch cannot read; in Python, "
-              "save it with torch.save(dict(module.state_dict()), path)");
-  const auto read = torch::jit::readArchiveAndTensors(
-      "data", /*pickle_prefix=*/"", /*tensor_prefix=*/"data/", /*type_resolver=*/std::nullopt,
-      /*obj_loader=*/std::nullopt, at::Device(at::kCPU), reader);
-  TORCH_CHECK(
-      read.isGenericDict(), "read_state_dict: ", path,
-      " must hold a dict from names to tensors, as torch.save(dict(module.state_dict()), path) "
-      "writes it, got ",
-      read.tagKind());
-  torch::OrderedDict<std::string, Tensor> state("entry");
-  for (const auto& entry : read.toGenericDict()) {
-    TORCH_CHECK(entry.key().isString() && entry.value().isTensor(), "read_state_dict: ", path,
-                " must hold a dict from names to tensors, got an entry from ",
-                entry.key().tagKind(), " to ", entry.value().tagKind());
-    state.insert(entry.key().toStringRef(), entry.value().toTensor());
-  }
-  return state;
-}
-
-namespace {
-
-// Prefixes of the frequencies that a checkpoint may lack, all or none: "self_attn.spectral.".
-std::vector<std::string> prefixes_of_frequencies(const torch::nn::Module& module) {
-  std::vector<std::string> prefixes;
-  for (const auto& entry : module.named_modules("", /*include_self=*/true)) {
-    const auto* attention = entry.value()->as<MultiheadAttentionImpl>();
-    if (attention == nullptr || !attention->spectral) continue;
-    prefixes.push_back(entry.key().empty() ? "spectral." : entry.key() + ".spectral.");
-  }
-  return prefixes;
-}
-
-bool starts_with_any(const std::string& name, const std::vector<std::string>& prefixes) {
-  for (const auto& prefix : prefixes) {
-    if (name.starts_with(prefix)) return true;
-  }
-  return false;
-}
-
-}  // namespace
-
-void load_state_dict(torch::nn::Module& module,
-                     const torch::OrderedDict<std::string, Tensor>& state) {
-  auto absent = prefixes_of_frequencies(module);
-  std::erase_if(absent, [&state](const std::string& prefix) {
-    for (const auto& entry : state) {
-      if (entry.key().starts_with(prefix)) return true;
-    }
-    return false;
-  });
-  std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
-  std::vector<std::string> missing, unexpected;
-  torch::OrderedDict<std::string, Tensor> own = module.named_parameters();
-  own.update(module.named_buffers());
-  for (const auto& entry : own) {
-    const auto* saved = state.find(entry.key());
-    if (saved == nullptr) {
-      if (!starts_with_any(entry.key(), absent)) missing.push_back(entry.key());
-      continue;
-    }
-    TORCH_CHECK(saved->sizes() == entry.value().sizes(), "load_state_dict: ", entry.key(),
-                " must have shape ", entry.value().sizes(), ", as in the module, got ",
-                saved->sizes());
-    copies.emplace_back(entry.value(), *saved);
-  }
-  for (const auto& entry : state) {
-    if (!own.contains(entry.key())) unexpected.push_back(entry.key());
-  }
-  TORCH_CHECK(missing.empty() && unexpected.empty(),
-              "load_state_dict: the checkpoint must have the entries of the module; missing: ",
-              missing, "; unexpected: ", unexpected);
-  const torch::NoGradGuard no_grad;
-  for (auto& [to, from] : copies) to.copy_(from);
-}
-
-void load_state_dict(torch::nn::Module& module, const std::string& path) {
-  load_state_dict(module, read_state_dict(path));
 }
 
 }  // namespace ikattn::nn

@@ -70,6 +70,59 @@ class RowReference {
   T largest_ = minus_infinity<T>(), low_ = 0;
 };
 
+// A thread's logits of query i, of the keys of a tile from j0 on, and whether it sees them.
+template <typename T>
+struct RowLogits {
+  TwoParts<T> logits[kPerThread];
+  bool visible[kPerThread];
+
+  //   first: where the head's keys begin
+  __device__ __forceinline__ RowLogits(const AttentionParams& params,
+                                       const PreparedTokens<T>& tokens, const ThreadTile& at,
+                                       int64_t b, int64_t h, int64_t i, int64_t j0, int64_t first) {
+#pragma unroll
+    for (int c = 0; c < kPerThread; ++c) {
+      const int64_t j = j0 + at.column(c);
+      T mask;
+      visible[c] = is_visible(params, b, h, i, j, mask);
+      const T high = visible[c] ? tokens.keys.high[first + j] : minus_infinity<T>();
+      visible[c] = visible[c] && high != minus_infinity<T>();
+      if (!visible[c]) continue;
+      logits[c] = masked_logit({high, tokens.keys.low[first + j]}, mask);
+    }
+  }
+};
+
+// The results of query i, and log Z, from a thread's parts: of the sum of weights, of what comes in
+// for them, and of the columns of the output; kept: the rescale of dropout. All lanes of a row must
+// come.
+template <typename T, bool kOfWeights>
+__device__ __forceinline__ void store_row(const AttentionParams& params, const ThreadTile& at,
+                                          const Tokens& out, int64_t bh, int64_t i, int64_t column0,
+                                          const RowReference<T>& reference, T kept, T sum,
+                                          T incoming, const T (&output)[kPerThread]) {
+  const T total = sum_of_lanes<kRowLanes>(sum);
+  const T own = kOfWeights ? sum_of_lanes<kRowLanes>(incoming) : T(0);
+  if (i >= params.L) return;
+  if (blockIdx.y == 0 && at.column_lane == 0) {
+    static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
+        total == 0 ? minus_infinity<double>() : reference.value() + log(static_cast<double>(total));
+  }
+  if constexpr (kOfWeights) {
+    if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (kept / total));
+  } else {
+#pragma unroll
+    for (int c = 0; c < kPerThread; ++c) {
+      const int64_t column = column0 + slice_column(at, c);
+      if (column >= params.d_v) continue;
+      // A poisoned key's values are zero: what it does to the row is in the sum.
+      T result = total == 0 ? T(0) : output[c] * (kept / total);
+      if (total != total) result = total;
+      out.store<T>(i, column, result);
+    }
+  }
+}
+
 template <typename T, bool kOfWeights>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(AttentionParams params, PreparedTokens<T> tokens) {
@@ -106,32 +159,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int r = 0; r < kPerThread; ++r) {
       const int64_t i = i0 + at.row(r);
-      TwoParts<T> logits[kPerThread];
-      bool visible[kPerThread];
-#pragma unroll
-      for (int c = 0; c < kPerThread; ++c) {
-        const int64_t j = j0 + at.column(c);
-        T mask;
-        visible[c] = is_visible(params, b, h, i, j, mask);
-        const T high = visible[c] ? tokens.keys.high[key_base + j] : minus_infinity<T>();
-        visible[c] = visible[c] && high != minus_infinity<T>();
-        if (!visible[c]) continue;
-        logits[c] = masked_logit({high, tokens.keys.low[key_base + j]}, mask);
-      }
-      const T rescale = references[r].raise(logits, visible);
+      const RowLogits<T> row(params, tokens, at, b, h, i, j0, key_base);
+      const T rescale = references[r].raise(row.logits, row.visible);
       sum[r] *= rescale;
       if (kOfWeights) incoming[r] *= rescale;
 #pragma unroll
       for (int c = 0; c < kPerThread; ++c) {
         output[r][c] *= rescale;
         const T score = s[r][c] * norm;
-        const T weight =
-            visible[c] ? (score * score + eps) * references[r].exponential_of(logits[c]) : T(0);
+        const T weight = row.visible[c]
+                             ? (score * score + eps) * references[r].exponential_of(row.logits[c])
+                             : T(0);
         sum[r] += weight;
         const bool keeps = dropout.keeps(r, c);
         if constexpr (kOfWeights) {
           // For what is hidden or dropped anything may come in.
-          if (!visible[c] || !keeps) continue;
+          if (!row.visible[c] || !keeps) continue;
           incoming[r] += weight * weight_gradient<T>(params, b, h, i, j0 + at.column(c));
         } else {
           weights[at.row(r) * kPitch + at.column(c)] = keeps ? weight : T(0);
@@ -153,28 +196,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Tokens out(params.output, b, h);
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
-    const int64_t i = i0 + at.row(r);
-    const T total = sum_of_lanes<kRowLanes>(sum[r]);
-    const T own = kOfWeights ? sum_of_lanes<kRowLanes>(incoming[r]) : T(0);
-    if (i >= params.L) continue;
-    if (blockIdx.y == 0 && at.column_lane == 0) {
-      static_cast<double*>(params.log_normalizer.data)[bh * params.L + i] =
-          total == 0 ? minus_infinity<double>()
-                     : references[r].value() + log(static_cast<double>(total));
-    }
-    if constexpr (kOfWeights) {
-      if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (kept / total));
-    } else {
-#pragma unroll
-      for (int c = 0; c < kPerThread; ++c) {
-        const int64_t column = column0 + slice_column(at, c);
-        if (column >= params.d_v) continue;
-        // A poisoned key's values are zero: what it does to the row is in the sum.
-        T result = total == 0 ? T(0) : output[r][c] * (kept / total);
-        if (total != total) result = total;
-        out.store<T>(i, column, result);
-      }
-    }
+    store_row<T, kOfWeights>(params, at, out, bh, i0 + at.row(r), column0, references[r], kept,
+                             sum[r], incoming[r], output[r]);
   }
 }
 

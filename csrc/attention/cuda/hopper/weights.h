@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/cuda/hopper/pipeline.h"
-#include "attention/cuda/tensor_cores/pairs.h"
+#include "attention/cuda/tensor_cores/forward_pairs.h"
 
 namespace ikattn::cuda {
 namespace {

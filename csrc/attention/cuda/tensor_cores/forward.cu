@@ -4,56 +4,18 @@
 // general one neither depends on the scores.
 #include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
+#include "attention/cuda/tensor_cores/forward_pairs.h"
+#include "attention/cuda/tensor_cores/tiles.h"
 
 namespace ikattn::cuda {
 namespace {
 
 template <int F, int V, Pairs kPairs>
 struct Layout {
-  static constexpr uint32_t kKeyTile = kStep * 2 * F, kValueTile = kStep * 2 * V;
-  static constexpr uint32_t kTerms = kKeyTile + kValueTile, kLows = kTerms + kStep * 4;
-  static constexpr uint32_t kStage = kLows + (kPairs == Pairs::kGeneral ? kStep * 4 : 0);
+  static constexpr uint32_t kValues = kStep * 2 * F;  // behind the keys
+  static constexpr uint32_t kTerms = kValues + kStep * 2 * V;
+  static constexpr uint32_t kStage = kTerms + kStep * 4 * (kPairs == Pairs::kGeneral ? 2 : 1);
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
-};
-
-// What a thread copies of every tile, and from where the next one comes.
-template <typename T, int F, int V, Pairs kPairs>
-struct TileCopy {
-  using L = Layout<F, V, kPairs>;
-  RowCopy<F> key_rows;
-  RowCopy<V> value_rows;
-  const Half* phi_k;
-  const T* value;
-  const float* terms;
-  const FoldedTokens& tokens;
-
-  __device__ __forceinline__ TileCopy(const AttentionParams& params, const FoldedTokens& tokens,
-                                      int64_t b, int64_t h, int64_t bk, int first_tile)
-      : key_rows(F, F),
-        value_rows(tokens.value.stride[2], tokens.value_columns),
-        phi_k(key_rows.source(tokens.phi_k + (bk * params.S + first_tile * int64_t{kStep}) * F)),
-        value(value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, b, h) +
-                                first_tile * kStep * value_rows.stride)),
-        terms(tokens.terms + bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
-              threadIdx.x * 4),
-        tokens(tokens) {}
-
-  // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
-  __device__ __forceinline__ void operator()(uint32_t base, int count) {
-    key_rows.template begin<kStep>(base, phi_k, count);
-    value_rows.template begin<kStep>(base + L::kKeyTile, value, count);
-    if (threadIdx.x < kStep / 4) {
-      cp_async_16(base + L::kTerms + threadIdx.x * 16, terms);
-      if constexpr (kPairs == Pairs::kGeneral) {
-        // No register for where they are.
-        cp_async_16(base + L::kLows + threadIdx.x * 16, terms + (tokens.lows - tokens.terms));
-      }
-    }
-    cp_async_commit();
-    phi_k += kStep * F;
-    value += kStep * value_rows.stride;
-    terms += kStep;
-  }
 };
 
 // What the rows of a warp begin with.
@@ -61,30 +23,25 @@ template <int V, typename Rows, int kRowTiles>
 __device__ __forceinline__ void load_begins(const AttentionParams& params, const Begins& begins,
                                             const QueryBlock& at, Rows (&rows)[kRowTiles],
                                             float (&output)[kRowTiles][V / 8][4]) {
-  const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
-      if (i >= params.L) continue;
-      const int64_t row = int64_t{at.bh} * params.L + i;
-      if (thread % 4 == 0) rows[m].sums[half] = begins.sums[row];  // lanes are added up
-      for_pairs<V>([&](int column, int n) {
-        const float2 two = load_vector<float2>(begins.output + row * V + column);
-        output[m][n][2 * half] = two.x;
-        output[m][n][2 * half + 1] = two.y;
-      });
-    }
-  }
+  for_own_rows<kRowTiles>(at.i0, threadIdx.x, [&](int m, int half, int64_t i) {
+    if (i >= params.L) return;
+    const int64_t row = int64_t{at.bh} * params.L + i;
+    if (threadIdx.x % 4 == 0) rows[m].sums[half] = begins.sums[row];  // lanes are added up
+    for_pairs<V>([&](int column, int n) {
+      const float2 two = load_vector<float2>(begins.output + row * V + column);
+      output[m][n][2 * half] = two.x;
+      output[m][n][2 * half + 1] = two.y;
+    });
+  });
 }
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts, Begins begins) {
   using L = Layout<F, V, kPairs>;
+  constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int blocks = static_cast<int>(gridDim.x) / parts.count;
   const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kQueries, blockIdx.x % blocks);
@@ -98,7 +55,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const bool goes_on =
       kPairs == Pairs::kCausal && begins.output != nullptr && !is_quadratic(params, tokens, at);
   if (goes_on) tiles.first = begins.first_key(i0) / kStep;
-  TileCopy<T, F, V, kPairs> copy(params, tokens, at.b, at.h, at.bk, tiles.first);
+  KeyCopy<L, T, F, V, kIsGeneral ? 2 : 1> copy(params, tokens, at, tiles.first);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   if (tiles.first < tiles.end) {
     copy(shared_address(shared + tiles.first % kStages * L::kStage),
@@ -107,21 +64,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
 
   // 2. The warp's queries, all their features, as A fragments.
-  const int warp_row = i0 + warp * kRowTiles * 16;
   Fragment phi_q[kRowTiles][F / 16];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t i = warp_row + m * 16 + g + 8 * half;
-      const Half* row = tokens.phi_q + (at.bh * params.L + i) * F + 2 * t;
-#pragma unroll
-      for (int k = 0; k < F / 16; ++k) {
-        uint32_t (&registers)[4] = phi_q[m][k].registers;
-        registers[half] = i < params.L ? load_vector<uint32_t>(row + 16 * k) : 0;
-        registers[half + 2] = i < params.L ? load_vector<uint32_t>(row + 16 * k + 8) : 0;
-      }
-    }
+    load_rows<F / 16>(phi_q[m], tokens.phi_q + at.bh * params.L * F, F, F,
+                      i0 + (warp * kRowTiles + m) * 16, params.L);
   }
   // 3. Tile by tile: scores, weights, output += weights x values.
   float output[kRowTiles][V / 8][4] = {};
@@ -130,17 +77,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const GeneralScales& scales = tokens.general;
 
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
-    Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
-    cp_async_wait<0>();
-    __syncthreads();  // the tile is here, and nobody reads the other stage
-    if (tile + 1 < tiles.end) {
-      copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
-           remaining_of(params.S, (tile + 1) * int64_t{kStep}));
-    }
-    if ((state & kUnclean) != 0) {
-      clean_values<T, kStep * V>(stage + L::kKeyTile);
-      __syncthreads();
-    }
+    Shared<unsigned char> stage =
+        arrive_at<L, T, kStep, V>(tile, tiles.end, params.S, state, shared, copy);
     const uint32_t base = shared_address(stage);
     Shared<const float> terms = shared_cast<float>(stage + L::kTerms);
     const int64_t j0 = tile * int64_t{kStep};
@@ -151,11 +89,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       multiply_by_columns<Half, F / 16>(
           s, [&](int m, int k) { return phi_q[m][k]; },
           [&](int k) { return base + key_places.at<2 * F>(chunk, k); });
-      KeyColumns keys;
-      load_columns(terms, chunk, keys.terms);
-      if constexpr (kPairs == Pairs::kGeneral) {
-        load_columns(shared_cast<float>(stage + L::kLows), chunk, keys.lows);
-      }
+      const KeyColumns keys = load_keys<kPairs>(terms, chunk);
       Fragment weights[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -165,7 +99,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       }
       rejoin_after<kPairs>();
       multiply_by_rows<T>(output, weights, [&](int n) {
-        return base + L::kKeyTile + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);
+        return base + L::kValues + swizzled(chunk * 16 + lane % 16, 2 * n + lane / 16, 2 * V);
       });
     }
   }
@@ -173,21 +107,15 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // 4. Rows of the result, or of its part.
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
                      value_scale_of(tokens, value_head_of(params, at.b, at.h));
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = sum_of_lanes<4>(rows[m].sums[half]);
-      const float rounding = sum_of_lanes<4>(rows[m].roundings[half]);
-      // Found anew: no register holds it over the tiles.
-      const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
-      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
-      if (i >= params.L) continue;
-      store_row<T, V, kPairs == Pairs::kGeneral>(
-          params, tokens, parts, part, at, i, 0, sum, rounding, rows[m].reference(half), kept,
-          [&](int n, int c) { return output[m][n][2 * half + c]; });
-    }
-  }
+  // Found anew: no register holds the rows over the tiles.
+  for_own_rows<kRowTiles>(at.i0, unknown_to_compiler(threadIdx.x), [&](int m, int half, int64_t i) {
+    const float sum = sum_of_lanes<4>(rows[m].sums[half]);
+    const float rounding = sum_of_lanes<4>(rows[m].roundings[half]);
+    if (i >= params.L) return;
+    store_row<T, V, kIsGeneral>(params, tokens, parts, part, at, i, 0, sum, rounding,
+                                rows[m].reference(half), kept,
+                                [&](int n, int c) { return output[m][n][2 * half + c]; });
+  });
 }
 
 // Adds up the parts of a row, always in the same order; a warp per row and V columns.

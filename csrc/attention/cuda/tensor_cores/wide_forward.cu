@@ -1,6 +1,7 @@
 // The forward pass on tensor cores for wide rows: a block owns 64 queries and 128 columns of the
 // value.
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
+#include "attention/cuda/tensor_cores/forward_pairs.h"
 #include "attention/cuda/tensor_cores/wide_tiles.h"
 
 namespace ikattn::cuda {
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       const int held = held_at<kRolls>(chunk);
       const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
-      const Fragment weights[1] = {rows.weigh(s[held], pairs, load_keys(terms, chunk), scales,
-                                              (state & kFew) != 0, output[0])};
+      const Fragment weights[1] = {rows.weigh(s[held], pairs, load_keys<kPairs>(terms, chunk),
+                                              scales, (state & kFew) != 0, output[0])};
       rejoin_after<kPairs>();
       products.add_pairs<T>(output, weights, stage, chunk);
       pass_by<kRolls>(s);

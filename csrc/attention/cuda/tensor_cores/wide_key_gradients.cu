@@ -1,11 +1,76 @@
 // The tensor-core backward's key side for wide rows: a block owns 64 keys and either 128 features
 // of grad_phi_k or 128 columns of grad_value, and passes along the queries of all heads that share
 // the keys. Rows are keys.
-#include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/tensor_cores/own_keys.h"
 #include "attention/cuda/tensor_cores/wide_tiles.h"
 
 namespace ikattn::cuda {
 namespace {
+
+// What a block copies, slice by slice: slices of values and gradients, then those of features, the
+// block's own last; for grad_value, slices of features and then the block's own of the gradients.
+template <typename T, bool kOfValues>
+struct WideKeyCopy {
+  const AttentionBackwardParams& params;
+  const FoldedTokens& tokens;
+  const FoldedRows& rows;
+  const KeyBlock& at;
+  QueryTiles<kStep> tiles;
+  uint32_t base;  // of shared memory
+  int own_slice;
+  // Columns of rows of features and of grad_output, and slices of these.
+  int width, features, columns, of_values;
+  const Half* phi_k;  // of the block's keys
+  const T* values;
+
+  __device__ __forceinline__ WideKeyCopy(const AttentionBackwardParams& params,
+                                         const FoldedTokens& tokens, const FoldedRows& rows,
+                                         const KeyBlock& at, uint32_t base, int own_slice)
+      : params(params),
+        tokens(tokens),
+        rows(rows),
+        at(at),
+        tiles(params, at),
+        base(base),
+        own_slice(own_slice),
+        width(static_cast<int>(padded_columns(2 * params.M))),
+        features(slices_of(width)),
+        columns(static_cast<int>(padded_columns(params.d_v))),
+        of_values(slices_of(columns)),
+        phi_k(tokens.phi_k + (at.bk * params.S + at.j0) * width),
+        values(value_rows<T>(params, tokens, at.b, at.key_head * at.group) +
+               at.j0 * tokens.value.stride[2]) {}
+
+  // Slices that come before those of features.
+  __device__ __forceinline__ int before() const { return kOfValues ? 0 : of_values; }
+  __device__ __forceinline__ int slices() const {
+    return kOfValues ? features + 1 : of_values + features;
+  }
+  // Begins to copy a slice of a tile, with the first one what its queries bring, too.
+  __device__ __forceinline__ void operator()(int tile, int slice, uint32_t stage) const {
+    const int64_t bh = int64_t{at.b} * params.H + tiles.head(tile);
+    const int64_t i0 = tiles.first_query(tile);
+    const int keys_left = remaining_of(params.S, at.j0), count = remaining_of(params.L, i0);
+    const bool of_gradients = kOfValues ? slice == features : slice < before();
+    if (of_gradients) {
+      const T* from = static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * columns;
+      if constexpr (!kOfValues) {
+        copy_slice(stage, values, tokens.value.stride[2], tokens.value_columns, slice, keys_left);
+      }
+      copy_slice(stage + WideLayout::kRight, from, columns, columns, kOfValues ? own_slice : slice,
+                 count);
+    } else {
+      const int feature_slice = kOfValues ? slice : (slice - before() + own_slice + 1) % features;
+      copy_slice(stage, phi_k, width, width, feature_slice, keys_left);
+      copy_slice(stage + WideLayout::kRight, tokens.phi_q + (bh * params.L + i0) * width, width,
+                 width, feature_slice, count);
+    }
+    if (slice > 0) return;
+    const int64_t first = bh * padded_tokens(params.L) + i0;
+    copy_numbers(base + WideLayout::numbers_of(tile),
+                 {rows.normalizer + first, rows.delta + first, rows.low + first});
+  }
+};
 
 // blockIdx.y: the slice of the features, or of the values; the first of the features makes the
 // gradients of the logits, too.
@@ -18,92 +83,62 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t bk = at.bk, j0 = at.j0;
   if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
 
-  const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
-  const int columns = static_cast<int>(padded_columns(params.d_v)), of_values = slices_of(columns);
+  // 1. What is copied, and what the warp's keys bring to their pairs.
   const int own_slice = static_cast<int>(blockIdx.y);
-  const int64_t value_stride = tokens.value.stride[2], padded = padded_tokens(params.L);
-  const Half* phi_k = tokens.phi_k + (bk * params.S + j0) * width;
-  const T* values = value_rows<T>(params, tokens, at.b, at.key_head * at.group) + j0 * value_stride;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const auto head_of = [&](int tile) { return at.key_head * at.group + tile / at.tiles; };
-  const auto first_query_of = [&](int tile) {
-    return int64_t{at.first_tile + tile % at.tiles} * kStep;
-  };
-  // 1. What is copied, slice by slice: slices of values and gradients, then those of features, the
-  // block's own last; for grad_value, slices of features and then the block's own of the gradients.
-  const int before = kOfValues ? 0 : of_values;
-  const auto begin = [&](int tile, int slice, uint32_t stage) {
-    const int64_t bh = int64_t{at.b} * params.H + head_of(tile), i0 = first_query_of(tile);
-    const int keys_left = remaining_of(params.S, j0), count = remaining_of(params.L, i0);
-    const bool of_gradients = kOfValues ? slice == features : slice < before;
-    if (of_gradients) {
-      const T* from = static_cast<const T*>(rows.gradients) + (bh * params.L + i0) * columns;
-      if constexpr (!kOfValues) {
-        copy_slice(stage, values, value_stride, tokens.value_columns, slice, keys_left);
-      }
-      copy_slice(stage + WideLayout::kRight, from, columns, columns, kOfValues ? own_slice : slice,
-                 count);
-    } else {
-      const int feature_slice = kOfValues ? slice : (slice - before + own_slice + 1) % features;
-      copy_slice(stage, phi_k, width, width, feature_slice, keys_left);
-      copy_slice(stage + WideLayout::kRight, tokens.phi_q + (bh * params.L + i0) * width, width,
-                 width, feature_slice, count);
-    }
-    if (slice > 0) return;
-    const int64_t first = bh * padded + i0;
-    copy_numbers(base + WideLayout::numbers_of(tile),
-                 {rows.normalizer + first, rows.delta + first, rows.low + first});
-  };
-
-  // 2. Tile by tile, slice by slice: scores and V dO^T; with the last slice their weights or dS,
-  //    times the block's own slice.
-  constexpr bool kRolls = !kOfValues || kDrops<kPairs>;
-  const SliceProducts products;
+  const WideKeyCopy<T, kOfValues> copy(params, tokens, rows, at, base, own_slice);
   const int64_t value_head = int64_t{at.b} * params.G + at.value_head, warp_key = j0 + warp * 16;
   const KeyScales scales = key_scales_of<T>(params, tokens, rows, bk, value_head);
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float norm = 1 / static_cast<float>(4 * params.M), eps = static_cast<float>(params.eps);
   KeyRows<T, kPairs> keys;
   keys.load(params, tokens, bk, warp_key + g, scales.fit);
+
+  // 2. Tile by tile, slice by slice: scores and V dO^T; with the last slice their weights or dS,
+  //    times the block's own slice.
+  constexpr bool kRolls = !kOfValues || kDrops<kPairs>;
+  const SliceProducts products;
   TileSums s, x;
   float sums[1][kSlice / 8][4] = {};
-  const int slices = kOfValues ? features + 1 : of_values + features;
-  pass_along(base, TileRange(0, at.steps), slices, begin, [&](int tile, int slice, uint32_t stage) {
-    Shared<const float> numbers = shared_cast<float>(shared + WideLayout::numbers_of(tile));
-    if (slice == 0) {
-      clear(s);  // x, of which grad_value has no use, the compiler leaves out there
+  const int slices = copy.slices();
+  pass_along(
+      base, TileRange(0, copy.tiles.steps()), slices, copy,
+      [&](int tile, int slice, uint32_t stage) {
+        Shared<const float> numbers = shared_cast<float>(shared + WideLayout::numbers_of(tile));
+        if (slice == 0) {
+          clear(s);  // x, of which grad_value has no use, the compiler leaves out there
 #pragma unroll
-      for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-        keys.begin(x[chunk], load_queries(numbers, chunk));
-      }
-    }
-    if (!kOfValues && slice < before) {
-      products.add_slice<T>(x, stage);
-      return;
-    }
-    if (!kOfValues || slice < features) products.add_slice<Half>(s, stage);
-    if (slice + 1 < slices) return;
-    const int64_t h = head_of(tile), i0 = first_query_of(tile);
-    const TileVisibility<kPairs> visible(params, at.b, h, i0, j0);
+          for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+            keys.begin(x[chunk], load_queries<kPairs, kStep>(numbers, chunk));
+          }
+        }
+        if (!kOfValues && slice < copy.before()) {
+          products.add_slice<T>(x, stage);
+          return;
+        }
+        if (!kOfValues || slice < copy.features) products.add_slice<Half>(s, stage);
+        if (slice + 1 < slices) return;
+        const int64_t h = copy.tiles.head(tile), i0 = copy.tiles.first_query(tile);
+        const TileVisibility<kPairs> visible(params, at.b, h, i0, j0);
 #pragma unroll(kRolls ? 1 : 4)
-    for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-      const int held = held_at<kRolls>(chunk);
-      const QueryColumns queries = load_queries(numbers, chunk);
-      const PairPlaces<kPairs, true> pairs(params, visible, at.b * params.H + h, i0, j0, chunk * 16,
-                                           warp * 16);
-      Fragment weights[1], factors[1];
-      keys.meet(s[held], x[held], pairs, queries, norm, eps, kept, weights[0], factors[0]);
-      rejoin_after<kPairs>();
-      if constexpr (kOfValues) {
-        products.add_pairs<T>(sums, weights, stage, chunk);
-      } else {
-        products.add_pairs<Half>(sums, factors, stage, chunk);
-      }
-      pass_by<kRolls>(s);
-      pass_by<kRolls>(x);
-    }
-  });
+        for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+          const int held = held_at<kRolls>(chunk);
+          const QueryColumns queries = load_queries<kPairs, kStep>(numbers, chunk);
+          const PairPlaces<kPairs, true> pairs(params, visible, at.b * params.H + h, i0, j0,
+                                               chunk * 16, warp * 16);
+          Fragment weights[1], factors[1];
+          keys.meet(s[held], x[held], pairs, queries, norm, eps, kept, weights[0], factors[0]);
+          rejoin_after<kPairs>();
+          if constexpr (kOfValues) {
+            products.add_pairs<T>(sums, weights, stage, chunk);
+          } else {
+            products.add_pairs<Half>(sums, factors, stage, chunk);
+          }
+          pass_by<kRolls>(s);
+          pass_by<kRolls>(x);
+        }
+      });
 
   // 3. Rows of the result.
   const int64_t j = warp_key + g;

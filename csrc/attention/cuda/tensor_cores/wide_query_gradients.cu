@@ -1,5 +1,6 @@
 // The tensor-core backward's query side for wide rows: a block owns 64 queries and 128 features of
 // grad_phi_q.
+#include "attention/cuda/tensor_cores/backward_pairs.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 #include "attention/cuda/tensor_cores/wide_tiles.h"
 
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
           const int held = held_at<kRolls>(chunk);
           const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
           KeyColumns keys;
-          if constexpr (kPairs == Pairs::kGeneral) keys = load_keys(terms, chunk);
+          if constexpr (kPairs == Pairs::kGeneral) keys = load_keys<kPairs>(terms, chunk);
           const Fragment factors[1] = {queries.products_of(s[held], x[held], pairs, keys, kept)};
           rejoin_after<kPairs>();
           products.add_pairs<Half>(sums, factors, stage, chunk);

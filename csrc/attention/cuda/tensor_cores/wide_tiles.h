@@ -51,22 +51,6 @@ __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const 
   }
 }
 
-// The two numbers of keys that copy_numbers() has copied.
-__device__ __forceinline__ KeyColumns load_keys(Shared<const float> numbers, int chunk) {
-  KeyColumns keys;
-  load_columns(numbers, chunk, keys.terms);
-  load_columns(numbers + kStep, chunk, keys.lows);
-  return keys;
-}
-// The three of queries.
-__device__ __forceinline__ QueryColumns load_queries(Shared<const float> numbers, int chunk) {
-  QueryColumns queries;
-  load_columns(numbers, chunk, queries.normalizer);
-  load_columns(numbers + kStep, chunk, queries.delta);
-  load_columns(numbers + 2 * kStep, chunk, queries.low);
-  return queries;
-}
-
 // Calls visit(tile, slice, stage) for the slices of all tiles, when what begin(tile, slice, stage)
 // has begun to copy is there; stage: an address. Between two visits the block meets.
 template <typename Begin, typename Visit>
