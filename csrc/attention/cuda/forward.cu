@@ -1,6 +1,7 @@
 // The forward pass, and the weights: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
@@ -10,6 +11,17 @@
 
 namespace ikattn::cuda {
 namespace {
+
+// The keys' logits, or memory for them, where the kernel of the features makes them.
+const char* prepare_folded_logits(const AttentionParams& params, const DeviceExecutor& executor,
+                                  const Route& route, SplitLogits<float>& logits) {
+  const bool wants_norms = needs_value_norms(params, route, false);
+  if (!features_make_logits(params, route)) {
+    return prepare_logits(params, executor, wants_norms, logits);
+  }
+  logits = take_logits<float>(params, executor, wants_norms);
+  return nullptr;
+}
 
 const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceExecutor& executor,
                                     const Route& route, const SplitLogits<float>& logits,
@@ -55,14 +67,16 @@ const char* attention_forward(const AttentionParams& call, const DeviceExecutor&
   const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kForward);
   AttentionParams params = call;
   if (const char* error = round_values(route, executor, params)) return error;
-  const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
-  const bool wants_norms = folds && needs_value_norms(params, route, false);
-  if (const char* error = prepare_logits(params, executor, wants_norms, tokens.keys)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
-    FoldedTokens folded;
-    if (folds) return forward_on_tensor_cores(params, executor, route, tokens.keys, folded);
+    if (route.unit != Unit::kCudaCores && !route.split_products) {
+      FoldedTokens folded;
+      if (const char* error = prepare_folded_logits(params, executor, route, tokens.keys)) {
+        return error;
+      }
+      return forward_on_tensor_cores(params, executor, route, tokens.keys, folded);
+    }
   }
-  if (const char* error = prepare_features(params, executor, tokens)) return error;
+  if (const char* error = prepare_tokens(params, executor, tokens)) return error;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (route.split_products) return split_forward(params, executor, tokens);
   }
@@ -79,8 +93,7 @@ const char* attention_weights(const WeightsParams& params, const DeviceExecutor&
   FoldedTokens tokens;
   if (const char* error = normalizer_call(params, executor, call)) return error;
   const Route route = route_of(call, false, Pass::kForward);
-  const bool wants_norms = needs_value_norms(call, route, false);
-  if (const char* error = prepare_logits(call, executor, wants_norms, logits)) return error;
+  if (const char* error = prepare_folded_logits(call, executor, route, logits)) return error;
   if (const char* error = forward_on_tensor_cores(call, executor, route, logits, tokens)) {
     return error;
   }

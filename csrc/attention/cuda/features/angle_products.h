@@ -15,21 +15,22 @@ namespace ikattn::cuda {
 
 // Where the features go, as rows of Half, and what those of keys are multiplied with.
 struct FeatureDestination {
-  Half* phi_q;          // [B, H, L, padded F]  what is not finite becomes zero
-  float* poison;        // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
-  Half* phi_k;          // [B, key_heads, S, padded F]
-  const float* logits;  // [B, key_heads, S]  where it is NaN or -inf, features are zero
-  const float* scales;  // [B, key_heads, S]
-  // [B, key_heads]  where heads in the folded form have integers of 8 bits (Int8Features), or where
-  // another kernel makes their features; nullptr: all have those of Half
+  Half* phi_q = nullptr;           // [B, H, L, padded F]  what is not finite becomes zero
+  float* poison = nullptr;         // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
+  Half* phi_k = nullptr;           // [B, key_heads, S, padded F]
+  SplitLogits<float> logits = {};  // [B, key_heads, S]  where it is NaN or -inf, features are zero
+  bool makes_logits = false;       // with the features of keys (features_make_logits())
+  // [B, key_heads]  nullptr: of integers alone
+  const float* scales = nullptr;
+  // [B, key_heads]  where heads in the folded form have integers of 8 bits (Int8Features), and the
+  // same in Half, or where another kernel makes their features; nullptr: all heads have the same
   const uint32_t* state = nullptr;
-  int8_t* int8_q = nullptr;
+  int8_t* int8_q = nullptr;  // without phi_q and phi_k: integers alone
   int8_t* int8_k = nullptr;
-  bool has_both = false;  // the backward has the same numbers as Half, too
 };
 const char* write_features_on_tensor_cores(const AttentionParams& params,
                                            const AngleOperands& operands,
-                                           const FeatureDestination& destination, Stream stream);
+                                           const FeatureDestination& to, Stream stream);
 
 // token_gradients() of what the pairs on tensor cores leave.
 const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& params,
@@ -150,11 +151,12 @@ struct TokenTile {
   Slice<float> w;  // of w1, then of w2
   Slice<T> x;
 
-  __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared)
+  __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared,
+                       unsigned block = blockIdx.x)
       : source(s),
         frequencies(f),
-        bh(blockIdx.x / ((s.N + kAngleTokens - 1) / kAngleTokens)),
-        first(blockIdx.x % ((s.N + kAngleTokens - 1) / kAngleTokens) * kAngleTokens),
+        bh(block / ((s.N + kAngleTokens - 1) / kAngleTokens)),
+        first(block % ((s.N + kAngleTokens - 1) / kAngleTokens) * kAngleTokens),
         b(bh / s.heads),
         head(bh % s.heads),
         rows(s, f, kSets, b, head),

@@ -1,7 +1,7 @@
 // Tokens to features, on CUDA cores, and logits.
 #include "attention/cuda/features/angles.h"
+#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/features/operator.h"
-#include "attention/cuda/mma/row_lanes.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -20,87 +20,12 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   });
 }
 
-// key_bias_j, of a mask of bool 0 where it shows the key, and -inf where it hides it.
-__device__ __forceinline__ double bias_of_key(const Array& bias, int64_t offset) {
-  if (bias.type == ElementType::kNone) return 0;
-  if (bias.type != ElementType::kBool) return bounded_offset(load_element<double>(bias, offset));
-  return static_cast<const uint8_t*>(bias.data)[offset] != 0 ? 0 : minus_infinity<double>();
-}
-
 // The keys' logits, and the norms of their values where they are asked for.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kRowThreads, 3)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
-  constexpr int kEach = kRowsAtOnce<S>;
-  const RowPlace at(params.key_heads, params.S, kEach);
-  const unsigned group = shared_head(at.head, params.key_heads, params.G);
-  const int64_t d_v = params.value.type != ElementType::kNone ? params.d_v : 0;
-  const int64_t widest = params.d > d_v ? params.d : d_v;
-  // A thread's sums over its columns; not_finite: 0, or NaN.
-  double squares[kEach] = {}, value_squares[kEach] = {};
-  T not_finite[kEach] = {};
-  for (int64_t column = at.lane * 8; column < widest; column += kLaneColumns) {
-    EightColumns<T, S> of_key[kEach], of_value[kEach];
-#pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-      const int64_t j = at.row + r * kRowsOfBlock;
-      const bool there = j < params.S;
-      of_key[r].load(params.key, at.b, group, j, column, there ? params.d : 0);
-      of_value[r].load(params.value, at.b, group, j, column, there ? d_v : 0);
-    }
-#pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-      T x[8];
-      of_key[r].unpack_to(x);
-      add_row(x, is_half<S>(params.key), squares[r], not_finite[r]);
-      of_value[r].unpack_to(x);
-      add_row(x, is_half<S>(params.value), value_squares[r], not_finite[r]);
-    }
-  }
-  // One lane for each row from here on.
-  int64_t j = params.S;
-  double square = 0, value_square = 0;
-  bool finite = true;
-#pragma unroll
-  for (int r = 0; r < kEach; ++r) {
-    const double of_row = sum_of_lanes<kTokenLanes>(squares[r]);
-    const double of_value = sum_of_lanes<kTokenLanes>(value_squares[r]);
-    const bool all = all_of_row(not_finite[r] == not_finite[r]);
-    if (at.lane != r) continue;
-    j = at.row + r * kRowsOfBlock;
-    square = of_row;
-    value_square = of_value;
-    finite = all;
-  }
-  double norm = sqrt(square);
-  if (params.p > 0 && (params.p != 2 || sizeof(T) == 8)) {
-    // Squares of float64 may leave its range.
-#pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-      const int64_t row = at.row + r * kRowsOfBlock;
-      const bool there = row < params.S;
-      const double of_row = p_norm<T>(Row(params.key, at.b, group, there ? row : 0), at.lane,
-                                      there ? params.d : 0, params.p);
-      if (at.lane == r) norm = of_row;
-    }
-  }
-  if (j >= params.S) return;
-  const int64_t index = int64_t{at.bh} * params.S + j;
-  const int64_t* stride = params.key_bias.stride;
-  double logit =
-      bias_of_key(params.key_bias, at.b * stride[0] + at.head * stride[1] + j * stride[2]);
-  if (params.p == 0 || !finite || logit == minus_infinity<double>()) norm = 0;
-  if (logit != minus_infinity<double>()) {
-    logit += params.magnitude_scale * norm * norm;
-    if (!finite || !is_finite(logit)) logit = NAN;
-  }
-  store_split(logits, index, logit);
-  if (logits.norms != nullptr)
-    logits.norms[index] = finite ? static_cast<T>(norm) : static_cast<T>(NAN);
-  if (logits.value_norms != nullptr) {
-    logits.value_norms[index] = static_cast<float>(sqrt(value_square));
-  }
-  if (!finite && logit == minus_infinity<double>()) logits.low[index] = static_cast<T>(NAN);
+  const RowPlace at(params.key_heads, params.S, kRowsAtOnce<S>);
+  make_logits<T, S, kRowsOfBlock, true>(params, logits, at.bh, at.row, at.lane);
 }
 
 }  // namespace
@@ -144,12 +69,7 @@ const char* write_features(const FeatureSource& source, const Array& phi, const 
 template <typename T>
 const char* prepare_logits(const AttentionParams& params, const DeviceExecutor& executor,
                            bool wants_value_norms, SplitLogits<T>& logits) {
-  const int64_t keys = params.B * params.key_heads * params.S;
-  logits.high = executor.take<T>(keys);
-  logits.low = executor.take<T>(keys);
-  // The slope of |k|_p^2 needs the norm, but for p = 2.
-  logits.norms = params.p > 0 && params.p != 2 ? executor.take<T>(keys) : nullptr;
-  logits.value_norms = wants_value_norms ? executor.take<float>(keys) : nullptr;
+  logits = take_logits<T>(params, executor, wants_value_norms);
   const auto queue = [&]<typename S>() {
     return launch(logit_kernel<T, S>,
                   row_blocks(params.B * params.key_heads, params.S, kRowsAtOnce<S>),

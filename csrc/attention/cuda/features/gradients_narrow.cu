@@ -29,6 +29,102 @@ struct NarrowLayout {
   __host__ __device__ int count() const { return sums() + 2 * kTokenThreads; }
 };
 
+template <typename T, int kD>
+__device__ __forceinline__ void narrow_angles(Shared<T> x, Shared<T> w, int pitch,
+                                              T (&angles1)[kNarrowTokens],
+                                              T (&angles2)[kNarrowTokens]) {
+#pragma unroll
+  for (int c = 0; c < kD; c += 4) {
+    T by1[4], by2[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      by1[i] = w[(c + i) * pitch];
+      by2[i] = w[(kD + c + i) * pitch];
+    }
+#pragma unroll
+    for (int t = 0; t < kNarrowTokens; ++t) {
+      const Four<T> values = load_vector<Four<T>>(x + t * kD + c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        angles1[t] += values.at[i] * by1[i];
+        angles2[t] += values.at[i] * by2[i];
+      }
+    }
+  }
+}
+
+template <typename T, int kD>
+__device__ __forceinline__ void add_narrow_tokens(Shared<T> x, const T (&gradients1)[kNarrowTokens],
+                                                  const T (&gradients2)[kNarrowTokens],
+                                                  T (&sums1)[kD], T (&sums2)[kD]) {
+#pragma unroll
+  for (int c = 0; c < kD; c += 4) {
+#pragma unroll
+    for (int t = 0; t < kNarrowTokens; ++t) {
+      const Four<T> values = load_vector<Four<T>>(x + t * kD + c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const T value = is_finite(values.at[i]) ? values.at[i] : T(0);
+        sums1[c + i] += value * gradients1[t];
+        sums2[c + i] += value * gradients2[t];
+      }
+    }
+  }
+}
+
+template <typename T, int kD>
+__device__ __forceinline__ void store_narrow_frequencies(const FeatureSource& source,
+                                                         const FrequencyBlock<T>& block,
+                                                         int columns, int m, int own,
+                                                         Shared<T> of_threads, const T (&sums1)[kD],
+                                                         const T (&sums2)[kD]) {
+#pragma unroll
+  for (int c = 0; c < kD; ++c) {
+    __syncthreads();
+    of_threads[threadIdx.x] = sums1[c];
+    of_threads[kTokenThreads + threadIdx.x] = sums2[c];
+    __syncthreads();
+    if (own != 0 || m >= source.M || c >= source.d) continue;
+    T sum1 = 0, sum2 = 0;
+    for (int thread = m; thread < kTokenThreads; thread += columns) {
+      sum1 += of_threads[thread];
+      sum2 += of_threads[kTokenThreads + thread];
+    }
+    block.part[c * source.M + m] = sum1;
+    block.part[block.size + c * source.M + m] = sum2;
+  }
+}
+
+// x [count][kD] = tokens from `first` on, zeros from `end` on and beyond the last dimension. By the
+// whole block, which meets.
+template <typename T, int kD>
+__device__ __forceinline__ void load_narrow_tokens(const FeatureSource& source,
+                                                   const Tokens& tokens, int64_t first, int64_t end,
+                                                   int count, Shared<T> x) {
+  __syncthreads();  // nobody reads what was there
+  for (int index = static_cast<int>(threadIdx.x); index < count * kD; index += kTokenThreads) {
+    const int64_t token = first + index / kD, c = index % kD;
+    x[index] = token < end && c < source.d ? tokens.load<T>(token, c) : T(0);
+  }
+  __syncthreads();
+}
+
+// Both frequencies of all the share's heads, zeros beyond the last.
+//   w [2][kD][pitch]
+template <typename T, int kD>
+__device__ __forceinline__ void load_narrow_frequencies(const FeatureSource& source,
+                                                        const FrequencyBlock<T>& block, int columns,
+                                                        int pitch, Shared<T> w) {
+  const int64_t b = block.batch(block.first_head), head = block.head(block.first_head);
+  const Frequencies w1(source, source.w1, b, head), w2(source, source.w2, b, head);
+  for (int index = static_cast<int>(threadIdx.x); index < kD * columns; index += kTokenThreads) {
+    const int c = index / columns, k = index % columns;
+    const bool there = c < source.d && k < source.M;
+    w[c * pitch + k] = there ? w1.template load<T>(c, k) : T(0);
+    w[(kD + c) * pitch + k] = there && !source.stationary() ? w2.template load<T>(c, k) : T(0);
+  }
+}
+
 // What a block adds up: a share of the tokens. kD: dimensions, or more.
 //   out [B, heads, N, d], or absent; parts without memory: frequencies' gradients are not wanted
 template <typename T, int kD>
@@ -45,14 +141,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const bool is_stationary = source.stationary();
   const T units = static_cast<T>(angle_units(is_stationary));
   // 1. Both frequencies of all the share's heads, zeros beyond the last.
-  const int64_t of_set = block.batch(block.first_head), of_head = block.head(block.first_head);
-  const Frequencies w1(source, source.w1, of_set, of_head), w2(source, source.w2, of_set, of_head);
-  for (int index = static_cast<int>(threadIdx.x); index < kD * columns; index += kTokenThreads) {
-    const int c = index / columns, k = index % columns;
-    const bool there = c < source.d && k < source.M;
-    w[c * pitch + k] = there ? w1.load<T>(c, k) : T(0);
-    w[(kD + c) * pitch + k] = there && !is_stationary ? w2.load<T>(c, k) : T(0);
-  }
+  load_narrow_frequencies<T, kD>(source, block, columns, pitch, w);
   T sums1[kD] = {}, sums2[kD] = {};
 #pragma unroll 1
   for (int64_t unit = block.first_head; unit < block.end_head; ++unit) {
@@ -61,33 +150,10 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     const int64_t base = (b * source.heads + head) * source.N;
 #pragma unroll 1
     for (int64_t first = block.first; first < block.end; first += layout.tokens) {
-      __syncthreads();  // the tile before is read
-      for (int index = static_cast<int>(threadIdx.x); index < layout.tokens * kD;
-           index += kTokenThreads) {
-        const int64_t token = first + index / kD, c = index % kD;
-        x[index] = token < block.end && c < source.d ? tokens.load<T>(token, c) : T(0);
-      }
-      __syncthreads();
+      load_narrow_tokens<T, kD>(source, tokens, first, block.end, layout.tokens, x);
       // 2. The gradients of a frequency's angles.
       T angles1[kNarrowTokens] = {}, angles2[kNarrowTokens] = {};
-#pragma unroll
-      for (int c = 0; c < kD; c += 4) {
-        T by1[4], by2[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          by1[i] = w[(c + i) * pitch + m];
-          by2[i] = w[(kD + c + i) * pitch + m];
-        }
-#pragma unroll
-        for (int t = 0; t < kNarrowTokens; ++t) {
-          const Four<T> values = load_vector<Four<T>>(x + (own + t) * kD + c);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            angles1[t] += values.at[i] * by1[i];
-            angles2[t] += values.at[i] * by2[i];
-          }
-        }
-      }
+      narrow_angles<T, kD>(x + own * kD, w + m, pitch, angles1, angles2);
 #pragma unroll
       for (int t = 0; t < kNarrowTokens; ++t) {
         const int64_t token = first + own + t;
@@ -110,21 +176,8 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
       }
       // 3. Those of frequencies. A token without gradient has none, whatever it holds; with one, it
       // is NaN there, too.
-      if (parts.sums != nullptr) {
-#pragma unroll
-        for (int c = 0; c < kD; c += 4) {
-#pragma unroll
-          for (int t = 0; t < kNarrowTokens; ++t) {
-            const Four<T> values = load_vector<Four<T>>(x + (own + t) * kD + c);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const T value = is_finite(values.at[i]) ? values.at[i] : T(0);
-              sums1[c + i] += value * angles1[t];
-              sums2[c + i] += value * angles2[t];
-            }
-          }
-        }
-      }
+      if (parts.sums != nullptr)
+        add_narrow_tokens<T, kD>(x + own * kD, angles1, angles2, sums1, sums2);
       __syncthreads();
       // 4. Those of tokens: a thread has one dimension of every few.
       if (out.type == ElementType::kNone) continue;
@@ -158,22 +211,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   }
   // 5. The share's part.
   if (parts.sums == nullptr) return;
-  Shared<T> of_threads = x + layout.sums();
-#pragma unroll
-  for (int c = 0; c < kD; ++c) {
-    __syncthreads();
-    of_threads[threadIdx.x] = sums1[c];
-    of_threads[kTokenThreads + threadIdx.x] = sums2[c];
-    __syncthreads();
-    if (own != 0 || m >= source.M || c >= source.d) continue;
-    T sum1 = 0, sum2 = 0;
-    for (int thread = m; thread < kTokenThreads; thread += columns) {
-      sum1 += of_threads[thread];
-      sum2 += of_threads[kTokenThreads + thread];
-    }
-    block.part[c * source.M + m] = sum1;
-    block.part[block.size + c * source.M + m] = sum2;
-  }
+  store_narrow_frequencies<T, kD>(source, block, columns, m, own, x + layout.sums(), sums1, sums2);
 }
 
 template <typename T, int kD>

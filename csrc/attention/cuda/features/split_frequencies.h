@@ -70,15 +70,12 @@ class SplitTile {
   __device__ __forceinline__ SplitTile(const FeatureSource& source,
                                        const SplitFrequencies& frequencies, int64_t bh, int end,
                                        Shared<unsigned char> shared)
-      : source_(source), slices_(frequencies.slices), end_(end), base_(shared_address(shared)) {
-    const int64_t b = bh / source.heads, head = bh % source.heads;
-    x_ = static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
-         source.x_head(head) * source.x.stride[1];
-    const int64_t which =
-        source.frequency_batch(b) * source.frequency_heads + source.frequency_head(head);
-    w_ =
-        static_cast<const T*>(frequencies.data) + which * frequencies.pieces * slices_ * kPieceSize;
-    unit_ = frequencies.units[2 * which];
+      : source_(source),
+        frequencies_(frequencies),
+        head_(static_cast<unsigned>(bh)),
+        end_(end),
+        base_(shared_address(shared)) {
+    unit_ = frequencies.units[2 * set_of(head_)];
   }
 
   // What sums of products are multiplied with to be angles.
@@ -88,9 +85,9 @@ class SplitTile {
   // on. By the whole block; a warp without tokens comes, too.
   __device__ __forceinline__ void make_angles(int index, int m0, bool has_tokens,
                                               float (&angles)[kSets][2][2][4]) {
-    const int piece = m0 / kAngleFrequencies;
-    for (int slice = 0; slice < slices_; ++slice) {
-      const int frequencies = piece * slices_ + slice, tokens = index * slices_ + slice;
+    const int piece = m0 / kAngleFrequencies, slices = frequencies_.slices;
+    for (int slice = 0; slice < slices; ++slice) {
+      const int frequencies = piece * slices + slice, tokens = index * slices + slice;
       const bool is_even = frequencies % 2 == 0;
       const uint32_t w = base_ + (is_even ? 0 : kFrequencyBytes);
       if (frequencies != (is_even ? held_even_ : held_odd_)) {  // of all warps alike
@@ -102,7 +99,7 @@ class SplitTile {
         held_even_ = is_even ? frequencies : held_even_;
         held_odd_ = is_even ? held_odd_ : frequencies;
       }
-      const bool is_first = (slices_ > 1 ? slice : index) % 2 == 0;
+      const bool is_first = (slices > 1 ? slice : index) % 2 == 0;
       if (tokens != (is_first ? held_first_ : held_second_)) {
         if (tokens != coming_) {
           __syncwarp();  // no lane reads what was there
@@ -113,7 +110,7 @@ class SplitTile {
         __syncwarp();
         held_first_ = is_first ? tokens : held_first_;
         held_second_ = is_first ? held_second_ : tokens;
-        if (slices_ == 1 && index + 1 < end_) {
+        if (slices == 1 && index + 1 < end_) {
           begin_tokens(index + 1, slice);
           cp_async_commit();
           coming_ = tokens + 1;
@@ -134,11 +131,22 @@ class SplitTile {
 
   // Tiles, or slices, take turns.
   __device__ __forceinline__ uint32_t token_place(int index, int slice) const {
-    return base_ + 2 * kFrequencyBytes + (slices_ > 1 ? slice : index) % 2 * kTokenBytes;
+    return base_ + 2 * kFrequencyBytes +
+           (frequencies_.slices > 1 ? slice : index) % 2 * kTokenBytes;
   }
 
+  // Which set of frequencies serves a head of all batches'.
+  __device__ __forceinline__ int64_t set_of(unsigned head) const {
+    const unsigned heads = static_cast<unsigned>(source_.heads);
+    return source_.frequency_batch(head / heads) * source_.frequency_heads +
+           source_.frequency_head(head % heads);
+  }
+
+  // Where rows begin is found anew each time: registers are few.
   __device__ __forceinline__ void begin_frequencies(uint32_t to, int frequencies) const {
-    const T* from = w_ + frequencies * int64_t{kPieceSize} + threadIdx.x * 8;
+    const int64_t which = set_of(unknown_to_compiler(head_));
+    const int64_t first = which * frequencies_.pieces * frequencies_.slices + frequencies;
+    const T* from = static_cast<const T*>(frequencies_.data) + first * kPieceSize + threadIdx.x * 8;
     to += swizzled(threadIdx.x / kChunks, threadIdx.x % kChunks, kRowBytes);
 #pragma unroll
     for (int step = 0; step < kFrequencyRows / kRowStep; ++step) {
@@ -153,22 +161,25 @@ class SplitTile {
     const int64_t first = int64_t{index} * kSplitTokens + row, remaining = source_.d - column;
     const int bytes = remaining <= 0 ? 0 : remaining < 8 ? static_cast<int>(remaining) * 2 : 16;
     const int rows = bytes == 0 ? 0 : static_cast<int>(min(source_.N - first, int64_t{32}));
-    const T* from = x_ + first * source_.x.stride[2] + column;
+    const unsigned bh = unknown_to_compiler(head_), heads = static_cast<unsigned>(source_.heads);
+    const T* x = static_cast<const T*>(source_.x.data) + bh / heads * source_.x.stride[0] +
+                 source_.x_head(bh % heads) * source_.x.stride[1];
+    const T* from = x + first * source_.x.stride[2] + column;
     const uint32_t to = token_place(index, slice) + swizzled(row, chunk, kRowBytes);
 #pragma unroll
     for (int step = 0; step < 32; step += 4) {
       // Four rows further on, the chunk is turned by another bit.
       const uint32_t place = (to + step * kRowBytes) ^ (step % 8 == 0 ? 0 : 64);
-      cp_async_16(place, step < rows ? from : x_, step < rows ? bytes : 0);
+      cp_async_16(place, step < rows ? from : x, step < rows ? bytes : 0);
       from += 4 * source_.x.stride[2];
     }
   }
 
   const FeatureSource& source_;
-  const T* x_;  // of the head
-  const T* w_;
+  const SplitFrequencies& frequencies_;
+  unsigned head_;  // of all batches'
   float unit_;
-  int slices_, end_;
+  int end_;
   uint32_t base_;
   int held_even_ = -1, held_odd_ = -1;                    // frequencies
   int held_first_ = -1, held_second_ = -1, coming_ = -1;  // tokens

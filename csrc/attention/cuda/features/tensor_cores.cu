@@ -1,6 +1,7 @@
 // Tokens to features, on tensor cores.
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/features/feature_values.h"
+#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/features/split_frequencies.h"
 
 namespace ikattn::cuda {
@@ -11,7 +12,7 @@ struct FeatureRows {
   Half* phi;  // [B, heads, N, width]
   int width;
   // Of keys: where the logit is NaN or -inf, features are zero, others are multiplied with their
-  // scale. nullptr: of queries
+  // scale. nullptr: of queries; of integers alone
   const float* logits;  // [B, heads, N]
   const float* scales;  // [B, heads, N]
   // Of queries, whose features become zero where they are not finite: NaN there, else 0; nullptr:
@@ -20,9 +21,7 @@ struct FeatureRows {
   // Where heads in the folded form have integers: what tells the form, of every `group` heads.
   const uint32_t* state;
   int group;
-  int8_t* int8;       // [B, heads, N, Int8Features::kColumns]
-  bool has_both;      // integers and the same in Half
-  bool are_integers;  // of all heads
+  int8_t* int8;  // [B, heads, N, Int8Features::kColumns]
 
   // Whether another kernel makes the features of a head.
   template <FeatureForm kForm>
@@ -38,7 +37,8 @@ struct FeatureRows {
     if (logits == nullptr) return 1;
     const float logit = logits[index];
     // A hidden key may hold anything, and is multiplied with weights of 0.
-    return logit == logit && logit != minus_infinity<float>() ? scales[index] : 0.0f;
+    if (logit != logit || logit == minus_infinity<float>()) return 0;
+    return scales == nullptr ? 1.0f : scales[index];
   }
 };
 
@@ -186,11 +186,26 @@ class WarpFeatures {
   float not_finite_[4] = {};  // 0, or NaN
 };
 
+struct FeatureSide {
+  FeatureSource source;
+  FeatureRows rows;
+  unsigned blocks;
+};
+// What a launch makes: features of the keys, and of the queries, whose blocks come behind.
+struct FeatureSides {
+  FeatureSide sides[2];
+};
+
 // Of float32: a block has 128 tokens.
 template <int kSets, FeatureForm kForm>
 __global__ void __launch_bounds__(kProductThreads, 3)
-    tf32_feature_kernel(FeatureSource source, FrequencyRows frequencies, FeatureRows rows) {
-  const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>());
+    tf32_feature_kernel(FeatureSides both, FrequencyRows frequencies) {
+  const unsigned of_keys = both.sides[0].blocks;
+  const bool is_key = blockIdx.x < of_keys;
+  const FeatureSource& source = both.sides[is_key ? 0 : 1].source;
+  const FeatureRows& rows = both.sides[is_key ? 0 : 1].rows;
+  const TokenTile<float, kSets> tile(source, frequencies, dynamic_shared<unsigned char>(),
+                                     blockIdx.x - (is_key ? 0 : of_keys));
   if (rows.leaves<kForm>(tile.bh)) return;  // the whole block
   WarpFeatures<kSets, false, 0, kForm> features(rows, tile.bh, tile.first + threadIdx.x / 32 * 32,
                                                 source.N);
@@ -206,22 +221,46 @@ __global__ void __launch_bounds__(kProductThreads, 3)
   features.finish();
 }
 
-// Of 16 bits: a block has 256 tokens at a time, tiles_each times.
+// The logits of a warp's 32 keys from `first` on, which its features wait for.
+__device__ __forceinline__ void make_logits_of_warp(const AttentionParams& params,
+                                                    const SplitLogits<float>& logits, int64_t bh,
+                                                    int64_t first) {
+  constexpr int kStep = 32 / kTokenLanes, kRows = kStep * kRowsAtOnce<BFloat16>;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int row = lane / kTokenLanes; row < 32; row += kRows) {
+    make_logits<float, BFloat16, kStep, false>(params, logits, static_cast<unsigned>(bh),
+                                               first + row, lane % kTokenLanes);
+  }
+  __syncwarp();
+}
+
+// Of 16 bits: a block has 256 tokens at a time, tiles_each times. logits: of memory where those of
+// keys are to be made.
 template <typename T, int kSets, int kWidth, FeatureForm kForm>
 __global__ void __launch_bounds__(kSplitThreads, 2)
-    split_feature_kernel(FeatureSource source, SplitFrequencies frequencies, FeatureRows rows,
-                         int tiles_each) {
+    split_feature_kernel(FeatureSides both, SplitFrequencies frequencies, int tiles_each,
+                         AttentionParams params, SplitLogits<float> logits) {
+  const unsigned of_keys = both.sides[0].blocks;
+  const bool is_key = blockIdx.x < of_keys;
+  const unsigned block = blockIdx.x - (is_key ? 0 : of_keys);
+  const FeatureSource& source = both.sides[is_key ? 0 : 1].source;
+  const FeatureRows& rows = both.sides[is_key ? 0 : 1].rows;
   const int tiles = static_cast<int>((source.N + kSplitTokens - 1) / kSplitTokens);
   const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
-  const int64_t bh = blockIdx.x / ranges;
+  const unsigned bh = block / ranges;
   if (rows.leaves<kForm>(bh)) return;
-  const int first_tile = static_cast<int>(blockIdx.x % ranges) * tiles_each;
+  const int first_tile = static_cast<int>(block % ranges) * tiles_each;
   const int end = min(first_tile + tiles_each, tiles);
   SplitTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   for (int index = first_tile; index < end; ++index) {
     const int64_t first = int64_t{index} * kSplitTokens + warp * 32;
     const bool has_tokens = first < source.N;  // the whole warp
+    if constexpr (kForm == FeatureForm::kInt8) {
+      const bool wants_logits = is_key && logits.high != nullptr;
+      if (wants_logits && has_tokens) make_logits_of_warp(params, logits, bh, first);
+    }
     WarpFeatures<kSets, true, kWidth, kForm> features(rows, bh, has_tokens ? first : int64_t{0},
                                                       source.N);
     for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
@@ -235,70 +274,79 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   }
 }
 
-const char* write_side(const FeatureSource& source, const AngleOperands& operands,
-                       const FeatureRows& rows, Stream stream) {
-  const int64_t heads = source.B * source.heads;
-  return launch_turns(source, [&]<typename T, int kSets>() {
-    if constexpr (sizeof(T) == 4) {
-      const int64_t blocks = heads * ceil_div(source.N, kAngleTokens);
-      const auto queue = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kProductThreads),
-                      TokenTile<T, kSets>::kBytes, stream, source, operands.frequencies, rows);
-      };
-      if (rows.state != nullptr) {
-        const char* error = queue(rows.has_both ? tf32_feature_kernel<kSets, FeatureForm::kBoth>
-                                                : tf32_feature_kernel<kSets, FeatureForm::kInt8>);
-        if (error != nullptr || rows.are_integers) return error;
-      }
-      return queue(tf32_feature_kernel<kSets, FeatureForm::kHalf>);
-    } else {
-      const int64_t tiles = ceil_div(source.N, kSplitTokens);
-      const int tiles_each = feature_tiles_each(heads * tiles);
-      const auto queue = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(tiles, tiles_each))),
-                      dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, source,
-                      operands.split, rows, tiles_each);
-      };
-      if constexpr (std::is_same_v<T, BFloat16>) {
-        if (rows.int8 != nullptr) {
-          const char* error =
-              queue(rows.has_both ? split_feature_kernel<T, kSets, 128, FeatureForm::kBoth>
-                                  : split_feature_kernel<T, kSets, 128, FeatureForm::kInt8>);
-          if (error != nullptr || rows.are_integers) return error;
-        }
-      }
-      constexpr FeatureForm kHalf = FeatureForm::kHalf;
-      return queue(rows.width == 64    ? split_feature_kernel<T, kSets, 64, kHalf>
-                   : rows.width == 128 ? split_feature_kernel<T, kSets, 128, kHalf>
-                                       : split_feature_kernel<T, kSets, 0, kHalf>);
-    }
-  });
+// Queues kernels of one form, for tokens of float32, and of 16 bits.
+template <int kSets, FeatureForm kForm>
+const char* queue_of_float32(FeatureSides both, const AngleOperands& operands, Stream stream) {
+  for (FeatureSide& side : both.sides) {
+    const FeatureSource& source = side.source;
+    side.blocks = static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kAngleTokens));
+  }
+  return launch(tf32_feature_kernel<kSets, kForm>,
+                dim3(both.sides[0].blocks + both.sides[1].blocks), dim3(kProductThreads),
+                TokenTile<float, kSets>::kBytes, stream, both, operands.frequencies);
+}
+template <typename T, int kSets, int kWidth, FeatureForm kForm>
+const char* queue_of_16_bits(FeatureSides both, const AngleOperands& operands,
+                             const AttentionParams& params, const SplitLogits<float>& logits,
+                             Stream stream) {
+  const auto heads = [](const FeatureSource& source) { return source.B * source.heads; };
+  const auto tiles = [](const FeatureSource& source) { return ceil_div(source.N, kSplitTokens); };
+  int64_t all = 0;
+  for (const FeatureSide& side : both.sides) all += heads(side.source) * tiles(side.source);
+  const int tiles_each = feature_tiles_each(all);
+  for (FeatureSide& side : both.sides) {
+    side.blocks =
+        static_cast<unsigned>(heads(side.source) * ceil_div(tiles(side.source), tiles_each));
+  }
+  return launch(split_feature_kernel<T, kSets, kWidth, kForm>,
+                dim3(both.sides[0].blocks + both.sides[1].blocks), dim3(kSplitThreads),
+                SplitTile<T, kSets>::kBytes, stream, both, operands.split, tiles_each, params,
+                logits);
 }
 
 }  // namespace
 
 const char* write_features_on_tensor_cores(const AttentionParams& params,
                                            const AngleOperands& operands,
-                                           const FeatureDestination& destination, Stream stream) {
-  const int width = static_cast<int>(padded_columns(2 * params.M));
-  FeatureRows queries = {};
-  queries.phi = destination.phi_q;
-  queries.width = width;
-  queries.poison = destination.poison;
-  queries.state = destination.state;
-  queries.group = static_cast<int>(params.H / params.key_heads);
-  queries.int8 = destination.int8_q;
-  queries.has_both = destination.has_both;
-  queries.are_integers = every_row_sees_all(params);
-  if (const char* error = write_side(operands.queries, operands, queries, stream)) return error;
-  FeatureRows keys = queries;
-  keys.phi = destination.phi_k;
-  keys.logits = destination.logits;
-  keys.scales = destination.scales;
-  keys.poison = nullptr;
+                                           const FeatureDestination& to, Stream stream) {
+  FeatureSides both = {};
+  both.sides[0].source = operands.keys;
+  both.sides[1].source = operands.queries;
+  FeatureRows& keys = both.sides[0].rows;
+  FeatureRows& queries = both.sides[1].rows;
+  keys.width = queries.width = static_cast<int>(padded_columns(2 * params.M));
+  keys.state = queries.state = to.state;
+  keys.phi = to.phi_k;
+  keys.logits = to.logits.high;
+  keys.scales = to.scales;
   keys.group = 1;
-  keys.int8 = destination.int8_k;
-  return write_side(operands.keys, operands, keys, stream);
+  keys.int8 = to.int8_k;
+  queries.phi = to.phi_q;
+  queries.poison = to.poison;
+  queries.group = static_cast<int>(params.H / params.key_heads);
+  queries.int8 = to.int8_q;
+  const SplitLogits<float> logits = to.makes_logits ? to.logits : SplitLogits<float>();
+  return launch_turns(operands.keys, [&]<typename T, int kSets>() {
+    const auto queue = [&]<int kWidth, FeatureForm kForm>() {
+      if constexpr (sizeof(T) == 4) {
+        return queue_of_float32<kSets, kForm>(both, operands, stream);
+      } else {
+        return queue_of_16_bits<T, kSets, kWidth, kForm>(both, operands, params, logits, stream);
+      }
+    };
+    using enum FeatureForm;
+    const bool has_int8 = to.int8_k != nullptr;
+    if constexpr (!std::is_same_v<T, Half>) {
+      if (has_int8 && to.phi_k == nullptr) return queue.template operator()<128, kInt8>();
+      if (has_int8) {
+        if (const char* error = queue.template operator()<128, kBoth>()) return error;
+      }
+    }
+    if (has_int8 && every_row_sees_all(params)) return static_cast<const char*>(nullptr);
+    if (sizeof(T) == 4 || keys.width == 64) return queue.template operator()<64, kHalf>();
+    return keys.width == 128 ? queue.template operator()<128, kHalf>()
+                             : queue.template operator()<0, kHalf>();
+  });
 }
 
 }  // namespace ikattn::cuda

@@ -17,104 +17,95 @@ struct TokenGradientLayout {
   }
 };
 
-// grad_x of 128 tokens and 64 dimensions.
-//   out [B, heads, N, d]
+// The scales of the thread's rows of gradients, of the 64 frequencies that m0 is among; 0: no
+// token.
 template <typename T, int kSets>
-__global__ void __launch_bounds__(kProductThreads, 2)
-    tf32_token_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
-                               FeatureGradients grad_phi, int64_t width, Array out,
-                               Magnitude<float> magnitude) {
-  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
-  constexpr int kParts = 2;
-  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
-  const TokenTile<T, kSets> tile(source, frequencies, shared);
-  // Of the cosines and the sines of 32 frequencies, next to each other.
-  using L = TokenGradientLayout<T, kSets>;
-  const Slice<Half> incoming{shared + L::kGradients};
-  const Slice<float> slopes{L::kInPlace ? tile.x.memory : shared + L::kEnd};
-  const int last = static_cast<int>(blockIdx.y), t = threadIdx.x % 4;
-  const int64_t remaining = source.N - tile.first;
+__device__ __forceinline__ void load_units(const TokenTile<T, kSets>& tile,
+                                           const FeatureGradients& grad_phi, int64_t m0,
+                                           float (&row_units)[2][2]) {
+  const FeatureSource& source = tile.source;
   const float units = static_cast<float>(angle_units(kSets == 1));
-  const Half* gradients = grad_phi.rows + (tile.bh * source.N + tile.first) * width;
-  // 1. Angles of 32 frequencies at a time become their gradients, and these times the frequencies
-  //    are added up.
-  float sums[2][4][2][4] = {};
-  for (int64_t m0 = 0; m0 < source.M; m0 += kAngleFrequencies) {
-    float angles[2][2 * kSets][2][4] = {};
-    tile.make_angles(m0, last, angles, [&] {
-      const Half* from = gradients + cosine_column(m0, width);
-      incoming.begin_halves<kAngleTokens>(from, from + sine_step(width), width, remaining);
-    });
-    const float* row_scales =
-        grad_phi.scales + tile.first +
-        scale_place(m0 / kSliceColumns, source.B * source.heads, tile.bh, source.N);
-    float row_units[2][2];
+  const float* scales = grad_phi.scales + tile.first +
+                        scale_place(m0 / kSliceColumns, source.B * source.heads, tile.bh, source.N);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile.row(m, half);
+      row_units[m][half] = row < source.N - tile.first ? units * scales[row] : 0.0f;
+    }
+  }
+}
+
+// The angles of the n-th 16 frequencies become their gradients.
+//   incoming [kAngleTokens]: of the cosines and the sines of 32 frequencies, next to each other
+template <typename T, int kSets>
+__device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
+                                               const Slice<Half>& incoming, int n,
+                                               const float (&row_units)[2][2],
+                                               float (&angles)[2][2 * kSets][2][4]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = tile.row(m, half);
-        row_units[m][half] = row < remaining ? units * row_scales[row] : 0.0f;
-      }
-    }
+        const int row = tile.row(m, half), column = 16 * n + 8 * j + 2 * t;
+        const float2 grad_cos = incoming.pair(row, column);
+        const float2 grad_sin = incoming.pair(row, kAngleFrequencies + column);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = tile.row(m, half), column = 16 * n + 8 * j + 2 * t;
-            const float2 grad_cos = incoming.pair(row, column);
-            const float2 grad_sin = incoming.pair(row, kAngleFrequencies + column);
-#pragma unroll
-            for (int set = 0; set < kSets; ++set) {
-              float (&two)[4] = angles[m][2 * set + n][j];
-              to_gradient(two[2 * half], row_units[m][half], grad_sin.x, grad_cos.x);
-              to_gradient(two[2 * half + 1], row_units[m][half], grad_sin.y, grad_cos.y);
-            }
-          }
+        for (int set = 0; set < kSets; ++set) {
+          float (&two)[4] = angles[m][2 * set + n][j];
+          to_gradient(two[2 * half], row_units[m][half], grad_sin.x, grad_cos.x);
+          to_gradient(two[2 * half + 1], row_units[m][half], grad_sin.y, grad_cos.y);
         }
       }
-#pragma unroll
-      for (int set = 0; set < kSets; ++set) {
-        const Tf32Block<kParts> left_blocks[2] = {
-            rounded<kParts>(block_of(angles[0][2 * set + n])),
-            rounded<kParts>(block_of(angles[1][2 * set + n]))};
-        multiply_by_rows(sums, left_blocks, tile.w, set * kAngleFrequencies + 16 * n,
-                         [](const Block& block) { return block; });
-      }
     }
   }
-  // 2. Slopes of the magnitude. Those with a power are long code: once, and not for every sum.
-  const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
-  if (has_powers) {
-    Shared<float> to = shared_cast<float>(slopes.memory);
-    if constexpr (L::kInPlace) __syncthreads();  // others may still read tokens
+}
+
+// Slopes of the magnitude with a power, which are long code: once, and not for every sum. By the
+// whole block, which meets.
+template <typename T, int kSets>
+__device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
+                                            const Magnitude<float>& magnitude,
+                                            const Slice<float>& slopes) {
+  Shared<float> to = shared_cast<float>(slopes.memory);
+  if constexpr (TokenGradientLayout<T, kSets>::kInPlace) {
+    __syncthreads();  // others may still read tokens
+  }
 #pragma unroll 1
-    for (int index = threadIdx.x; index < kAngleTokens * kSliceColumns / 2;
-         index += kProductThreads) {
-      const int row = index / (kSliceColumns / 2), column = index % (kSliceColumns / 2) * 2;
-      if (row >= remaining) continue;
-      const KeyMagnitude<float> own(magnitude, tile.bh * source.N + tile.first + row);
-      const float2 x = tile.x.pair(row, column);
-      const float2 slope =
-          own.factor == 0 ? make_float2(0, 0)
-                          : make_float2(own.slope(x.x, magnitude.p), own.slope(x.y, magnitude.p));
-      store_vector(to + row * kFloatPitch + column, slope);
-    }
-    __syncthreads();
+  for (int index = threadIdx.x; index < kAngleTokens * kSliceColumns / 2;
+       index += kProductThreads) {
+    const int row = index / (kSliceColumns / 2), column = index % (kSliceColumns / 2) * 2;
+    if (row >= tile.source.N - tile.first) continue;
+    const KeyMagnitude<float> own(magnitude, tile.bh * tile.source.N + tile.first + row);
+    const float2 x = tile.x.pair(row, column);
+    const float2 slope =
+        own.factor == 0 ? make_float2(0, 0)
+                        : make_float2(own.slope(x.x, magnitude.p), own.slope(x.y, magnitude.p));
+    store_vector(to + row * kFloatPitch + column, slope);
   }
-  // 3. Rows of the result.
-  const int64_t c0 = int64_t{last} * kSliceColumns;
+  __syncthreads();
+}
+
+// Rows of the result, with what magnitudes bring. slopes: those with a power, where there are any.
+template <typename T, int kSets>
+__device__ __forceinline__ void store_tokens(const TokenTile<T, kSets>& tile, const Array& out,
+                                             const Magnitude<float>& magnitude,
+                                             const Slice<float>& slopes, bool has_powers,
+                                             float (&sums)[2][4][2][4]) {
+  const FeatureSource& source = tile.source;
+  const int64_t c0 = int64_t{blockIdx.y} * kSliceColumns;
+  const int t = threadIdx.x % 4;
   const RowPairs pairs(out);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile.row(m, half);
-      if (row >= remaining) continue;
+      if (row >= source.N - tile.first) continue;
       const int64_t token = tile.first + row;
       const KeyMagnitude<float> own(magnitude, tile.bh * source.N + token);
       const int64_t to = tile.b * out.stride[0] + tile.head * out.stride[1] + token * out.stride[2];
@@ -139,6 +130,51 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       });
     }
   }
+}
+
+// grad_x of 128 tokens and 64 dimensions.
+//   out [B, heads, N, d]
+template <typename T, int kSets>
+__global__ void __launch_bounds__(kProductThreads, 2)
+    tf32_token_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
+                               FeatureGradients grad_phi, int64_t width, Array out,
+                               Magnitude<float> magnitude) {
+  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
+  constexpr int kParts = 2;
+  using L = TokenGradientLayout<T, kSets>;
+  Shared<unsigned char> shared = dynamic_shared<unsigned char>();
+  const TokenTile<T, kSets> tile(source, frequencies, shared);
+  const Slice<Half> incoming{shared + L::kGradients};
+  const Slice<float> slopes{L::kInPlace ? tile.x.memory : shared + L::kEnd};
+  const int last = static_cast<int>(blockIdx.y);
+  const Half* gradients = grad_phi.rows + (tile.bh * source.N + tile.first) * width;
+  // Angles of 32 frequencies at a time become their gradients, and these times the frequencies are
+  // added up.
+  float sums[2][4][2][4] = {};
+  for (int64_t m0 = 0; m0 < source.M; m0 += kAngleFrequencies) {
+    float angles[2][2 * kSets][2][4] = {}, row_units[2][2];
+    tile.make_angles(m0, last, angles, [&] {
+      const Half* from = gradients + cosine_column(m0, width);
+      incoming.begin_halves<kAngleTokens>(from, from + sine_step(width), width,
+                                          source.N - tile.first);
+    });
+    load_units(tile, grad_phi, m0, row_units);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      make_gradients(tile, incoming, n, row_units, angles);
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        const Tf32Block<kParts> left_blocks[2] = {
+            rounded<kParts>(block_of(angles[0][2 * set + n])),
+            rounded<kParts>(block_of(angles[1][2 * set + n]))};
+        multiply_by_rows(sums, left_blocks, tile.w, set * kAngleFrequencies + 16 * n,
+                         [](const Block& block) { return block; });
+      }
+    }
+  }
+  const bool has_powers = magnitude.grad_logits != nullptr && magnitude.p != 2;
+  if (has_powers) make_slopes(tile, magnitude, slopes);
+  store_tokens(tile, out, magnitude, slopes, has_powers, sums);
 }
 
 const char* side_gradients(const FeatureSource& source, const FrequencyRows& frequencies,

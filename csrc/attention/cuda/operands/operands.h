@@ -179,13 +179,8 @@ const char* round_values(const Route& route, const DeviceExecutor& executor,
 // Whether the norms of values are asked for, of which bounds are made.
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);
 
-// folded.value, the value as the kernels read it, and its bounds where they are needed.
-const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, const Route& route, bool for_backward,
-                        FoldedTokens& folded);
-
-// Folds prepared logits; features are made from the tokens again, in float32, and rounded once.
-// for_backward: with the value's bounds, and without `poison`.
+// Folds logits, or makes them (features_make_logits()); features are made from the tokens again, in
+// float32, and rounded once. for_backward: with the value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded);

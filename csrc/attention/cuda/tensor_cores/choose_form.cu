@@ -2,9 +2,10 @@
 #include <cmath>
 
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/cuda/operands/operands.h"
+#include "attention/cuda/tensor_cores/values.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -21,21 +22,34 @@ struct KeyLogit {
   }
 };
 
-// Over one key head, a block: max and spread of the logits, what is hidden and poisoned left out,
-// and thus the form; then what the form needs of every key.
-//   c, scaled_eps: of the folded form; most_spread: in nats, what it bears
+// Of the folded form.
+struct FoldScales {
+  float c, scaled_eps;
+  double most_spread;  // in nats, what it bears
+};
+
+// What is left of every key, and of every head; see FoldedTokens.
+struct FoldedKeys {
+  float *scales, *terms, *lows;
+  BFloat16* magnitudes;  // nullptr: not wanted
+  double* largest;
+  uint32_t* state;
+  unsigned* items_taken;
+};
+
+// The form of a head, and what its keys' magnitudes are relative to.
+struct HeadForm {
+  double reference;
+  bool is_general, is_unclean;
+};
+
+// By the max and the spread of the logits, what is hidden and poisoned left out. By the whole
+// block.
+//   maxima, minima [warps]
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
-    fold_kernel(AttentionParams params, SplitLogits<float> logits, float c, float scaled_eps,
-                double most_spread, float* scales, float* terms, float* lows, BFloat16* magnitudes,
-                double* largest, uint32_t* state, unsigned* items_taken) {
-  constexpr int kWarps = kThreads / 32;
-  IKATTN_SHARED(double, maxima, kWarps);
-  IKATTN_SHARED(double, minima, kWarps);
-  IKATTN_SHARED(int, counts, kWarps);
-  const int64_t S = params.S, padded = padded_tokens(S);
-  const float* high = logits.high + blockIdx.x * S;
-  const float* low = logits.low + blockIdx.x * S;
+__device__ __forceinline__ HeadForm form_of_head(const float* high, const float* low, int64_t S,
+                                                 double most_spread, Shared<double> maxima,
+                                                 Shared<double> minima) {
   KeyLogit largest_seen = {-INFINITY, 0}, smallest_seen = {INFINITY, 0};
   bool unclean = false;
   for (int64_t j = threadIdx.x; j < S; j += kThreads) {
@@ -53,38 +67,163 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     minima[threadIdx.x / 32] = least;
   }
   const bool any_unclean = __syncthreads_or(unclean) != 0;
-  for (int warp = 0; warp < kWarps; ++warp) {
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
     const double a = maxima[warp], z = minima[warp];
     most = a > most ? a : most;
     least = z < least ? z : least;
   }
-  const double reference = most == -INFINITY ? 0.0 : most;
-  const bool general = most_spread < 0 || most - least > most_spread;
-  if (blockIdx.x == 0 && threadIdx.x < 2) items_taken[threadIdx.x] = 0;
-  const auto reference_high = static_cast<float>(reference);
-  const auto reference_low = static_cast<float>(reference - static_cast<double>(reference_high));
+  return {most == -INFINITY ? 0.0 : most, most_spread < 0 || most - least > most_spread,
+          any_unclean};
+}
+
+// Of the keys that a thread, or a warp, has seen: how many count, and the largest norms of their
+// values, of those, too, whose features have weight.
+struct KeyBounds {
   int count = 0;
+  float norm = 0, weighted_norm = 0;
+};
+
+// Over one key head, a block: its form, what the form needs of every key, and bounds.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
+    fold_kernel(AttentionParams params, SplitLogits<float> logits, FoldScales folded,
+                FoldedKeys keys, ValueBounds bounds) {
+  constexpr int kWarps = kThreads / 32;
+  IKATTN_SHARED(double, maxima, kWarps);
+  IKATTN_SHARED(double, minima, kWarps);
+  IKATTN_SHARED(int, counts, kWarps);
+  IKATTN_SHARED(float, norms, kWarps);
+  IKATTN_SHARED(float, weighted_norms, kWarps);
+  const int64_t S = params.S, padded = padded_tokens(S), first = int64_t{blockIdx.x} * S;
+  const unsigned warp = threadIdx.x / 32, key_heads = static_cast<unsigned>(params.key_heads);
+  const float* high = logits.high + first;
+  const float* low = logits.low + first;
+  const HeadForm form = form_of_head<kThreads>(high, low, S, folded.most_spread, maxima, minima);
+  const bool general = form.is_general;
+  if (blockIdx.x == 0 && threadIdx.x < 2) keys.items_taken[threadIdx.x] = 0;
+  const auto reference_high = static_cast<float>(form.reference);
+  const auto reference_low =
+      static_cast<float>(form.reference - static_cast<double>(reference_high));
+  KeyBounds own;
   for (int64_t j = threadIdx.x; j < padded; j += kThreads) {
+    const int64_t to = int64_t{blockIdx.x} * padded + j;
     const bool hidden = j >= S || high[j] == -INFINITY;
     const float logit = hidden ? -INFINITY : (high[j] - reference_high) + (low[j] - reference_low);
-    count += logit >= -kNatsThatCount;
+    own.count += logit >= -kNatsThatCount;
     const float e = hidden ? 0.0f : expf(logit);
-    terms[blockIdx.x * padded + j] = !general ? scaled_eps * e : hidden ? -INFINITY : high[j];
-    if (magnitudes != nullptr) magnitudes[blockIdx.x * padded + j] = to_bfloat16(e);
-    const float factor = hidden ? 0.0f : general ? 1.0f : c * sqrtf(e);
+    keys.terms[to] = !general ? folded.scaled_eps * e : hidden ? -INFINITY : high[j];
+    if (keys.magnitudes != nullptr) keys.magnitudes[to] = to_bfloat16(e);
+    const float factor = hidden ? 0.0f : general ? 1.0f : folded.c * sqrtf(e);
     const float scale = logit == logit ? factor : 0.0f;
-    lows[blockIdx.x * padded + j] = !general ? scale : hidden ? 0.0f : low[j];
-    if (j < S) scales[blockIdx.x * S + j] = scale;
+    keys.lows[to] = !general ? scale : hidden ? 0.0f : low[j];
+    if (j < S) keys.scales[first + j] = scale;
+    if (bounds.of_all == nullptr || hidden) continue;
+    if (!bounds.keys.sees(params, blockIdx.x / key_heads, blockIdx.x % key_heads, j)) continue;
+    const float norm = logits.value_norms[first + j];
+    if (!is_finite(norm)) continue;
+    own.norm = fmaxf(own.norm, norm);
+    if (scale >= 0x1p-26f) own.weighted_norm = fmaxf(own.weighted_norm, norm);
   }
-  count = sum_of_lanes(count);
-  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+  own = {sum_of_lanes(own.count), max_of_lanes(own.norm), max_of_lanes(own.weighted_norm)};
+  if (threadIdx.x % 32 == 0) {
+    counts[warp] = own.count;
+    norms[warp] = own.norm;
+    weighted_norms[warp] = own.weighted_norm;
+  }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  int all = 0;
-  for (int warp = 0; warp < kWarps; ++warp) all += counts[warp];
-  largest[blockIdx.x] = reference;
-  state[blockIdx.x] =
-      (general ? kGeneral : 0u) | (any_unclean ? kUnclean : 0u) | (all <= kFewKeys ? kFew : 0u);
+  own.count = 0;
+  for (int other = 0; other < kWarps; ++other) {
+    own.count += counts[other];
+    own.norm = fmaxf(own.norm, norms[other]);
+    own.weighted_norm = fmaxf(own.weighted_norm, weighted_norms[other]);
+  }
+  keys.largest[blockIdx.x] = form.reference;
+  keys.state[blockIdx.x] = (general ? kGeneral : 0u) | (form.is_unclean ? kUnclean : 0u) |
+                           (own.count <= kFewKeys ? kFew : 0u);
+  constexpr float kLargest = 3e38f;
+  if (bounds.of_all != nullptr) {
+    bounds.of_all[blockIdx.x] = __float_as_uint(fminf(own.norm, kLargest));
+  }
+  if (bounds.of_weight != nullptr) {
+    bounds.of_weight[blockIdx.x] = __float_as_uint(fminf(own.weighted_norm, kLargest));
+  }
+}
+
+// The spread of magnitudes, in nats, up to which a head takes the folded form.
+double most_spread_of(const AttentionParams& params, const Route& route) {
+  if (is_general_alone(params)) return -1.0;
+  if (every_row_sees_all(params)) return static_cast<double>(INFINITY);
+  // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
+  // score of 0 leaves, should still be a normal number of Half.
+  if (params.value.type != ElementType::kBFloat16) {
+    return std::min(12.0, std::log(0x1p29 * params.eps));
+  }
+  // In causal linear time products of two features are Half in bfloat16, too, of eight bits down to
+  // 2^-32 of the largest: 22 nats, of which products of small features need some.
+  return route.algorithm == Algorithm::kLinear ? 16.0 : 36.0;
+}
+
+// Features in 8 bits of all heads, and the keys' logits where nobody has made them. Integers have
+// one scale, whatever the form and the largest logit are.
+const char* write_integers(const AttentionParams& params, const DeviceExecutor& executor,
+                           const AngleOperands& operands, const SplitLogits<float>& logits,
+                           const Route& route, float* poison, FoldedTokens& folded) {
+  FeatureDestination to;
+  to.poison = poison;
+  to.logits = logits;
+  to.makes_logits = features_make_logits(params, route);
+  to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
+  to.int8_k =
+      executor.take<int8_t>(params.B * params.key_heads * params.S * Int8Features::kColumns);
+  folded.int8.phi_q = to.int8_q;
+  folded.int8.phi_k = to.int8_k;
+  return write_features_on_tensor_cores(params, operands, to, executor.stream);
+}
+
+// The form of each head, and what follows from it for its keys.
+const char* choose_form(const AttentionParams& params, const DeviceExecutor& executor,
+                        const SplitLogits<float>& logits, const Route& route,
+                        const ValueBounds& bounds, bool has_integers, FoldedTokens& folded) {
+  const int64_t key_heads = params.B * params.key_heads, padded = padded_tokens(params.S);
+  const double four_m = 4.0 * static_cast<double>(params.M);
+  // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
+  const bool is_half = params.value.type != ElementType::kBFloat16;
+  const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
+  const double root = four_m * c, K = root * root;
+  const FoldedKeys keys = {
+      .scales = executor.take<float>(key_heads * params.S),
+      .terms = executor.take<float>(key_heads * padded),
+      .lows = executor.take<float>(key_heads * padded),
+      .magnitudes = has_integers ? executor.take<BFloat16>(key_heads * padded) : nullptr,
+      .largest = executor.take<double>(key_heads),
+      .state = executor.take<uint32_t>(key_heads),
+      .items_taken = executor.take<unsigned>(2),
+  };
+  folded.scales = keys.scales;
+  folded.terms = keys.terms;
+  folded.lows = keys.lows;
+  folded.largest = keys.largest;
+  folded.state = keys.state;
+  folded.items_taken = keys.items_taken;
+  const double weight_scale = is_half ? kWeightScale<Half> : kWeightScale<BFloat16>;
+  folded.general.square = static_cast<float>(weight_scale / (four_m * four_m));
+  folded.general.eps = static_cast<float>(weight_scale * params.eps);
+  folded.root_scale = static_cast<float>(root);
+  folded.log_scale = static_cast<float>(std::log(K));
+  if (has_integers) {
+    folded.int8.magnitudes = keys.magnitudes;
+    const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
+    folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
+    folded.log_scale = static_cast<float>(-2 * std::log(of_score));
+  }
+  const FoldScales scales = {static_cast<float>(c), static_cast<float>(K * params.eps),
+                             most_spread_of(params, route)};
+  // A block has a head's keys: of many, all the threads that a block may have.
+  const unsigned threads = params.S > 1024 ? 1024 : 256;
+  return launch(params.S > 1024 ? fold_kernel<1024> : fold_kernel<256>,
+                dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream, params,
+                logits, scales, keys, bounds);
 }
 
 }  // namespace
@@ -92,84 +231,47 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded) {
-  const int64_t key_heads = params.B * params.key_heads, keys = key_heads * params.S;
-  const int64_t F = padded_columns(2 * params.M);
-  const bool is_half = params.value.type != ElementType::kBFloat16;
-  // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
-  const double four_m = 4.0 * static_cast<double>(params.M);
-  const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
-  const double root = four_m * c, K = root * root;
-  // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
-  const bool has_integers = route.int8_scores && !for_backward;
-  const bool has_halves = !(has_integers || route.is_short) || !every_row_sees_all(params);
-  Half* phi_q = executor.take<Half>(has_halves ? params.B * params.H * params.L * F : 0);
-  Half* phi_k = executor.take<Half>(has_halves ? keys * F : 0);
-  float* poison = for_backward ? nullptr : executor.take<float>(params.B * params.H * params.L);
-  float* scales = executor.take<float>(keys);
-  float* terms = executor.take<float>(key_heads * padded_tokens(params.S));
-  float* lows = executor.take<float>(key_heads * padded_tokens(params.S));
-  BFloat16* magnitudes =
-      has_integers ? executor.take<BFloat16>(key_heads * padded_tokens(params.S)) : nullptr;
-  double* largest = executor.take<double>(key_heads);
-  uint32_t* state = executor.take<uint32_t>(key_heads);
-  unsigned* items_taken = executor.take<unsigned>(2);
+  const int64_t queries = params.B * params.H * params.L;
+  const int64_t keys = params.B * params.key_heads * params.S, F = padded_columns(2 * params.M);
+  const bool has_integers = route.int8_scores && !for_backward, is_short = route.is_short;
+  float* poison = for_backward ? nullptr : executor.take<float>(queries);
   folded = {};
-  folded.phi_q = phi_q;
-  folded.phi_k = phi_k;
   folded.poison = poison;
-  folded.scales = scales;
-  folded.terms = terms;
-  folded.lows = lows;
-  folded.largest = largest;
-  folded.state = state;
-  folded.items_taken = items_taken;
-  const double weight_scale = is_half ? kWeightScale<Half> : kWeightScale<BFloat16>;
-  folded.general.square = static_cast<float>(weight_scale / (four_m * four_m));
-  folded.general.eps = static_cast<float>(weight_scale * params.eps);
-  folded.root_scale = static_cast<float>(root);
-  folded.log_scale = static_cast<float>(std::log(K));
-  // A row may see only keys whose weights are the smallest: there c^2 eps exp(-spread), what a
-  // score of 0 leaves, should still be a normal number of Half.
-  const double of_half = std::min(12.0, std::log(0x1p29 * params.eps));
-  // In causal linear time products of two features are Half in bfloat16, too, of eight bits down to
-  // 2^-32 of the largest: 22 nats, of which products of small features need some.
-  const bool is_linear = route.algorithm == Algorithm::kLinear;
-  const double most_spread = is_general_alone(params)     ? -1.0
-                             : every_row_sees_all(params) ? static_cast<double>(INFINITY)
-                             : is_half                    ? of_half
-                             : is_linear                  ? 16.0
-                                                          : 36.0;
-  const auto fold = [&](auto kernel, unsigned threads) {
-    return launch(kernel, dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream,
-                  params, logits, static_cast<float>(c), static_cast<float>(K * params.eps),
-                  most_spread, scales, terms, lows, magnitudes, largest, state, items_taken);
-  };
-  // A block has a head's keys: of many, all the threads that a block may have.
+  ValueBounds bounds;
+  if (const char* error = prepare_bounds(params, executor, route, for_backward, bounds)) {
+    return error;
+  }
+  if (has_integers && !is_short) {
+    if (const char* error =
+            write_integers(params, executor, operands, logits, route, poison, folded)) {
+      return error;
+    }
+  }
   if (const char* error =
-          params.S > 1024 ? fold(fold_kernel<1024>, 1024) : fold(fold_kernel<256>, 256)) {
+          choose_form(params, executor, logits, route, bounds, has_integers, folded)) {
     return error;
   }
-  if (const char* error = fold_values(params, executor, logits, route, for_backward, folded)) {
-    return error;
-  }
-  FeatureDestination to = {phi_q, poison, phi_k, logits.high, scales};
-  if (route.is_short) {
-    to.state = state;  // of heads in the general form alone
+  if (const char* error = place_values(params, executor, route, bounds, folded)) return error;
+  // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
+  const bool has_others = has_integers || is_short;
+  if (has_others && every_row_sees_all(params)) return nullptr;
+  FeatureDestination to;
+  to.phi_q = executor.take<Half>(queries * F);
+  to.phi_k = executor.take<Half>(keys * F);
+  to.poison = poison;
+  to.logits = logits;
+  to.scales = folded.scales;
+  if (has_others) {
+    to.state = folded.state;  // of heads in the general form alone
   } else if (route.int8_scores) {
-    to.state = state;
-    to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
+    to.state = folded.state;
+    to.int8_q = executor.take<int8_t>(queries * Int8Features::kColumns);
     to.int8_k = executor.take<int8_t>(keys * Int8Features::kColumns);
-    to.has_both = for_backward;
     folded.int8.phi_q = to.int8_q;
     folded.int8.phi_k = to.int8_k;
   }
-  if (has_integers) {
-    folded.int8.magnitudes = magnitudes;
-    const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
-    folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
-    folded.log_scale = static_cast<float>(-2 * std::log(of_score));
-  }
-  if (route.is_short && every_row_sees_all(params)) return nullptr;
+  folded.phi_q = to.phi_q;
+  folded.phi_k = to.phi_k;
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 

@@ -171,18 +171,15 @@ const char* make_folded_rows(const AttentionBackwardParams& params, const Device
   for (float** numbers : {&rows.normalizer, &rows.low, &rows.delta, &rows.fit}) {
     *numbers = executor.take<float>(padded);
   }
-  rows.row_bound = executor.take<uint32_t>(key_heads);
   const bool is_linear = route.algorithm == Algorithm::kLinear;
-  if (params.value.type == ElementType::kFloat32 || is_linear) {
-    rows.gradient_bound = executor.take<uint32_t>(key_heads);
-  }
-  if (const char* error = clear_bounds(rows.row_bound, key_heads, stream)) return error;
-  if (is_linear) {
-    rows.weighted_bound = executor.take<uint32_t>(key_heads);
-    if (const char* error = clear_bounds(rows.weighted_bound, key_heads, stream)) return error;
-  }
-  if (rows.gradient_bound != nullptr) {
-    if (const char* error = clear_bounds(rows.gradient_bound, key_heads, stream)) return error;
+  const bool is_scaled = params.value.type == ElementType::kFloat32 || is_linear;
+  // One after the other, to be cleared together.
+  const int64_t count = (is_linear ? 3 : is_scaled ? 2 : 1) * key_heads;
+  rows.row_bound = executor.take<uint32_t>(count);
+  if (is_scaled) rows.gradient_bound = rows.row_bound + key_heads;
+  if (is_linear) rows.weighted_bound = rows.gradient_bound + key_heads;
+  if (const char* error = clear_bounds(rows.row_bound, count, stream)) return error;
+  if (is_scaled) {
     if (const char* error = launch(gradient_bound_kernel, row_blocks(heads, params.L),
                                    dim3(kRowThreads), 0, stream, params, rows)) {
       return error;

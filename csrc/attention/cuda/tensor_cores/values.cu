@@ -1,7 +1,7 @@
 // Values for the tensor cores: which keys are seen, how large what they hold is, and it in 16 bits.
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/cuda/operands/operands.h"
+#include "attention/cuda/tensor_cores/values.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -10,34 +10,6 @@ __global__ void __launch_bounds__(256, 2) clear_bounds_kernel(uint32_t* bounds, 
   const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (index < count) bounds[index] = 0;
 }
-
-// Keys that some query of a head of the mask sees, by mask and causality. What others hold may be
-// anything, and must not decide how numbers are scaled.
-struct SeenKeys {
-  uint32_t* seen = nullptr;    // [batches, heads, S], 0: hidden; nullptr: there is no mask
-  int batches = 1, heads = 1;  // of the mask
-  // Of the mask; all where all are one. A block looks at some, for a grid has 65535 blocks along y.
-  int64_t rows = 1, rows_each = 256;
-
-  SeenKeys() = default;
-  SeenKeys(const AttentionParams& params, const DeviceExecutor& executor)
-      : batches(params.mask.stride[0] == 0 ? 1 : static_cast<int>(params.B)),
-        heads(params.mask.stride[1] == 0 ? 1 : static_cast<int>(params.H)),
-        rows(params.mask.stride[2] == 0 ? 1 : params.L) {
-    if (rows > 65535 * rows_each) rows_each = ceil_div(rows, 65535);
-    seen = executor.take<uint32_t>(batches * int64_t{heads} * params.S);
-  }
-  // By a query of a key head.
-  __device__ __forceinline__ bool sees(const AttentionParams& params, int64_t b, int64_t key_head,
-                                       int64_t j) const {
-    if (seen == nullptr) return true;
-    const int64_t group = heads == 1 ? 1 : params.H / params.key_heads;
-    const int64_t first = (batches == 1 ? 0 : b) * heads + (heads == 1 ? 0 : key_head * group);
-    uint32_t any = 0;
-    for (int64_t h = 0; h < group; ++h) any |= seen[(first + h) * params.S + j];
-    return any != 0;
-  }
-};
 
 // blockIdx.x: 256 keys of a head of the mask; blockIdx.y: rows of it.
 __global__ void __launch_bounds__(256, 2) seen_kernel(AttentionParams params, SeenKeys keys) {
@@ -70,22 +42,6 @@ const char* find_seen_keys(const AttentionParams& params, const DeviceExecutor& 
                 dim3(static_cast<unsigned>(heads * ceil_div(params.S, 256)),
                      static_cast<unsigned>(ceil_div(keys.rows, keys.rows_each))),
                 dim3(256), 0, executor.stream, params, keys);
-}
-
-// bounds [B, key_heads], of 256 keys of a head. What a hidden key holds may be anything. of_weight,
-// if not nullptr: of keys whose folded features are not zero in Half.
-__global__ void __launch_bounds__(256, 2)
-    value_bound_kernel(AttentionParams params, SplitLogits<float> logits, SeenKeys keys,
-                       uint32_t* bounds, const float* scales, uint32_t* of_weight) {
-  const unsigned blocks = static_cast<unsigned>((params.S + 255) / 256), bh = blockIdx.x / blocks;
-  const int64_t j = int64_t{blockIdx.x % blocks} * 256 + threadIdx.x, index = bh * params.S + j;
-  const unsigned key_heads = static_cast<unsigned>(params.key_heads);
-  const bool counts = j < params.S && logits.high[index] != minus_infinity<float>() &&
-                      keys.sees(params, bh / key_heads, bh % key_heads, j);
-  const float norm = counts ? logits.value_norms[index] : 0.0f;
-  raise_by_warp(bounds + bh, norm);
-  if (of_weight == nullptr) return;
-  raise_by_warp(of_weight + bh, counts && scales[index] >= 0x1p-26f ? norm : 0.0f);
 }
 
 // The value in 16 bits, rows padded with zeros; of another type multiplied with its scale. What is
@@ -168,42 +124,43 @@ bool needs_value_norms(const AttentionParams& params, const Route& route, bool f
          route.algorithm == Algorithm::kLinear;
 }
 
-const char* fold_values(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, const Route& route, bool for_backward,
-                        FoldedTokens& folded) {
-  const bool is_linear = route.algorithm == Algorithm::kLinear;
+SeenKeys::SeenKeys(const AttentionParams& params, const DeviceExecutor& executor)
+    : batches(params.mask.stride[0] == 0 ? 1 : static_cast<int>(params.B)),
+      heads(params.mask.stride[1] == 0 ? 1 : static_cast<int>(params.H)),
+      rows(params.mask.stride[2] == 0 ? 1 : params.L) {
+  if (rows > 65535 * rows_each) rows_each = ceil_div(rows, 65535);
+  seen = executor.take<uint32_t>(batches * int64_t{heads} * params.S);
+}
+
+const char* prepare_bounds(const AttentionParams& params, const DeviceExecutor& executor,
+                           const Route& route, bool for_backward, ValueBounds& bounds) {
+  if (!needs_value_norms(params, route, for_backward)) return nullptr;
   const int64_t key_heads = params.B * params.key_heads;
-  uint32_t* bounds = executor.take<uint32_t>(key_heads);
-  folded.value_bounds = bounds;
-  const bool is_bfloat = params.value.type == ElementType::kBFloat16;
-  uint32_t* of_weight = is_linear && is_bfloat ? executor.take<uint32_t>(key_heads) : nullptr;
-  if (needs_value_norms(params, route, for_backward)) {
-    SeenKeys keys;
-    if (const char* error = find_seen_keys(params, executor, keys)) return error;
-    if (const char* error = clear_bounds(bounds, key_heads, executor.stream)) return error;
-    if (of_weight != nullptr) {
-      if (const char* error = clear_bounds(of_weight, key_heads, executor.stream)) return error;
-    }
-    if (const char* error =
-            launch(value_bound_kernel,
-                   dim3(static_cast<unsigned>(key_heads * ceil_div(params.S, 256))), dim3(256), 0,
-                   executor.stream, params, logits, keys, bounds, folded.scales, of_weight)) {
-      return error;
-    }
+  bounds.of_all = executor.take<uint32_t>(key_heads);
+  if (route.algorithm == Algorithm::kLinear && params.value.type == ElementType::kBFloat16) {
+    bounds.of_weight = executor.take<uint32_t>(key_heads);
   }
+  return find_seen_keys(params, executor, bounds.keys);
+}
+
+const char* place_values(const AttentionParams& params, const DeviceExecutor& executor,
+                         const Route& route, const ValueBounds& bounds, FoldedTokens& folded) {
+  const bool is_bfloat = params.value.type == ElementType::kBFloat16;
   const auto copy = is_bfloat ? copy_values<BFloat16> : copy_values<Half>;
+  folded.value_bounds = bounds.of_all;
   folded.value = params.value;
   folded.value_columns = static_cast<int>(params.d_v);
   if (!lies_ready_for_tensor_cores(params)) {
-    if (const char* error = copy(params, executor, bounds, folded.value, folded.value_columns,
-                                 folded.value_scales)) {
+    if (const char* error = copy(params, executor, bounds.of_all, folded.value,
+                                 folded.value_columns, folded.value_scales)) {
       return error;
     }
   }
-  if (!is_linear) return nullptr;
+  if (route.algorithm != Algorithm::kLinear) return nullptr;
   HalfValue& half = folded.half_value;
   if (is_bfloat) {
-    return copy_values<Half>(params, executor, of_weight, half.rows, half.columns, half.scales);
+    return copy_values<Half>(params, executor, bounds.of_weight, half.rows, half.columns,
+                             half.scales);
   }
   half = {folded.value, folded.value_columns, folded.value_scales};
   return nullptr;
