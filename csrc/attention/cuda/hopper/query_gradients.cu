@@ -4,7 +4,7 @@
 //
 // Compiled for sm_90a alone.
 #include "attention/cuda/hopper/hopper.h"
-#include "attention/cuda/hopper/pairs.h"
+#include "attention/cuda/hopper/query_items.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
@@ -45,6 +45,77 @@ struct QueryMaps {
   KeyMaps keys;
 };
 
+// What the third warpgroup of a block does.
+template <typename L, Pairs kPairs>
+__device__ __forceinline__ void copy_queries(const AttentionBackwardParams& params,
+                                             const FoldedTokens& tokens, const FoldedRows& rows,
+                                             const Items& items, const QueryMaps& maps,
+                                             const typename L::Barriers& barriers,
+                                             Shared<int> numbers, uint32_t base) {
+  constexpr uint32_t kRowNumbers = kWarpgroupRows * 4;
+  copy_query_items<L, kStep, kPairs>(
+      params, tokens, items, maps.keys, barriers, numbers, base,
+      L::Queries::kBytes + L::Gradients::kBytes + 2 * kRowNumbers, 0,
+      [&](const QueryBlock& at, uint32_t barrier) {
+        L::Queries::copy(base + L::kQueries, maps.queries, 0, at.bh, at.i0, barrier);
+        L::Gradients::copy(base + L::kGradients, maps.gradients, 0, at.bh, at.i0, barrier);
+        const int64_t row = at.bh * padded_tokens(params.L) + at.i0;
+        begin_bytes(base + L::kFits, rows.fit + row, kRowNumbers, barrier);
+        begin_bytes(base + L::kDeltas, rows.delta + row, kRowNumbers, barrier);
+      },
+      [](int, int, uint32_t) {});
+}
+
+// What a thread's two rows, the first of them row0, bring to their pairs.
+struct RowNumbers {
+  int row0;
+  float fit[2], fitting_delta[2], normalizer[2];
+
+  // fits, deltas: of the item's rows.
+  __device__ __forceinline__ RowNumbers(const AttentionBackwardParams& params,
+                                        const FoldedRows& rows, const QueryBlock& at,
+                                        Shared<const float> fits, Shared<const float> deltas) {
+    const int of_item =
+        static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+    row0 = at.i0 + of_item;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = of_item + 8 * half;
+      fit[half] = fits[row];
+      fitting_delta[half] = deltas[row] * fit[half];
+      normalizer[half] = normalizer_of<false>(params, rows, at, row0 + 8 * half);
+    }
+  }
+};
+
+// Scores s and products x of a tile become factors; bits: of kAny alone.
+template <Pairs kPairs>
+__device__ __forceinline__ void make_products(const AttentionParams& params, const PairMask& mask,
+                                              int tile, const RowNumbers& rows,
+                                              const PairBits (&bits)[1], float (&s)[kStep / 2],
+                                              float (&x)[kStep / 2]) {
+  sums_are_there(s);
+  sums_are_there(x);
+  const int diagonal = rows.row0 - tile * kStep, lane = threadIdx.x % 32;
+  const auto always = [](int, int) { return true; };
+  const auto never = [](int, int) { return false; };
+  if constexpr (kPairs == Pairs::kAny) {
+    if (is_passing(params, tile * int64_t{kStep})) {
+      const float kept[2] = {rows.fit[0] * mask.kept, rows.fit[1] * mask.kept};
+      to_products(
+          s, x, kept, rows.fitting_delta, [&](int n, int c) { return bits[0].sees(n, c); },
+          [&](int n, int c) { return bits[0].drops(n, c); });
+    }
+  } else if (kPairs == Pairs::kCausal && diagonal - lane / 4 < kStep - 1) {
+    const auto sees = [&](int n, int c) {
+      return n * 8 + lane % 4 * 2 + c % 2 - 8 * (c / 2) <= diagonal;
+    };
+    to_products(s, x, rows.fit, rows.fitting_delta, sees, never);
+  } else if (is_passing(params, tile * int64_t{kStep})) {
+    to_products(s, x, rows.fit, rows.fitting_delta, always, never);
+  }
+}
+
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
@@ -54,35 +125,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   using L = QueryLayout<T, F, V>;
   using Tiles = typename L::Tiles;
   static_assert(kLiesInSharedMemory<L, Tiles::kStage, Tiles::kValues, L::kQueries, L::kGradients>);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
   const typename L::Barriers barriers(base + L::kBarriers);
   // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
-    constexpr uint32_t kRowNumbers = kWarpgroupRows * 4;
-    int bk = 0, batch = 0, value_head = 0;  // of the item
-    copy_items(
-        barriers, items, numbers, L::Queries::kBytes + L::Gradients::kBytes + 2 * kRowNumbers,
-        Tiles::kStage,
-        [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
-        [&](int index, int, uint32_t barrier) {
-          const QueryBlock at(params, kWarpgroupRows, index);
-          L::Queries::copy(base + L::kQueries, maps.queries, 0, at.bh, at.i0, barrier);
-          L::Gradients::copy(base + L::kGradients, maps.gradients, 0, at.bh, at.i0, barrier);
-          const int64_t row = at.bh * padded_tokens(params.L) + at.i0;
-          begin_bytes(base + L::kFits, rows.fit + row, kRowNumbers, barrier);
-          begin_bytes(base + L::kDeltas, rows.delta + row, kRowNumbers, barrier);
-          batch = at.b;
-          bk = at.bk;
-          value_head = at.value_head;
-          return tiles_met<kStep>(params, is_causal_call<kPairs>(params), at.i0);
-        },
-        [&](int tile, int stage, uint32_t barrier) {
-          Tiles::copy(base + stage * Tiles::kStage, maps.keys, bk, batch, value_head, tile,
-                      barrier);
-        });
+    copy_queries<L, kPairs>(params, tokens, rows, items, maps, barriers, numbers, base);
     return;
   }
   take_registers<kProductRegisters>();
@@ -99,34 +148,21 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     uint32_t phi_q[F / 16][4], gradients[V / 16][4];
     load_left<F>(phi_q, base + L::kQueries);
     load_left<V>(gradients, base + L::kGradients);
-    Shared<const float> fits = shared_cast<float>(shared + L::kFits);
-    Shared<const float> deltas = shared_cast<float>(shared + L::kDeltas);
     const QueryBlock at(params, kWarpgroupRows, index);
-    const int row0 = at.i0 + warp * 16 + g;
-    float fit[2], fitting_delta[2], normalizer[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp * 16 + g + 8 * half;
-      fit[half] = fits[row];
-      fitting_delta[half] = deltas[row] * fit[half];
-      normalizer[half] = normalizer_of<false>(params, rows, at, row0 + 8 * half);
-    }
+    const RowNumbers own(params, rows, at, shared_cast<float>(shared + L::kFits),
+                         shared_cast<float>(shared + L::kDeltas));
     barriers.release_item(0);
+
     // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
     float s[kStep / 2], x[kStep / 2];
     uint32_t products[kStep / 16][4];  // of the tile before
     float sums[F / kBoxColumns][32] = {};
-    [[maybe_unused]] PairBits bits;
-    const auto begin = [&]([[maybe_unused]] int tile, int index_of_stage) {
-      // Before there are products, which leave no registers for it.
-      if constexpr (kPairs == Pairs::kAny) {
-        bits = find_pairs<false>(params, mask, at.b, at.h, at.i0 + warp * 16, tile * kStep);
-      }
+    [[maybe_unused]] PairBits bits[1];
+    const auto begin = [&](int tile, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;
-      if ((state & kUnclean) != 0) {
-        Tiles::clean(shared + place, barriers.meeting(), meeting);
-        meeting ^= 1;
-      }
+      // Before there are products, which leave no registers for it.
+      find_tile_pairs<kPairs>(params, mask, at, tile, bits);
+      clean_tile<Tiles>(state, shared + place, barriers, meeting);
       wgmma_fence();
       begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
       begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
@@ -138,26 +174,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       wgmma_commit();
     };
     const auto make = [&](int tile, int) {
-      sums_are_there(s);
-      sums_are_there(x);
-      const int diagonal = row0 - tile * kStep;
-      const auto always = [](int, int) { return true; };
-      const auto never = [](int, int) { return false; };
-      if constexpr (kPairs == Pairs::kAny) {
-        if (is_passing(params, tile * int64_t{kStep})) {
-          const float kept[2] = {fit[0] * mask.kept, fit[1] * mask.kept};
-          to_products(
-              s, x, kept, fitting_delta, [&](int n, int c) { return bits.sees(n, c); },
-              [&](int n, int c) { return bits.drops(n, c); });
-        }
-      } else if (kPairs == Pairs::kCausal && diagonal - g < kStep - 1) {
-        const auto sees = [&](int n, int c) {
-          return n * 8 + lane % 4 * 2 + c % 2 - 8 * (c / 2) <= diagonal;
-        };
-        to_products(s, x, fit, fitting_delta, sees, never);
-      } else if (is_passing(params, tile * int64_t{kStep})) {
-        to_products(s, x, fit, fitting_delta, always, never);
-      }
+      make_products<kPairs>(params, mask, tile, own, bits, s, x);
     };
     pass_tiles(barriers, stage, tiles_met<kStep>(params, is_causal_call<kPairs>(params), at.i0),
                begin, begin_sums, make, [&] { pack_left<Half, kStep / 8>(s, products); });
@@ -169,7 +186,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       store_query_gradients<F, false>(
-          params, normalizer[half], at, row0 + 8 * half, 0, fit[half], units,
+          params, own.normalizer[half], at, own.row0 + 8 * half, 0, own.fit[half], units,
           [&](int n, int c) { return sum_at(sums, half, n, c); }, grad_phi_q);
     }
   }
