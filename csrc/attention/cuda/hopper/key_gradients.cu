@@ -8,8 +8,7 @@
 //
 // Compiled for sm_90a alone.
 #include "attention/cuda/hopper/hopper.h"
-#include "attention/cuda/hopper/pairs.h"
-#include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/hopper/key_items.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -17,23 +16,6 @@ namespace {
 // Whether registers hold an item's own values.
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
-
-#if IKATTN_WARPGROUP_CODE
-
-// Weights of 64 queries, as A: 0 where a pair is not seen, or dropped.
-__device__ __forceinline__ void keep_weights(uint32_t (&weights)[kStep / 16][4],
-                                             const PairBits& bits) {
-  const uint32_t kept = bits.seen & ~bits.dropped;
-#pragma unroll
-  for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      weights[n / 2][n % 2 * 2 + half] &= ones_where(kept, n, half);
-    }
-  }
-}
-
-#endif
 
 template <int F, int V, bool kInt8>
 struct KeyLayout {
@@ -107,6 +89,50 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
+// Begins a tile's scores, of integers where kInt8, and x = V dO^T.
+//   own_keys, own_values: those of the thread's warpgroup; held_values: where registers hold them
+template <typename T, int V, typename L, bool kInt8>
+__device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
+                                            float (&x)[kStep / 2], uint32_t own_keys,
+                                            uint32_t own_values,
+                                            const uint32_t (&held_values)[V / 16][4],
+                                            uint32_t place) {
+  wgmma_fence();
+  if constexpr (kInt8) {
+    begin_int8<typename L::OwnKeys, typename L::ScoreQueries>(scores, own_keys, place);
+  } else {
+    begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
+  }
+  if constexpr (kHoldsValues<V>) {
+    begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
+  } else {
+    begin_by_columns<T, typename L::OwnValues, typename L::Gradients>(x, own_values,
+                                                                      place + L::kGradients);
+  }
+  wgmma_commit();
+}
+
+// Rows of the results, of keys at `at`.
+template <typename T, int F, int V>
+__device__ __forceinline__ void store_keys(const AttentionBackwardParams& params,
+                                           const FoldedTokens& tokens, const FoldedRows& rows,
+                                           const float* logits, const FoldedGradients& gradients,
+                                           const KeyBlock& at, const KeyNumbers& keys,
+                                           const float (&logit_sums)[2],
+                                           const float (&key_sums)[F / kBoxColumns][32],
+                                           const float (&value_sums)[V / kBoxColumns][32]) {
+  const KeyScales scales =
+      key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head);
+  const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+  const int first_key = at.j0 + thread / 32 * 16 + thread % 32 / 4;
+  const HiddenKeys hidden =
+      kOverlaps<F, V> ? keys.hidden() : hidden_keys(params, logits, at.bk, first_key);
+  store_key_gradients<F, V>(
+      params, hidden, gradients, scales, at.b, at.key_head, first_key, logit_sums,
+      [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
+      [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
+}
+
 template <typename T, int F, int V, bool kInt8, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
@@ -116,7 +142,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   using L = KeyLayout<F, V, kInt8>;
   static_assert(kLiesInSharedMemory<L, L::kStage, L::kQueries, L::kGradients, L::kOwnAt, L::kOwn,
                                     L::OwnKeys::kBytes>);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  constexpr bool kOverlap = kOverlaps<F, V>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
@@ -129,6 +155,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
   take_registers<kProductRegisters>();
 
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the warp's
   TileStage stage;
   ItemPlace<L::kItems> item;
@@ -138,41 +165,21 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const int index = numbers[item.index * kItemNumbers];
     if (index < 0) break;
     const KeyBlock at(params, kWarpgroupRows, is_causal_call<kPairs>(params), index);
-    // Those of the thread's warpgroup.
     const uint32_t own = base + L::kOwnAt + item.index * L::kOwn;
     const uint32_t own_keys = own + warpgroup * (64 * 128);
-    [[maybe_unused]] const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
-    [[maybe_unused]] uint32_t held_values[V / 16][4];
+    const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
+    uint32_t held_values[V / 16][4];
     if constexpr (kHoldsValues<V>) load_left<V>(held_values, own + L::OwnKeys::kBytes);
-    // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
-    constexpr bool kOverlaps = F + V <= 192;
-    float key_fit[2], key_terms[2];
-    [[maybe_unused]] float of_integer[2];  // makes scores of sums of integers
-    {
-      const float fit =
-          key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit *
-          static_cast<float>(4 * params.M) * (1 / kWeightScale<T>);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int j = at.j0 + warp * 16 + g + 8 * half;
-        const bool there = j < params.S;
-        // sqrt(K e_j), with which the score is bounded.
-        const float scale = there ? tokens.scales[at.bk * params.S + j] : 0.0f;
-        key_fit[half] = scale * fit;
-        of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
-        // A hidden key's is zero: -0, by which it is known in the end.
-        if (kOverlaps && there && logits[at.bk * params.S + j] == minus_infinity<float>()) {
-          key_fit[half] = -0.0f;
-        }
-        key_terms[half] = there ? tokens.terms[at.bk * padded_tokens(params.S) + j] : 0.0f;
-      }
-    }
+    const KeyNumbers keys = KeyNumbers::load<T, kOverlap>(
+        params, tokens, logits, at.bk, at.j0 + warp * 16 + g,
+        key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit);
+
     // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
     float s[kStep / 2], x[kStep / 2];
+    int32_t scores[kStep / 2];
     uint32_t weights[kStep / 16][4], products[kStep / 16][4];
     float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
     float logit_sums[2] = {};
-
     const auto begin_sums = [&](int index_of_stage) {
       const uint32_t place = base + index_of_stage * L::kStage;
       wgmma_fence();
@@ -180,103 +187,44 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       begin_by_rows<Half, kStep, F>(key_sums, products, place + L::kQueries);
       wgmma_commit();
     };
-
-    // The query of a tile that is the first to see this thread's first key: of the first tile,
-    // whose queries begin where the keys do, and beyond the last tile of a head.
-    [[maybe_unused]] int diagonal = warp * 16 + g;
-    [[maybe_unused]] const int beyond = at.j0 + diagonal - static_cast<int>(params.L);
-    // Of masks and dropout: the tile's first query, and its head.
-    [[maybe_unused]] int i0 = at.first_tile * kStep, head = at.key_head * at.group;
+    Diagonal<kPairs> diagonal(params, at);
+    TilePlace<kPairs> next_tile(at);
+    PairBits bits = {};
     bool has_before = false;
     for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
-      [[maybe_unused]] PairBits bits;
       if constexpr (kPairs == Pairs::kAny) {
         // Before the tile's own products, which leave no registers for it.
-        if (kOverlaps && has_before) begin_sums(stage.before());
-        bits = find_pairs<true>(params, mask, at.b, head, at.j0 + warp * 16, i0);
-        i0 += kStep;
-        if (i0 >= params.L) {
-          i0 = at.first_tile * kStep;
-          ++head;
-        }
+        if (kOverlap && has_before) begin_sums(stage.before());
+        bits = next_tile.pass(params, mask, at);
       }
-      const uint32_t place = base + stage.index * L::kStage;
       barriers.wait(stage);
-      Shared<const float> normalizers =
-          shared_cast<float>(shared + (L::kNormalizers + stage.index * 2 * kStep * 4));
-      Shared<const float> deltas = normalizers + kStep;
-      [[maybe_unused]] int32_t scores[kStep / 2];
-      wgmma_fence();
-      if constexpr (kInt8) {
-        begin_int8<typename L::OwnKeys, typename L::ScoreQueries>(scores, own_keys, place);
-      } else {
-        begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
-      }
-      if constexpr (kHoldsValues<V>) {
-        begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
-      } else {
-        begin_by_columns<T, typename L::OwnValues, typename L::Gradients>(x, own_values,
-                                                                          place + L::kGradients);
-      }
-      wgmma_commit();
-      if (kPairs != Pairs::kAny && kOverlaps && has_before) {
+      begin_pairs<T, V, L, kInt8>(s, scores, x, own_keys, own_values, held_values,
+                                  base + stage.index * L::kStage);
+      if (kPairs != Pairs::kAny && kOverlap && has_before) {
         begin_sums(stage.before());
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
       }
-      if constexpr (kInt8) {
-        sums_are_there(scores);
-#pragma unroll
-        for (int i = 0; i < kStep / 2; ++i) {
-          s[i] = static_cast<float>(scores[i]) * of_integer[i % 4 / 2];
-        }
-      } else {
-        sums_are_there(s);
-      }
+      take_scores<kInt8>(s, scores, keys);
       sums_are_there(x);
-#pragma unroll
-      for (int n = 0; n < kStep / 8; ++n) {
-        const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
-        const float2 delta = load_vector<float2>(deltas + n * 8 + 2 * t);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
-          float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
-          if (kPairs == Pairs::kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
-          if constexpr (kPairs == Pairs::kAny) {
-            x[i] = (bits.drops(n, c) ? 0.0f : x[i]) * mask.kept;
-          }
-          float similarity = s[i] * s[i] + key_terms[c / 2];
-          float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
-          // A key that no query sees may hold anything. Without masks it is hidden, and what its
-          // own sums are does not count.
-          if (kPairs != Pairs::kAll && inverse == 0) similarity = scaled = 0;
-          if (kPairs == Pairs::kAny && !bits.sees(n, c)) similarity = scaled = 0;
-          logit_sums[c / 2] += similarity * scaled;
-          s[i] *= key_fit[c / 2] * scaled;
-          x[i] = similarity * inverse;
-        }
-      }
-      fence_async();
-      if constexpr (kOverlaps) {
+      Shared<const float> normalizers =
+          shared_cast<float>(shared + (L::kNormalizers + stage.index * 2 * kStep * 4));
+      to_factors<T, kPairs>(s, x, normalizers, keys, diagonal.now, bits, mask.kept, logit_sums);
+      if constexpr (kOverlap) {
         wgmma_wait<0>();
         if (has_before) barriers.release(stage.before());
         has_before = true;
       }
-      pack_left<T, kStep / 8>(x, weights);
-      if constexpr (kPairs == Pairs::kAny) keep_weights(weights, bits);
-      pack_left<Half, kStep / 8>(s, products);
-      if constexpr (!kOverlaps) {
+      pack_factors<T, kPairs>(s, x, bits, weights, products);
+      if constexpr (!kOverlap) {
         begin_sums(stage.index);
         wgmma_wait<0>();
         barriers.release(stage.index);
       }
-      if constexpr (kPairs == Pairs::kCausal) {
-        diagonal -= kStep;
-        if (diagonal <= beyond) diagonal = warp * 16 + g;
-      }
+      diagonal.next();
     }
+
     // 4. Rows of the results. The block is found anew: no register holds it over the tiles. The
     // products that read the own tokens are over.
     const KeyBlock again(params, kWarpgroupRows, is_causal_call<kPairs>(params),
@@ -289,18 +237,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
     sums_are_there(key_sums);
     sums_are_there(value_sums);
-
-    const KeyScales scales =
-        key_scales_of<T>(params, tokens, rows, again.bk, again.b * params.G + again.value_head);
-    const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
-    const int first_key = again.j0 + thread / 32 * 16 + thread % 32 / 4;
-    const auto is_hidden = [&](int half) { return __float_as_uint(key_fit[half]) == 1u << 31; };
-    const HiddenKeys hidden = kOverlaps ? HiddenKeys{{is_hidden(0), is_hidden(1)}}
-                                        : hidden_keys(params, logits, again.bk, first_key);
-    store_key_gradients<F, V>(
-        params, hidden, gradients, scales, again.b, again.key_head, first_key, logit_sums,
-        [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
-        [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
+    store_keys<T, F, V>(params, tokens, rows, logits, gradients, again, keys, logit_sums, key_sums,
+                        value_sums);
   }
 #else
   trap_without_warpgroups(params, tokens, rows, logits, gradients, mask, items, maps);
