@@ -2,8 +2,7 @@
 // of a tile, and the queries of all heads that share the keys come one head after the other.
 #pragma once
 
-#include "attention/cuda/hopper/pairs.h"
-#include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/hopper/general_gradients.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -45,6 +44,18 @@ struct KeyNumbers {
     return {{__float_as_uint(fit[0]) == 1u << 31, __float_as_uint(fit[1]) == 1u << 31}};
   }
 };
+
+// Those of either form.
+template <typename T, bool kMarks, bool kIsGeneral>
+__device__ __forceinline__ auto load_keys(const AttentionParams& params, const FoldedTokens& tokens,
+                                          const float* logits, int64_t bk, int first,
+                                          float fit_of_head) {
+  if constexpr (kIsGeneral) {
+    return GeneralKeys::load<T>(params, tokens, bk, first, fit_of_head);
+  } else {
+    return KeyNumbers::load<T, kMarks>(params, tokens, logits, bk, first, fit_of_head);
+  }
+}
 
 // Which query of a tile is the first to see the thread's first key: of the first tile, whose
 // queries begin where the keys do, and beyond the last tile of a head.
@@ -130,6 +141,25 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
       x[i] = similarity * inverse;
     }
   }
+}
+
+// The products of a tile are over: scores s, or sums of integers, and x become factors.
+//   numbers: of its queries; offsets: of the general form
+template <typename T, bool kInt8, Pairs kPairs, typename Keys>
+__device__ __forceinline__ void finish_pairs(const AttentionParams& params, const Keys& keys,
+                                             float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
+                                             float (&x)[kStep / 2], Shared<const float> numbers,
+                                             [[maybe_unused]] Shared<const unsigned char> offsets,
+                                             [[maybe_unused]] int diagonal, const PairBits& bits,
+                                             float kept, float (&logit_sums)[2]) {
+  sums_are_there(x);
+  if constexpr (kPairs == Pairs::kGeneral) {
+    sums_are_there(s);
+    keys.template make<T>(s, x, params.mask.type, offsets, {numbers}, bits, kept, logit_sums);
+  } else {
+    take_scores<kInt8>(s, scores, keys);
+    to_factors<T, kPairs>(s, x, numbers, keys, diagonal, bits, kept, logit_sums);
+  }
   fence_async();
 }
 
@@ -140,7 +170,7 @@ __device__ __forceinline__ void pack_factors(const float (&s)[kStep / 2],
                                              uint32_t (&weights)[kStep / 16][4],
                                              uint32_t (&products)[kStep / 16][4]) {
   pack_left<T, kStep / 8>(x, weights);
-  if constexpr (kPairs == Pairs::kAny) {
+  if constexpr (kDrops<kPairs>) {
     const uint32_t kept = bits.seen & ~bits.dropped;
 #pragma unroll
     for (int n = 0; n < kStep / 8; ++n) {
