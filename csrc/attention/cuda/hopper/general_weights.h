@@ -12,7 +12,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Logits below this in size need no second part: they lose 2^-16 of a weight at most.
+// Logits below this in size need no second part: they lose 2^-15 of a weight at most.
 constexpr float kPlainLogit = 256;
 __device__ __forceinline__ bool is_plain_logit(float x) {
   return fabsf(x) < kPlainLogit || x == minus_infinity<float>();
