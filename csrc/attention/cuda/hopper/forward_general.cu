@@ -15,6 +15,10 @@
 namespace ikattn::cuda {
 namespace {
 
+// Whether registers hold an item's queries.
+template <int F, int V>
+constexpr bool kHoldsQueries = F + V < 256;
+
 template <typename T, int F, int V>
 struct GeneralLayout {
   using Tiles = KeyTiles<T, F, V, kStep>;
@@ -27,8 +31,6 @@ struct GeneralLayout {
   static constexpr uint32_t kBarriers = kLogits + kTilesInFlight * 2 * kStep * 4;
   static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
-  // Whether registers hold an item's queries.
-  static constexpr bool kHoldsQueries = F + V < 256;
 };
 struct GeneralMaps {
   ForwardMaps tokens;
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
     if (index < 0) break;
     uint32_t phi_q[F / 16][4];
-    if constexpr (L::kHoldsQueries) {
+    if constexpr (kHoldsQueries<F, V>) {
       load_left<F>(phi_q, base + L::kQueries);
       barriers.release_item(0);
     }
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       find_tile_pairs<Pairs::kGeneral>(params, mask, at, tile, bits);
       clean_tile<typename L::Tiles>(state, shared + place, barriers, meeting);
       wgmma_fence();
-      begin_scores<typename L::Tiles::Keys, typename L::Queries, L::kHoldsQueries>(
+      begin_scores<typename L::Tiles::Keys, typename L::Queries, kHoldsQueries<F, V>>(
           s, phi_q, base + L::kQueries, base + place);
       wgmma_commit();
     };
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     pass_tiles(barriers, stage, tiles_met<kStep>(params, params.is_causal, at.i0), begin,
                begin_output, make, pack);
     sums_are_there(output);
-    if constexpr (!L::kHoldsQueries) barriers.release_item(0);
+    if constexpr (!kHoldsQueries<F, V>) barriers.release_item(0);
 
     // 4. Rows of the result.
     const float kept = mask.kept / value_scale_of(tokens, at.b * params.G + at.value_head);

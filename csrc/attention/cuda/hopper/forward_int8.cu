@@ -47,9 +47,8 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
 }
 
 // sums += the weights of each row, four times, by a product with ones at `ones`.
-__device__ __forceinline__ void begin_row_sums(float (&sums)[4],
-                                               const uint32_t (&weights)[kKeys / 16][4],
-                                               uint32_t ones) {
+[[maybe_unused]] __device__ __forceinline__ void begin_row_sums(
+    float (&sums)[4], const uint32_t (&weights)[kKeys / 16][4], uint32_t ones) {
   const uint64_t right = wgmma_operand(ones);
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
@@ -59,8 +58,8 @@ __device__ __forceinline__ void begin_row_sums(float (&sums)[4],
 }
 
 // Scores, which are then free, to bfloat16 in the order of A.
-__device__ __forceinline__ void round_scores(int32_t (&scores)[kKeys / 2],
-                                             uint32_t (&rounded)[kKeys / 16][4]) {
+[[maybe_unused]] __device__ __forceinline__ void round_scores(int32_t (&scores)[kKeys / 2],
+                                                              uint32_t (&rounded)[kKeys / 16][4]) {
   sums_are_there(scores);
 #pragma unroll
   for (int i = 0; i < kKeys / 4; ++i) {

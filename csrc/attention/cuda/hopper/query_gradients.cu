@@ -27,6 +27,10 @@ __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (
   }
 }
 
+// Whether registers hold an item's queries.
+template <int F, int V, Pairs kPairs>
+constexpr bool kHoldsQueries = kPairs != Pairs::kGeneral || F + V == 128;
+
 template <typename T, int F, int V, Pairs kPairs>
 struct QueryLayout {
   static constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
@@ -44,8 +48,6 @@ struct QueryLayout {
   static constexpr uint32_t kBarriers = kLogits + kTilesInFlight * kLogitBytes;
   static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
-  // Whether registers hold an item's queries.
-  static constexpr bool kHoldsQueries = !kIsGeneral || F + V == 128;
   static constexpr uint32_t kOffsets = (kBytes + 1023) / 1024 * 1024;  // [stage]
 };
 struct QueryMaps {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void make_products(const AttentionParams& params, con
 }
 
 // The same of the general form; offsets, keys: of the tile.
-__device__ __forceinline__ void make_general_products(
+[[maybe_unused]] __device__ __forceinline__ void make_general_products(
     const AttentionParams& params, const PairMask& mask, const GeneralQueries& rows,
     Shared<const unsigned char> offsets, const KeyLogits& keys, const PairBits (&bits)[1],
     float (&s)[kStep / 2], float (&x)[kStep / 2]) {
@@ -183,13 +185,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const uint32_t state = static_cast<uint32_t>(int{numbers[1]});
     if (index < 0) break;
     uint32_t phi_q[F / 16][4], gradients[V / 16][4];
-    if constexpr (L::kHoldsQueries) load_left<F>(phi_q, base + L::kQueries);
+    if constexpr (kHoldsQueries<F, V, kPairs>) load_left<F>(phi_q, base + L::kQueries);
     load_left<V>(gradients, base + L::kGradients);
     const QueryBlock at(params, kWarpgroupRows, index);
     using Rows = std::conditional_t<L::kIsGeneral, GeneralQueries, RowNumbers>;
     const Rows own(params, rows, at, shared_cast<float>(shared + L::kFits),
                    shared_cast<float>(shared + L::kDeltas));
-    if constexpr (L::kHoldsQueries) barriers.release_item(0);
+    if constexpr (kHoldsQueries<F, V, kPairs>) barriers.release_item(0);
 
     // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
     float s[kStep / 2], x[kStep / 2];
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       find_tile_pairs<kPairs>(params, mask, at, tile, bits);
       clean_tile<Tiles>(state, shared + place, barriers, meeting);
       wgmma_fence();
-      begin_scores<typename Tiles::Keys, typename L::Queries, L::kHoldsQueries>(
+      begin_scores<typename Tiles::Keys, typename L::Queries, kHoldsQueries<F, V, kPairs>>(
           s, phi_q, base + L::kQueries, base + place);
       begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
       wgmma_commit();
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     pass_tiles(barriers, stage, tiles_met<kStep>(params, is_causal_call<kPairs>(params), at.i0),
                begin, begin_sums, make, [&] { pack_left<Half, kStep / 8>(s, products); });
     sums_are_there(sums);
-    if constexpr (!L::kHoldsQueries) barriers.release_item(0);
+    if constexpr (!kHoldsQueries<F, V, kPairs>) barriers.release_item(0);
 
     // 4. Rows of the result.
     const float units =
