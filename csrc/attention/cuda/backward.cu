@@ -19,7 +19,6 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const float* logits = keys.high;
   const bool is_linear = route.algorithm == Algorithm::kLinear;
   const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
-  const bool general_alone = on_hopper || route.int8_scores;
   GradientBegins begins;
   const char* error = nullptr;
   if (is_linear) {
@@ -29,25 +28,28 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     const FeatureGradients& to = gradients.phi_q;
     if (on_hopper) {
       error = warpgroup_query_gradients(params, executor, tokens, rows, to);
-    } else if (route.int8_scores) {
-      error = int8_query_gradients(params, stream, tokens, rows, to);
-    }
-    if (error == nullptr) {
-      error = route.is_wide
-                  ? wide_query_gradients(params, stream, tokens, rows, to)
-                  : folded_query_gradients(params, stream, tokens, rows, to, begins, general_alone);
+    } else if (route.is_wide) {
+      error = wide_query_gradients(params, stream, tokens, rows, to);
+    } else {
+      if (route.int8_scores) error = int8_query_gradients(params, stream, tokens, rows, to);
+      if (error == nullptr) {
+        error = folded_query_gradients(params, stream, tokens, rows, to, begins, route.int8_scores);
+      }
     }
   }
   if (error == nullptr && wants_keys(params)) {
     if (on_hopper) {
       error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients);
-    } else if (route.int8_scores) {
-      error = int8_key_gradients(params, stream, tokens, rows, logits, gradients);
-    }
-    if (error == nullptr) {
-      error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
-                            : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
-                                                   begins, general_alone);
+    } else if (route.is_wide) {
+      error = wide_key_gradients(params, stream, tokens, rows, logits, gradients);
+    } else {
+      if (route.int8_scores) {
+        error = int8_key_gradients(params, stream, tokens, rows, logits, gradients);
+      }
+      if (error == nullptr) {
+        error = folded_key_gradients(params, stream, tokens, rows, logits, gradients, begins,
+                                     route.int8_scores);
+      }
     }
   }
   return error;

@@ -45,15 +45,16 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
     }
     if (route.is_short) {
       error = warpgroup_short_forward(params, stream, operands, tokens, route.int8_scores);
-    } else if (on_hopper) {
+    } else if (on_hopper && !is_general_alone(params)) {
       error = route.int8_scores ? warpgroup_int8_forward(params, executor, tokens)
                                 : warpgroup_forward(params, executor, tokens);
     } else if (route.int8_scores) {
       error = int8_forward(params, stream, tokens, parts);
     }
-    const bool general_alone = on_hopper || route.int8_scores;
-    if (error == nullptr) {
-      error = folded_forward(params, stream, tokens, parts, begins, general_alone);
+    if (error == nullptr && !on_hopper) {
+      error = folded_forward(params, stream, tokens, parts, begins, route.int8_scores);
+    } else if (error == nullptr && !every_row_sees_all(params)) {
+      error = warpgroup_general_forward(params, executor, tokens);
     }
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);

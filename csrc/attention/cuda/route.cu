@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/hopper/offsets.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
@@ -106,10 +106,15 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
   return rate_of_pairs * (sums + around + of_chunks + tables) < pairs;
 }
 
-// nullptr, or why Hopper's own kernels cannot take a call: they compute the folded form.
-const char* why_not_hopper(const AttentionParams& params) {
-  if (params.mask.type != ElementType::kNone && params.mask.type != ElementType::kBool) {
-    return "Hopper's own kernels take no floating-point attn_mask that differs between queries";
+// nullptr, or why Hopper's own kernels cannot take a pass.
+const char* why_not_hopper(const AttentionParams& params, Pass pass) {
+  if (has_offsets(params)) {
+    const bool fits = padded_columns(2 * params.M) + padded_columns(params.d_v) <= 192;
+    if (pass == Pass::kBackward && !fits) {
+      return "Hopper's own backward takes a floating-point attn_mask that differs between queries "
+             "with at most 32 frequencies, or 64 columns of value";
+    }
+    if (const char* reason = why_no_offsets(params)) return reason;
   }
   if (is_wide(params)) {
     return "Hopper's own kernels take at most 64 frequencies and 128 columns of value";
@@ -117,8 +122,8 @@ const char* why_not_hopper(const AttentionParams& params) {
   const bool is_empty = params.B == 0 || params.H == 0 || params.L == 0 || params.S == 0;
   return is_empty || params.d_v == 0 ? "there are no pairs" : nullptr;
 }
-bool can_take_hopper(const AttentionParams& params) {
-  return has_warpgroups() && why_not_hopper(params) == nullptr;
+bool can_take_hopper(const AttentionParams& params, Pass pass) {
+  return has_warpgroups() && why_not_hopper(params, pass) == nullptr;
 }
 
 // Blocks of queries that the forward on tensor cores has.
@@ -133,7 +138,7 @@ int64_t blocks_of(const AttentionParams& params) {
 // take whole rows, and a multiprocessor has one of their blocks; where the general form may be
 // needed, it decides.
 int parts_of(const AttentionParams& params) {
-  if (every_row_sees_all(params) && can_take_hopper(params) &&
+  if (every_row_sees_all(params) && can_take_hopper(params, Pass::kForward) &&
       params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {
     return 1;
   }
@@ -178,10 +183,10 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
     }
   }
   if (pass == Pass::kForward) route.parts = parts_of(params);
-  if (can_take_hopper(params) && route.parts == 1) {
+  if (can_take_hopper(params, pass) && route.parts == 1) {
     route.unit = Unit::kHopper;
   } else if (has_warpgroups() && route.reason == nullptr) {
-    route.reason = why_not_hopper(params);
+    route.reason = why_not_hopper(params, pass);
     if (route.reason == nullptr) route.reason = "so few queries share out their keys over blocks";
   }
   return route;
@@ -194,7 +199,7 @@ bool has_hopper_pairs(const Route& route) {
 
 // Whether a pass has kernels of pairs with scores of integers, which are of the folded form.
 bool has_int8_pairs(const AttentionParams& params, const Route& route) {
-  if (has_hopper_pairs(route)) return true;
+  if (has_hopper_pairs(route)) return !is_general_alone(params);
   return route.unit == Unit::kTensorCores && route.algorithm == Algorithm::kQuadratic &&
          !route.is_wide && !route.split_products && !is_general_alone(params) &&
          has_integer_products();

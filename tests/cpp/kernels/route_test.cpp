@@ -200,8 +200,20 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(route_of(params, false, Pass::kForward).unit, Unit::kHopper);
   EXPECT_EQ(reason_of(params), "");
   params.mask.type = ElementType::kFloat32;
-  EXPECT_EQ(reason_of(params),
-            "Hopper's own kernels take no floating-point attn_mask that differs between queries");
+  EXPECT_NE(reason_of(params).find("its rows lie apart"), std::string::npos);
+  params.mask.stride[2] = params.S;
+  params.mask.stride[3] = 1;
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    EXPECT_EQ(reason_of(params, pass), "");
+    EXPECT_EQ(route_of(params, false, pass).unit, Unit::kHopper);
+  }
+  AttentionParams wide = params;
+  wide.M = 64;
+  wide.d_v = 65;
+  EXPECT_EQ(route_of(wide, false, Pass::kForward).unit, Unit::kHopper);
+  EXPECT_NE(reason_of(wide, Pass::kBackward).find("or 64 columns of value"), std::string::npos);
+  params.mask.stride[2] = params.S + 2;
+  EXPECT_NE(reason_of(params).find("multiple of 16 bytes"), std::string::npos);
   params = call_of(65536);
   params.dropout_threshold = 10;
   EXPECT_EQ(reason_of(params), "linear time takes no dropout");

@@ -251,8 +251,13 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
     forward, backward = said(*half, attn_mask=mask)
-    no_mask = "Hopper's own kernels take no floating-point attn_mask that differs between queries"
-    assert forward == tensor_cores._replace(reason=no_mask if is_hopper else None)
+    unaligned = (
+        "Hopper's own kernels take a floating-point attn_mask that differs between queries where "
+        "its rows lie apart, each at a multiple of 16 bytes"
+    )
+    assert forward == tensor_cores._replace(reason=unaligned if is_hopper else None)
+    aligned = torch.zeros(10, 16, dtype=torch.float16)[:, :10]
+    assert said(*half, attn_mask=aligned) == (without_mask, without_mask)
     of_keys = torch.zeros(2, 1, 1, 10, requires_grad=True)
     assert said(*half, attn_mask=of_keys) == (forward_alone, without_mask)
     monkeypatch.setenv("IKATTN_SHORT", "0")

@@ -1,5 +1,5 @@
-// The key side of the folded form's backward on Hopper: grad_phi_k, grad_value and the gradients of
-// the logits. An item is 128 keys, two warpgroups of 64, and passes along the queries of all
+// The key side of the backward on Hopper, of both forms: grad_phi_k, grad_value and the gradients
+// of the logits. An item is 128 keys, two warpgroups of 64, and passes along the queries of all
 // heads that share them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so
 // that what is made of them is the A of what is summed.
 //
@@ -7,9 +7,9 @@
 // twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.
 //
 // Compiled for sm_90a alone.
+#include "attention/cuda/hopper/general_gradients.h"
 #include "attention/cuda/hopper/hopper.h"
-#include "attention/cuda/hopper/pairs.h"
-#include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/hopper/key_items.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -18,25 +18,9 @@ namespace {
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
 
-#if IKATTN_WARPGROUP_CODE
-
-// Weights of 64 queries, as A: 0 where a pair is not seen, or dropped.
-__device__ __forceinline__ void keep_weights(uint32_t (&weights)[kStep / 16][4],
-                                             const PairBits& bits) {
-  const uint32_t kept = bits.seen & ~bits.dropped;
-#pragma unroll
-  for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      weights[n / 2][n % 2 * 2 + half] &= ones_where(kept, n, half);
-    }
-  }
-}
-
-#endif
-
-template <int F, int V, bool kInt8>
+template <int F, int V, bool kInt8, Pairs kPairs>
 struct KeyLayout {
+  static constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
   static constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;  // of 16 bits
   using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
@@ -48,36 +32,45 @@ struct KeyLayout {
   // which registers hold. Where there is room, those of two items lie there.
   using OwnKeys = Boxes<kWarpgroupRows, kScoreColumns>;
   using OwnValues = Boxes<kWarpgroupRows, V>;
-  static constexpr int kItems = F + V <= 192 ? 2 : 1;
+  static constexpr int kItems = F + V <= 192 && !kIsGeneral ? 2 : 1;
   using Barriers = TileBarriers<kItems>;
   static constexpr uint32_t kOwn = OwnKeys::kBytes + OwnValues::kBytes;
   static constexpr uint32_t kOwnAt = kTilesInFlight * kStage;  // [item]
-  // [stage][2][kStep], deltas behind normalizers
+  // [stage][2][kStep], deltas behind normalizers; general: [stage][3][kStep], their second parts
+  // behind these
+  static constexpr int kRowNumbers = (kIsGeneral ? 3 : 2) * kStep;
   static constexpr uint32_t kNormalizers = kOwnAt + kItems * kOwn;
-  static constexpr uint32_t kBarriers = kNormalizers + kTilesInFlight * 2 * kStep * 4;
+  static constexpr uint32_t kBarriers = kNormalizers + kTilesInFlight * kRowNumbers * 4;
   static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItems * kItemNumbers * 4;
+  // General, where a mask adds to logits.
+  static constexpr uint32_t kOffsets = (kBytes + 1023) / 1024 * 1024;  // [stage]
 };
 
 // From where an item's own tokens, and the tiles it passes along, are copied.
 struct PairMaps {
   KeyMaps own;
   RowMap score_queries, queries, gradients;  // the first of integers
+  RowMap offsets;                            // of the general form, where there are some
 };
 
 // What the third warpgroup of a block does.
-template <typename L>
+template <typename L, Pairs kPairs>
 __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,
                                            const Items& items, const PairMaps& maps,
                                            const typename L::Barriers& barriers,
-                                           Shared<int> numbers, uint32_t base, bool is_causal) {
-  constexpr uint32_t kRowNumbers = kStep * 4;
-  int bh = 0, first = 0, i0 = 0;  // of the item's tiles
-  copy_items(
-      barriers, items, numbers, L::kOwn, L::kStage + 2 * kRowNumbers,
+                                           Shared<int> numbers, uint32_t base) {
+  constexpr uint32_t kRowBytes = kStep * 4;
+  const bool is_causal = is_causal_call<kPairs>(params);
+  int bh = 0, first = 0, i0 = 0;     // of the item's tiles
+  [[maybe_unused]] int own_key = 0;  // its first
+  copy_items<kRegistersToCopy<kPairs>>(
+      barriers, items, numbers, L::kOwn,
+      L::kStage + L::kRowNumbers * 4 + (L::kIsGeneral ? offset_bytes(params) : 0),
       [&](int index) {
-        return tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
+        return state_for<kPairs>(
+            tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk]);
       },
       [&](int index, int place, uint32_t barrier) {
         const KeyBlock at(params, kWarpgroupRows, is_causal, index);
@@ -87,24 +80,79 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                            barrier);
         bh = at.bk * at.group;
         first = i0 = at.first_tile * kStep;
+        if constexpr (L::kIsGeneral) own_key = at.j0;
         return at.steps;
       },
       [&](int, int stage, uint32_t barrier) {
         const int64_t row = bh * padded_tokens(params.L) + i0;
         const uint32_t place = base + stage * L::kStage;
-        const uint32_t of_rows = base + L::kNormalizers + stage * 2 * kRowNumbers;
+        const uint32_t of_rows = base + L::kNormalizers + stage * L::kRowNumbers * 4;
         if constexpr (L::kQueries > 0) {
           L::ScoreQueries::copy(place, maps.score_queries, 0, bh, i0, barrier);
         }
         L::Queries::copy(place + L::kQueries, maps.queries, 0, bh, i0, barrier);
         L::Gradients::copy(place + L::kGradients, maps.gradients, 0, bh, i0, barrier);
-        begin_bytes(of_rows, rows.normalizer + row, kRowNumbers, barrier);
-        begin_bytes(of_rows + kRowNumbers, rows.delta + row, kRowNumbers, barrier);
+        begin_bytes(of_rows, rows.normalizer + row, kRowBytes, barrier);
+        begin_bytes(of_rows + kRowBytes, rows.delta + row, kRowBytes, barrier);
+        if constexpr (L::kIsGeneral) {
+          begin_bytes(of_rows + 2 * kRowBytes, rows.low + row, kRowBytes, barrier);
+          const int heads = static_cast<int>(params.H);
+          copy_offsets<kStep>(params, maps.offsets, base + L::kOffsets + stage * kOffsetBytes,
+                              bh / heads, bh % heads, i0, own_key, barrier);
+        }
         i0 += kStep;
         if (i0 < params.L) return;
         i0 = first;
         ++bh;
       });
+}
+
+// Begins a tile's scores, of integers where kInt8, and x = V dO^T.
+//   own_keys, own_values: those of the thread's warpgroup; held_values: where registers hold them
+template <typename T, int V, typename L, bool kInt8>
+__device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
+                                            float (&x)[kStep / 2], uint32_t own_keys,
+                                            uint32_t own_values,
+                                            const uint32_t (&held_values)[V / 16][4],
+                                            uint32_t place) {
+  wgmma_fence();
+  if constexpr (kInt8) {
+    begin_int8<typename L::OwnKeys, typename L::ScoreQueries>(scores, own_keys, place);
+  } else {
+    begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
+  }
+  if constexpr (kHoldsValues<V>) {
+    begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
+  } else {
+    begin_by_columns<T, typename L::OwnValues, typename L::Gradients>(x, own_values,
+                                                                      place + L::kGradients);
+  }
+  wgmma_commit();
+}
+
+// Rows of the results, of keys at `at`; own: what they bring to their pairs.
+template <typename T, int F, int V, typename Keys>
+__device__ __forceinline__ void store_keys(const AttentionBackwardParams& params,
+                                           const FoldedTokens& tokens, const FoldedRows& rows,
+                                           const float* logits, const FoldedGradients& gradients,
+                                           const KeyBlock& at, const Keys& own,
+                                           const float (&logit_sums)[2],
+                                           const float (&key_sums)[F / kBoxColumns][32],
+                                           const float (&value_sums)[V / kBoxColumns][32]) {
+  const KeyScales scales =
+      key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head);
+  const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+  const int first_key = at.j0 + thread / 32 * 16 + thread % 32 / 4;
+  HiddenKeys hidden;
+  if constexpr (kOverlaps<F, V> && std::is_same_v<Keys, KeyNumbers>) {
+    hidden = own.hidden();
+  } else {
+    hidden = hidden_keys(params, logits, at.bk, first_key);
+  }
+  store_key_gradients<F, V>(
+      params, hidden, gradients, scales, at.b, at.key_head, first_key, logit_sums,
+      [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
+      [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
 }
 
 template <typename T, int F, int V, bool kInt8, Pairs kPairs>
@@ -113,22 +161,25 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                          const float* logits, FoldedGradients gradients, PairMask mask, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
-  using L = KeyLayout<F, V, kInt8>;
+  using L = KeyLayout<F, V, kInt8, kPairs>;
   static_assert(kLiesInSharedMemory<L, L::kStage, L::kQueries, L::kGradients, L::kOwnAt, L::kOwn,
                                     L::OwnKeys::kBytes>);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  static_assert(F + V > 192 || !L::kIsGeneral || kHasRoomForOffsets<L>);
+  // Exponents leave no registers for it.
+  constexpr bool kOverlap = kOverlaps<F, V> && !L::kIsGeneral;
+  if (L::kIsGeneral && !has_general_head(params, tokens)) return;  // the whole block
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
   const typename L::Barriers barriers(base + L::kBarriers);
   // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
-    copy_pairs<L>(params, tokens, rows, items, maps, barriers, numbers, base,
-                  is_causal_call<kPairs>(params));
+    copy_pairs<L, kPairs>(params, tokens, rows, items, maps, barriers, numbers, base);
     return;
   }
-  take_registers<kProductRegisters>();
+  take_registers<kRegistersOfProducts<kPairs>>();
 
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the warp's
   TileStage stage;
   ItemPlace<L::kItems> item;
@@ -138,41 +189,22 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const int index = numbers[item.index * kItemNumbers];
     if (index < 0) break;
     const KeyBlock at(params, kWarpgroupRows, is_causal_call<kPairs>(params), index);
-    // Those of the thread's warpgroup.
     const uint32_t own = base + L::kOwnAt + item.index * L::kOwn;
     const uint32_t own_keys = own + warpgroup * (64 * 128);
-    [[maybe_unused]] const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
-    [[maybe_unused]] uint32_t held_values[V / 16][4];
+    const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
+    uint32_t held_values[V / 16][4];
     if constexpr (kHoldsValues<V>) load_left<V>(held_values, own + L::OwnKeys::kBytes);
-    // Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
-    constexpr bool kOverlaps = F + V <= 192;
-    float key_fit[2], key_terms[2];
-    [[maybe_unused]] float of_integer[2];  // makes scores of sums of integers
-    {
-      const float fit =
-          key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit *
-          static_cast<float>(4 * params.M) * (1 / kWeightScale<T>);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int j = at.j0 + warp * 16 + g + 8 * half;
-        const bool there = j < params.S;
-        // sqrt(K e_j), with which the score is bounded.
-        const float scale = there ? tokens.scales[at.bk * params.S + j] : 0.0f;
-        key_fit[half] = scale * fit;
-        of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
-        // A hidden key's is zero: -0, by which it is known in the end.
-        if (kOverlaps && there && logits[at.bk * params.S + j] == minus_infinity<float>()) {
-          key_fit[half] = -0.0f;
-        }
-        key_terms[half] = there ? tokens.terms[at.bk * padded_tokens(params.S) + j] : 0.0f;
-      }
-    }
+    const float fit_of_head =
+        key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit;
+    const auto keys = load_keys<T, kOverlap, L::kIsGeneral>(params, tokens, logits, at.bk,
+                                                            at.j0 + warp * 16 + g, fit_of_head);
+
     // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
     float s[kStep / 2], x[kStep / 2];
+    int32_t scores[kStep / 2];
     uint32_t weights[kStep / 16][4], products[kStep / 16][4];
     float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
     float logit_sums[2] = {};
-
     const auto begin_sums = [&](int index_of_stage) {
       const uint32_t place = base + index_of_stage * L::kStage;
       wgmma_fence();
@@ -180,103 +212,44 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       begin_by_rows<Half, kStep, F>(key_sums, products, place + L::kQueries);
       wgmma_commit();
     };
-
-    // The query of a tile that is the first to see this thread's first key: of the first tile,
-    // whose queries begin where the keys do, and beyond the last tile of a head.
-    [[maybe_unused]] int diagonal = warp * 16 + g;
-    [[maybe_unused]] const int beyond = at.j0 + diagonal - static_cast<int>(params.L);
-    // Of masks and dropout: the tile's first query, and its head.
-    [[maybe_unused]] int i0 = at.first_tile * kStep, head = at.key_head * at.group;
+    Diagonal<kPairs> diagonal(params, at);
+    TilePlace<kPairs> next_tile(at);
+    PairBits bits = {};
     bool has_before = false;
     for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
-      [[maybe_unused]] PairBits bits;
-      if constexpr (kPairs == Pairs::kAny) {
+      if constexpr (kDrops<kPairs>) {
         // Before the tile's own products, which leave no registers for it.
-        if (kOverlaps && has_before) begin_sums(stage.before());
-        bits = find_pairs<true>(params, mask, at.b, head, at.j0 + warp * 16, i0);
-        i0 += kStep;
-        if (i0 >= params.L) {
-          i0 = at.first_tile * kStep;
-          ++head;
-        }
+        if (kOverlap && has_before) begin_sums(stage.before());
+        bits = next_tile.pass(params, mask, at);
       }
-      const uint32_t place = base + stage.index * L::kStage;
       barriers.wait(stage);
-      Shared<const float> normalizers =
-          shared_cast<float>(shared + (L::kNormalizers + stage.index * 2 * kStep * 4));
-      Shared<const float> deltas = normalizers + kStep;
-      [[maybe_unused]] int32_t scores[kStep / 2];
-      wgmma_fence();
-      if constexpr (kInt8) {
-        begin_int8<typename L::OwnKeys, typename L::ScoreQueries>(scores, own_keys, place);
-      } else {
-        begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
-      }
-      if constexpr (kHoldsValues<V>) {
-        begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
-      } else {
-        begin_by_columns<T, typename L::OwnValues, typename L::Gradients>(x, own_values,
-                                                                          place + L::kGradients);
-      }
-      wgmma_commit();
-      if (kPairs != Pairs::kAny && kOverlaps && has_before) {
+      begin_pairs<T, V, L, kInt8>(s, scores, x, own_keys, own_values, held_values,
+                                  base + stage.index * L::kStage);
+      if (!kDrops<kPairs> && kOverlap && has_before) {
         begin_sums(stage.before());
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
       }
-      if constexpr (kInt8) {
-        sums_are_there(scores);
-#pragma unroll
-        for (int i = 0; i < kStep / 2; ++i) {
-          s[i] = static_cast<float>(scores[i]) * of_integer[i % 4 / 2];
-        }
-      } else {
-        sums_are_there(s);
-      }
-      sums_are_there(x);
-#pragma unroll
-      for (int n = 0; n < kStep / 8; ++n) {
-        const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
-        const float2 delta = load_vector<float2>(deltas + n * 8 + 2 * t);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
-          float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
-          if (kPairs == Pairs::kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
-          if constexpr (kPairs == Pairs::kAny) {
-            x[i] = (bits.drops(n, c) ? 0.0f : x[i]) * mask.kept;
-          }
-          float similarity = s[i] * s[i] + key_terms[c / 2];
-          float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
-          // A key that no query sees may hold anything. Without masks it is hidden, and what its
-          // own sums are does not count.
-          if (kPairs != Pairs::kAll && inverse == 0) similarity = scaled = 0;
-          if (kPairs == Pairs::kAny && !bits.sees(n, c)) similarity = scaled = 0;
-          logit_sums[c / 2] += similarity * scaled;
-          s[i] *= key_fit[c / 2] * scaled;
-          x[i] = similarity * inverse;
-        }
-      }
-      fence_async();
-      if constexpr (kOverlaps) {
+      finish_pairs<T, kInt8, kPairs>(
+          params, keys, s, scores, x,
+          shared_cast<float>(shared + (L::kNormalizers + stage.index * L::kRowNumbers * 4)),
+          shared + (L::kOffsets + stage.index * kOffsetBytes), diagonal.now, bits, mask.kept,
+          logit_sums);
+      if constexpr (kOverlap) {
         wgmma_wait<0>();
         if (has_before) barriers.release(stage.before());
         has_before = true;
       }
-      pack_left<T, kStep / 8>(x, weights);
-      if constexpr (kPairs == Pairs::kAny) keep_weights(weights, bits);
-      pack_left<Half, kStep / 8>(s, products);
-      if constexpr (!kOverlaps) {
+      pack_factors<T, kPairs>(s, x, bits, weights, products);
+      if constexpr (!kOverlap) {
         begin_sums(stage.index);
         wgmma_wait<0>();
         barriers.release(stage.index);
       }
-      if constexpr (kPairs == Pairs::kCausal) {
-        diagonal -= kStep;
-        if (diagonal <= beyond) diagonal = warp * 16 + g;
-      }
+      diagonal.next();
     }
+
     // 4. Rows of the results. The block is found anew: no register holds it over the tiles. The
     // products that read the own tokens are over.
     const KeyBlock again(params, kWarpgroupRows, is_causal_call<kPairs>(params),
@@ -289,18 +262,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
     sums_are_there(key_sums);
     sums_are_there(value_sums);
-
-    const KeyScales scales =
-        key_scales_of<T>(params, tokens, rows, again.bk, again.b * params.G + again.value_head);
-    const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
-    const int first_key = again.j0 + thread / 32 * 16 + thread % 32 / 4;
-    const auto is_hidden = [&](int half) { return __float_as_uint(key_fit[half]) == 1u << 31; };
-    const HiddenKeys hidden = kOverlaps ? HiddenKeys{{is_hidden(0), is_hidden(1)}}
-                                        : hidden_keys(params, logits, again.bk, first_key);
-    store_key_gradients<F, V>(
-        params, hidden, gradients, scales, again.b, again.key_head, first_key, logit_sums,
-        [&](int half, int n, int c) { return sum_at(key_sums, half, n, c); },
-        [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
+    store_keys<T, F, V>(params, tokens, rows, logits, gradients, again, keys, logit_sums, key_sums,
+                        value_sums);
   }
 #else
   trap_without_warpgroups(params, tokens, rows, logits, gradients, mask, items, maps);
@@ -308,32 +271,50 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 }
 
 template <typename T, int F, int V, bool kInt8>
-const char* queue_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                                const FoldedTokens& tokens, const FoldedRows& rows,
-                                const float* logits, const FoldedGradients& gradients,
-                                const PairMask& mask) {
-  using L = KeyLayout<F, V, kInt8>;
+const char* queue_key_gradients(const AttentionBackwardParams& params,
+                                const DeviceExecutor& executor, const FoldedTokens& tokens,
+                                const FoldedRows& rows, const float* logits,
+                                const FoldedGradients& gradients, const PairMask& mask) {
+  constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
   const Items items(tokens.items_taken + 1,
                     params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
-  PairMaps maps;
+  PairMaps maps = {};
   const void* keys = tokens.phi_k;
   if constexpr (kInt8) keys = tokens.int8.phi_k;
-  const char* error = map_keys<L::kScoreColumns, kWarpgroupRows>(maps.own, params, tokens, keys);
+  const char* error = map_keys<kScoreColumns, kWarpgroupRows>(maps.own, params, tokens, keys);
   if (kInt8 && error == nullptr) {
-    error = map_features<L::kScoreColumns, kStep>(maps.score_queries, tokens.int8.phi_q, heads,
-                                                  params.L);
+    error =
+        map_features<kScoreColumns, kStep>(maps.score_queries, tokens.int8.phi_q, heads, params.L);
   }
   if (error == nullptr) error = map_features<F, kStep>(maps.queries, tokens.phi_q, heads, params.L);
   if (error == nullptr) {
     error = map_features<V, kStep>(maps.gradients, rows.gradients, heads, params.L);
   }
+  if (error == nullptr) error = map_offsets<kStep>(maps.offsets, params);
   if (error != nullptr) return error;
-  return launch_pairs(params, [&]<Pairs kPairs>() {
-    return launch(warpgroup_key_kernel<T, F, V, kInt8, kPairs>, items.blocks(),
-                  dim3(kWarpgroupThreads), L::kBytes, stream, params, tokens, rows, logits,
-                  gradients, mask, items, maps);
-  });
+  const auto queue = [&]<bool kHasInt8, Pairs kPairs>(const Items& of_form) {
+    using L = KeyLayout<F, V, kHasInt8, kPairs>;
+    const bool has_more = L::kIsGeneral && has_offsets(params);
+    return launch(warpgroup_key_kernel<T, F, V, kHasInt8, kPairs>, of_form.blocks(),
+                  dim3(kWarpgroupThreads),
+                  has_more ? L::kOffsets + kTilesInFlight * kOffsetBytes : L::kBytes,
+                  executor.stream, params, tokens, rows, logits, gradients, mask, of_form, maps);
+  };
+  if (!is_general_alone(params)) {
+    error = launch_pairs(
+        params, [&]<Pairs kPairs>() { return queue.template operator()<kInt8, kPairs>(items); });
+  }
+  if (error != nullptr || every_row_sees_all(params)) return error;
+  Items general = items;
+  error = count_anew(executor, general);
+  if constexpr (kInt8) {
+    if (error == nullptr) {
+      error = map_features<F, kWarpgroupRows>(maps.own.keys, tokens.phi_k,
+                                              params.B * params.key_heads, params.S);
+    }
+  }
+  return error != nullptr ? error : queue.template operator()<false, Pairs::kGeneral>(general);
 }
 
 }  // namespace
@@ -342,17 +323,16 @@ const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
                                     const DeviceExecutor& executor, const FoldedTokens& tokens,
                                     const FoldedRows& rows, const float* logits,
                                     const FoldedGradients& gradients) {
-  const Stream stream = executor.stream;
   PairMask mask;
   if (const char* error = make_pair_mask(params, executor, true, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
       if (tokens.int8.phi_k != nullptr) {
-        return queue_key_gradients<T, F, V, true>(params, stream, tokens, rows, logits, gradients,
+        return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits, gradients,
                                                   mask);
       }
     }
-    return queue_key_gradients<T, F, V, false>(params, stream, tokens, rows, logits, gradients,
+    return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients,
                                                mask);
   });
 }

@@ -43,7 +43,7 @@ const char* make_pair_mask(const AttentionParams& params, const DeviceExecutor& 
                            bool turned, PairMask& mask) {
   mask = {};
   mask.kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
-  if (params.mask.type == ElementType::kNone) return nullptr;
+  if (params.mask.type != ElementType::kBool) return nullptr;
   const int64_t* stride = params.mask.stride;
   const int64_t batches = stride[0] == 0 ? 1 : params.B, heads = stride[1] == 0 ? 1 : params.H;
   MaskPlace place = {static_cast<const uint8_t*>(params.mask.data),

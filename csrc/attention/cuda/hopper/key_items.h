@@ -1,0 +1,187 @@
+// What a thread's keys meet in the key gradients on Hopper: rows are keys and columns queries, 64
+// of a tile, and the queries of all heads that share the keys come one head after the other.
+#pragma once
+
+#include "attention/cuda/hopper/general_gradients.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Whether a tile's sums go on while those of the next are made: wider ones leave no registers.
+template <int F, int V>
+constexpr bool kOverlaps = F + V <= 192;
+
+// What a thread's two keys bring to their pairs.
+struct KeyNumbers {
+  float fit[2], terms[2];
+  float of_integer[2];  // makes scores of sums of integers
+
+  // Of keys j and j + 8. fit_of_head: KeyScales::fit; kMarks: a hidden key's fit is -0, by which it
+  // is known in the end.
+  template <typename T, bool kMarks>
+  __device__ __forceinline__ static KeyNumbers load(const AttentionParams& params,
+                                                    const FoldedTokens& tokens, const float* logits,
+                                                    int64_t bk, int first, float fit_of_head) {
+    KeyNumbers numbers;
+    const float fit = fit_of_head * static_cast<float>(4 * params.M) * (1 / kWeightScale<T>);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = first + 8 * half;
+      const bool there = j < params.S;
+      // sqrt(K e_j), with which the score is bounded.
+      const float scale = there ? tokens.scales[bk * params.S + j] : 0.0f;
+      numbers.fit[half] = scale * fit;
+      numbers.of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
+      if (kMarks && there && logits[bk * params.S + j] == minus_infinity<float>()) {
+        numbers.fit[half] = -0.0f;
+      }
+      numbers.terms[half] = there ? tokens.terms[bk * padded_tokens(params.S) + j] : 0.0f;
+    }
+    return numbers;
+  }
+  // Of those that kMarks has marked.
+  __device__ __forceinline__ HiddenKeys hidden() const {
+    return {{__float_as_uint(fit[0]) == 1u << 31, __float_as_uint(fit[1]) == 1u << 31}};
+  }
+};
+
+// Those of either form.
+template <typename T, bool kMarks, bool kIsGeneral>
+__device__ __forceinline__ auto load_keys(const AttentionParams& params, const FoldedTokens& tokens,
+                                          const float* logits, int64_t bk, int first,
+                                          float fit_of_head) {
+  if constexpr (kIsGeneral) {
+    return GeneralKeys::load<T>(params, tokens, bk, first, fit_of_head);
+  } else {
+    return KeyNumbers::load<T, kMarks>(params, tokens, logits, bk, first, fit_of_head);
+  }
+}
+
+// Which query of a tile is the first to see the thread's first key: of the first tile, whose
+// queries begin where the keys do, and beyond the last tile of a head.
+template <Pairs kPairs>
+struct Diagonal {
+  int first, beyond, now;
+
+  __device__ __forceinline__ Diagonal(const AttentionParams& params, const KeyBlock& at)
+      : first(static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4),
+        beyond(at.j0 + first - static_cast<int>(params.L)),
+        now(first) {}
+  __device__ __forceinline__ void next() {
+    if constexpr (kPairs != Pairs::kCausal) return;
+    now -= kStep;
+    if (now <= beyond) now = first;
+  }
+};
+
+// Where masks and dropout tell which pairs there are: the first query of the next tile, its head.
+template <Pairs kPairs>
+struct TilePlace {
+  int i0, head;
+
+  __device__ __forceinline__ explicit TilePlace(const KeyBlock& at)
+      : i0(at.first_tile * kStep), head(at.key_head * at.group) {}
+  // The pairs of that tile; then it is the one behind.
+  __device__ __forceinline__ PairBits pass(const AttentionParams& params, const PairMask& mask,
+                                           const KeyBlock& at) {
+    const int row = at.j0 + static_cast<int>(threadIdx.x) / 32 * 16;
+    const PairBits bits = find_pairs<true>(params, mask, at.b, head, row, i0);
+    i0 += kStep;
+    if (i0 >= params.L) {
+      i0 = at.first_tile * kStep;
+      ++head;
+    }
+    return bits;
+  }
+};
+
+// Sums of integers become scores.
+template <bool kInt8>
+__device__ __forceinline__ void take_scores(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
+                                            const KeyNumbers& keys) {
+  if constexpr (kInt8) {
+    sums_are_there(scores);
+#pragma unroll
+    for (int i = 0; i < kStep / 2; ++i) {
+      s[i] = static_cast<float>(scores[i]) * keys.of_integer[i % 4 / 2];
+    }
+  } else {
+    sums_are_there(s);
+  }
+}
+
+// Scores s and x of a tile become factors: s of grad_phi_k, x of grad_value; logit_sums: the
+// gradients of the keys' logits.
+//   normalizers, deltas: of the tile's queries; diagonal: Diagonal::now; kept: dropout's rescale
+template <typename T, Pairs kPairs>
+__device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kStep / 2],
+                                           Shared<const float> normalizers, const KeyNumbers& keys,
+                                           int diagonal, const PairBits& bits, float kept,
+                                           float (&logit_sums)[2]) {
+  const int t = threadIdx.x % 4;
+  Shared<const float> deltas = normalizers + kStep;
+#pragma unroll
+  for (int n = 0; n < kStep / 8; ++n) {
+    const float2 pair = load_vector<float2>(normalizers + n * 8 + 2 * t);
+    const float2 delta = load_vector<float2>(deltas + n * 8 + 2 * t);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
+      float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
+      if (kPairs == Pairs::kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
+      if constexpr (kPairs == Pairs::kAny) x[i] = (bits.drops(n, c) ? 0.0f : x[i]) * kept;
+      float similarity = s[i] * s[i] + keys.terms[c / 2];
+      float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
+      // A key that no query sees may hold anything. Without masks it is hidden, and what its own
+      // sums are does not count.
+      if (kPairs != Pairs::kAll && inverse == 0) similarity = scaled = 0;
+      if (kPairs == Pairs::kAny && !bits.sees(n, c)) similarity = scaled = 0;
+      logit_sums[c / 2] += similarity * scaled;
+      s[i] *= keys.fit[c / 2] * scaled;
+      x[i] = similarity * inverse;
+    }
+  }
+}
+
+// The products of a tile are over: scores s, or sums of integers, and x become factors.
+//   numbers: of its queries; offsets: of the general form
+template <typename T, bool kInt8, Pairs kPairs, typename Keys>
+__device__ __forceinline__ void finish_pairs(const AttentionParams& params, const Keys& keys,
+                                             float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
+                                             float (&x)[kStep / 2], Shared<const float> numbers,
+                                             [[maybe_unused]] Shared<const unsigned char> offsets,
+                                             [[maybe_unused]] int diagonal, const PairBits& bits,
+                                             float kept, float (&logit_sums)[2]) {
+  sums_are_there(x);
+  if constexpr (kPairs == Pairs::kGeneral) {
+    sums_are_there(s);
+    keys.template make<T>(s, x, params.mask.type, offsets, {numbers}, bits, kept, logit_sums);
+  } else {
+    take_scores<kInt8>(s, scores, keys);
+    to_factors<T, kPairs>(s, x, numbers, keys, diagonal, bits, kept, logit_sums);
+  }
+  fence_async();
+}
+
+// Factors become A: x weights, 0 where a pair is not seen, or dropped, and s products.
+template <typename T, Pairs kPairs>
+__device__ __forceinline__ void pack_factors(const float (&s)[kStep / 2],
+                                             const float (&x)[kStep / 2], const PairBits& bits,
+                                             uint32_t (&weights)[kStep / 16][4],
+                                             uint32_t (&products)[kStep / 16][4]) {
+  pack_left<T, kStep / 8>(x, weights);
+  if constexpr (kDrops<kPairs>) {
+    const uint32_t kept = bits.seen & ~bits.dropped;
+#pragma unroll
+    for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        weights[n / 2][n % 2 * 2 + half] &= ones_where(kept, n, half);
+      }
+    }
+  }
+  pack_left<Half, kStep / 8>(s, products);
+}
+
+}  // namespace
+}  // namespace ikattn::cuda
