@@ -2,6 +2,7 @@
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/hopper/hopper.h"
+#include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/begins.h"
@@ -19,17 +20,19 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const float* logits = keys.high;
   const bool is_linear = route.algorithm == Algorithm::kLinear;
   const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
+  const bool in_one = route.is_short && wants_queries(params) && wants_keys(params);
   const bool general_alone = on_hopper || route.int8_scores;
   GradientBegins begins;
   const char* error = nullptr;
   if (is_linear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
+  if (in_one) error = warpgroup_short_backward(params, executor, tokens, rows, logits, gradients);
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
-    if (on_hopper) {
+    if (on_hopper && !in_one) {
       error = warpgroup_query_gradients(params, executor, tokens, rows, to);
-    } else if (route.int8_scores) {
+    } else if (!on_hopper && route.int8_scores) {
       error = int8_query_gradients(params, stream, tokens, rows, to);
     }
     if (error == nullptr) {
@@ -39,9 +42,9 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     }
   }
   if (error == nullptr && wants_keys(params)) {
-    if (on_hopper) {
+    if (on_hopper && !in_one) {
       error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients);
-    } else if (route.int8_scores) {
+    } else if (!on_hopper && route.int8_scores) {
       error = int8_key_gradients(params, stream, tokens, rows, logits, gradients);
     }
     if (error == nullptr) {

@@ -101,7 +101,8 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   const double root = four_m * c, K = root * root;
   // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
   const bool has_integers = route.int8_scores && !for_backward;
-  const bool has_halves = !(has_integers || route.is_short) || !every_row_sees_all(params);
+  const bool are_made_later = route.is_short && !for_backward;
+  const bool has_halves = !(has_integers || are_made_later) || !every_row_sees_all(params);
   Half* phi_q = executor.take<Half>(has_halves ? params.B * params.H * params.L * F : 0);
   Half* phi_k = executor.take<Half>(has_halves ? keys * F : 0);
   float* poison = for_backward ? nullptr : executor.take<float>(params.B * params.H * params.L);
@@ -153,7 +154,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     return error;
   }
   FeatureDestination to = {phi_q, poison, phi_k, logits.high, scales};
-  if (route.is_short) {
+  if (are_made_later) {
     to.state = state;  // of heads in the general form alone
   } else if (route.int8_scores) {
     to.state = state;
@@ -169,7 +170,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
     folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
     folded.log_scale = static_cast<float>(-2 * std::log(of_score));
   }
-  if (route.is_short && every_row_sees_all(params)) return nullptr;
+  if (are_made_later && every_row_sees_all(params)) return nullptr;
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
