@@ -216,8 +216,8 @@ struct ShortKeys {
   //   read: the barrier at which a warp arrives that reads no factor any more
   template <typename T, int F, int V, bool kCausal>
   __device__ __forceinline__ void add(const AttentionBackwardParams& params,
-                                      const ShortBackward<T, F, V, kCausal>& block,
-                                      int tile, int bk, uint32_t read) const {
+                                      const ShortBackward<T, F, V, kCausal>& block, int tile,
+                                      int bk, uint32_t read) const {
     using L = ShortBackwardLayout<T, F, V>;
     const ShortUnit unit = block.own_unit();
     const auto tiles = static_cast<int>((params.S + kStep - 1) / kStep);
@@ -236,9 +236,9 @@ struct ShortKeys {
       release();
       if (!unit.is_last) return save_sums(kept, sums);
       const int j0 = tile * kStep + row_of_group();
-      store_feature_gradients<F>(
-          params, hidden_keys(params, logits, bk, j0), gradients, scales(), bk, j0, 0,
-          [&](int half, int n, int c) { return sum_at(sums, half, n, c); });
+      store_feature_gradients<F>(params, hidden_keys(params, logits, bk, j0), gradients, scales(),
+                                 bk, j0, 0,
+                                 [&](int half, int n, int c) { return sum_at(sums, half, n, c); });
     } else {
       float sums[V / kBoxColumns][32] = {};
       kept += kStep * F;
@@ -251,9 +251,9 @@ struct ShortKeys {
       if (params.grad_value.type == ElementType::kNone) return;
       const ShortKeyHead head(params, bk);
       const int j0 = tile * kStep + row_of_group();
-      store_value_gradients<V>(
-          params, hidden_keys(params, logits, bk, j0), scales(), head.b, head.key_head, j0, 0,
-          [&](int half, int n, int c) { return sum_at(sums, half, n, c); });
+      store_value_gradients<V>(params, hidden_keys(params, logits, bk, j0), scales(), head.b,
+                               head.key_head, j0, 0,
+                               [&](int half, int n, int c) { return sum_at(sums, half, n, c); });
     }
   }
 };
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const ShortKeys of_keys{tokens, rows, logits, gradients, between};
   const int heads = static_cast<int>(params.B * params.key_heads);
   static_assert(kBackwardStages == 2);
-  uint32_t passed = 0;                // tiles
+  uint32_t passed = 0;                   // tiles
   uint32_t units_done = 0, meeting = 0;  // parities: of units, and of meetings
 #pragma unroll 1
   for (int bk = static_cast<int>(blockIdx.x); bk < heads; bk += static_cast<int>(gridDim.x)) {
@@ -326,8 +326,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       block.load_numbers(numbers);
       const ShortUnit unit = block.own_unit();
       barriers.release_item(0);
-      const float units = gradient_scale_of(rows, bk) *
-                          value_scale_of(tokens, ShortKeyHead(params, bk).of_values);
+      const float units =
+          gradient_scale_of(rows, bk) * value_scale_of(tokens, ShortKeyHead(params, bk).of_values);
       block.store_queries(params, unit, units, numbers, sums, gradients.phi_q);
     }
   }

@@ -103,8 +103,8 @@ struct ShortKeyHead {
   int b, key_head, value_head, of_values;  // of_values: of all batches'
 
   __device__ __forceinline__ ShortKeyHead(const AttentionParams& params, int bk) {
-    const auto key_heads = static_cast<int>(
-        unknown_to_compiler(static_cast<unsigned>(params.key_heads)));
+    const auto key_heads =
+        static_cast<int>(unknown_to_compiler(static_cast<unsigned>(params.key_heads)));
     b = bk / key_heads;
     key_head = bk % key_heads;
     value_head = key_head / (key_heads / static_cast<int>(params.G));
@@ -236,9 +236,8 @@ __device__ __forceinline__ void save_sums(float* to, const float (&sums)[kBoxes]
   for (int box = 0; box < kBoxes; ++box) {
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
-      store_vector(
-          to + (box * 4096 + i * 128 + thread * 4),
-          make_float4(sums[box][i], sums[box][i + 1], sums[box][i + 2], sums[box][i + 3]));
+      store_vector(to + (box * 4096 + i * 128 + thread * 4),
+                   make_float4(sums[box][i], sums[box][i + 1], sums[box][i + 2], sums[box][i + 3]));
     }
   }
 }
