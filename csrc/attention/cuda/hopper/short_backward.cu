@@ -258,6 +258,38 @@ struct ShortKeys {
   }
 };
 
+// The tiles of a unit, by those who multiply. sums: of grad_phi_q
+//   passed: tiles so far, of all units. meeting: the parity of the next one
+template <typename T, int F, int V, bool kCausal, typename Barriers, typename Sums>
+__device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>& block,
+                                          const Barriers& barriers, const ShortKeys& of_keys,
+                                          const AttentionBackwardParams& params, int bk,
+                                          float key_fit, uint32_t& passed, uint32_t& meeting,
+                                          Sums& sums) {
+  using L = ShortBackwardLayout<T, F, V>;
+  static_assert(kBackwardStages == 2);
+  const uint32_t there = block.base + L::kFactorsThere, read = block.base + L::kFactorsRead;
+#pragma unroll 1
+  for (int tile = 0; tile < block.own_unit().tiles; ++tile, ++passed) {
+    const uint32_t stage = passed % 2;
+    const uint32_t at = L::kTiles + stage * L::Tiles::kStage;
+    barrier_wait(barriers.full(stage), passed / 2 % 2);
+    if ((of_keys.tokens.state[bk] & kUnclean) != 0) {
+      L::Tiles::clean(block.shared + at, barriers.meeting(), meeting);
+      meeting ^= 1;
+    }
+    barrier_wait(read, stage ^ 1);
+    block.pass(tile, block.base + at,
+               shared_cast<const float>(block.shared + (L::kKeys + stage * 2 * L::kKeyNumbers)),
+               key_fit, sums);
+    fence_async();
+    barriers.release(stage);
+    if (threadIdx.x % 32 == 0) barrier_arrive(there);
+    barrier_wait(there, stage);
+    of_keys.add(params, block, tile, bk, read);
+  }
+}
+
 // between: [blocks][tiles][kStep][F + V]  sums of keys, where key heads have several units
 template <typename T, int F, int V, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
@@ -271,10 +303,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                                     L::Tiles::kStage, L::Tiles::kValues>);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
-  const uint32_t there = base + L::kFactorsThere, read = base + L::kFactorsRead;
   if (threadIdx.x == 0) {
-    barrier_init(there, kProductThreads / 32);
-    barrier_init(read, kProductThreads / 32);
+    barrier_init(base + L::kFactorsThere, kProductThreads / 32);
+    barrier_init(base + L::kFactorsRead, kProductThreads / 32);
   }
   const typename L::Barriers barriers(base + L::kBarriers);
   if (threadIdx.x >= kProductThreads) {
@@ -289,7 +320,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const Block block{shared, base, group};
   const ShortKeys of_keys{tokens, rows, logits, gradients, between};
   const int heads = static_cast<int>(params.B * params.key_heads);
-  static_assert(kBackwardStages == 2);
   uint32_t passed = 0;                   // tiles
   uint32_t units_done = 0, meeting = 0;  // parities: of units, and of meetings
 #pragma unroll 1
@@ -303,25 +333,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       typename Block::Sums sums[Block::kBlocks] = {};
       barrier_wait(barriers.item_full(0), units_done);
       units_done ^= 1;
-#pragma unroll 1
-      for (int tile = 0; tile < block.own_unit().tiles; ++tile, ++passed) {
-        const uint32_t stage = passed % 2;
-        const uint32_t at = L::kTiles + stage * L::Tiles::kStage;
-        barrier_wait(barriers.full(stage), passed / 2 % 2);
-        if ((tokens.state[bk] & kUnclean) != 0) {
-          L::Tiles::clean(shared + at, barriers.meeting(), meeting);
-          meeting ^= 1;
-        }
-        barrier_wait(read, stage ^ 1);
-        block.pass(tile, base + at,
-                   shared_cast<const float>(shared + (L::kKeys + stage * 2 * L::kKeyNumbers)),
-                   key_fit, sums);
-        fence_async();
-        barriers.release(stage);
-        if (threadIdx.x % 32 == 0) barrier_arrive(there);
-        barrier_wait(there, stage);
-        of_keys.add(params, block, tile, bk, read);
-      }
+      pass_unit(block, barriers, of_keys, params, bk, key_fit, passed, meeting, sums);
       float numbers[Block::kBlocks][2][2];
       block.load_numbers(numbers);
       const ShortUnit unit = block.own_unit();
