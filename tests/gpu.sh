@@ -121,8 +121,8 @@ table() {
     --lengths 256 512 1024 2048 4096 16384 --rounds 5 &&
     IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
 }
-# What is beside the table: without the kernel of short calls; by mma.sync, scores in int8 or not, and
-# sums of linear time; steps of decoding.
+# What is beside the table: without the kernels of short calls, forward and backward; by mma.sync,
+# scores in int8 or not, and sums of linear time; steps of decoding.
 compare() {
   IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 256 512 1024 --rounds 3 &&

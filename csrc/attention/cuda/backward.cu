@@ -2,6 +2,7 @@
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/hopper/hopper.h"
+#include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/begins.h"
@@ -19,15 +20,17 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const float* logits = keys.high;
   const bool is_linear = route.algorithm == Algorithm::kLinear;
   const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
+  const bool in_one = route.is_short && wants_queries(params) && wants_keys(params);
   GradientBegins begins;
   const char* error = nullptr;
   if (is_linear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
+  if (in_one) error = warpgroup_short_backward(params, executor, tokens, rows, logits, gradients);
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
     if (on_hopper) {
-      error = warpgroup_query_gradients(params, executor, tokens, rows, to);
+      error = warpgroup_query_gradients(params, executor, tokens, rows, to, in_one);
     } else if (route.is_wide) {
       error = wide_query_gradients(params, stream, tokens, rows, to);
     } else {
@@ -39,7 +42,7 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   }
   if (error == nullptr && wants_keys(params)) {
     if (on_hopper) {
-      error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients);
+      error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients, in_one);
     } else if (route.is_wide) {
       error = wide_key_gradients(params, stream, tokens, rows, logits, gradients);
     } else {

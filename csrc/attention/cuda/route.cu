@@ -54,7 +54,7 @@ bool serves_int8(const AttentionParams& params) {
          params.eps <= 0.9 && allows_int8(params);
 }
 
-// Whether IKATTN_SHORT=0 in the environment does not forbid the kernel of short calls.
+// Whether IKATTN_SHORT=0 in the environment does not forbid the kernels of short calls.
 bool allows_short() {
   const char* variable = std::getenv("IKATTN_SHORT");
   return variable == nullptr || std::strcmp(variable, "0") != 0;
@@ -224,8 +224,9 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   route.int8_scores = takes_int8(params, in_double, pass, route);
-  route.is_short = has_hopper_pairs(route) && pass == Pass::kForward && allows_short() &&
-                   fits_short_forward(params, route.int8_scores);
+  route.is_short = has_hopper_pairs(route) && !is_general_alone(params) && allows_short() &&
+                   (pass == Pass::kForward ? fits_short_forward(params, route.int8_scores)
+                                           : fits_short_backward(params));
   return route;
 }
 

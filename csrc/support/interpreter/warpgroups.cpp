@@ -101,8 +101,21 @@ Operand a_of(const Product& product) {
 bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   const Product& product = begun.lanes[0];
   if (!read(b_of(product), product.type, begun.place, b)) return false;
-  if (!product.a) return read(a_of(product), product.type, begun.place, a);
   const int inner = inner_of(product), each = inner / 8;  // numbers of a register
+  if (product.a_by_rows) {
+    // All that the warpgroup's rows are in, of which a warp takes its own.
+    std::vector<float> turned;
+    if (!read({product.shared_a, inner, 128}, product.type, begun.place, turned)) return false;
+    a.resize(static_cast<size_t>(16 * inner));
+    for (int row = 0; row < 16; ++row) {
+      for (int k = 0; k < inner; ++k) {
+        const int from = k * 64 + warp_of_operation() % 4 * 16 + row;
+        a[static_cast<size_t>(row * inner + k)] = turned[static_cast<size_t>(from)];
+      }
+    }
+    return true;
+  }
+  if (!product.a) return read(a_of(product), product.type, begun.place, a);
   a.resize(static_cast<size_t>(16 * inner));
   for (int lane = 0; lane < kLanes; ++lane) {
     for (int i = 0; i < 4; ++i) {

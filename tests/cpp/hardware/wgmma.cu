@@ -5,23 +5,28 @@
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include -Itests/cpp
 //     tests/cpp/hardware/wgmma.cu -o wgmma
 #include <cstdio>
+#include <type_traits>
 
 #include "attention/cuda/hopper/pipeline.h"
 #include "hardware/managed.h"
+#include "support/cuda/turned_products.h"
 
 namespace ikattn::cuda {
 namespace {
 
-enum class Form { kByColumns, kByColumnsBothShared, kByRows };
+enum class Form { kByColumns, kByColumnsBothShared, kByRows, kTurned };
 
-// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N].
+// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N]; turned a does,
+// too, as [K][128].
 template <typename T, Form kForm, int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_kernel(float* out, const __grid_constant__ RowMap left_rows,
                    const __grid_constant__ RowMap right_rows) {
 #if IKATTN_WARPGROUP_CODE
-  constexpr int kRows = kForm == Form::kByRows ? K : N, kColumns = kForm == Form::kByRows ? N : K;
-  using Left = Boxes<kWarpgroupRows, K>;
+  constexpr bool kIsTurned = kForm == Form::kTurned,
+                 kIsByRows = kForm == Form::kByRows || kIsTurned;
+  constexpr int kRows = kIsByRows ? K : N, kColumns = kIsByRows ? N : K;
+  using Left = std::conditional_t<kIsTurned, Boxes<K, kWarpgroupRows>, Boxes<kWarpgroupRows, K>>;
   using Right = Boxes<kRows, kColumns>;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int row0 = warp * 16 + g;
@@ -35,8 +40,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     Right::copy(right, right_rows, 0, 0, 0, copied);
   }
   barrier_wait(copied, 0);
-  uint32_t held[K / 16][4];
-  load_left<K>(held, left);
+  [[maybe_unused]] uint32_t held[K / 16][4];
+  if constexpr (!kIsTurned) load_left<K>(held, left);
   const auto place_of = [&](int i) {
     return (row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2;
   };
@@ -46,6 +51,17 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   wgmma_fence();
   if constexpr (kForm == Form::kByRows) {
     begin_by_rows<T, K, N>(reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums), held, right);
+  } else if constexpr (kIsTurned) {
+    const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
+    auto& boxes = reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums);
+#pragma unroll
+    for (int k = 0; k < K / 16; ++k) {
+#pragma unroll
+      for (int box = 0; box < N / kBoxColumns; ++box) {
+        wgmma_turned<T>(boxes[box], Left::by_rows(wgmma_operand(left), warpgroup, k),
+                        Right::by_rows(wgmma_operand(right), box, k), true);
+      }
+    }
   } else if constexpr (kForm == Form::kByColumns) {
     begin_by_columns<T, N, K>(sums, held, right);
   } else {
@@ -79,10 +95,13 @@ bool is_right(const char* name) {
   for (int i = 0; i < kRows * K; ++i) a[i] = draw();
   for (int i = 0; i < N * K; ++i) b[i] = draw();
   for (int i = 0; i < kRows * N; ++i) out[i] = before[i] = to_float(draw());
-  constexpr int kRightRows = kForm == Form::kByRows ? K : N;
-  constexpr int64_t kRightColumns = kForm == Form::kByRows ? N : K;
+  constexpr bool kIsTurned = kForm == Form::kTurned,
+                 kIsByRows = kForm == Form::kByRows || kIsTurned;
+  constexpr int kRightRows = kIsByRows ? K : N;
+  constexpr int64_t kRightColumns = kIsByRows ? N : K;
   RowMap left, right;
-  const char* error = map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
+  const char* error = kIsTurned ? map_rows(left, a, {1, 1, K, kRows}, {0, 0, kRows, 1}, K)
+                                : map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
   if (error == nullptr) {
     error =
         map_rows(right, b, {1, 1, kRightRows, kRightColumns}, {0, 0, kRightColumns, 1}, kRightRows);
@@ -98,10 +117,10 @@ bool is_right(const char* name) {
   }
   int wrong = 0;
   for (int i = 0; error == nullptr && i < kRows * N; ++i) {
-    float sum = kForm == Form::kByRows ? before[i] : 0;
+    float sum = kIsByRows ? before[i] : 0;
     for (int k = 0; k < K; ++k) {
-      const T other = b[kForm == Form::kByRows ? k * N + i % N : i % N * K + k];
-      sum += to_float(a[i / N * K + k]) * to_float(other);
+      const T other = b[kIsByRows ? k * N + i % N : i % N * K + k];
+      sum += to_float(a[kIsTurned ? k * kRows + i / N : i / N * K + k]) * to_float(other);
     }
     wrong += sum != out[i];
   }
@@ -121,7 +140,9 @@ bool are_right() {
          is_right<T, Form::kByRows, 64, 64>("by rows") &
          is_right<T, Form::kByRows, 64, 128>("by rows") &
          is_right<T, Form::kByRows, 128, 64>("by rows") &
-         is_right<T, Form::kByRows, 128, 128>("by rows");
+         is_right<T, Form::kByRows, 128, 128>("by rows") &
+         is_right<T, Form::kTurned, 64, 64>("turned") &
+         is_right<T, Form::kTurned, 128, 128>("turned");
 }
 
 }  // namespace

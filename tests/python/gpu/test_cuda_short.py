@@ -63,10 +63,40 @@ def test_hidden_keys_may_hold_anything() -> None:
     assert expected.isfinite().all()
 
 
+def gradients(given: dict[str, Tensor], upstream: Tensor, **options: bool) -> dict[str, Tensor]:
+    """Of the sum of output times upstream, by argument."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    output = ikattn.implicit_kernel_attention(**leaves, **options)  # type: ignore[arg-type]
+    found = torch.autograd.grad(output, list(leaves.values()), upstream)
+    return dict(zip(leaves, found, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "M", "is_causal"), [(270, 40, False), (130, 20, True)])
+def test_gradients_of_a_short_call_err_as_those_of_the_other_kernels(
+    tokens: int, M: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(torch.bfloat16, tokens, M)
+    upstream = torch.randn(2, 2, tokens, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    options = {"is_causal": is_causal, "enable_gqa": True}
+    exact = {name: x.double().requires_grad_() for name, x in given.items()}
+    output = ikattn.reference.implicit_kernel_attention(**exact, **options)
+    expected = torch.autograd.grad(output, list(exact.values()), upstream.double())
+    there, upstream = on_gpu(given), on_gpu({"upstream": upstream})["upstream"]
+    short = gradients(there, upstream, **options)
+    monkeypatch.setenv("IKATTN_SHORT", "0")
+    other = gradients(there, upstream, **options)
+    for (name, x), truth in zip(short.items(), expected, strict=True):
+        assert relative(x, truth) < 1.1 * relative(other[name], truth), name
+
+
 @needs_a_gpu
 def test_which_kernels_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = on_gpu(arguments(torch.float16, 130, 20, key_heads=2))
     assert ikattn.which_kernels(**given).forward.unit == "hopper_short"
     assert ikattn.which_kernels(**given).backward.unit == "hopper"
+    # As many key heads as multiprocessors, or more.
+    many = {name: x[:1].expand(300, -1, -1, -1) if x.dim() == 4 else x for name, x in given.items()}
+    assert ikattn.which_kernels(**many).backward.unit == "hopper_short"
     monkeypatch.setenv("IKATTN_SHORT", "0")
     assert ikattn.which_kernels(**given).forward.unit == "hopper"
+    assert ikattn.which_kernels(**many).backward.unit == "hopper"

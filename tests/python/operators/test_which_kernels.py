@@ -206,7 +206,7 @@ def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
     choice = KernelChoice("quadratic", "hopper", None, "int8")
     assert str(choice) == "quadratic time on Hopper's tensor cores, scores in int8"
     choice = KernelChoice("quadratic", "hopper_short", None)
-    assert str(choice).endswith("Hopper's tensor cores, features in the same kernel")
+    assert str(choice).endswith("Hopper's tensor cores, in one kernel")
     choice = KernelChoice("linear", "tensor_cores", "it is late")
     assert str(choice) == "linear time on tensor cores: it is late"
     assert str(KernelChoice("none", "none", "no GPU")) == "no kernels: no GPU"

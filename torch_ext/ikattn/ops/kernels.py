@@ -93,8 +93,9 @@ class KernelChoice(NamedTuple):
             kernels.
         unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
             of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
-            ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``, where
-            one kernel makes features and pairs of a short call (``IKATTN_SHORT=0`` forbids it).
+            ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``: for
+            short calls one kernel makes features and pairs of the forward, another one the
+            gradients of both sides (``IKATTN_SHORT=0`` forbids both).
             ``"none"``, likewise.
         reason: Why nothing faster computes the pass, or why nothing does: why not linear time where
             that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
@@ -123,7 +124,7 @@ class KernelChoice(NamedTuple):
             "cuda_cores": "CUDA cores",
             "tensor_cores": "tensor cores",
             "hopper": "Hopper's tensor cores",
-            "hopper_short": "Hopper's tensor cores, features in the same kernel",
+            "hopper_short": "Hopper's tensor cores, in one kernel",
         }.get(self.unit, self.unit)
         said = "no kernels" if self.unit == "none" else f"{self.algorithm} time on {unit}"
         if self.scores is not None:

@@ -16,13 +16,15 @@ const char* warpgroup_int8_forward(const AttentionParams& params, const DeviceEx
 const char* warpgroup_general_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                       const FoldedTokens& tokens);
 
-// grad_phi_q; and grad_phi_k, grad_value and the gradients of the keys' logits.
+// grad_phi_q; and grad_phi_k, grad_value and the gradients of the keys' logits. general_alone:
+// those of heads in the folded form are there.
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
-                                      const FoldedRows& rows, const FeatureGradients& grad_phi_q);
+                                      const FoldedRows& rows, const FeatureGradients& grad_phi_q,
+                                      bool general_alone);
 const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
                                     const DeviceExecutor& executor, const FoldedTokens& tokens,
                                     const FoldedRows& rows, const float* logits,
-                                    const FoldedGradients& gradients);
+                                    const FoldedGradients& gradients, bool general_alone);
 
 }  // namespace ikattn::cuda

@@ -274,7 +274,8 @@ template <typename T, int F, int V, bool kInt8>
 const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const DeviceExecutor& executor, const FoldedTokens& tokens,
                                 const FoldedRows& rows, const float* logits,
-                                const FoldedGradients& gradients, const PairMask& mask) {
+                                const FoldedGradients& gradients, const PairMask& mask,
+                                bool general_alone) {
   constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
   const Items items(tokens.items_taken + 1,
@@ -301,7 +302,7 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
                   has_more ? L::kOffsets + kTilesInFlight * kOffsetBytes : L::kBytes,
                   executor.stream, params, tokens, rows, logits, gradients, mask, of_form, maps);
   };
-  if (!is_general_alone(params)) {
+  if (!general_alone && !is_general_alone(params)) {
     error = launch_pairs(
         params, [&]<Pairs kPairs>() { return queue.template operator()<kInt8, kPairs>(items); });
   }
@@ -322,18 +323,19 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
 const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
                                     const DeviceExecutor& executor, const FoldedTokens& tokens,
                                     const FoldedRows& rows, const float* logits,
-                                    const FoldedGradients& gradients) {
+                                    const FoldedGradients& gradients, bool general_alone) {
+  if (general_alone && every_row_sees_all(params)) return nullptr;
   PairMask mask;
   if (const char* error = make_pair_mask(params, executor, true, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
       if (tokens.int8.phi_k != nullptr) {
         return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits, gradients,
-                                                  mask);
+                                                  mask, general_alone);
       }
     }
     return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients,
-                                               mask);
+                                               mask, general_alone);
   });
 }
 

@@ -249,7 +249,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
-                                      const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
+                                      const FoldedRows& rows, const FeatureGradients& grad_phi_q,
+                                      bool general_alone) {
+  if (general_alone && every_row_sees_all(params)) return nullptr;
   PairMask mask;
   if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
@@ -272,7 +274,7 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                     has_more ? L::kOffsets + kTilesInFlight * kOffsetBytes : L::kBytes,
                     executor.stream, params, tokens, rows, mask, of_form, grad_phi_q, maps);
     };
-    if (!is_general_alone(params)) {
+    if (!general_alone && !is_general_alone(params)) {
       error = launch_pairs(
           params, [&]<Pairs kPairs>() { return queue.template operator()<kPairs>(items); });
     }

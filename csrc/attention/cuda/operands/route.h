@@ -24,7 +24,8 @@ struct Route {
   // Tensor cores and Hopper: the forward's scores are products of integers of 8 bits, and the
   // backward makes the same scores.
   bool int8_scores = false;
-  // The forward on Hopper: its kernel makes the features, too (hopper/short.h).
+  // On Hopper (hopper/short.h). The forward: its kernel makes the features, too. The backward: one
+  // kernel makes all gradients of pairs, if those of both sides are asked for.
   bool is_short = false;
   // Tensor cores: float32 as products of two numbers of Half each, in the place of CUDA cores.
   bool split_products = false;

@@ -233,7 +233,8 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
                         const Route& route, bool for_backward, FoldedTokens& folded) {
   const int64_t queries = params.B * params.H * params.L;
   const int64_t keys = params.B * params.key_heads * params.S, F = padded_columns(2 * params.M);
-  const bool has_integers = route.int8_scores && !for_backward, is_short = route.is_short;
+  const bool has_integers = route.int8_scores && !for_backward;
+  const bool are_made_later = route.is_short && !for_backward;
   float* poison = for_backward ? nullptr : executor.take<float>(queries);
   folded = {};
   folded.poison = poison;
@@ -241,7 +242,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = prepare_bounds(params, executor, route, for_backward, bounds)) {
     return error;
   }
-  if (has_integers && !is_short) {
+  if (has_integers && !are_made_later) {
     if (const char* error =
             write_integers(params, executor, operands, logits, route, poison, folded)) {
       return error;
@@ -253,7 +254,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   }
   if (const char* error = place_values(params, executor, route, bounds, folded)) return error;
   // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
-  const bool has_others = has_integers || is_short;
+  const bool has_others = has_integers || are_made_later;
   if (has_others && every_row_sees_all(params)) return nullptr;
   FeatureDestination to;
   to.phi_q = executor.take<Half>(queries * F);
