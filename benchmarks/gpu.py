@@ -342,7 +342,7 @@ def compare_contributions(options: argparse.Namespace) -> None:
             }
             title = f"N summed, H = 12, D = 768, L = S = {length}"
             compare(title, rivals, options.device, options.rounds)
-            for name in ("ikattn", "streamed", "streamed, bfloat16"):
+            for name in [n for n in rivals if n.startswith(("ikattn", "streamed"))]:
                 if options.device == "cuda":
                     print(f"  kernels of {name}")
                     show_kernels(rivals[name](), {}, options.rate)

@@ -146,15 +146,27 @@ def contributions(length: int, device: str) -> dict[str, Call]:
     value = torch.randn(1, heads, length, size // heads, device=device)
     projection = torch.randn(size, size, device=device) / size**0.5
     query, key = torch.randn(2, 1, heads, length, size // heads, device=device).unbind()
-    narrow = [x.bfloat16() for x in (query, key, value, projection)]
+    wide = [query, key, value, projection]
+    narrow = [x.bfloat16() for x in wide]
+
+    def and_back(tensors: list[torch.Tensor], **options: bool) -> Call:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+
+        def call() -> None:
+            with torch.enable_grad():
+                maps = ikattn.streamed_contributions(*leaves, maps=["summed"], **options)
+                torch.autograd.grad(maps.summed.sum(), leaves)
+
+        return call
+
     return {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
-        "streamed": lambda: ikattn.streamed_contributions(
-            query, key, value, projection, maps=["summed"]
-        ),
+        "streamed": lambda: ikattn.streamed_contributions(*wide, maps=["summed"]),
         "streamed, bfloat16": lambda: ikattn.streamed_contributions(
             *narrow, is_causal=True, maps=["summed"]
         ),
+        "streamed, with its backward": and_back(wide),
+        "streamed, bfloat16, with its backward": and_back(narrow, is_causal=True),
         "read weights": weights.sum,
         "5-D": lambda: five_dimensional(weights, value, projection),
     }

@@ -2,8 +2,7 @@
 #include "support/cuda/glue.h"
 
 #include "contributions/cuda/kernels.h"
-#include "contributions/cuda/streamed/glue.h"
-#include "contributions/gradients.h"
+#include "contributions/cuda/streamed/gradients.h"
 
 namespace ikattn {
 namespace {
@@ -65,6 +64,16 @@ struct Cuda {
       pairs.set_variants(keys, norms);
       return pairs.run(needs_own_pairs(call.block), call.block.diagonal);
     });
+  }
+  static const char* why_gradients_in_blocks(const ContributionCall& call,
+                                             const ContributionSizes& sizes, const Wanted& wanted) {
+    return cuda::why_gradients_in_blocks(call, sizes, wanted);
+  }
+  static std::array<at::Tensor, 3> streamed_gradients(const ContributionCall& call,
+                                                      const MapTensors& grad_maps, const Keys& keys,
+                                                      const ContributionSizes& sizes,
+                                                      const Wanted& wanted, Totals& totals) {
+    return cuda::streamed_gradients(call, grad_maps, keys, sizes, wanted, totals);
   }
   static void pair_gradients(const PairGradientParams& params, const at::Tensor& like, double) {
     cuda::Call call(kMapsBackward, like);

@@ -20,126 +20,175 @@ __host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
   return params.B * blocks * triangle(params.H) * kFactorBlock;
 }
 
+// What a lane has: its key, and the rows of its warp's share.
+struct Lane {
+  int64_t b, j, share, first, end;
+  int64_t place;  // of the key, in factors and outer products
+  bool exists;
+};
+
+__device__ __forceinline__ Lane lane_of(const PairGradientParams& params, int64_t share_rows) {
+  const int64_t key_blocks = (params.S + 31) / 32;
+  int64_t index = blockIdx.x;
+  Lane lane;
+  lane.j = index % key_blocks * 32 + threadIdx.x;
+  index /= key_blocks;
+  lane.b = index % params.B;
+  lane.share = index / params.B;
+  lane.first = lane.share * share_rows;
+  lane.end = min(params.rows, lane.first + share_rows);
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  lane.place = (lane.b * blocks + lane.j / kFactorBlock) * triangle(params.H) * kFactorBlock +
+               lane.j % kFactorBlock;
+  lane.exists = lane.j < params.S;
+  return lane;
+}
+
+__device__ __forceinline__ const double* factors_of(const PairGradientParams& params, int variant,
+                                                    const Lane& lane) {
+  return static_cast<const double*>(params.factors[variant]) + lane.place;
+}
+
+// R a of some queries by rows of the triangle, and the largest element of each.
+template <int kRows>
+__device__ __forceinline__ void multiply_factor(const double* factors, int64_t H,
+                                                Shared<const double> own,
+                                                Shared<double> sums_of_rows,
+                                                double (&largest)[kRows]) {
+  for (int64_t h = 0; h < H; ++h) {
+    double sums[kRows] = {};
+    for (int64_t k = h; k < H; ++k, factors += kFactorBlock) {
+      const double factor = *factors;
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        const double weight = own[(k * kRows + m) * 32];
+        sums[m] += factor * weight;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      sums_of_rows[(h * kRows + m) * 32] = sums[m];
+      const double size = sums[m] < 0.0 ? -sums[m] : sums[m];
+      if (size > largest[m] || size != size) largest[m] = size;  // NaN stays
+    }
+  }
+}
+
+// R a becomes R a / n of pairs that have a norm; their gradient g, and g / n. Scaled by the largest
+// element, so that squares stay in range.
+template <int kRows>
+__device__ __forceinline__ void make_directions(const PairGradientParams& params, int variant,
+                                                const Lane& lane, int64_t i0,
+                                                const double (&largest)[kRows],
+                                                Shared<double> directions, bool (&lives)[kRows],
+                                                double (&gradient)[kRows], double (&slope)[kRows]) {
+  constexpr double kSmallest = 2.3e-308;  // what still has an inverse
+  const int64_t* stride = params.norms[variant].stride;
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+    lives[m] = lives[m] && !(largest[m] < kSmallest);
+    const double scale = lives[m] ? 1.0 / largest[m] : 0.0;
+    double square = 0;
+    for (int64_t h = 0; h < params.H; ++h) {
+      const double scaled = directions[(h * kRows + m) * 32] * scale;
+      square += scaled * scaled;
+    }
+    const double inverse = lives[m] ? 1.0 / sqrt(square) : 0.0;
+    for (int64_t h = 0; h < params.H; ++h) {
+      const double direction = directions[(h * kRows + m) * 32] * scale * inverse;
+      directions[(h * kRows + m) * 32] = lives[m] ? direction : 0.0;
+    }
+    gradient[m] = 0;
+    if (lives[m]) {
+      gradient[m] = load_element<double>(
+          params.norms[variant], lane.b * stride[0] + (i0 + m) * stride[1] + lane.j * stride[2]);
+    }
+    slope[m] = lives[m] ? gradient[m] * scale * inverse : 0.0;
+  }
+}
+
+// Gradients of the weights: g R^T (R a / n), by columns of the triangle.
+template <int kRows>
+__device__ __forceinline__ void add_weight_gradients(const PairGradientParams& params, int variant,
+                                                     const Lane& lane, int64_t i0,
+                                                     Shared<const double> directions,
+                                                     const bool (&lives)[kRows],
+                                                     const double (&gradient)[kRows]) {
+  const Array& grad_weights = params.grad_weights;
+  const int64_t* stride = grad_weights.stride;
+  for (int64_t k = 0; k < params.H; ++k) {
+    double sums[kRows] = {};
+    // R_0k, then down the column
+    const double* factors = factors_of(params, variant, lane) + k * kFactorBlock;
+    for (int64_t h = 0; h <= k; ++h) {
+      const double factor = *factors;
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        const double direction = directions[(h * kRows + m) * 32];
+        sums[m] += factor * direction;
+      }
+      factors += (params.H - h - 1) * kFactorBlock;
+    }
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      if (i0 + m >= lane.end) continue;
+      const int64_t offset =
+          lane.b * stride[0] + k * stride[1] + (i0 + m) * stride[2] + lane.j * stride[3];
+      const double before = variant == 0 ? 0.0 : load_element<double>(grad_weights, offset);
+      // What a key without weight holds may be NaN.
+      const double here = lives[m] ? gradient[m] * sums[m] : 0.0;
+      store_element<double>(grad_weights, offset, before + here);
+    }
+  }
+}
+
+// The outer products a a^T, times g / n, added to the share's; the first ones are written.
+template <int kRows>
+__device__ __forceinline__ void add_outer(int64_t H, Shared<const double> own,
+                                          const double (&slope)[kRows], bool is_first,
+                                          double* outer) {
+  for (int64_t h = 0; h < H; ++h) {
+    double scaled[kRows];
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      const double weight = own[(h * kRows + m) * 32];
+      scaled[m] = slope[m] * weight;
+    }
+    for (int64_t k = h; k < H; ++k, outer += kFactorBlock) {
+      double sum = is_first ? 0.0 : *outer;
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        const double weight = own[(k * kRows + m) * 32];
+        sum += scaled[m] * weight;
+      }
+      *outer = sum;
+    }
+  }
+}
+
 // parts [share][B, blocks, triangle(H), 64]: the outer products of this variant; nullptr: not
 // wanted. Shared memory: two arrays as in load_own_weights(), the second of R a / |R a|.
 template <int kRows>
 __global__ void __launch_bounds__(32, 8)
     pair_gradient_kernel(PairGradientParams params, int variant, int64_t share_rows,
                          double* parts) {
-  constexpr double kSmallest = 2.3e-308;  // what still has an inverse
-  const int lane = threadIdx.x;
-  const int64_t H = params.H, key_blocks = (params.S + 31) / 32;
-  int64_t index = blockIdx.x;
-  const int64_t j = index % key_blocks * 32 + lane;
-  index /= key_blocks;
-  const int64_t b = index % params.B, share = index / params.B;
-  const int64_t first = share * share_rows, end = min(params.rows, first + share_rows);
-  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
-  const int64_t place =
-      (b * blocks + j / kFactorBlock) * triangle(H) * kFactorBlock + j % kFactorBlock;
-  const bool exists = j < params.S;
-  Shared<double> own = dynamic_shared<double>() + lane;
-  Shared<double> directions = own + H * kRows * 32;
-  const bool key_visible = exists && !is_padding(params.key_padding, b, j);
-  const Array& grad_norms = params.norms[variant];
-  const Array& grad_weights = params.grad_weights;
-  for (int64_t i0 = first; i0 < end; i0 += kRows) {
-    // 1. The weights of the pairs, and R a by rows of the triangle.
+  const Lane lane = lane_of(params, share_rows);
+  Shared<double> own = dynamic_shared<double>() + threadIdx.x;
+  Shared<double> directions = own + params.H * kRows * 32;
+  const bool key_visible = lane.exists && !is_padding(params.key_padding, lane.b, lane.j);
+  for (int64_t i0 = lane.first; i0 < lane.end; i0 += kRows) {
     bool lives[kRows];
-    load_own_weights<kRows>(params, b, i0, end, j, key_visible, own, lives);
-    if (!exists) continue;  // no warp operation follows
-    const double* factors = static_cast<const double*>(params.factors[variant]) + place;
-    double largest[kRows] = {};
-    for (int64_t h = 0; h < H; ++h) {
-      double sums[kRows] = {};
-      for (int64_t k = h; k < H; ++k, factors += kFactorBlock) {
-        const double factor = *factors;
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) {
-          const double weight = own[(k * kRows + m) * 32];
-          sums[m] += factor * weight;
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        directions[(h * kRows + m) * 32] = sums[m];
-        const double size = sums[m] < 0.0 ? -sums[m] : sums[m];
-        if (size > largest[m] || size != size) largest[m] = size;  // NaN stays
-      }
+    load_own_weights<kRows>(params, lane.b, i0, lane.end, lane.j, key_visible, own, lives);
+    if (!lane.exists) continue;  // no warp operation follows
+    double largest[kRows] = {}, gradient[kRows], slope[kRows];
+    multiply_factor<kRows>(factors_of(params, variant, lane), params.H, own, directions, largest);
+    make_directions<kRows>(params, variant, lane, i0, largest, directions, lives, gradient, slope);
+    if (params.grad_weights.type != ElementType::kNone) {
+      add_weight_gradients<kRows>(params, variant, lane, i0, directions, lives, gradient);
     }
-    // 2. g / n, and R a / n, of pairs that have a norm; scaled by the largest element, so that
-    // squares stay in range.
-    double gradient[kRows], slope[kRows];
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      lives[m] = lives[m] && !(largest[m] < kSmallest);
-      const double scale = lives[m] ? 1.0 / largest[m] : 0.0;
-      double square = 0;
-      for (int64_t h = 0; h < H; ++h) {
-        const double scaled = directions[(h * kRows + m) * 32] * scale;
-        square += scaled * scaled;
-      }
-      const double inverse = lives[m] ? 1.0 / sqrt(square) : 0.0;
-      for (int64_t h = 0; h < H; ++h) {
-        const double direction = directions[(h * kRows + m) * 32] * scale * inverse;
-        directions[(h * kRows + m) * 32] = lives[m] ? direction : 0.0;
-      }
-      gradient[m] = 0;
-      if (lives[m]) {
-        const int64_t* stride = grad_norms.stride;
-        gradient[m] =
-            load_element<double>(grad_norms, b * stride[0] + (i0 + m) * stride[1] + j * stride[2]);
-      }
-      slope[m] = lives[m] ? gradient[m] * scale * inverse : 0.0;
-    }
-    // 3. Gradients of the weights: g / n R^T R a, by columns of the triangle.
-    if (grad_weights.type != ElementType::kNone) {
-      for (int64_t k = 0; k < H; ++k) {
-        double sums[kRows] = {};
-        // R_0k, then down the column
-        factors = static_cast<const double*>(params.factors[variant]) + place + k * kFactorBlock;
-        for (int64_t h = 0; h <= k; ++h) {
-          const double factor = *factors;
-#pragma unroll
-          for (int m = 0; m < kRows; ++m) {
-            const double direction = directions[(h * kRows + m) * 32];
-            sums[m] += factor * direction;
-          }
-          factors += (H - h - 1) * kFactorBlock;
-        }
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) {
-          if (i0 + m >= end) continue;
-          const int64_t* stride = grad_weights.stride;
-          const int64_t offset =
-              b * stride[0] + k * stride[1] + (i0 + m) * stride[2] + j * stride[3];
-          const double before = variant == 0 ? 0.0 : load_element<double>(grad_weights, offset);
-          // What a key without weight holds may be NaN.
-          const double here = lives[m] ? gradient[m] * sums[m] : 0.0;
-          store_element<double>(grad_weights, offset, before + here);
-        }
-      }
-    }
-    // 4. The outer products a a^T, times g / n, added to the share's.
     if (parts == nullptr) continue;
-    double* outer = parts + share * factor_elements(params) + place;
-    for (int64_t h = 0; h < H; ++h) {
-      double scaled[kRows];
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        const double weight = own[(h * kRows + m) * 32];
-        scaled[m] = slope[m] * weight;
-      }
-      for (int64_t k = h; k < H; ++k, outer += kFactorBlock) {
-        double sum = i0 == first ? 0.0 : *outer;
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) {
-          const double weight = own[(k * kRows + m) * 32];
-          sum += scaled[m] * weight;
-        }
-        *outer = sum;
-      }
-    }
+    add_outer<kRows>(params.H, own, slope, i0 == lane.first,
+                     parts + lane.share * factor_elements(params) + lane.place);
   }
 }
 

@@ -198,7 +198,8 @@ def composition(call: dict[str, Any]) -> Tensor:
             logits = logits.masked_fill(~call["attn_mask"], -torch.inf)
         if call["is_causal"]:
             logits = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf)
-        weights = logits.softmax(-1).nan_to_num(0)
+        blind = (logits == -torch.inf).all(-1, keepdim=True)
+        weights = logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
     return torch.einsum("bhts,bhsd->btsd", weights, value @ projections).norm(dim=-1)
 
 
@@ -291,3 +292,137 @@ def test_what_kernels_of_streamed_maps_do_not_take_is_made_in_blocks(other: dict
     dtype, heads = other.pop("dtype", torch.float32), other.pop("heads", 4)
     call = {**streamed_call("dot, causal", dtype, heads), **other}
     assert torch.equal(summed(call), in_blocks(call))
+
+
+# --- Their gradients by kernels
+
+
+def gradients_of(map_: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Of the sum of the map's elements, each times a number of its own."""
+    incoming = torch.linspace(-1, 1, map_.numel()).view_as(map_)
+    found = torch.autograd.grad(map_, leaves, incoming.to(map_.device, map_.dtype))
+    return [x.detach().cpu() for x in found]
+
+
+def leaves_of(call: dict[str, Any]) -> dict[str, Tensor]:
+    return {n: x.detach().requires_grad_() for n, x in call.items() if _is_float(x)}
+
+
+def kernel_gradients(call: dict[str, Any]) -> dict[str, Tensor]:
+    leaves = leaves_of(on_gpu(call))
+    call = {"maps": ["summed"], **on_gpu(call), **leaves}
+    map_ = ikattn.streamed_contributions(**call).summed
+    assert map_ is not None
+    return dict(zip(leaves, gradients_of(map_, list(leaves.values())), strict=True))
+
+
+def block_gradients(call: dict[str, Any]) -> dict[str, Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IKATTN_STREAMED_MAPS", "0")
+        return kernel_gradients(call)
+
+
+def composed_gradients(call: dict[str, Any]) -> dict[str, Tensor]:
+    leaves = leaves_of(call)
+    found = gradients_of(composition({**call, **leaves}), list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+def test_gradients_by_kernels_are_as_accurate_as_the_composition(
+    way: str, dtype: torch.dtype
+) -> None:
+    call = streamed_call(way, dtype)
+    got, composed = kernel_gradients(call), composed_gradients(call)
+    wide = {n: x.double() if _is_float(x) else x for n, x in call.items()}
+    for name, truth in composed_gradients(wide).items():
+        assert got[name].dtype == dtype
+        allowed = 5 * error(composed[name], truth) + TOWARDS_ZERO
+        assert_close(got[name], truth, allowed, name)
+
+
+@pytest.mark.parametrize("heads", [2, 18])
+def test_gradients_of_all_maps_of_a_block_by_kernels(heads: int) -> None:
+    call = streamed_call("dot, causal", torch.float32, heads)
+    padding = torch.arange(50) >= torch.tensor([[50], [47]])
+    residual = torch.randn(2, 50, 24)
+    norms = [torch.nn.LayerNorm(24), torch.nn.RMSNorm(24)]
+    stats = [ikattn.analysis.NormStats.of(norm, residual) for norm in norms]
+    call |= {"query_padding": padding, "key_padding": padding}
+    call["query"][1, :, 48:] = torch.nan  # padding
+
+    def results(device: str, setting: str) -> list[Tensor]:
+        leaves = {
+            name: x.detach().to(device).requires_grad_()
+            for name, x in {**call, "residual": residual}.items()
+            if _is_float(x)
+        }
+        others = {name: x.to(device) for name, x in call.items() if name.endswith("padding")}
+        for name, norm in zip(("norm", "second_norm"), stats, strict=True):
+            weight = norm.weight.detach().to(device).requires_grad_()
+            leaves[name] = weight
+            others[name] = ikattn.analysis.NormStats(weight, norm.scale.to(device), norm.centered)
+        inputs = {name: x for name, x in leaves.items() if name not in others}
+        maps = ["value_norms", "summed", "with_residual", "with_norm", "encoder"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("IKATTN_STREAMED_MAPS", setting)
+            made = ikattn.streamed_contributions(
+                **inputs, **others, enable_gqa=True, is_causal=True, maps=maps
+            )
+            flat = torch.cat([x.flatten() for x in named(made).values()])
+            return gradients_of(flat, list(leaves.values()))
+
+    kernels, blocks = results(DEVICE, "1"), results(DEVICE, "0")
+    assert not torch.equal(kernels[0], blocks[0])
+    for got, expected in zip(kernels, results("cpu", "1"), strict=True):
+        assert_close(got, expected, 2e-5)
+
+
+def test_gradients_for_queries_of_cached_keys_by_kernels() -> None:
+    call = streamed_call("dot, masked", torch.float32)
+    seen = torch.ones(50, 50, dtype=torch.bool).tril()
+    call["attn_mask"] = (seen & ~seen.tril(-9))[-3:]  # a window
+    call["key"][:, :, :30] = torch.nan  # hidden from all
+    call["query"] = call["query"][:, :, -3:]
+    call |= {"residual": torch.randn(2, 3, 24), "diagonal": 47, "maps": ["with_residual"]}
+
+    def results(place: Any) -> list[Tensor]:
+        leaves = leaves_of(place(call))
+        map_ = ikattn.streamed_contributions(**{**place(call), **leaves}).with_residual
+        assert map_ is not None
+        return gradients_of(map_, list(leaves.values()))
+
+    for got, expected in zip(results(on_gpu), results(dict), strict=True):
+        assert_close(got, expected, 2e-5)
+
+
+def test_gradients_of_rows_that_see_nan_are_nan_as_in_blocks() -> None:
+    call = streamed_call("dot, causal", torch.float32)
+    call["value"][0, 0, 30] = torch.nan
+    kernels, blocks = kernel_gradients(call), block_gradients(call)
+    for name in ("query", "value", "out_proj_weight"):
+        assert blocks[name].isnan().any()
+        assert torch.equal(kernels[name].isnan(), blocks[name].isnan()), name
+
+
+def test_gradients_that_kernels_do_not_make_are_made_in_blocks() -> None:
+    """Of what a norm divides by."""
+    call = streamed_call("dot, causal", torch.float32)
+
+    def gradient(setting: str) -> Tensor:
+        scale = torch.rand(2, 50, device=DEVICE).add_(1).requires_grad_()
+        norm = ikattn.analysis.NormStats(torch.ones(24, device=DEVICE), scale, True)
+        options = {"residual": torch.ones(2, 50, 24, device=DEVICE), "norm": norm}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("IKATTN_STREAMED_MAPS", setting)
+            map_ = ikattn.streamed_contributions(
+                **on_gpu(call), **options, maps=["with_norm"]
+            ).with_norm
+            assert map_ is not None
+            return torch.autograd.grad(map_.sum(), scale)[0].cpu()
+
+    torch.manual_seed(1)
+    kernels = gradient("1")
+    torch.manual_seed(1)
+    assert_close(kernels, gradient("0"), 2e-6)

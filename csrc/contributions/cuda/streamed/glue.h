@@ -115,7 +115,8 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
   }
   if (hidden.defined()) logits = logits.masked_fill(hidden, -INFINITY);
   if (has_magnitude) {
-    const at::Tensor known = logits.masked_fill(logits.isfinite().logical_not(), -INFINITY);
+    const at::Tensor known =
+        logits.detach().masked_fill(logits.isfinite().logical_not(), -INFINITY);
     const at::Tensor largest = known.amax({-1}, true);
     logits = logits - largest.masked_fill(largest == -INFINITY, 0);
   }
@@ -148,20 +149,9 @@ class StreamedPairs {
   void set_variants(const Keys& keys, const std::array<at::Tensor, 3>& norms) {
     for (int variant = 0; variant < 3; ++variant) {
       if (!norms[variant].defined()) continue;
-      const int64_t words = fragment_words(sizes_.H, params_.is_split);
-      const at::Tensor fragments = kept(at::empty({sizes_.B, sizes_.S, words}, options(at::kInt)));
       const at::Tensor units = kept(at::empty({sizes_.B, sizes_.S}, options(at::kFloat)));
-      FragmentParams params;
-      params.B = sizes_.B;
-      params.H = sizes_.H;
-      params.S = sizes_.S;
-      params.is_split = params_.is_split;
-      params.factors = keys.factors[variant].const_data_ptr<float>();
-      params.fragments = static_cast<uint32_t*>(fragments.mutable_data_ptr());
-      params.units = units.mutable_data_ptr<float>();
-      call_.check(streamed_kernels.factor_fragments(params, call_.stream()));
-      params_.fragments[params_.variants] = params.fragments;
-      params_.units[params_.variants] = params.units;
+      params_.units[params_.variants] = units.const_data_ptr<float>();
+      params_.fragments[params_.variants] = fragments_of(keys.factors[variant], units, false);
       params_.norms[params_.variants++] = array_of(norms[variant]);
     }
   }
@@ -182,31 +172,57 @@ class StreamedPairs {
     return wants_own && !params_.is_implicit ? own.add_(rows_.select(-1, 2) * 0) : own;
   }
 
- private:
+ protected:
   at::TensorOptions options(at::ScalarType type) const { return rows_options_.dtype(type); }
   at::Tensor kept(at::Tensor tensor) {
     tensors_.push_back(tensor);
     return tensor;
   }
+  // Of factors as in FactorParams; fills the units [B, S], too.
+  const uint32_t* fragments_of(const at::Tensor& factors, const at::Tensor& units,
+                               bool is_reversed) {
+    const int64_t words = fragment_words(sizes_.H, params_.is_split);
+    const at::Tensor fragments = kept(at::empty({sizes_.B, sizes_.S, words}, options(at::kInt)));
+    FragmentParams params;
+    params.B = sizes_.B;
+    params.H = sizes_.H;
+    params.S = sizes_.S;
+    params.is_split = params_.is_split;
+    params.factors = factors.const_data_ptr<float>();
+    params.fragments = static_cast<uint32_t*>(fragments.mutable_data_ptr());
+    params.units = units.mutable_data_ptr<float>();
+    params.is_reversed = is_reversed;
+    call_.check(streamed_kernels.factor_fragments(params, call_.stream()));
+    return params.fragments;
+  }
 
+  ContributionSizes sizes_;
+  Call call_;
+  StreamedParams params_;
+  at::Tensor rows_;            // [B, H, L, kRowNumbers]
+  at::Tensor queries_, keys_;  // [B, H, L, *], [B, G, S, *], what scores are products of
+  double scale_ = 1;           // of scores
+
+ private:
   void set_operands(const WeightsSource& source) {
     const auto [B, H, G, L, S, d_v, D] = sizes_;
     rows_options_ = source.query.options();
-    at::Tensor queries = source.query, keys = source.key;
+    queries_ = source.query;
+    keys_ = source.key;
     const auto d = static_cast<double>(source.query.size(3));
-    double scale = source.scale.value_or(1 / std::sqrt(d));
+    scale_ = source.scale.value_or(1 / std::sqrt(d));
     if (params_.is_implicit) {
-      scale = 1 / (4 * static_cast<double>(source.w1.size(-1)));
-      std::tie(queries, keys) = features_of(source, H, params_.is_split);
+      scale_ = 1 / (4 * static_cast<double>(source.w1.size(-1)));
+      std::tie(queries_, keys_) = features_of(source, H, params_.is_split);
     }
-    const StreamedOperand query = operand_of(queries, params_.is_split, false);
-    const StreamedOperand key = operand_of(keys, params_.is_split, true);
-    params_.G = keys.size(1);
+    const StreamedOperand query = operand_of(queries_, params_.is_split, false);
+    const StreamedOperand key = operand_of(keys_, params_.is_split, true);
+    params_.G = keys_.size(1);
     params_.width = query.rows.size(3);
     params_.query = array_of(kept(query.rows));
     params_.key = array_of(kept(key.rows));
     rows_ = at::empty({B, H, L, kRowNumbers}, options(at::kFloat));
-    rows_.select(-1, 0).fill_(scale);
+    rows_.select(-1, 0).fill_(scale_);
     if (query.factor.defined()) rows_.select(-1, 0).mul_(query.factor);
     params_.rows = rows_.mutable_data_ptr<float>();
     const at::Tensor logits = key_logits(source, sizes_), high = logits.to(at::kFloat);
@@ -230,11 +246,7 @@ class StreamedPairs {
     params_.mask = params.words;
   }
 
-  ContributionSizes sizes_;
-  Call call_;
-  StreamedParams params_;
   at::TensorOptions rows_options_;
-  at::Tensor rows_;  // [B, H, L, kRowNumbers]
   std::vector<at::Tensor> tensors_;
 };
 

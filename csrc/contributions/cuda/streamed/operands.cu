@@ -64,17 +64,20 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
   const int tiles = static_cast<int>(head_tiles(H)), splits = params.is_split ? 2 : 1;
   const int count = static_cast<int>(fragment_tiles(tiles));
   uint32_t* fragments = params.fragments + (b * params.S + j) * splits * count * 64;
+  const bool is_reversed = params.is_reversed;
   int tile = 0;
-  for (int n = 0; n < 2 * tiles; ++n) {            // 8 rows
-    for (int k = n / 2; k < tiles; ++k, ++tile) {  // 16 heads
+  for (int n = 0; n < 2 * tiles; ++n) {  // 8 rows, and 16 heads; or 8 heads, and 16 rows
+    const int first = is_reversed ? 0 : n / 2, end = is_reversed ? n / 2 + 1 : tiles;
+    for (int k = first; k < end; ++k, ++tile) {
       if (tile % kParts != part) continue;
       for (int index = 0; index < 64; ++index) {  // by lane and register
-        const int lane = index / 2, row = 8 * n + lane / 4;
-        const int head = 16 * k + lane % 4 * 2 + index % 2 * 8;
+        const int lane = index / 2, outer = 8 * n + lane / 4;
+        const int inner = 16 * k + lane % 4 * 2 + index % 2 * 8;
         float x[2] = {}, rest[2];
         for (int c = 0; c < 2; ++c) {
-          if (row > head + c || head + c >= H) continue;
-          const int entry = row * H - row * (row - 1) / 2 + head + c - row;
+          const int row = is_reversed ? inner + c : outer, head = is_reversed ? outer : inner + c;
+          if (row > head || head >= H) continue;
+          const int entry = row * H - row * (row - 1) / 2 + head - row;
           const double factor = static_cast<double>(factors[int64_t{entry} * kFactorBlock]);
           x[c] = is_finite ? static_cast<float>(factor * to_half) : 1.0f;
         }
@@ -100,8 +103,11 @@ const char* factor_fragments(const FragmentParams& params, Stream stream) {
 
 const char* streamed_row_sums(const StreamedParams& params, Stream stream);
 const char* streamed_pair_norms(const StreamedParams& params, Stream stream);
+const char* streamed_pair_gradients(const StreamedGradientParams& params, Stream stream);
+const char* streamed_score_gradients(const StreamedGradientParams& params, Stream stream);
 
-const StreamedKernels streamed_kernels = {mask_words, factor_fragments, streamed_row_sums,
-                                          streamed_pair_norms};
+const StreamedKernels streamed_kernels = {
+    mask_words,          factor_fragments,        streamed_row_sums,
+    streamed_pair_norms, streamed_pair_gradients, streamed_score_gradients};
 
 }  // namespace ikattn::cuda

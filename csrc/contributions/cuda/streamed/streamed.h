@@ -14,6 +14,8 @@ constexpr int64_t kOperandColumns = 32;
 // Keys whose visibility one word holds, and numbers beside a query's row of operands.
 constexpr int64_t kMaskKeys = 32;
 constexpr int64_t kRowNumbers = 4;
+// Queries that a block of the gradients takes at a time.
+constexpr int64_t kStripRows = 32;
 
 // With x_ij = row_i[0] key_numbers_j[0] (query_i . key_j), the weight of a pair is
 //   dot attention        exp(x_ij + key_numbers_j[1])               over its row's sum
@@ -57,6 +59,26 @@ struct FragmentParams {
   const float* factors = nullptr;  // as in FactorParams
   uint32_t* fragments = nullptr;   // [B, S, 1 or 2, tiles, 32, 2]
   float* units = nullptr;          // [B, S]
+  // Of products with the factor itself, rows by heads, in place of the transposed one.
+  bool is_reversed = false;
+};
+
+// The way back through one variant of the norms, of the queries [i0, i0 + queries), whose rows
+// row_sums has filled. Of StreamedParams `variants` is 1. With n = |R_j a_ij| and g its gradient,
+//   grad_ij = g R_j^T R_j a_ij / n             outer_j += g / n a_ij a_ij^T
+// and what comes in at pairs without a norm does not count. Then, with delta_i = sum_j a_ij
+// grad_ij,
+//   gradient of a pair's logit a_ij (grad_ij - delta_i), of its score x_ij the same, or that of
+//   the magnitude, which is 2 x_ij / (x_ij^2 + eps) times as much
+struct StreamedGradientParams : StreamedParams {
+  int64_t i0 = 0, queries = 0;         // a multiple of kStripRows, but of the last ones
+  int64_t keys = 0;                    // no query of these sees another key than the first ones
+  Array grad_norms;                    // [B, queries, S], float32
+  const uint32_t* reversed = nullptr;  // as factor_fragments() makes them with is_reversed
+  bool is_first = true;                // grad is written, else added to
+  float* grad = nullptr;               // [B, H, queries, keys], of weights, then of scores
+  float* outer = nullptr;              // [B, S, 16 tiles, 16 tiles], added to
+  float* grad_logits = nullptr;        // [B, H, ceil(queries / kStripRows), keys], sums
 };
 
 IKATTN_HOST_DEVICE constexpr int64_t head_tiles(int64_t H) { return (H + 15) / 16; }
@@ -75,6 +97,9 @@ struct StreamedKernels {
   const char* (*factor_fragments)(const FragmentParams&, Stream);
   const char* (*row_sums)(const StreamedParams&, Stream);  // fills rows
   const char* (*pair_norms)(const StreamedParams&, Stream);
+  const char* (*pair_gradients)(const StreamedGradientParams&, Stream);  // grad of weights; outer
+  const char* (*score_gradients)(const StreamedGradientParams&,
+                                 Stream);  // grad of scores, in place
 };
 extern const StreamedKernels streamed_kernels;
 
