@@ -51,8 +51,11 @@ struct Cuda {
     return heads.reshape({sizes.H, sizes.B * tokens, sizes.d_v});
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double) {
-    const cuda::Call call("contributions", like);
-    call.check(cuda::contribution_kernels.pair_norms[compute_index(like)](params, call.stream()));
+    cuda::Call call("contributions", like);
+    void* scratch =
+        call.allocate(cuda::pair_norm_scratch(params, like.scalar_type() == at::kDouble));
+    const auto kernel = cuda::contribution_kernels.pair_norms[compute_index(like)];
+    call.check(kernel(params, scratch, call.stream()));
   }
   static const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
     return cuda::why_in_blocks(call, sizes);

@@ -131,6 +131,11 @@ Call<double> truth_of(const Case& c) {
   return call;
 }
 
+const char* norms_of(const PairParams& params, int index = 0) {
+  std::vector<uint8_t> scratch(cuda::pair_norm_scratch(params, index == 1) + 1);
+  return cuda::contribution_kernels.pair_norms[index](params, scratch.data(), nullptr);
+}
+
 template <typename T>
 Call<T> on_device(const Case& c) {
   Call<T> call(c);
@@ -138,7 +143,7 @@ Call<T> on_device(const Case& c) {
   const auto& kernels = cuda::contribution_kernels;
   constexpr int kIndex = sizeof(T) == 8 ? 1 : 0;
   EXPECT_STREQ(kernels.factors[kIndex](call.of_vectors(), scratch.data(), nullptr), nullptr);
-  EXPECT_STREQ(kernels.pair_norms[kIndex](call.pair_params(), nullptr), nullptr);
+  EXPECT_STREQ(norms_of(call.pair_params(), kIndex), nullptr);
   return call;
 }
 
@@ -209,6 +214,7 @@ const Case kCases[] = {
     {.name = "as_many_heads_as_a_gram_matrix_takes", .B = 1, .H = 64, .L = 2, .S = 2, .D = 130},
     {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
     {.name = "many_heads_of_few_dimensions", .B = 1, .H = 40, .L = 5, .S = 3, .D = 6},
+    {.name = "pieces_of_copies", .B = 1, .H = 5, .L = 70, .S = 36},
     {.name = "blocks", .B = 1, .H = 3, .L = 67, .S = 65, .D = 33, .padding = true},
     {.name = "shares", .B = 2, .H = 2, .L = 150, .S = 5, .D = 4},
     {.name = "a_query_at_a_time", .B = 1, .H = 100, .L = 6, .S = 3, .D = 5},
@@ -239,7 +245,7 @@ INSTANTIATE_TEST_SUITE_P(Interpreter, ContributionKernelsOnDevice, ::testing::Va
 // Weights may be narrower than the maps.
 TEST(ContributionKernelsOnDevice, WeightsMayBeOf16Bits) {
   for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    for (const int64_t heads : {3, 8, 17}) {
+    for (const int64_t heads : {3, 16, 17, 50}) {
       const Case c{.name = "narrow", .H = heads, .L = 9, .S = 35, .D = 12, .padding = true};
       Call<float> call(c), rounded(c);
       std::vector<uint16_t> narrow;
@@ -257,10 +263,79 @@ TEST(ContributionKernelsOnDevice, WeightsMayBeOf16Bits) {
           pairs.weights.data = narrow.data();
           pairs.weights.type = type;
         }
-        ASSERT_STREQ(kernels.pair_norms[0](pairs, nullptr), nullptr);
+        ASSERT_STREQ(norms_of(pairs), nullptr);
       }
       for (int variant = 0; variant < 3; ++variant) {
         EXPECT_EQ(call.norms[variant], rounded.norms[variant]);
+      }
+    }
+  }
+}
+
+// What dropout, or whoever gives weights, makes of them: a pair's digits are those of its own
+// heads.
+TEST(ContributionKernelsOnDevice, WeightsMayBeOfAnySizeAndSign) {
+  for (const int64_t heads : {5, 16, 40}) {
+    const Case c{.name = "sizes", .B = 1, .H = heads, .L = 18, .S = 11, .D = 50};
+    Call<float> call(c);
+    Call<double> truth(c);
+    for (int64_t h = 0; h < c.H; ++h) {
+      for (int64_t i = 0; i < c.L; ++i) {
+        for (int64_t j = 0; j < c.S; ++j) {
+          const int64_t at = (h * c.L + i) * c.S + j;
+          call.weights[at] *=
+              static_cast<float>(std::ldexp(1.0, static_cast<int>(i * 11 + j) % 200 - 100));
+          truth.weights[at] = static_cast<double>(call.weights[at]);
+        }
+      }
+    }
+    std::vector<float> scratch(call.vectors.size());
+    const auto& kernels = cuda::contribution_kernels;
+    ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+    ASSERT_STREQ(norms_of(call.pair_params()), nullptr);
+    Memory memory;
+    truth::contribution_kernels.factors[1](truth.of_tokens(), cpu_executor(memory));
+    truth::contribution_kernels.pair_norms[1](truth.pair_params(), cpu_executor(memory));
+    for (int variant = 0; variant < 3; ++variant) {
+      for (int64_t pair = 0; pair < c.L * c.S; ++pair) {
+        const double expected = truth.norms[variant][pair];
+        EXPECT_NEAR(call.norms[variant][pair] / expected, 1, 4e-6) << variant << ", " << pair;
+      }
+    }
+  }
+}
+
+TEST(ContributionKernelsOnDevice, WeightsThatAreNotFiniteShowInTheirPairAlone) {
+  const Case c{.name = "not_finite", .B = 1, .H = 6, .L = 20, .S = 37};
+  const Call<float> sound = on_device<float>(c);
+  Call<float> call(c);
+  call.factors[0] = sound.factors[0];
+  call.factors[1] = sound.factors[1];
+  call.factors[2] = sound.factors[2];
+  const auto weight = [&](int64_t h, int64_t i, int64_t j) -> float& {
+    return call.weights[(h * c.L + i) * c.S + j];
+  };
+  weight(1, 3, 5) = NAN;
+  weight(2, 4, 5) = INFINITY;
+  weight(3, 17, 36) = -INFINITY;
+  call.factors[1][20] = NAN;  // of key 20
+  for (int64_t h = 0; h < c.H; ++h) weight(h, 9, 20) = 0;
+  ASSERT_STREQ(norms_of(call.pair_params()), nullptr);
+  for (int64_t i = 0; i < c.L; ++i) {
+    for (int64_t j = 0; j < c.S; ++j) {
+      for (int variant = 0; variant < 2; ++variant) {
+        const float got = call.norms[variant][i * c.S + j];
+        const bool is_nan = (i == 3 && j == 5) || (variant == 1 && j == 20 && i != 9);
+        const bool is_infinite = (i == 4 && j == 5) || (i == 17 && j == 36);
+        if (is_nan) {
+          EXPECT_TRUE(std::isnan(got)) << i << ", " << j;
+        } else if (is_infinite) {
+          EXPECT_EQ(got, INFINITY) << i << ", " << j;
+        } else if (i == 9 && j == 20) {
+          EXPECT_EQ(got, 0.0f);
+        } else {
+          EXPECT_EQ(got, sound.norms[variant][i * c.S + j]) << i << ", " << j;
+        }
       }
     }
   }
@@ -348,7 +423,7 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
     pairs.norms[0] = pairs.norms[wanted];
     const auto& kernels = cuda::contribution_kernels;
     ASSERT_STREQ(kernels.factors[0](factors, scratch.data(), nullptr), nullptr);
-    ASSERT_STREQ(kernels.pair_norms[0](pairs, nullptr), nullptr);
+    ASSERT_STREQ(norms_of(pairs), nullptr);
     for (int variant = 0; variant < 3; ++variant) {
       const bool is_made = variant == wanted;
       EXPECT_EQ(call.factors[variant] == whole.factors[variant], is_made);
@@ -404,7 +479,7 @@ TEST(ContributionKernelsOnDevice, StridesAreKept) {
   params.variants = 1;
   params.norms[0].data = norms.data();
   std::copy(of_norms, of_norms + 3, params.norms[0].stride);
-  ASSERT_STREQ(kernels.pair_norms[0](params, nullptr), nullptr);
+  ASSERT_STREQ(norms_of(params), nullptr);
   int64_t wrong = 0;
   for (int64_t b = 0; b < c.B; ++b) {
     for (int64_t i = 0; i < c.L; ++i) {
@@ -432,8 +507,7 @@ TEST(ContributionKernelsOnDevice, TooManyHeadsAreNamed) {
   EXPECT_STREQ(cuda::contribution_kernels.pair_gradients(gradients.params(), nullptr, nullptr),
                "there must be at most 192 heads for gradients");
   Call<double> call({.name = "heads", .B = 1, .H = 385, .L = 1, .S = 1, .D = 1});
-  EXPECT_STREQ(cuda::contribution_kernels.pair_norms[1](call.pair_params(), nullptr),
-               "there must be at most 384 heads in float64");
+  EXPECT_STREQ(norms_of(call.pair_params(), 1), "there must be at most 384 heads in float64");
 }
 
 TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
@@ -470,7 +544,7 @@ TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {
   std::vector<float> scratch(call.vectors.size());
   const auto& kernels = cuda::contribution_kernels;
   ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
-  ASSERT_STREQ(kernels.pair_norms[0](call.pair_params(), nullptr), nullptr);
+  ASSERT_STREQ(norms_of(call.pair_params()), nullptr);
   for (int64_t j = 0; j < c.S; ++j) {
     double square = 0;
     for (int64_t column = 0; column < c.D; ++column) {

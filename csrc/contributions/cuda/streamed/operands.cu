@@ -29,14 +29,14 @@ const char* mask_words(const MaskParams& params, Stream stream) {
                 dim3(kMaskWarps * 32), 0, stream, params);
 }
 
-constexpr int kParts = 4;  // threads that share a key
+constexpr int kParts = 16;  // threads that share a key: each two lanes of a tile
 
 // The larger; NaN stays.
 __device__ __forceinline__ float larger(float largest, float x) {
   return x > largest || x != x ? x : largest;
 }
 
-// A thread is a key, whose factor it reads beside its neighbours'.
+// A thread is a part of a key, whose factor it reads beside its neighbours'.
 __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(FragmentParams params) {
   IKATTN_SHARED(float, parts, kParts* kFactorBlock);
   const int own_key = threadIdx.x % kFactorBlock, part = threadIdx.x / kFactorBlock;
@@ -67,25 +67,26 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
   int tile = 0;
   for (int n = 0; n < 2 * tiles; ++n) {            // 8 rows
     for (int k = n / 2; k < tiles; ++k, ++tile) {  // 16 heads
-      if (tile % kParts != part) continue;
-      for (int index = 0; index < 64; ++index) {  // by lane and register
-        const int lane = index / 2, row = 8 * n + lane / 4;
+      uint32_t leading[4], rest[4];                // of a lane and its right neighbour
+#pragma unroll
+      for (int index = 0; index < 4; ++index) {
+        const int lane = 2 * part + index / 2, row = 8 * n + lane / 4;
         const int head = 16 * k + lane % 4 * 2 + index % 2 * 8;
-        float x[2] = {}, rest[2];
+        float x[2] = {};
         for (int c = 0; c < 2; ++c) {
           if (row > head + c || head + c >= H) continue;
           const int entry = row * H - row * (row - 1) / 2 + head + c - row;
           const double factor = static_cast<double>(factors[int64_t{entry} * kFactorBlock]);
           x[c] = is_finite ? static_cast<float>(factor * to_half) : 1.0f;
         }
-        const uint32_t packed = pack_f16x2(x[0], x[1]);
-        fragments[tile * 64 + index] = packed;
-        if (!params.is_split) continue;
-        const float2 leading = unpack<Half>(packed);
-        rest[0] = x[0] - leading.x;
-        rest[1] = x[1] - leading.y;
-        fragments[(count + tile) * 64 + index] = pack_f16x2(rest[0], rest[1]);
+        leading[index] = pack_f16x2(x[0], x[1]);
+        const float2 two = unpack<Half>(leading[index]);
+        rest[index] = pack_f16x2(x[0] - two.x, x[1] - two.y);
       }
+      uint32_t* own = fragments + tile * 64 + 4 * part;
+      store_vector(own, make_uint4(leading[0], leading[1], leading[2], leading[3]));
+      if (!params.is_split) continue;
+      store_vector(own + count * 64, make_uint4(rest[0], rest[1], rest[2], rest[3]));
     }
   }
 }
