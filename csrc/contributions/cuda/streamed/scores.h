@@ -103,6 +103,15 @@ __device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, floa
 
 __device__ __forceinline__ float exp_of(float x) { return fast_exp2(x * 1.44269504f); }
 
+// By the numbers of the pair's row.
+__device__ __forceinline__ float weight_of(const StreamedParams& params, const PairTerm& term,
+                                           const float4& row) {
+  const float weight = term.magnitude * exp_of((term.logit - row.y) + (term.low - row.w)) * row.z;
+  // A hidden pair is zero in a row that is NaN, too, but for dot attention, as torch has it.
+  if (params.is_implicit && term.logit == -INFINITY) return 0;
+  return weight > 1 ? 1 : weight;  // by rounding, of which a large logit may have much
+}
+
 // Sum of the terms seen so far, relative to the largest logit, which is of two floats: magnitudes
 // may be so large that one would lose their differences. NaN and inf end in a NaN.
 struct RunningSum {
