@@ -58,15 +58,15 @@ struct Cuda {
     call.check(kernel(params, scratch, call.stream()));
   }
   static const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
-    return cuda::why_in_blocks(call, sizes);
+    return cuda::why_norms_in_blocks(call, sizes);
   }
-  static at::Tensor streamed_norms(const ContributionCall& call, const Keys& keys,
-                                   const ContributionSizes& sizes,
-                                   const std::array<at::Tensor, 3>& norms) {
+  static StreamedRows streamed_norms(const ContributionCall& call, const Keys& keys,
+                                     const ContributionSizes& sizes,
+                                     const std::array<at::Tensor, 3>& norms) {
     return with_memory_for(name_of(call), "the numbers that weights are made of", [&] {
       cuda::StreamedPairs pairs(call, sizes);
       pairs.set_variants(keys, norms);
-      return pairs.run(needs_own_pairs(call.block), call.block.diagonal);
+      return pairs.run(keys, call.block);
     });
   }
   static void pair_gradients(const PairGradientParams& params, const at::Tensor& like, double) {

@@ -12,18 +12,21 @@ __global__ void __launch_bounds__(kMaskWarps * 32) mask_word_kernel(MaskParams p
   const int lane = threadIdx.x % 32;
   const int64_t words = (params.S + kMaskKeys - 1) / kMaskKeys;
   const int64_t word = int64_t{blockIdx.x} * kMaskWarps + threadIdx.x / 32;
-  const int64_t row = min(word / words, params.B * params.L - 1);
-  const int64_t b = row / params.L, i = row % params.L, j = word % words * kMaskKeys + lane;
+  const int64_t rows = params.B * params.heads * params.L, row = min(word / words, rows - 1);
+  const int64_t head = row / params.L, b = head / params.heads, h = head % params.heads;
+  const int64_t i = row % params.L, j = word % words * kMaskKeys + lane;
   const int64_t* stride = params.mask.stride;
   const bool seen =
-      j < params.S && static_cast<const uint8_t*>(
-                          params.mask.data)[b * stride[0] + i * stride[1] + j * stride[2]] != 0;
+      j < params.S &&
+      static_cast<const uint8_t*>(
+          params.mask.data)[b * stride[0] + i * stride[1] + j * stride[2] + h * stride[3]] != 0;
   const unsigned bits = __ballot_sync(0xffffffffu, seen);
-  if (lane == 0 && word < params.B * params.L * words) params.words[word] = bits;
+  if (lane == 0 && word < rows * words) params.words[word] = bits;
 }
 
 const char* mask_words(const MaskParams& params, Stream stream) {
-  const int64_t words = params.B * params.L * ((params.S + kMaskKeys - 1) / kMaskKeys);
+  const int64_t words =
+      params.B * params.heads * params.L * ((params.S + kMaskKeys - 1) / kMaskKeys);
   return launch(mask_word_kernel,
                 dim3(static_cast<unsigned>((words + kMaskWarps - 1) / kMaskWarps)),
                 dim3(kMaskWarps * 32), 0, stream, params);
@@ -101,8 +104,9 @@ const char* factor_fragments(const FragmentParams& params, Stream stream) {
 
 const char* streamed_row_sums(const StreamedParams& params, Stream stream);
 const char* streamed_pair_norms(const StreamedParams& params, Stream stream);
+const char* streamed_weighed_values(const WeighedValueParams& params, Stream stream);
 
 const StreamedKernels streamed_kernels = {mask_words, factor_fragments, streamed_row_sums,
-                                          streamed_pair_norms};
+                                          streamed_pair_norms, streamed_weighed_values};
 
 }  // namespace ikattn::cuda
