@@ -342,7 +342,7 @@ def compare_contributions(options: argparse.Namespace) -> None:
             }
             title = f"N summed, H = 12, D = 768, L = S = {length}"
             compare(title, rivals, options.device, options.rounds)
-            for name in ("ikattn", "streamed", "streamed, bfloat16"):
+            for name in ("ikattn", "streamed", "streamed, bfloat16", "streamed, mixing ratio"):
                 if options.device == "cuda":
                     print(f"  kernels of {name}")
                     show_kernels(rivals[name](), {}, options.rate)

@@ -147,13 +147,24 @@ def contributions(length: int, device: str) -> dict[str, Call]:
     projection = torch.randn(size, size, device=device) / size**0.5
     query, key = torch.randn(2, 1, heads, length, size // heads, device=device).unbind()
     narrow = [x.bfloat16() for x in (query, key, value, projection)]
+    narrow_weights, pair_bias = weights.bfloat16(), torch.randn(length, length, device=device)
+    residual = torch.randn(1, length, size, device=device)
     return {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
+        "weights in bfloat16": lambda: ikattn.contributions(
+            narrow_weights, *narrow[2:], maps=["summed"]
+        ),
         "streamed": lambda: ikattn.streamed_contributions(
             query, key, value, projection, maps=["summed"]
         ),
         "streamed, bfloat16": lambda: ikattn.streamed_contributions(
             *narrow, is_causal=True, maps=["summed"]
+        ),
+        "streamed, float mask": lambda: ikattn.streamed_contributions(
+            query, key, value, projection, attn_mask=pair_bias, maps=["summed"]
+        ),
+        "streamed, mixing ratio": lambda: ikattn.streamed_contributions(
+            query, key, value, projection, residual=residual, maps=["mixing_ratio"]
         ),
         "read weights": weights.sum,
         "5-D": lambda: five_dimensional(weights, value, projection),
