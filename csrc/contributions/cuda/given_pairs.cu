@@ -4,7 +4,7 @@
 // is always two. So weights may be of any size, and a pair's digits are those of its own heads.
 //
 // A block takes the keys of one row of copies, and 64 queries, 16 at a time, which are copied while
-// those before are multiplied. A warp takes four keys.
+// those before are multiplied. A warp takes four keys, of many heads two.
 #include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/pairs.h"
 #include "support/cuda/warps.h"
@@ -12,13 +12,14 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kWarpKeys = 4, kTileQueries = 16, kBlockQueries = 64;
+constexpr int kTileQueries = 16, kBlockQueries = 64;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
 // W: of the weights. kHeadTiles: 16 heads each.
 template <typename W, int kHeadTiles>
 struct GivenTile {
   static constexpr int kKeys = kHeadTiles == 1 ? 32 : kHeadTiles == 2 ? 16 : 8;
+  static constexpr int kWarpKeys = kHeadTiles > 2 ? 2 : 4;
   static constexpr int kThreads = kKeys / kWarpKeys * 32;
   static constexpr int kRowBytes = kKeys * int{sizeof(W)}, kPieces = kRowBytes / 16;
   static constexpr int kWords = kWarpKeys * int{sizeof(W)} / 4;  // that hold a row of a warp's keys
@@ -85,8 +86,8 @@ __device__ __forceinline__ void copy_weights(const PairParams& params, const Giv
   cp_async_commit();
 }
 
-// The weights of four keys, 16 queries and all heads, as they are: of the queries g and g + 8, and
-// the heads that lane t has of a product's left operand.
+// The weights of a warp's keys, 16 queries and all heads, as they are: of the queries g and g + 8,
+// and the heads that lane t has of a product's left operand.
 template <typename W, int kHeadTiles>
 struct GivenWeights {
   using Tile = GivenTile<W, kHeadTiles>;
@@ -102,13 +103,16 @@ struct GivenWeights {
 #pragma unroll
         for (int w = 0; w < Tile::kWords; ++w) words[r][m][w] = 0;
         if (head >= H) continue;
-        const auto row = stage + Tile::place(head, g + 8 * r, warp * kWarpKeys * int{sizeof(W)});
+        const auto row =
+            stage + Tile::place(head, g + 8 * r, warp * Tile::kWarpKeys * int{sizeof(W)});
         if constexpr (Tile::kWords == 4) {
           const uint4 four = load_vector<uint4>(shared_cast<const uint32_t>(row));
           words[r][m][0] = four.x;
           words[r][m][1] = four.y;
           words[r][m][2] = four.z;
           words[r][m][3] = four.w;
+        } else if constexpr (Tile::kWords == 1) {
+          words[r][m][0] = *shared_cast<const uint32_t>(row);
         } else {
           const uint2 two = load_vector<uint2>(shared_cast<const uint32_t>(row));
           words[r][m][0] = two.x;
@@ -119,7 +123,7 @@ struct GivenWeights {
   }
   // Of the warp's key c.
   __device__ __forceinline__ float weight(int r, int m, int c) const {
-    if constexpr (Tile::kWords == 4) {
+    if constexpr (sizeof(W) == 4) {
       return __uint_as_float(words[r][m][c]);
     } else {
       const float2 two = unpack<W>(words[r][m][c / 2]);
@@ -181,31 +185,32 @@ __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& w
   constexpr int kParts = sizeof(W) == 4 ? 2 : 1;
   constexpr int kTiles = static_cast<int>(fragment_tiles(kHeadTiles));
   const uint32_t* own = fragments + threadIdx.x % 32 * 2;
-  float sums[2 * kHeadTiles][4] = {};
+  uint32_t a[kHeadTiles][kParts][4];
 #pragma unroll
-  for (int k = 0; k < kHeadTiles; ++k) {
-    uint32_t a[kParts][4];
-    left_operands(weights, k, c, scales, a);
-    int tile = k;  // of rows n and heads k
+  for (int k = 0; k < kHeadTiles; ++k) left_operands(weights, k, c, scales, a[k]);
+  squares[0] = squares[1] = 0;
+  // Of many heads not all at once: their fragments would be in registers together.
+  [[maybe_unused]] constexpr int kUnrolled = kHeadTiles > 2 ? 2 : 2 * kHeadTiles;
+#pragma unroll kUnrolled
+  for (int n = 0; n < 2 * kHeadTiles; ++n) {  // 8 rows
+    float sums[4] = {};
 #pragma unroll
-    for (int n = 0; n <= 2 * k + 1; ++n) {
-      const uint2 leading = load_vector<uint2>(own + tile * 64);
-      const uint2 rest = load_vector<uint2>(own + (kTiles + tile) * 64);
-      if constexpr (kParts == 2) mma_m16n8k16<Half>(sums[n], a[1], leading.x, leading.y);
-      mma_m16n8k16<Half>(sums[n], a[0], rest.x, rest.y);
-      mma_m16n8k16<Half>(sums[n], a[0], leading.x, leading.y);
-      tile += kHeadTiles - (n + 1) / 2;
+    for (int k = 0; k < kHeadTiles; ++k) {  // 16 heads
+      if (k < n / 2) continue;
+      const uint2 leading = load_vector<uint2>(own);
+      const uint2 rest = load_vector<uint2>(own + kTiles * 64);
+      own += 64;
+      if constexpr (kParts == 2) mma_m16n8k16<Half>(sums, a[k][1], leading.x, leading.y);
+      mma_m16n8k16<Half>(sums, a[k][0], rest.x, rest.y);
+      mma_m16n8k16<Half>(sums, a[k][0], leading.x, leading.y);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      squares[r] += sums[2 * r] * sums[2 * r] + sums[2 * r + 1] * sums[2 * r + 1];
     }
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    squares[r] = 0;
-#pragma unroll
-    for (int n = 0; n < 2 * kHeadTiles; ++n) {
-      squares[r] += sums[n][2 * r] * sums[n][2 * r] + sums[n][2 * r + 1] * sums[n][2 * r + 1];
-    }
-    squares[r] = sum_of_lanes<4>(squares[r]);
-  }
+  for (int r = 0; r < 2; ++r) squares[r] = sum_of_lanes<4>(squares[r]);
 }
 
 // Stores the norms of a lane's key and the queries from i0 + g on. What is not finite, and what
@@ -243,6 +248,7 @@ template <typename W, int kHeadTiles>
 __device__ __forceinline__ void make_norms(const PairParams& params, const GivenFactors& given,
                                            const GivenPlace& at, int64_t i0,
                                            Shared<const unsigned char> stage) {
+  constexpr int kWarpKeys = GivenTile<W, kHeadTiles>::kWarpKeys;
   const int t = threadIdx.x % 4;
   const int64_t first = at.j0 + threadIdx.x / 32 * kWarpKeys;
   const GivenWeights<W, kHeadTiles> weights(params.H, stage);
@@ -268,13 +274,13 @@ __device__ __forceinline__ void make_norms(const PairParams& params, const Given
         if (t == c) own[r] = largest[r] == 0 ? 0.0f : norm;
       }
     }
-    store_norms(params, at, variant, i0, first + t, own);
+    if (t < kWarpKeys) store_norms(params, at, variant, i0, first + t, own);
   }
 }
 
 // Dynamic shared memory: weights [2 stages][head][query][key].
 template <typename W, int kHeadTiles>
-__global__ void __launch_bounds__(GivenTile<W, kHeadTiles>::kThreads, kHeadTiles == 1 ? 2 : 3)
+__global__ void __launch_bounds__(GivenTile<W, kHeadTiles>::kThreads, 2)
     given_pair_kernel(PairParams params, GivenFactors factors, bool in_pieces) {
   using Tile = GivenTile<W, kHeadTiles>;
   Shared<unsigned char> weights = dynamic_shared<unsigned char>();

@@ -7,8 +7,8 @@ namespace {
 // Weights may be narrower than the maps.
 TEST(GivenWeightsOnDevice, WeightsMayBeOf16Bits) {
   for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    for (const int64_t heads : {3, 16, 17, 50}) {
-      const Case c{.name = "narrow", .H = heads, .L = 9, .S = 35, .D = 12, .padding = true};
+    for (const int64_t heads : {3, 17, 50}) {
+      const Case c{.name = "narrow", .B = 1, .H = heads, .L = 9, .S = 19, .D = 12, .padding = true};
       Call<float> call(c), rounded(c);
       std::vector<uint16_t> narrow;
       for (float& weight : rounded.weights) {
@@ -37,8 +37,8 @@ TEST(GivenWeightsOnDevice, WeightsMayBeOf16Bits) {
 // What dropout, or whoever gives weights, makes of them: a pair's digits are those of its own
 // heads.
 TEST(GivenWeightsOnDevice, WeightsMayBeOfAnySizeAndSign) {
-  for (const int64_t heads : {5, 16, 40}) {
-    const Case c{.name = "sizes", .B = 1, .H = heads, .L = 18, .S = 11, .D = 50};
+  for (const int64_t heads : {5, 40}) {
+    const Case c{.name = "sizes", .B = 1, .H = heads, .L = 18, .S = 5, .D = 50};
     Call<float> call(c);
     Call<double> truth(c);
     for (int64_t h = 0; h < c.H; ++h) {

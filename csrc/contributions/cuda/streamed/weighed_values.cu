@@ -84,13 +84,15 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 3) weighed_value_kernel(WeighedValueParams params) {
   IKATTN_SHARED(float, weights, kKeys* kPitch);
   IKATTN_SHARED(float, values, kKeys* kColumns);
-  const PlaceOfSums at(params);
+  PlaceOfSums at(params);
   const int warp = threadIdx.x / 32;
   const int query = threadIdx.x / kLanes * kRows, column = threadIdx.x % kLanes * 4;
   const int64_t end = params.is_causal ? min(params.S, at.q0 + kQueries) : params.S;
   float4 sums[kRows] = {};
   for (int64_t j0 = 0; j0 < end; j0 += kKeys) {
     const int64_t own_j0 = j0 + warp * kStreamedKeys;
+    // Or the addresses of every query would stay in registers from one tile to the next.
+    at.q0 += unknown_to_compiler(0);
     const uint32_t visible =
         own_j0 < params.S ? visible_pairs(params, at.b, at.q0, own_j0, at.h) : 0;
     // Of rows that are NaN hidden pairs are NaN, too; sums of theirs are at the first tile.

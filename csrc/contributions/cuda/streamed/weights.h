@@ -59,6 +59,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
   constexpr int kCount = Tile::kChunks < kTiles ? Tile::kChunks : kTiles;
   float score[kCount][4] = {};
   multiply_rows<T>(params, at.b, h, at.q0 + q0, at.j0, score);
+  q0 += unknown_to_compiler(0);  // or addresses of rows would be in registers before their scores
   const int64_t first_row = (at.b * params.H + h) * params.L;
   const KeyNumbers low(params, at.b, h, at.j0 + g), high(params, at.b, h, at.j0 + g + 8);
 #pragma unroll
