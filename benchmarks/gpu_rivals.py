@@ -148,6 +148,8 @@ def contributions(length: int, device: str) -> dict[str, Call]:
     query, key = torch.randn(2, 1, heads, length, size // heads, device=device).unbind()
     wide = [query, key, value, projection]
     narrow = [x.bfloat16() for x in wide]
+    narrow_weights, pair_bias = weights.bfloat16(), torch.randn(length, length, device=device)
+    residual = torch.randn(1, length, size, device=device)
 
     def and_back(tensors: list[torch.Tensor], **options: bool) -> Call:
         leaves = [x.detach().requires_grad_() for x in tensors]
@@ -161,9 +163,18 @@ def contributions(length: int, device: str) -> dict[str, Call]:
 
     return {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
+        "ikattn, weights in bfloat16": lambda: ikattn.contributions(
+            narrow_weights, *narrow[2:], maps=["summed"]
+        ),
         "streamed": lambda: ikattn.streamed_contributions(*wide, maps=["summed"]),
         "streamed, bfloat16": lambda: ikattn.streamed_contributions(
             *narrow, is_causal=True, maps=["summed"]
+        ),
+        "streamed, float mask": lambda: ikattn.streamed_contributions(
+            *wide, attn_mask=pair_bias, maps=["summed"]
+        ),
+        "streamed, mixing ratio": lambda: ikattn.streamed_contributions(
+            *wide, residual=residual, maps=["mixing_ratio"]
         ),
         "streamed, with its backward": and_back(wide),
         "streamed, bfloat16, with its backward": and_back(narrow, is_causal=True),

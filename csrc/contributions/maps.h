@@ -2,7 +2,7 @@
 //   factors(params, keys, sizes), pair_norms(params, like, work)
 // where `work` is the number of multiply-adds, and maybe, for weights from query and key,
 //   why_in_blocks(call, sizes), streamed_norms(call, keys, sizes, norms)
-// which make the norms of all pairs, and weights of own pairs, where why_in_blocks() is nullptr.
+// which make the norms of all pairs, and StreamedRows, where why_in_blocks() is nullptr.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -235,6 +235,12 @@ inline void own_pairs(const at::Tensor& own_weights, at::Tensor others, const Ke
   }
 }
 
+// What maps need of streamed weights beside norms; undefined where they do not.
+struct StreamedRows {
+  at::Tensor own;     // [B, H, L], weights of each query for its own key
+  at::Tensor others;  // [B, H, L, d_v], sums over the values of all other keys
+};
+
 template <typename Device>
 concept StreamsPairs = requires(const ContributionCall& call, const ContributionSizes& sizes) {
   Device::why_in_blocks(call, sizes);
@@ -274,9 +280,11 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
 
   if constexpr (StreamsPairs<Device>) {
     if (Device::why_in_blocks(call, sizes) == nullptr) {
-      const at::Tensor own = Device::streamed_norms(call, keys, sizes, norms_in(maps));
+      const StreamedRows rows = Device::streamed_norms(call, keys, sizes, norms_in(maps));
       copy_norms(maps);
-      if (needs_own) own_pairs(own, {}, keys, block, maps);
+      at::Tensor others = rows.others;
+      if (others.defined()) others = project(others, keys.projection, kArithmetic);
+      if (needs_own) own_pairs(rows.own, others, keys, block, maps);
       return maps;
     }
   }

@@ -50,19 +50,22 @@ struct Cuda {
     return heads.reshape({sizes.H, sizes.B * tokens, sizes.d_v});
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double) {
-    const cuda::Call call("contributions", like);
-    call.check(cuda::contribution_kernels.pair_norms[compute_index(like)](params, call.stream()));
+    cuda::Call call("contributions", like);
+    void* scratch =
+        call.allocate(cuda::pair_norm_scratch(params, like.scalar_type() == at::kDouble));
+    const auto kernel = cuda::contribution_kernels.pair_norms[compute_index(like)];
+    call.check(kernel(params, scratch, call.stream()));
   }
   static const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
-    return cuda::why_in_blocks(call, sizes);
+    return cuda::why_norms_in_blocks(call, sizes);
   }
-  static at::Tensor streamed_norms(const ContributionCall& call, const Keys& keys,
-                                   const ContributionSizes& sizes,
-                                   const std::array<at::Tensor, 3>& norms) {
+  static StreamedRows streamed_norms(const ContributionCall& call, const Keys& keys,
+                                     const ContributionSizes& sizes,
+                                     const std::array<at::Tensor, 3>& norms) {
     return with_memory_for(name_of(call), "the numbers that weights are made of", [&] {
       cuda::StreamedPairs pairs(call, sizes);
       pairs.set_variants(keys, norms);
-      return pairs.run(needs_own_pairs(call.block), call.block.diagonal);
+      return pairs.run(keys, call.block);
     });
   }
   static const char* why_gradients_in_blocks(const ContributionCall& call,

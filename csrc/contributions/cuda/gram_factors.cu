@@ -137,11 +137,20 @@ __device__ __forceinline__ void make_gram(const TokenVectors& vectors, Shared<do
   }
 }
 
+// The row and the column, 64 times the first and the second, of every entry; by the whole block.
+__device__ __forceinline__ void number_entries(int H, Shared<uint16_t> places) {
+  for (int index = threadIdx.x; index < H * H; index += kThreads) {
+    const int h = index / H, k = index % H;
+    if (h <= k) places[entry_of(H, h, k)] = static_cast<uint16_t>(64 * h + k);
+  }
+}
+
 // gram becomes its root R, and goes to `factors`, every kFactorBlock-th; by one warp.
 //   sizes [H]: the diagonal of gram
+//   places [triangle(H)]: of number_entries()
 __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<const double> sizes,
-                                          float* factors) {
-  const int lane = threadIdx.x % 32;
+                                          Shared<const uint16_t> places, float* factors) {
+  const int lane = threadIdx.x % 32, entries = entry_of(H, H - 1, H - 1) + 1;
   for (int h = 0; h < H; ++h) {
     const double pivot = gram[entry_of(H, h, h)], size = sizes[h];
     // What is left of a vector that depends on those before it is rounding. NaN stays.
@@ -155,18 +164,18 @@ __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<con
       row[(k - h) * kFactorBlock] = static_cast<float>(product * inverse);
     }
     __syncwarp();
-    for (int i = h + 1; i < H; ++i) {
-      const double left = gram[entry_of(H, h, i)];
-      for (int k = i + lane; k < H; k += 32) {
-        const double right = gram[entry_of(H, h, k)], rest = gram[entry_of(H, i, k)];
-        gram[entry_of(H, i, k)] = rest - left * right;
-      }
+    // The rows that are left follow this one, all of their entries side by side.
+    for (int entry = entry_of(H, h, H - 1) + 1 + lane; entry < entries; entry += 32) {
+      const uint16_t place = places[entry];
+      const double left = gram[entry_of(H, h, place / 64)], rest = gram[entry];
+      const double right = gram[entry_of(H, h, place % 64)];
+      gram[entry] = rest - left * right;
     }
     __syncwarp();
   }
 }
 
-// Dynamic shared memory: gram [triangle(H)], sizes [H], means [2][H].
+// Dynamic shared memory: gram [triangle(H)], sizes [H], means [2][H], places [triangle(H)].
 __global__ void __launch_bounds__(kThreads, 4) gram_factor_kernel(FactorsOfVectors params) {
   IKATTN_SHARED(double, parts, kWarps * 4 * 64);
   const int H = static_cast<int>(params.H), entries = static_cast<int>(triangle(H));
@@ -177,6 +186,8 @@ __global__ void __launch_bounds__(kThreads, 4) gram_factor_kernel(FactorsOfVecto
   const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
   TokenVectors vectors{params, static_cast<const float*>(params.vectors) + token * params.D,
                        params.B * params.tokens * params.D, shared_cast<float>(sizes + H)};
+  Shared<uint16_t> places = shared_cast<uint16_t>(sizes + 2 * H);
+  number_entries(H, places);
 #pragma unroll 1
   for (int variant = 0; variant < 3; ++variant) {
     vectors.variant = variant;
@@ -199,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 4) gram_factor_kernel(FactorsOfVecto
     }
     __syncthreads();
     if (factors != nullptr && threadIdx.x < 32) {
-      make_root(H, gram, sizes,
+      make_root(H, gram, sizes, places,
                 static_cast<float*>(factors) +
                     (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock);
     }
@@ -210,7 +221,8 @@ __global__ void __launch_bounds__(kThreads, 4) gram_factor_kernel(FactorsOfVecto
 }  // namespace
 
 const char* gram_factors(const FactorsOfVectors& params, Stream stream) {
-  const int64_t bytes = (triangle(params.H) + 2 * params.H) * int64_t{sizeof(double)};
+  const int64_t bytes = (triangle(params.H) + 2 * params.H) * int64_t{sizeof(double)} +
+                        triangle(params.H) * int64_t{sizeof(uint16_t)};
   return launch(gram_factor_kernel, dim3(static_cast<unsigned>(params.B * params.tokens)),
                 dim3(kThreads), bytes, stream, params);
 }

@@ -12,7 +12,8 @@ namespace ikattn::cuda {
 struct ContributionKernels {
   // scratch: as large as params.vectors, but for roots of Gram matrices
   const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);
-  const char* (*pair_norms[2])(const PairParams&, Stream);
+  // scratch: pair_norm_scratch() bytes
+  const char* (*pair_norms[2])(const PairParams&, void* scratch, Stream);
   // scratch: pair_gradient_scratch() elements
   const char* (*pair_gradients)(const PairGradientParams&, double* scratch, Stream);
 };
@@ -24,6 +25,7 @@ inline bool takes_gram_matrices(const FactorParams& params, bool in_float64) {
   return !in_float64 && params.H <= 64;
 }
 
+int64_t pair_norm_scratch(const PairParams& params, bool in_float64);
 int64_t pair_gradient_scratch(const PairGradientParams& params);
 
 }  // namespace ikattn::cuda

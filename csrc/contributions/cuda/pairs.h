@@ -48,5 +48,36 @@ __device__ __forceinline__ void load_own_weights(const PairParams& params, int64
   }
 }
 
+// The factors of a key, every kFactorBlock-th.
+template <typename T>
+__device__ __forceinline__ const T* factors_of(const PairParams& params, const void* of_variant,
+                                               int64_t b, int64_t j) {
+  const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
+  return static_cast<const T*>(of_variant) +
+         (b * blocks + j / kFactorBlock) * triangle(params.H) * kFactorBlock + j % kFactorBlock;
+}
+
+// The norm of one pair in float64, its weights and factors read again: where the squares overflow
+// float32 the norm may not.
+template <typename T>
+__device__ __forceinline__ T norm_in_double(const PairParams& params, int64_t b, int64_t i,
+                                            int64_t j, const void* of_variant) {
+  const int64_t* stride = params.weights.stride;
+  const int64_t first = b * stride[0] + i * stride[2] + j * stride[3];
+  const T* factors = factors_of<T>(params, of_variant, b, j);
+  double square = 0;
+#pragma unroll 1
+  for (int64_t h = 0; h < params.H; ++h) {
+    double sum = 0;
+#pragma unroll 1
+    for (int64_t k = h; k < params.H; ++k, factors += kFactorBlock) {
+      sum += static_cast<double>(*factors) *
+             load_element<double>(params.weights, first + k * stride[1]);
+    }
+    square += sum * sum;
+  }
+  return static_cast<T>(sqrt(square));
+}
+
 }  // namespace
 }  // namespace ikattn::cuda

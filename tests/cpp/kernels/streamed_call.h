@@ -23,6 +23,8 @@ struct Case {
   int64_t B = 1, H = 4, G = 2, L = 37, S = 37, width = 32;
   bool is_split = false, is_bfloat16 = false, is_implicit = false, is_causal = false;
   bool masked = false, padding = false;
+  bool masked_by_head = false, has_offsets = false;
+  int64_t d_v = 9;
   int variants = 1;
   int64_t diagonal = 0;
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -55,9 +57,12 @@ struct Call {
     if (c.masked && c.S > 3) key_numbers[3 * 4 + 1] = -INFINITY;  // one head's key 3
     rows.resize(c.B * c.H * c.L * cuda::kRowNumbers);
     for (size_t i = 0; i < rows.size(); i += cuda::kRowNumbers) rows[i] = 0.2f;
-    mask.resize(c.B * c.L * c.S);
+    mask_heads = c.masked_by_head ? c.H : 1;
+    mask.resize(c.B * mask_heads * c.L * c.S);
     for (uint8_t& seen : mask) seen = generator() % 4 != 0;
     for (int64_t j = 0; j < c.S && c.L > 5; ++j) mask[5 * c.S + j] = 0;  // a row that sees nothing
+    if (c.has_offsets) offsets = numbers(c.B * c.H * c.L * c.S);
+    for (size_t i = 0; i < offsets.size(); i += 7) offsets[i] = i % 3 == 0 ? -INFINITY : -3e38f;
     query_padding.resize(c.B * c.L);
     key_padding.resize(c.B * c.S);
     if (c.padding) query_padding[c.L - 1] = key_padding[c.S - 1] = 1;
@@ -68,6 +73,9 @@ struct Call {
     units.resize(c.variants, std::vector<float>(c.B * c.S));
     norms.resize(c.variants, std::vector<float>(c.B * c.L * c.S, -1.0f));
     own.assign(c.B * c.H * c.L, 0.0f);
+    values = numbers(c.B * c.G * c.S * c.d_v);
+    broken.assign(c.B * c.G * c.S, 0.0f);
+    sums.assign(c.B * c.H * c.L * c.d_v, -1.0f);
   }
 
   double operand(const std::vector<uint16_t>& from, int64_t at) const {
@@ -83,9 +91,12 @@ struct Call {
   void run() {
     const auto& kernels = cuda::streamed_kernels;
     const int64_t words = (c.S + cuda::kMaskKeys - 1) / cuda::kMaskKeys;
-    bits.resize(c.B * c.L * words);
+    bits.resize(c.B * mask_heads * c.L * words);
+    const int64_t pairs = c.L * c.S;
     const cuda::MaskParams mask_params{
-        c.B, c.L, c.S, Array{mask.data(), ElementType::kBool, {c.L * c.S, c.S, 1, 0}}, bits.data()};
+        c.B,         c.L,
+        c.S,         Array{mask.data(), ElementType::kBool, {mask_heads * pairs, c.S, 1, pairs}},
+        bits.data(), mask_heads};
     ASSERT_STREQ(kernels.mask_words(mask_params, nullptr), nullptr);
     params.B = c.B;
     params.H = c.H;
@@ -103,6 +114,11 @@ struct Call {
     params.eps = 1e-3f;
     params.is_causal = c.is_causal;
     if (c.masked) params.mask = bits.data();
+    params.mask_heads = mask_heads;
+    if (c.has_offsets) {
+      params.offsets = Array{offsets.data(), ElementType::kFloat32, {c.H * pairs, pairs, c.S, 1}};
+    }
+    if (c.is_implicit) params.farthest_offset = 100;
     params.is_split = c.is_split;
     params.variants = c.variants;
     for (int variant = 0; variant < c.variants; ++variant) {
@@ -126,12 +142,34 @@ struct Call {
     params.diagonal = c.diagonal;
     ASSERT_STREQ(kernels.row_sums(params, nullptr), nullptr);
     ASSERT_STREQ(kernels.pair_norms(params, nullptr), nullptr);
+    cuda::WeighedValueParams weighed{params};
+    std::vector<float> own_again(own.size(), 0.0f);
+    weighed.own = own_again.data();
+    weighed.value_heads = c.G;
+    weighed.d_v = c.d_v;
+    const int64_t of_head = c.S * c.d_v;
+    weighed.values =
+        Array{values.data(), ElementType::kFloat32, {c.G * of_head, of_head, c.d_v, 1}};
+    weighed.broken = broken.data();
+    weighed.sums = sums.data();
+    ASSERT_STREQ(kernels.weighed_values(weighed, nullptr), nullptr);
+    for (size_t row = 0; row < own.size(); ++row) {
+      EXPECT_TRUE(own_again[row] == own[row] || std::isnan(own[row]));
+    }
+  }
+
+  double offset(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (!c.has_offsets) return 0;
+    const double given = offsets[((b * c.H + h) * c.L + i) * c.S + j];
+    return c.is_implicit && given < -100 && given != -kInfinity ? -100 : given;
   }
 
   bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (c.is_causal && j > i) return false;
     if (key_numbers[((b * c.H + h) * c.S + j) * 4 + 1] == -INFINITY) return false;
-    return !c.masked || mask[(b * c.L + i) * c.S + j] != 0;
+    if (c.has_offsets && offset(b, h, i, j) == -kInfinity) return false;
+    const int64_t of_mask = b * mask_heads + (c.masked_by_head ? h : 0);
+    return !c.masked || mask[(of_mask * c.L + i) * c.S + j] != 0;
   }
 
   // Weights of a head's query, by their definition.
@@ -148,8 +186,8 @@ struct Call {
       const int64_t token = (b * c.H + h) * c.S + j;
       x *= double{0.2f} * key_numbers[token * 4];
       magnitude[j] = c.is_implicit ? x * x + double{1e-3f} : 1;
-      logit[j] =
-          key_numbers[token * 4 + 1] + double{key_numbers[token * 4 + 2]} + (c.is_implicit ? 0 : x);
+      logit[j] = key_numbers[token * 4 + 1] + double{key_numbers[token * 4 + 2]} +
+                 (c.is_implicit ? 0 : x) + offset(b, h, i, j);
       largest = std::max(largest, logit[j]);
     }
     std::vector<double> result(c.S);
@@ -163,7 +201,8 @@ struct Call {
 
   Case c;
   std::vector<uint16_t> query, key;
-  std::vector<float> key_numbers, rows, own;
+  int64_t mask_heads = 1;
+  std::vector<float> key_numbers, rows, own, offsets, values, broken, sums;
   std::vector<uint8_t> mask, query_padding, key_padding;
   std::vector<std::vector<float>> factors, units, norms;
   std::vector<std::vector<uint32_t>> fragments;

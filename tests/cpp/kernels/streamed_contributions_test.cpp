@@ -53,16 +53,58 @@ void expect_norms(const Call& call, double rounding) {
   EXPECT_EQ(wrong, 0) << "the largest error is " << worst << " times what is allowed";
 }
 
+// Every sum over the values of other keys within `rounding` of the sum of absolute values.
+void expect_sums(const Call& call, double rounding) {
+  const Case& c = call.c;
+  for (int64_t row = 0; row < c.B * c.H * c.L; ++row) {
+    const int64_t b = row / (c.H * c.L), h = row / c.L % c.H, i = row % c.L;
+    const std::vector<double> weights = call.weights(b, h, i);
+    for (int64_t column = 0; column < c.d_v; ++column) {
+      double sum = 0, size = 0;
+      for (int64_t j = 0; j < c.S; ++j) {
+        if (j == i + c.diagonal || call.key_padding[b * c.S + j] != 0) continue;
+        const int64_t token = (b * c.G + h / (c.H / c.G)) * c.S + j;
+        const double term = weights[j] * static_cast<double>(call.values[token * c.d_v + column]);
+        sum += term;
+        size += std::fabs(term);
+      }
+      EXPECT_NEAR(call.sums[row * c.d_v + column], sum, rounding * size + 1e-10);
+    }
+  }
+}
+
 const Case kCases[] = {
     {.name = "plain"},
     {.name = "causal", .B = 2, .is_causal = true},
     {.name = "masked", .B = 2, .is_bfloat16 = true, .masked = true},
     {.name = "causal_and_masked", .L = 20, .S = 70, .is_causal = true, .masked = true},
+    {.name = "masked_by_head",
+     .B = 2,
+     .L = 70,
+     .is_causal = true,
+     .masked = true,
+     .masked_by_head = true},
+    {.name = "offsets", .B = 2, .is_causal = true, .has_offsets = true},
+    {.name = "offsets_and_mask", .L = 20, .is_split = true, .masked = true, .has_offsets = true},
+    {.name = "implicit_offsets", .is_implicit = true, .has_offsets = true},
     {.name = "padding", .B = 2, .padding = true},
     {.name = "implicit", .is_implicit = true, .is_causal = true},
     {.name = "one_head", .H = 1, .G = 1, .L = 3, .S = 2},
     {.name = "seventeen_heads", .H = 17, .G = 17, .L = 18, .S = 17, .width = 64},
     {.name = "thirty_two_heads", .H = 32, .G = 8, .L = 66, .S = 19, .is_bfloat16 = true},
+    {.name = "forty_heads", .H = 40, .G = 20, .L = 34, .S = 17, .is_causal = true},
+    {.name = "sixty_four_heads", .H = 64, .G = 1, .L = 9, .S = 18, .is_bfloat16 = true},
+    {.name = "split_with_forty_heads", .H = 40, .G = 8, .L = 18, .S = 17, .is_split = true},
+    {.name = "split_with_sixty_four_heads",
+     .H = 64,
+     .G = 1,
+     .L = 17,
+     .S = 5,
+     .is_split = true,
+     .masked = true,
+     .masked_by_head = true,
+     .variants = 2},
+    {.name = "values_of_two_blocks", .L = 40, .S = 150, .is_causal = true, .d_v = 70},
     {.name = "three_variants", .H = 3, .G = 1, .L = 9, .S = 18, .variants = 3},
     {.name = "queries_after_cached_keys", .L = 10, .S = 37, .diagonal = 20},
     {.name = "split", .L = 66, .is_split = true, .is_causal = true},
@@ -85,6 +127,7 @@ TEST_P(StreamedKernelsOnDevice, NormsErrByTheRoundingsOfTheirNumbers) {
   call.run();
   // Weight and factor are of 11 bits each, or of 22, where the logit's rounding is what remains.
   expect_norms(call, call.c.is_split ? 4e-6 : 0x1p-10);
+  expect_sums(call, 4e-6);
 }
 
 INSTANTIATE_TEST_SUITE_P(Interpreter, StreamedKernelsOnDevice, ::testing::ValuesIn(kCases),
@@ -94,7 +137,7 @@ TEST(StreamedKernelsOnDevice, MostHeadsFitTheSharedMemoryOfEveryGpu) {
   interpreter::set_shared_limit(99 * 1024);
   for (const bool is_split : {false, true}) {
     Call call({.name = "most",
-               .H = cuda::kMostStreamedHeads,
+               .H = cuda::kMostNormHeads,
                .L = 2,
                .S = 2,
                .is_split = is_split,
@@ -157,6 +200,19 @@ TEST(StreamedKernelsOnDevice, RowsThatSeeNaNAreNaNAndNoOthers) {
       } else {
         EXPECT_EQ(got, sound.norms[0][i * c.S + j]) << i << ", " << j;
       }
+    }
+  }
+}
+
+TEST(StreamedKernelsOnDevice, WhoWeighsABrokenValueIsNaN) {
+  const Case c{.name = "broken_value", .L = 70, .S = 70, .is_causal = true};
+  Call call(c);
+  call.broken[40] = 1;  // key 40 of the first value head
+  call.run();
+  for (int64_t h = 0; h < c.H; ++h) {
+    for (int64_t i = 0; i < c.L; ++i) {
+      const float sum = call.sums[(h * c.L + i) * c.d_v];
+      EXPECT_EQ(std::isnan(sum), h < c.H / c.G && i > 40) << h << ", " << i;
     }
   }
 }

@@ -120,6 +120,27 @@ def test_norms_whose_squares_leave_the_range_of_float32(heads: int, factor: floa
         assert_close(map_.cpu(), expected[name], 1e-5, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("heads", [12, 34])
+def test_given_weights_may_be_of_any_size_and_sign(heads: int, dtype: torch.dtype) -> None:
+    """Every pair by itself, as after dropout, or where others than attention made the weights."""
+    torch.manual_seed(0)
+    weights = (torch.randn(2, heads, 19, 45) * 2.0 ** torch.randint(-9, 9, (2, 1, 19, 45))).to(
+        dtype
+    )
+    weights[:, :, :, 7] = 0
+    value, projection = torch.randn(2, heads, 45, 3), torch.randn(30, 3 * heads)
+    for step in (1, 2):  # keys that lie side by side, and others
+        given, values = weights[..., ::step], value[:, :, ::step]
+        call = (x.to(DEVICE) for x in (given, values, projection))
+        found = ikattn.contributions(*call, maps=["summed"]).summed
+        wide = (x.double() for x in (given, values, projection))
+        expected = ikattn.contributions(*wide, maps=["summed"]).summed
+        assert found is not None
+        assert expected is not None
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=3e-6, atol=0)
+
+
 @pytest.mark.parametrize("heads", [64, 192])
 def test_many_heads(heads: int) -> None:
     torch.manual_seed(0)
@@ -140,7 +161,16 @@ def test_many_heads(heads: int) -> None:
 
 # Tensor cores may round the few sums of float32 in a score towards zero.
 TOWARDS_ZERO = 32 * torch.finfo(torch.float32).eps
-WAYS = ("dot, causal", "dot, masked", "dot, biased", "implicit, causal", "implicit, stationary")
+WAYS = (
+    "dot, causal",
+    "dot, masked",
+    "dot, masked by head",
+    "dot, biased",
+    "dot, biased pairs",
+    "implicit, causal",
+    "implicit, stationary",
+    "implicit, biased pairs",
+)
 
 
 def streamed_call(way: str, dtype: torch.dtype, heads: int = 4) -> dict[str, Any]:
@@ -157,9 +187,13 @@ def streamed_call(way: str, dtype: torch.dtype, heads: int = 4) -> dict[str, Any
         call["w2"] = torch.randn(heads, 20, 9) / 5
     if way == "dot, biased":
         call |= {"key_bias": torch.randn(2, 2, 50), "attn_mask": torch.randn(2, heads, 1, 50)}
+    if way.endswith("biased pairs"):
+        call["attn_mask"] = torch.randn(2, 1, 50, 50)
+        call["attn_mask"][torch.rand(2, 1, 50, 50) < 0.2] = -torch.inf
     call = {name: x.to(dtype) for name, x in call.items()}
-    if way == "dot, masked":
-        call["attn_mask"] = torch.rand(2, 1, 50, 50) < 0.7
+    if way.startswith("dot, masked"):
+        by_head = heads if way.endswith("head") else 1
+        call["attn_mask"] = torch.rand(2, by_head, 50, 50) < 0.7
         call["attn_mask"][:, :, 7] = False
     return call | {"enable_gqa": True, "is_causal": "causal" in way}
 
@@ -184,7 +218,7 @@ def composition(call: dict[str, Any]) -> Tensor:
     value = call["value"].repeat_interleave(heads // 2, 1)
     projections = call["out_proj_weight"].unflatten(1, (heads, -1)).permute(1, 2, 0)
     if "w1" in call:
-        given = {"w1", "w2", "is_causal", "enable_gqa"} & call.keys()
+        given = {"w1", "w2", "is_causal", "enable_gqa", "attn_mask"} & call.keys()
         weights = ikattn.implicit_kernel_weights(
             call["query"], call["key"], **{name: call[name] for name in given}
         )
@@ -192,10 +226,11 @@ def composition(call: dict[str, Any]) -> Tensor:
         key = call["key"].repeat_interleave(heads // 2, 1)
         logits = call["query"] @ key.mT * 20**-0.5
         if "key_bias" in call:
-            bias = call["key_bias"].repeat_interleave(heads // 2, 1).unsqueeze(-2)
-            logits = logits + bias + call["attn_mask"]
-        elif "attn_mask" in call:
-            logits = logits.masked_fill(~call["attn_mask"], -torch.inf)
+            logits = logits + call["key_bias"].repeat_interleave(heads // 2, 1).unsqueeze(-2)
+        if "attn_mask" in call:
+            mask = call["attn_mask"]
+            hides = mask.dtype == torch.bool
+            logits = logits.masked_fill(~mask, -torch.inf) if hides else logits + mask
         if call["is_causal"]:
             logits = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf)
         blind = (logits == -torch.inf).all(-1, keepdim=True)
@@ -220,9 +255,10 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-@pytest.mark.parametrize("heads", [2, 18])
-def test_all_maps_of_a_block_by_kernels(heads: int) -> None:
-    call = streamed_call("dot, causal", torch.float32, heads)
+@pytest.mark.parametrize("heads", [2, 18, 34, 64])
+@pytest.mark.parametrize("way", ["dot, causal", "implicit, causal"])
+def test_all_maps_of_a_block_by_kernels(way: str, heads: int) -> None:
+    call = streamed_call(way, torch.float32, heads)
     padding = torch.arange(50) >= torch.tensor([[50], [47]])
     residual = torch.randn(2, 50, 24)
     norms = [torch.nn.LayerNorm(24), torch.nn.RMSNorm(24)]
@@ -230,6 +266,7 @@ def test_all_maps_of_a_block_by_kernels(heads: int) -> None:
     call |= {"residual": residual, "norm": stats[0], "second_norm": stats[1]}
     call |= {"query_padding": padding, "key_padding": padding}
     call["maps"] = ["value_norms", "summed", "with_residual", "with_norm", "encoder"]
+    call["maps"] += ["mixing_ratio"]
     got = named(ikattn.streamed_contributions(**on_gpu(call)))
     assert not torch.equal(got["summed"].cpu(), in_blocks(call))
     expected = named(ikattn.streamed_contributions(**call))
@@ -265,6 +302,22 @@ def test_magnitudes_may_differ_by_much(way: str, factor: float) -> None:
     assert_close(found, expected, 3e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_mixing_ratios_alone_by_kernels(dtype: torch.dtype) -> None:
+    """Of queries behind cached keys; a value that is not finite shows where it is weighed."""
+    call = streamed_call("dot, masked", dtype)
+    call["query"], call["attn_mask"] = call["query"][:, :, -9:], call["attn_mask"][:, :, -9:]
+    call["value"][0, 1, 43, 2] = torch.inf  # the own key of query 2, and another's of others
+    call |= {"diagonal": 41, "maps": ["mixing_ratio"], "residual": torch.randn(2, 9, 24)}
+    found = ikattn.streamed_contributions(**on_gpu(call)).mixing_ratio
+    expected = ikattn.streamed_contributions(**call).mixing_ratio
+    assert found.keys() == expected.keys() == {"summed", "with_residual"}
+    for name, ratio in found.items():
+        assert torch.equal(ratio.cpu().isnan(), expected[name].isnan())
+        assert expected[name].isnan().any()
+        assert_close(ratio.cpu().nan_to_num(), expected[name].nan_to_num(), 5 * TOWARDS_ZERO)
+
+
 @pytest.mark.parametrize("what", ["query", "key", "value", "key_bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_nan_shows_where_it_does_in_blocks(what: str, dtype: torch.dtype) -> None:
@@ -279,10 +332,7 @@ def test_nan_shows_where_it_does_in_blocks(what: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     "other",
     [
-        {"maps": ["summed", "mixing_ratio"], "residual": torch.randn(2, 50, 24)},
-        {"attn_mask": torch.ones(4, 50, 50, dtype=torch.bool)},
-        {"attn_mask": torch.randn(50, 50)},
-        {"heads": 34},
+        {"heads": 66},
         {"dtype": torch.float64},
     ],
     ids=lambda other: ", ".join(other),

@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "attention/reference.h"
 #include "contributions/cuda/streamed/streamed.h"
@@ -15,25 +16,42 @@
 namespace ikattn::cuda {
 namespace {
 
-// Why the pairs of a call are made in blocks of rows by torch's operators; nullptr: by kernels.
-inline const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
+// Of a mask that the keys' logits do not hold: whether it is one of bits, and its heads, H or 1.
+inline bool is_bool(const at::Tensor& mask) { return mask.scalar_type() == at::kBool; }
+inline bool differs_by_query(const at::Tensor& mask) {
+  return mask.dim() >= 2 && mask.size(-2) != 1;
+}
+inline int64_t heads_of(const at::Tensor& mask) { return mask.dim() >= 3 ? mask.size(-3) : 1; }
+
+// Why the norms of a call's pairs, and sums of other keys' values, are made in blocks of rows by
+// torch's operators; nullptr: by kernels.
+inline const char* why_norms_in_blocks(const ContributionCall& call,
+                                       const ContributionSizes& sizes) {
   const WeightsSource& source = call.source;
   const char* wanted = std::getenv("IKATTN_STREAMED_MAPS");
   if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return "IKATTN_STREAMED_MAPS=0";
   if (source.attn_weights.defined()) return "the weights are given";
   if (arithmetic_type(call) == at::kDouble) return "it is computed in float64";
-  if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
-  if (call.block.maps[kMixingRatios]) return "mixing ratios need the sum of other pairs";
+  if (sizes.H > kMostNormHeads) return "there are more than 64 heads";
   if (sizes.B * sizes.L * sizes.S == 0 || source.query.size(3) == 0) return "there are no pairs";
-  if (sizes.B * sizes.L * ((sizes.S + kMaskKeys - 1) / kMaskKeys) >= int64_t{1} << 31) {
+  const at::Tensor mask = or_undefined(source.options.attn_mask);
+  const int64_t masks = mask.defined() && is_bool(mask) ? heads_of(mask) : 1;
+  if (sizes.B * masks * sizes.L * ((sizes.S + kMaskKeys - 1) / kMaskKeys) >= int64_t{1} << 31) {
     return "there are more pairs than a grid has blocks for";
   }
-  const at::Tensor mask = or_undefined(source.options.attn_mask);
+  return nullptr;
+}
+
+// Why not by kernels that know neither many heads, masks of pairs that are floats or differ by
+// head, nor mixing ratios.
+inline const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
+  if (const char* reason = why_norms_in_blocks(call, sizes)) return reason;
+  if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
+  if (call.block.maps[kMixingRatios]) return "mixing ratios need the sum of other pairs";
+  const at::Tensor mask = or_undefined(call.source.options.attn_mask);
   if (!mask.defined()) return nullptr;
-  if (mask.scalar_type() != at::kBool) {
-    return mask.dim() >= 2 && mask.size(-2) != 1 ? "a float mask differs by query" : nullptr;
-  }
-  return mask.dim() >= 3 && mask.size(-3) != 1 ? "the mask differs by head" : nullptr;
+  if (!is_bool(mask)) return differs_by_query(mask) ? "a float mask differs by query" : nullptr;
+  return heads_of(mask) != 1 ? "the mask differs by head" : nullptr;
 }
 
 // [B, heads, N, width] of 16 bits, and what a row is over; undefined: as it is.
@@ -92,9 +110,13 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
 inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
   const auto [B, H, G, L, S, d_v, D] = sizes;
   at::Tensor mask = or_undefined(source.options.attn_mask), hidden;
-  if (mask.defined() && mask.scalar_type() == at::kBool) {
+  if (mask.defined() && (is_bool(mask) || differs_by_query(mask))) {
     // Keys that no row sees: the largest logit is that of others.
-    hidden = mask.expand({B, 1, L, S}).any(2).logical_not().expand({B, H, S});
+    const at::Tensor shown = is_bool(mask) ? mask : mask != -INFINITY;
+    hidden = (shown.dim() >= 2 ? shown.any(-2, true) : shown)
+                 .logical_not()
+                 .expand({B, H, 1, S})
+                 .squeeze(2);
     mask = at::Tensor();
   }
   at::Tensor logits = at::zeros({B, H, S}, source.query.options().dtype(at::kDouble));
@@ -138,8 +160,7 @@ class StreamedPairs {
     params_.L = sizes.L;
     params_.S = sizes.S;
     set_operands(source);
-    const at::Tensor mask = or_undefined(source.options.attn_mask);
-    if (mask.defined() && mask.scalar_type() == at::kBool) set_mask(mask);
+    if (is_present(source.options.attn_mask)) set_mask(*source.options.attn_mask);
     const Block& block = call.block;
     if (block.query_padding.defined()) params_.query_padding = array_of(block.query_padding);
     if (block.key_padding.defined()) params_.key_padding = array_of(block.key_padding);
@@ -156,20 +177,23 @@ class StreamedPairs {
     }
   }
 
-  // Fills the norms; [B, H, L], the weights of each query for its own key, where they are wanted.
-  at::Tensor run(bool wants_own, int64_t diagonal) {
-    at::Tensor own;
-    if (wants_own) {
-      own = at::zeros({sizes_.B, sizes_.H, sizes_.L}, options(at::kFloat));
-      params_.own = own.mutable_data_ptr<float>();
-      params_.diagonal = diagonal;
+  // Fills the norms; what the maps need of rows beside them.
+  StreamedRows run(const Keys& keys, const Block& block) {
+    const auto [B, H, G, L, S, d_v, D] = sizes_;
+    StreamedRows result;
+    if (needs_own_pairs(block)) {
+      result.own = at::zeros({B, H, L}, options(at::kFloat));
+      params_.own = result.own.mutable_data_ptr<float>();
+      params_.diagonal = block.diagonal;
     }
     call_.check(streamed_kernels.row_sums(params_, call_.stream()));
     if (params_.variants > 0) {
       call_.check(streamed_kernels.pair_norms(params_, call_.stream()));
     }
+    if (block.maps[kMixingRatios]) result.others = sum_others(keys.summands);
     // Of dot attention own pairs that are hidden have no weight, but NaN in rows that are.
-    return wants_own && !params_.is_implicit ? own.add_(rows_.select(-1, 2) * 0) : own;
+    if (result.own.defined() && !params_.is_implicit) result.own.add_(rows_.select(-1, 2) * 0);
+    return result;
   }
 
  protected:
@@ -235,13 +259,37 @@ class StreamedPairs {
             .const_data_ptr<float>();
   }
 
+  at::Tensor sum_others(const Summands& summands) {
+    const auto [B, H, G, L, S, d_v, D] = sizes_;
+    const at::Tensor others = at::empty({B, H, L, d_v}, options(at::kFloat));
+    WeighedValueParams params{params_};
+    params.value_heads = G;
+    params.d_v = d_v;
+    params.values = array_of(summands.value);
+    params.broken = kept(summands.broken.contiguous()).const_data_ptr<float>();
+    params.sums = others.mutable_data_ptr<float>();
+    call_.check(streamed_kernels.weighed_values(params, call_.stream()));
+    return others;
+  }
+
   void set_mask(const at::Tensor& mask) {
     const auto [B, H, G, L, S, d_v, D] = sizes_;
-    const at::Tensor shown = mask.expand({B, mask.dim() >= 3 ? mask.size(-3) : 1, L, S});
+    if (!is_bool(mask)) {
+      if (!differs_by_query(mask)) return;  // the keys' logits have it
+      params_.offsets = array_of(kept(mask.expand({B, H, L, S})));
+      if (params_.is_implicit) {
+        const at::Tensor lowest =
+            at::scalar_tensor(std::numeric_limits<double>::max(), at::kDouble);
+        params_.farthest_offset = static_cast<float>(bounded_offsets(lowest).item<double>());
+      }
+      return;
+    }
+    const int64_t heads = params_.mask_heads = heads_of(mask);
+    const at::Tensor shown = mask.expand({B, heads, L, S}).permute({0, 2, 3, 1});
     const int64_t words = (S + kMaskKeys - 1) / kMaskKeys;
-    const at::Tensor bits = kept(at::empty({B, L, words}, options(at::kInt)));
-    const MaskParams params{B, L, S, array_of(shown.select(1, 0)),
-                            static_cast<uint32_t*>(bits.mutable_data_ptr())};
+    const at::Tensor bits = kept(at::empty({B, heads, L, words}, options(at::kInt)));
+    const MaskParams params{
+        B, L, S, array_of(shown), static_cast<uint32_t*>(bits.mutable_data_ptr()), heads};
     call_.check(streamed_kernels.mask_words(params, call_.stream()));
     params_.mask = params.words;
   }

@@ -12,31 +12,34 @@ __global__ void __launch_bounds__(kMaskWarps * 32) mask_word_kernel(MaskParams p
   const int lane = threadIdx.x % 32;
   const int64_t words = (params.S + kMaskKeys - 1) / kMaskKeys;
   const int64_t word = int64_t{blockIdx.x} * kMaskWarps + threadIdx.x / 32;
-  const int64_t row = min(word / words, params.B * params.L - 1);
-  const int64_t b = row / params.L, i = row % params.L, j = word % words * kMaskKeys + lane;
+  const int64_t rows = params.B * params.heads * params.L, row = min(word / words, rows - 1);
+  const int64_t head = row / params.L, b = head / params.heads, h = head % params.heads;
+  const int64_t i = row % params.L, j = word % words * kMaskKeys + lane;
   const int64_t* stride = params.mask.stride;
   const bool seen =
-      j < params.S && static_cast<const uint8_t*>(
-                          params.mask.data)[b * stride[0] + i * stride[1] + j * stride[2]] != 0;
+      j < params.S &&
+      static_cast<const uint8_t*>(
+          params.mask.data)[b * stride[0] + i * stride[1] + j * stride[2] + h * stride[3]] != 0;
   const unsigned bits = __ballot_sync(0xffffffffu, seen);
-  if (lane == 0 && word < params.B * params.L * words) params.words[word] = bits;
+  if (lane == 0 && word < rows * words) params.words[word] = bits;
 }
 
 const char* mask_words(const MaskParams& params, Stream stream) {
-  const int64_t words = params.B * params.L * ((params.S + kMaskKeys - 1) / kMaskKeys);
+  const int64_t words =
+      params.B * params.heads * params.L * ((params.S + kMaskKeys - 1) / kMaskKeys);
   return launch(mask_word_kernel,
                 dim3(static_cast<unsigned>((words + kMaskWarps - 1) / kMaskWarps)),
                 dim3(kMaskWarps * 32), 0, stream, params);
 }
 
-constexpr int kParts = 4;  // threads that share a key
+constexpr int kParts = 16;  // threads that share a key: each two lanes of a tile
 
 // The larger; NaN stays.
 __device__ __forceinline__ float larger(float largest, float x) {
   return x > largest || x != x ? x : largest;
 }
 
-// A thread is a key, whose factor it reads beside its neighbours'.
+// A thread is a part of a key, whose factor it reads beside its neighbours'.
 __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(FragmentParams params) {
   IKATTN_SHARED(float, parts, kParts* kFactorBlock);
   const int own_key = threadIdx.x % kFactorBlock, part = threadIdx.x / kFactorBlock;
@@ -69,11 +72,12 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
   for (int n = 0; n < 2 * tiles; ++n) {  // 8 rows, and 16 heads; or 8 heads, and 16 rows
     const int first = is_reversed ? 0 : n / 2, end = is_reversed ? n / 2 + 1 : tiles;
     for (int k = first; k < end; ++k, ++tile) {
-      if (tile % kParts != part) continue;
-      for (int index = 0; index < 64; ++index) {  // by lane and register
-        const int lane = index / 2, outer = 8 * n + lane / 4;
+      uint32_t leading[4], rest[4];  // of a lane and its right neighbour
+#pragma unroll
+      for (int index = 0; index < 4; ++index) {
+        const int lane = 2 * part + index / 2, outer = 8 * n + lane / 4;
         const int inner = 16 * k + lane % 4 * 2 + index % 2 * 8;
-        float x[2] = {}, rest[2];
+        float x[2] = {};
         for (int c = 0; c < 2; ++c) {
           const int row = is_reversed ? inner + c : outer, head = is_reversed ? outer : inner + c;
           if (row > head || head >= H) continue;
@@ -81,14 +85,14 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
           const double factor = static_cast<double>(factors[int64_t{entry} * kFactorBlock]);
           x[c] = is_finite ? static_cast<float>(factor * to_half) : 1.0f;
         }
-        const uint32_t packed = pack_f16x2(x[0], x[1]);
-        fragments[tile * 64 + index] = packed;
-        if (!params.is_split) continue;
-        const float2 leading = unpack<Half>(packed);
-        rest[0] = x[0] - leading.x;
-        rest[1] = x[1] - leading.y;
-        fragments[(count + tile) * 64 + index] = pack_f16x2(rest[0], rest[1]);
+        leading[index] = pack_f16x2(x[0], x[1]);
+        const float2 two = unpack<Half>(leading[index]);
+        rest[index] = pack_f16x2(x[0] - two.x, x[1] - two.y);
       }
+      uint32_t* own = fragments + tile * 64 + 4 * part;
+      store_vector(own, make_uint4(leading[0], leading[1], leading[2], leading[3]));
+      if (!params.is_split) continue;
+      store_vector(own + count * 64, make_uint4(rest[0], rest[1], rest[2], rest[3]));
     }
   }
 }
@@ -103,11 +107,16 @@ const char* factor_fragments(const FragmentParams& params, Stream stream) {
 
 const char* streamed_row_sums(const StreamedParams& params, Stream stream);
 const char* streamed_pair_norms(const StreamedParams& params, Stream stream);
+const char* streamed_weighed_values(const WeighedValueParams& params, Stream stream);
 const char* streamed_pair_gradients(const StreamedGradientParams& params, Stream stream);
 const char* streamed_score_gradients(const StreamedGradientParams& params, Stream stream);
 
-const StreamedKernels streamed_kernels = {
-    mask_words,          factor_fragments,        streamed_row_sums,
-    streamed_pair_norms, streamed_pair_gradients, streamed_score_gradients};
+const StreamedKernels streamed_kernels = {mask_words,
+                                          factor_fragments,
+                                          streamed_row_sums,
+                                          streamed_pair_norms,
+                                          streamed_weighed_values,
+                                          streamed_pair_gradients,
+                                          streamed_score_gradients};
 
 }  // namespace ikattn::cuda

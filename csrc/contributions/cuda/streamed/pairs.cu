@@ -1,4 +1,4 @@
-// The norms |R_j a_ij| of 16 keys and 32 or 64 queries by a block. First each warp makes the
+// The norms |R_j a_ij| of 16 keys and 16 to 64 queries by a block. First each warp makes the
 // weights of some heads, in Half, over 2^-15, so that a weight has all its 11 bits down to 2^-29.
 // Then each takes some keys: a product of weights, queries by heads, and the transposed factor,
 // heads by rows, whose squares add up to the norm.
@@ -14,7 +14,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 // kHeadTiles: 16 heads each; kParts: numbers of Half that a weight, and a factor, is the sum of.
 template <int kHeadTiles, int kParts>
 struct Tile {
-  static constexpr int kQueries = kParts == 1 ? 64 : 32, kChunks = kQueries / 8;
+  static constexpr int kQueries = 64 / kParts / (kHeadTiles > 2 ? 2 : 1), kChunks = kQueries / 8;
   static constexpr int kHeads = 16 * kHeadTiles;
   static constexpr int kPartBytes = kStreamedKeys * kHeads * kQueries * 2;
   static constexpr int kPitch = kStreamedKeys + 1;  // of norms, [variant][query][key]
@@ -26,7 +26,7 @@ struct Tile {
   // Of the weights [key][head][query], the 16 bytes of the n-th eight queries: turned, so that
   // neighbouring keys, and neighbouring heads, lie in different banks.
   __device__ static __forceinline__ uint32_t place(int key, int head, int n) {
-    const int turn = key + (kChunks == 8 ? head : head / 2);
+    const int turn = key + head / (8 / kChunks);
     return static_cast<uint32_t>((key * kHeads + head) * kQueries * 2 +
                                  ((n ^ turn) & (kChunks - 1)) * 16);
   }
@@ -116,17 +116,19 @@ __device__ __forceinline__ void store_norms(const StreamedParams& params, const 
 
 // Dynamic shared memory: weights [kParts][key][head][query], then norms.
 template <typename T, int kHeadTiles, int kParts>
-__global__ void __launch_bounds__(kThreads, 2) streamed_pair_kernel(StreamedParams params) {
+__global__ void __launch_bounds__(kThreads, kHeadTiles > 2 ? 1 : 2)
+    streamed_pair_kernel(StreamedParams params) {
   using OwnTile = Tile<kHeadTiles, kParts>;
   Shared<unsigned char> weights = dynamic_shared<unsigned char>();
   Shared<float> norms = shared_cast<float>(weights + kParts * OwnTile::kPartBytes);
   const PlaceOfTile at = place_of_tile<OwnTile>(params);
   const int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
-  constexpr int kRounds = OwnTile::kChunks / kTiles;
+  constexpr int kCount = OwnTile::kChunks < kTiles ? OwnTile::kChunks : kTiles;
+  constexpr int kRounds = OwnTile::kChunks / kCount;
   uint32_t visible[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    visible[round] = visible_pairs(params, at.b, at.q0 + round * 8 * kTiles, at.j0);
+    visible[round] = visible_pairs<kCount>(params, at.b, at.q0 + round * 8 * kCount, at.j0);
   }
   if (__syncthreads_or((visible[0] | visible[kRounds - 1]) != 0) != 0) {
     const float smallest[2] = {smallest_weight(params, at.b, at.j0 + g),
@@ -136,9 +138,12 @@ __global__ void __launch_bounds__(kThreads, 2) streamed_pair_kernel(StreamedPara
       if (h < params.H) {
 #pragma unroll 1
         for (int round = 0; round < kRounds; ++round) {
-          make_weights<T, OwnTile, kParts>(params, at, h, round * 8 * kTiles,
-                                           round == 0 ? visible[0] : visible[kRounds - 1], smallest,
-                                           weights);
+          uint32_t seen = round == 0 ? visible[0] : visible[kRounds - 1];
+          const int q0 = round * 8 * kCount;
+          if (params.mask_heads > 1) {
+            seen = visible_pairs<kCount>(params, at.b, at.q0 + q0, at.j0, h);
+          }
+          make_weights<T, OwnTile, kParts>(params, at, h, q0, seen, smallest, weights);
         }
       } else {
         clear_weights<OwnTile, kParts>(h, weights);
@@ -179,14 +184,16 @@ const char* launch_pairs(const StreamedParams& params, Stream stream) {
 
 template <typename T, int kParts>
 const char* launch_heads(const StreamedParams& params, Stream stream) {
-  return params.H <= 16 ? launch_pairs<T, 1, kParts>(params, stream)
-                        : launch_pairs<T, 2, kParts>(params, stream);
+  return params.H <= 16   ? launch_pairs<T, 1, kParts>(params, stream)
+         : params.H <= 32 ? launch_pairs<T, 2, kParts>(params, stream)
+         : params.H <= 48 ? launch_pairs<T, 3, kParts>(params, stream)
+                          : launch_pairs<T, 4, kParts>(params, stream);
 }
 
 }  // namespace
 
 const char* streamed_pair_norms(const StreamedParams& params, Stream stream) {
-  if (params.H > kMostStreamedHeads) return "there must be at most 32 heads";
+  if (params.H > kMostNormHeads) return "there must be at most 64 heads";
   if (params.is_split) return launch_heads<Half, 2>(params, stream);
   return params.query.type == ElementType::kBFloat16 ? launch_heads<BFloat16, 1>(params, stream)
                                                      : launch_heads<Half, 1>(params, stream);

@@ -25,7 +25,7 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
   for (int64_t j0 = warp * kStreamedKeys; j0 < end; j0 += kWarps * kStreamedKeys) {
     // Or the addresses of every query would stay in registers from one tile to the next.
     const int64_t q = q0 + unknown_to_compiler(0);
-    const uint32_t visible = visible_pairs(params, b, q, j0);
+    const uint32_t visible = visible_pairs(params, b, q, j0, h);
     if (!__any_sync(0xffffffffu, visible != 0)) continue;
     float score[kTiles][4] = {};
     multiply_rows<T>(params, b, h, q, j0, score);
@@ -35,8 +35,11 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const uint32_t own = visible >> (4 * n + c);
-        sums[n][c].add(pair_term(params, score[n][c], factor[n][c], low, own & 1));
-        sums[n][c].add(pair_term(params, score[n][2 + c], factor[n][c], high, own >> 2 & 1));
+        const int64_t i = q + 8 * n + 2 * t + c, j = j0 + g;
+        sums[n][c].add(pair_term(params, score[n][c], factor[n][c], low, own & 1,
+                                 offset_of(params, b, h, i, j)));
+        sums[n][c].add(pair_term(params, score[n][2 + c], factor[n][c], high, own >> 2 & 1,
+                                 offset_of(params, b, h, i, j + 8)));
       }
     }
   }

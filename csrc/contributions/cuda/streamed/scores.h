@@ -13,13 +13,13 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a warp's tile: keys, and queries by 8.
+// Of a warp's tile: keys, and queries by 8, or half as many where many heads leave no room.
 constexpr int kStreamedKeys = 16, kTiles = 4;
 
-// Adds to score[n] the products of 16 keys and 32 queries.
-template <typename T>
+// Adds to score[n] the products of 16 keys and 8 kCount queries.
+template <typename T, int kCount>
 __device__ __forceinline__ void multiply_rows(const StreamedParams& params, int64_t b, int64_t h,
-                                              int64_t q0, int64_t j0, float (&score)[kTiles][4]) {
+                                              int64_t q0, int64_t j0, float (&score)[kCount][4]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int64_t key_head = h / (params.H / params.G);
   const auto* key = static_cast<const uint16_t*>(params.key.data) + b * params.key.stride[0] +
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_rows(const StreamedParams& params, int6
     const uint4 a = load_vector<uint4>(low + column), c = load_vector<uint4>(high + column);
     const uint32_t first[4] = {a.x, c.x, a.y, c.y}, second[4] = {a.z, c.z, a.w, c.w};
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kCount; ++n) {
       const int64_t i = min(q0 + 8 * n + g, params.L - 1);
       const uint4 right = load_vector<uint4>(query + i * params.query.stride[2] + column);
       mma_m16n8k16<T>(score[n], first, right.x, right.y);
@@ -43,22 +43,28 @@ __device__ __forceinline__ void multiply_rows(const StreamedParams& params, int6
   }
 }
 
-// Which pairs exist, and are seen under causality and the mask.
+// Which pairs exist, and are seen under causality and the mask of head h; kAllHeads: by one at
+// least, where masks differ.
+constexpr int64_t kAllHeads = -1;
+
+template <int kCount = kTiles>
 __device__ __forceinline__ uint32_t visible_pairs(const StreamedParams& params, int64_t b,
-                                                  int64_t q0, int64_t j0) {
+                                                  int64_t q0, int64_t j0, int64_t h = kAllHeads) {
   static_assert(kMaskKeys % kStreamedKeys == 0);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int64_t words = (params.S + kMaskKeys - 1) / kMaskKeys;
+  const bool differs = params.mask_heads > 1;
+  const bool is_masked = params.mask != nullptr && !(differs && h == kAllHeads);
+  const int64_t first = (b * params.mask_heads + (differs ? h : 0)) * params.L;
   uint32_t visible = 0;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+  for (int n = 0; n < kCount; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int64_t i = q0 + 8 * n + 2 * t + c;
       if (i >= params.L) continue;
       const int64_t end = params.is_causal ? min(params.S, i + 1) : params.S;
-      const uint32_t word =
-          params.mask == nullptr ? ~0u : params.mask[(b * params.L + i) * words + j0 / kMaskKeys];
+      const uint32_t word = is_masked ? params.mask[(first + i) * words + j0 / kMaskKeys] : ~0u;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int64_t j = j0 + g + 8 * r;
@@ -89,15 +95,38 @@ struct KeyNumbers {
   }
 };
 
+__device__ __forceinline__ bool has_offsets(const StreamedParams& params) {
+  return params.offsets.type != ElementType::kNone;
+}
+
+// What a float mask adds to the logit of a pair.
+__device__ __forceinline__ float offset_of(const StreamedParams& params, int64_t b, int64_t h,
+                                           int64_t i, int64_t j) {
+  if (!has_offsets(params)) return 0;
+  const int64_t* stride = params.offsets.stride;
+  const float offset = load_element<float>(params.offsets, b * stride[0] + h * stride[1] +
+                                                               min(i, params.L - 1) * stride[2] +
+                                                               min(j, params.S - 1) * stride[3]);
+  const float farthest = params.farthest_offset;
+  return offset - offset == 0 ? fminf(fmaxf(offset, -farthest), farthest) : offset;
+}
+
 // What a hidden pair holds does not count, NaN neither.
 __device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, float score,
-                                              float row_factor, const KeyNumbers& key,
-                                              bool visible) {
+                                              float row_factor, const KeyNumbers& key, bool visible,
+                                              float offset = 0) {
   const float x = score * row_factor * key.factor;
   PairTerm term{params.is_implicit ? x * x + params.eps : 1.0f,
                 params.is_implicit ? key.logit : x + key.logit,
                 params.is_implicit ? key.low : 0.0f};
-  if (!visible || key.logit == -INFINITY) term = {1.0f, -INFINITY, 0.0f};
+  if (has_offsets(params)) {
+    const float logit = term.logit, sum = logit + offset, added = sum - logit;
+    term.logit = sum;
+    // What the sum has lost, which magnitudes of the implicit kernel may need.
+    const float lost = (logit - (sum - added)) + (offset - added);
+    if (params.is_implicit && lost - lost == 0) term.low += lost;
+  }
+  if (!visible || key.logit == -INFINITY || offset == -INFINITY) term = {1.0f, -INFINITY, 0.0f};
   return term;
 }
 

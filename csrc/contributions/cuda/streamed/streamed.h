@@ -7,8 +7,9 @@
 
 namespace ikattn::cuda {
 
-// Heads are taken by 16; a block holds the weights of all of them.
-constexpr int64_t kMostStreamedHeads = 32;
+// Heads are taken by 16; a block holds the weights of all of them. Of those of norms, and of
+// others.
+constexpr int64_t kMostNormHeads = 64, kMostStreamedHeads = 32;
 // Columns of an operand that a lane's vectors of 16 bytes cover.
 constexpr int64_t kOperandColumns = 32;
 // Keys whose visibility one word holds, and numbers beside a query's row of operands.
@@ -20,7 +21,7 @@ constexpr int64_t kStripRows = 32;
 // With x_ij = row_i[0] key_numbers_j[0] (query_i . key_j), the weight of a pair is
 //   dot attention        exp(x_ij + key_numbers_j[1])               over its row's sum
 //   implicit kernel      (x_ij^2 + eps) exp(key_numbers_j[1])       likewise
-// and that of a hidden pair is zero.
+// and that of a hidden pair is zero. Offsets of pairs are added to key_numbers_j[1].
 struct StreamedParams {
   int64_t B = 0, H = 0, G = 0, L = 0, S = 0;
   int64_t width = 0;  // columns of query and key, a multiple of kOperandColumns
@@ -32,7 +33,12 @@ struct StreamedParams {
   bool is_implicit = false;
   float eps = 0;
   bool is_causal = false;
-  const uint32_t* mask = nullptr;  // [B, L, ceil(S / 32)], bit 1: visible; nullptr: all are
+  // [B, mask_heads, L, ceil(S / 32)], bit 1: visible; nullptr: all are
+  const uint32_t* mask = nullptr;
+  int64_t mask_heads = 1;  // H, or 1: every head has the same
+  Array offsets;           // [B, H, L, S], of float masks, -inf hides; absent: none
+  // Where finite offsets end.
+  float farthest_offset = INFINITY;
 
   // Of the pairs alone.
   bool is_split = false;  // weights and factors are two numbers of Half each, else one
@@ -45,11 +51,12 @@ struct StreamedParams {
   int64_t diagonal = 0;
 };
 
-// A mask [B, L, S] of bytes, as bits.
+// A mask of bytes, as bits.
 struct MaskParams {
   int64_t B = 0, L = 0, S = 0;
-  Array mask;
+  Array mask;  // [B, L, S, heads]
   uint32_t* words = nullptr;
+  int64_t heads = 1;
 };
 
 // The factors of every key as right operands of products, in Half, over the key's unit.
@@ -91,12 +98,22 @@ constexpr int64_t fragment_words(int64_t H, bool is_split) {
   return (is_split ? 2 : 1) * fragment_tiles(head_tiles(H)) * 64;
 }
 
+// Of row sums that are there: sum_j a_ij values_j over all keys but a query's own and padding. A
+// row with a weight for a key that is broken is NaN.
+struct WeighedValueParams : StreamedParams {
+  int64_t value_heads = 0, d_v = 0;
+  Array values{};                 // [B, value_heads, S, d_v], float32, finite
+  const float* broken = nullptr;  // [B, value_heads, S], not 0 where a key's value is not finite
+  float* sums = nullptr;          // [B, H, L, d_v]; own is written, too
+};
+
 // Each queues its work and returns nullptr, or why it could not.
 struct StreamedKernels {
   const char* (*mask_words)(const MaskParams&, Stream);
   const char* (*factor_fragments)(const FragmentParams&, Stream);
   const char* (*row_sums)(const StreamedParams&, Stream);  // fills rows
   const char* (*pair_norms)(const StreamedParams&, Stream);
+  const char* (*weighed_values)(const WeighedValueParams&, Stream);
   const char* (*pair_gradients)(const StreamedGradientParams&, Stream);  // grad of weights; outer
   const char* (*score_gradients)(const StreamedGradientParams&,
                                  Stream);  // grad of scores, in place

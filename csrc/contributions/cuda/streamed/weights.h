@@ -48,19 +48,22 @@ __device__ __forceinline__ void store_weights(Shared<unsigned char> weights, uin
   }
 }
 
-// The weights of a head and 32 queries, from the q0-th of the block on, by a warp.
+// The weights of a head and 32 queries (where a tile has fewer, 16), from the q0-th of the block
+// on, by a warp.
 template <typename T, typename Tile, int kParts>
 __device__ __forceinline__ void make_weights(const StreamedParams& params, const PlaceOfTile& at,
                                              int h, int q0, uint32_t visible,
                                              const float (&smallest)[2],
                                              Shared<unsigned char> weights) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  float score[kTiles][4] = {};
+  constexpr int kCount = Tile::kChunks < kTiles ? Tile::kChunks : kTiles;
+  float score[kCount][4] = {};
   multiply_rows<T>(params, at.b, h, at.q0 + q0, at.j0, score);
+  q0 += unknown_to_compiler(0);  // or addresses of rows would be in registers before their scores
   const int64_t first_row = (at.b * params.H + h) * params.L;
   const KeyNumbers low(params, at.b, h, at.j0 + g), high(params, at.b, h, at.j0 + g + 8);
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+  for (int n = 0; n < kCount; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int64_t i = at.q0 + q0 + 8 * n + 2 * t + c;
@@ -70,7 +73,8 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
       for (int r = 0; r < 2; ++r) {
         float& entry = score[n][2 * r + c];
         const bool seen = (visible >> (4 * n + 2 * r + c) & 1) != 0;
-        const PairTerm term = pair_term(params, entry, row.x, r == 0 ? low : high, seen);
+        const float offset = offset_of(params, at.b, h, i, at.j0 + g + 8 * r);
+        const PairTerm term = pair_term(params, entry, row.x, r == 0 ? low : high, seen, offset);
         const float weight = weight_of(params, term, row);
         if (params.own != nullptr && i < params.L && at.j0 + g + 8 * r == i + params.diagonal) {
           params.own[first_row + i] = weight;

@@ -1,0 +1,179 @@
+// Calls of the contribution kernels in one arithmetic type, and what the CPU makes of them in
+// float64.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "contributions/cpu/kernel.h"
+#include "contributions/cuda/kernels.h"
+#include "kernels/memory.h"
+#include "support/cuda/float16.h"
+#include "support/interpreter/interpreter.h"
+
+namespace ikattn::truth {
+extern const ContributionKernels contribution_kernels;
+}
+
+namespace ikattn {
+namespace {
+
+struct Case {
+  std::string name;
+  int64_t B = 2, H = 4, L = 5, S = 7, D = 20;
+  bool padding = false;
+  double size = 1;  // of the vectors
+  friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+};
+
+// Everything of one call in one arithmetic type.
+template <typename T>
+struct Call {
+  explicit Call(const Case& c) : case_(c) {
+    std::mt19937 generator(5);
+    std::normal_distribution<double> normal;
+    const auto fill = [&](std::vector<T>& values, int64_t count) {
+      values.resize(count + 1);
+      for (T& value : values) value = static_cast<T>(static_cast<float>(normal(generator)));
+    };
+    fill(vectors, c.H * c.B * c.S * c.D);
+    for (T& value : vectors) value *= static_cast<T>(static_cast<float>(c.size));
+    fill(norm_weights[0], c.D);
+    fill(norm_weights[1], c.D);
+    fill(weights, c.B * c.H * c.L * c.S);
+    for (int64_t j = 0; j < c.S && c.L > 0; ++j) weights[j] = 0;  // of one head and query
+    const int64_t blocks = (c.S + kFactorBlock - 1) / kFactorBlock;
+    for (int variant = 0; variant < 3; ++variant) {
+      factors[variant].resize(c.B * blocks * triangle(c.H) * kFactorBlock + 1);
+      norms[variant].resize(c.B * c.L * c.S + 1);
+    }
+    value_norms.resize(c.B * c.H * c.S + 1);
+    query_padding.resize(c.B * c.L + 1);
+    key_padding.resize(c.B * c.S + 1);
+    if (c.padding) {
+      query_padding[c.L - 1] = 1;
+      key_padding[c.S - 1] = key_padding[c.B * c.S - 2] = 1;
+    }
+  }
+
+  FactorsOfVectors of_vectors() {
+    FactorsOfVectors params{factor_params()};
+    params.tokens = case_.S;
+    params.vectors = vectors.data();
+    return params;
+  }
+
+  // Values that are the vectors, which a projection of unit matrices leaves as they are.
+  FactorsOfTokens of_tokens() {
+    const int64_t H = case_.H, B = case_.B, S = case_.S, D = case_.D;
+    units.assign(D * H * D + 1, 0);
+    for (int64_t c = 0; c < D; ++c) {
+      for (int64_t h = 0; h < H; ++h) units[c * H * D + h * D + c] = 1;
+    }
+    FactorsOfTokens params{factor_params()};
+    params.G = H;
+    params.d_v = D;
+    params.value = Array{vectors.data(), kType, {S * D, B * S * D, D, 1}};
+    params.projection = Array{units.data(), kType, {H * D, 1, 0, 0}};
+    return params;
+  }
+
+  FactorParams factor_params() {
+    FactorParams params;
+    params.B = case_.B;
+    params.H = case_.H;
+    params.S = case_.S;
+    params.D = case_.D;
+    params.norms[0] = {norm_weights[0].data(), true};
+    params.norms[1] = {norm_weights[1].data(), false};
+    for (int variant = 0; variant < 3; ++variant) params.factors[variant] = factors[variant].data();
+    params.value_norms = value_norms.data();
+    return params;
+  }
+
+  PairParams pair_params() {
+    PairParams params;
+    params.B = case_.B;
+    params.H = case_.H;
+    params.rows = case_.L;
+    params.S = case_.S;
+    const int64_t H = case_.H, rows = case_.L, S = case_.S;
+    params.weights = Array{weights.data(), kType, {H * rows * S, rows * S, S, 1}};
+    if (case_.padding) {
+      params.query_padding = Array{query_padding.data(), ElementType::kBool, {rows, 1, 0, 0}};
+      params.key_padding = Array{key_padding.data(), ElementType::kBool, {S, 1, 0, 0}};
+    }
+    params.variants = 3;
+    for (int variant = 0; variant < 3; ++variant) {
+      params.factors[variant] = factors[variant].data();
+      params.norms[variant] = Array{norms[variant].data(), kType, {rows * S, S, 1, 0}};
+    }
+    return params;
+  }
+
+  std::vector<T> vectors, units, weights, norm_weights[2], factors[3], norms[3], value_norms;
+  std::vector<uint8_t> query_padding, key_padding;
+
+ private:
+  static constexpr ElementType kType =
+      sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
+  Case case_;
+};
+
+inline Call<double> truth_of(const Case& c) {
+  Call<double> call(c);
+  Memory memory;
+  const auto& kernels = truth::contribution_kernels;
+  kernels.factors[1](call.of_tokens(), cpu_executor(memory));
+  kernels.pair_norms[1](call.pair_params(), cpu_executor(memory));
+  return call;
+}
+
+inline const char* norms_of(const PairParams& params, int index = 0) {
+  std::vector<uint8_t> scratch(cuda::pair_norm_scratch(params, index == 1) + 1);
+  return cuda::contribution_kernels.pair_norms[index](params, scratch.data(), nullptr);
+}
+
+template <typename T>
+Call<T> on_device(const Case& c) {
+  Call<T> call(c);
+  std::vector<T> scratch(call.vectors.size());
+  const auto& kernels = cuda::contribution_kernels;
+  constexpr int kIndex = sizeof(T) == 8 ? 1 : 0;
+  EXPECT_STREQ(kernels.factors[kIndex](call.of_vectors(), scratch.data(), nullptr), nullptr);
+  EXPECT_STREQ(norms_of(call.pair_params(), kIndex), nullptr);
+  return call;
+}
+
+template <typename T>
+void expect_close(const std::vector<T>& got, const std::vector<double>& expected, double tolerance,
+                  const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size());
+  double largest = 1e-30, error = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    largest = std::max(largest, std::fabs(expected[i]));
+    const double difference = std::fabs(static_cast<double>(got[i]) - expected[i]);
+    if (!(difference <= error)) error = difference;  // NaN stays
+    if (std::isnan(error)) break;
+  }
+  EXPECT_LE(error, tolerance * largest) << what;
+}
+
+template <typename T>
+void compare(const Case& c, double tolerance) {
+  const Call<double> truth = truth_of(c);
+  const Call<T> got = on_device<T>(c);
+  expect_close(got.value_norms, truth.value_norms, tolerance, "value norms");
+  for (int variant = 0; variant < 3; ++variant) {
+    const std::string name = "variant " + std::to_string(variant);
+    expect_close(got.norms[variant], truth.norms[variant], tolerance, name);
+  }
+}
+
+}  // namespace
+}  // namespace ikattn
