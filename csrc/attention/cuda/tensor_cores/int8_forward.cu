@@ -7,7 +7,6 @@
 // with ones: of the weights as they are multiplied, but before dropout.
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 #include "attention/cuda/tensor_cores/int8_pairs.h"
-#include "attention/cuda/tensor_cores/tiles.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -123,8 +122,8 @@ __global__ void __launch_bounds__(kFoldedThreads, kDrops<kPairs> ? 2 : 3)
   Fragment phi_q[kRowTiles][kInt8Fragments];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-    load_rows<kInt8Fragments>(phi_q[m], int8_row(tokens.int8.phi_q, at.bh * params.L), kInt8Words,
-                              kInt8Words, i0 + (warp * kRowTiles + m) * 16, params.L);
+    load_int8_rows(phi_q[m], tokens.int8.phi_q + at.bh * params.L * Int8Features::kColumns,
+                   i0 + (warp * kRowTiles + m) * 16, params.L);
   }
   // 3. Tile by tile: scores, weights, output += weights x values, and the sums of weights.
   constexpr uint32_t kOnes = 0x3f803f80u;
@@ -133,8 +132,17 @@ __global__ void __launch_bounds__(kFoldedThreads, kDrops<kPairs> ? 2 : 3)
   float sums[kRowTiles][4] = {};  // of the thread's rows, in [0] and [2]
 
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
-    Shared<unsigned char> stage =
-        arrive_at<L, BFloat16, kStep, V>(tile, tiles.end, params.S, state, shared, copy);
+    Shared<unsigned char> stage = shared + tile % kStages * L::kStage;
+    cp_async_wait<0>();
+    __syncthreads();  // the tile is here, and nobody reads the other stage
+    if (tile + 1 < tiles.end) {
+      copy(shared_address(shared + (tile + 1) % kStages * L::kStage),
+           remaining_of(params.S, (tile + 1) * int64_t{kStep}));
+    }
+    if ((state & kUnclean) != 0) {
+      clean_values<BFloat16, kStep * V>(stage + L::kValues);
+      __syncthreads();
+    }
     const uint32_t base = shared_address(stage);
     Shared<const uint32_t> magnitudes = shared_cast<const uint32_t>(stage + L::kMagnitudes);
     const int64_t j0 = tile * int64_t{kStep};
@@ -165,12 +173,18 @@ __global__ void __launch_bounds__(kFoldedThreads, kDrops<kPairs> ? 2 : 3)
 
   // 4. Rows of the result, or of its part.
   const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
-  // Found anew: no register holds the rows over the tiles.
-  for_own_rows<kRowTiles>(at.i0, unknown_to_compiler(threadIdx.x), [&](int m, int half, int64_t i) {
-    if (i >= params.L) return;
-    store_row<BFloat16, V, false>(params, tokens, parts, part, at, i, 0, sums[m][2 * half], 0, 0,
-                                  kept, [&](int n, int c) { return output[m][n][2 * half + c]; });
-  });
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Found anew: no register holds it over the tiles.
+      const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
+      const int64_t i = at.i0 + (thread / 32 * kRowTiles + m) * 16 + thread % 32 / 4 + 8 * half;
+      if (i >= params.L) continue;
+      store_row<BFloat16, V, false>(params, tokens, parts, part, at, i, 0, sums[m][2 * half], 0, 0,
+                                    kept, [&](int n, int c) { return output[m][n][2 * half + c]; });
+    }
+  }
 }
 
 }  // namespace

@@ -30,6 +30,25 @@ __device__ __forceinline__ float integer_of(int32_t sum) {
   return __uint_as_float(static_cast<uint32_t>(sum)) - kIntegers;
 }
 
+// The features of rows g and g + 8 of 16 from `first` on, of `count`, as A fragments. What
+// load_rows() does, in two registers fewer, without which the forward pass would spill.
+__device__ __forceinline__ void load_int8_rows(Fragment (&rows)[kInt8Fragments],
+                                               const int8_t* features, int64_t first,
+                                               int64_t count) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t i = first + g + 8 * half;
+    const int8_t* row = features + i * Int8Features::kColumns + 4 * t;
+#pragma unroll
+    for (int k = 0; k < kInt8Fragments; ++k) {
+      uint32_t (&registers)[4] = rows[k].registers;
+      registers[half] = i < count ? load_vector<uint32_t>(row + 32 * k) : 0;
+      registers[half + 2] = i < count ? load_vector<uint32_t>(row + 32 * k + 16) : 0;
+    }
+  }
+}
+
 // The address of fragment k of those that begin at `first`, FragmentPlaces::place[0] behind a
 // multiple of 128: no registers hold the others.
 __device__ __forceinline__ uint32_t fragment_at(uint32_t first, int k) {
