@@ -6,7 +6,7 @@
 
 #include "attention/cuda/hopper/offsets.h"
 #include "attention/cuda/hopper/pairs.h"
-#include "attention/cuda/tensor_cores/pairs.h"
+#include "attention/cuda/tensor_cores/forward_pairs.h"
 #include "attention/offsets.h"
 
 namespace ikattn::cuda {
