@@ -23,7 +23,9 @@ __device__ __forceinline__ float exponential_of(TwoParts<float> key, float offse
   if constexpr (!kLarge) {
     return fast_exponential(plain_exponent(offset, key.high) - normalizer.high);
   }
-  if (key.high == minus_infinity<float>() || offset == minus_infinity<float>()) return 0;
+  // Nor does a query count that sees nothing, or is none, whatever the key holds.
+  const bool is_hidden = key.high == minus_infinity<float>() || offset == minus_infinity<float>();
+  if (is_hidden || normalizer.high == INFINITY) return 0;
   return fast_exponential(relative_logit(key, bounded_offset(offset), normalizer));
 }
 // Whether log Z needs no second part; infinity: of a query that sees nothing.
