@@ -14,6 +14,10 @@ namespace {
 
 constexpr int kTileQueries = 16, kBlockQueries = 64;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
+// Weights and factors are scaled to below 2^15, and have 22 bits. The square of a norm that is less
+// than 2^-10 of the largest product would have few of them: of a head with small vectors beside one
+// with large ones that has no weight.
+constexpr float kFaintSquare = 0x1p38f;
 
 // W: of the weights. kHeadTiles: 16 heads each.
 template <typename W, int kHeadTiles>
@@ -213,7 +217,7 @@ __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& w
   for (int r = 0; r < 2; ++r) squares[r] = sum_of_lanes<4>(squares[r]);
 }
 
-// Stores the norms of a lane's key and the queries from i0 + g on. What is not finite, and what
+// Stores the norms of a lane's key and the queries from i0 + g on. What is not finite, is faint, or
 // left the range of float32 on its way, is made again in float64, of the weights and factors
 // themselves.
 __device__ __forceinline__ void store_norms(const PairParams& params, const GivenPlace& at,
@@ -270,7 +274,8 @@ __device__ __forceinline__ void make_norms(const PairParams& params, const Given
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float norm = sqrtf(squares[r]) * unit * scales[r].inverse;
-        if (largest[r] >= kInfinityBits || unit - unit != 0) norm = NAN;
+        const bool is_faint = squares[r] < kFaintSquare;
+        if (largest[r] >= kInfinityBits || unit - unit != 0 || is_faint) norm = NAN;
         if (t == c) own[r] = largest[r] == 0 ? 0.0f : norm;
       }
     }

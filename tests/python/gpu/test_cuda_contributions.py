@@ -169,6 +169,7 @@ WAYS = (
     "dot, biased pairs",
     "implicit, causal",
     "implicit, stationary",
+    "implicit, few frequencies",
     "implicit, biased pairs",
 )
 
@@ -182,7 +183,7 @@ def streamed_call(way: str, dtype: torch.dtype, heads: int = 4) -> dict[str, Any
     }
     call["out_proj_weight"] = torch.randn(24, 20 * heads) / 8
     if way.startswith("implicit"):
-        call["w1"] = torch.randn(heads, 20, 9) / 5
+        call["w1"] = torch.randn(heads, 20, 4 if "few" in way else 9) / 5
     if way == "implicit, causal":
         call["w2"] = torch.randn(heads, 20, 9) / 5
     if way == "dot, biased":
@@ -390,6 +391,29 @@ def test_gradients_by_kernels_are_as_accurate_as_the_composition(
         assert got[name].dtype == dtype
         allowed = 5 * error(composed[name], truth) + TOWARDS_ZERO
         assert_close(got[name], truth, allowed, name)
+
+
+def test_pairs_without_a_gradient_give_none() -> None:
+    call = on_gpu(streamed_call("dot, causal", torch.float32))
+    leaves = leaves_of(call)
+    maps = ikattn.streamed_contributions(**call | leaves, maps=["value_norms", "summed"])
+    assert maps.value_norms is not None
+    found = torch.autograd.grad(maps.value_norms.sum(), [leaves["query"], leaves["key"]])
+    assert all((gradient == 0).all() for gradient in found)
+
+
+def test_a_head_without_weight_costs_the_others_no_digits() -> None:
+    torch.manual_seed(0)
+    weights, value = torch.rand(1, 3, 8, 8), torch.randn(1, 3, 8, 4)
+    weights[:, 1] = 0
+    value[:, 1] *= 2.0**40
+    call = {"attn_weights": weights, "value": value, "out_proj_weight": torch.randn(12, 12)}
+    found = ikattn.contributions(**on_gpu(call), maps=["summed"]).summed
+    wide = {name: x.double() for name, x in call.items()}
+    expected = ikattn.contributions(**wide, maps=["summed"]).summed
+    assert found is not None
+    assert expected is not None
+    assert_close(found.cpu(), expected, 4e-6)
 
 
 @pytest.mark.parametrize("heads", [2, 18])

@@ -304,8 +304,8 @@ def streamed_contributions(
     """The maps of :func:`contributions` from query and key: ``[B, H, L, S]`` never exists.
 
     The weights are made for some queries at a time and forgotten, in the backward too. On CUDA
-    kernels make them where they can; queries and keys of 16 bits are then multiplied as they are,
-    and weights and transformed vectors have 11 bits.
+    kernels make them where they can; of dot attention queries and keys of 16 bits are then
+    multiplied as they are, and weights and transformed vectors have 11 bits.
 
     Args:
         query: ``[B, H, L, d]``.

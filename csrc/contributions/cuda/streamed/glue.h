@@ -151,8 +151,10 @@ class StreamedPairs {
   StreamedPairs(const ContributionCall& call, const ContributionSizes& sizes)
       : sizes_(sizes), call_(name_of(call), call.value) {
     const WeightsSource& source = call.source;
-    params_.is_split = source.query.scalar_type() == at::kFloat;
     params_.is_implicit = source.w1.defined();
+    // Where two features are almost orthogonal a weight changes by more than what their rounding to
+    // 11 bits leaves.
+    params_.is_split = params_.is_implicit || source.query.scalar_type() == at::kFloat;
     params_.eps = static_cast<float>(source.options.eps);
     params_.is_causal = source.options.is_causal;
     params_.B = sizes.B;

@@ -156,6 +156,7 @@ class StreamedGradients : StreamedPairs {
       call_.check(streamed_kernels.pair_gradients(params, call_.stream()));
       params.is_first = false;
     }
+    if (params.is_first && grad.defined()) grad.zero_();  // no norm of a pair has a gradient
     if (own_.defined()) add_own(round.block, i0, grads, keys, grad, totals);
     if (grad.defined()) add_score_gradients(params, grad);
   }
