@@ -262,8 +262,13 @@ def test_a_spoilt_key_of_the_future_spoils_no_earlier_row(first: int, dtype: tor
 
 @pytest.mark.parametrize("rubbish", [NAN, INF], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_a_spoilt_query_spoils_its_own_row_only(dtype: torch.dtype, rubbish: float) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_spoilt_query_spoils_its_own_row_only(
+    dtype: torch.dtype, rubbish: float, masked: bool
+) -> None:
     arguments = SHAPE.arguments(dtype)
+    if masked:
+        arguments["attn_mask"] = torch.zeros(70, arguments["key"].size(-2), dtype=dtype)
     spoilt = arguments | {"query": arguments["query"].clone()}
     spoilt["query"][1, 2, 33, 4] = rubbish
     output, expected = attention(**spoilt), attention(**arguments)
@@ -273,6 +278,7 @@ def test_a_spoilt_query_spoils_its_own_row_only(dtype: torch.dtype, rubbish: flo
     assert output[~others].isnan().all()
     found, clean = (gradients(attention, call)["query"] for call in (spoilt, arguments))
     assert_identical([found[others]], [clean[others]])
+    assert found[~others].isnan().all()
 
 
 @pytest.mark.parametrize("form", ["folded", "general"])

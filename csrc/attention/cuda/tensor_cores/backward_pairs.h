@@ -28,6 +28,8 @@ struct QueryRows {
         fit[half] /= static_cast<float>(4 * params.M);
         normalizer[half] = there ? rows.normalizer[index] : INFINITY;
         low[half] = there ? rows.low[index] : 0.0f;
+        // A poisoned query's scores are 0.
+        if (normalizer[half] != normalizer[half]) fit[half] = normalizer[half];
       }
     }
   }
