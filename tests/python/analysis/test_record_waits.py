@@ -36,6 +36,7 @@ class OnItsWay(transfers.Arrival):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "takes_waiting", lambda x: True)
     monkeypatch.setattr(transfers.Transfers, "arrival", lambda self: OnItsWay())
 
 
@@ -239,6 +240,54 @@ def test_what_was_known_is_not_taken_in_training() -> None:
         for _ in range(3):
             model(x)
         assert len(recording.batches) == 4
+
+
+def test_on_the_cpu_a_sum_whose_scale_changes_is_found_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a hook takes away a part of an attention, in every second call."""
+    monkeypatch.setattr(runs, "takes_waiting", lambda x: False)
+    count = looks(monkeypatch)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=H, n_embd=D, vocab_size=11, n_positions=L)
+    model, scale = transformers.GPT2Model(config).eval(), [1.0]
+    model.h[0].attn.register_forward_hook(lambda m, a, out: (scale[0] * out[0], *out[1:]))
+    with torch.no_grad(), record(model) as recording:
+        for scale[0], looked in ((1.0, 2), (1.0, 2), (0.5, 3), (1.0, 3), (0.5, 4)):
+            model(torch.arange(L)[None])
+            assert count == [looked]
+        assert len(recording.batches) == 5
+
+
+@pytest.mark.parametrize("check", ["rows", "all"])
+def test_what_a_model_writes_over_later_was_right(check: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, H, -1).permute(2, 0, 3, 1, 4)
+            heads = nn.functional.scaled_dot_product_attention(q, k, v)
+            heads = heads.transpose(1, 2).flatten(2)
+            made: Tensor = self.proj(heads)
+            heads.zero_()
+            return made
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.norm = Attention(), nn.LayerNorm(D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.norm(x + self.attn(x))
+            self.norm.weight.zero_()  # as where the next layer's are loaded
+            return made
+
+    model = Model().eval()
+    with torch.no_grad(), record(model, check=check) as recording:
+        model(torch.randn(1, 1, D))
+        assert recording.batches[0]["attn"].summed is not None
 
 
 def test_a_sum_that_may_be_another_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

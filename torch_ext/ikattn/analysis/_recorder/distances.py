@@ -197,12 +197,24 @@ class NearestRows(Distance):
 
 
 def distance(
-    found: Tensor, expected: Tensor, dtype: torch.dtype, *, zeros_count: bool = True
+    found: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype,
+    *,
+    zeros_count: bool = True,
+    at_once: bool = False,
 ) -> Distance:
-    """How far rows ``[.., D]`` are apart that were computed in a type."""
+    """How far rows ``[.., D]`` are apart that were computed in a type.
+
+    Args:
+        found, expected: The rows; nobody writes into them until they are compared.
+        dtype: The type.
+        zeros_count: Whether rows count of which only zeros are expected.
+        at_once: They are many, or the model's own: to be compared now.
+    """
     tolerance = TOLERANCES.get(dtype, 1e-1)
     found, expected = found.flatten(0, -2), expected.flatten(0, -2)
-    if found.size(0) <= 2:
+    if not at_once:
         return Rows(tolerance, zeros_count, found, expected)
     return Numbers(tolerance, zeros_count, _apart(found.unsqueeze(0), expected.unsqueeze(0))[0])
 

@@ -187,6 +187,7 @@ class Follower:
         if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
             # made here, where what they are made of is let go
             run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
+            self._maker.claim_heads(call, run)
         run.begin_sum(y)
 
     def _limit_of(self, run: Run) -> nn.Module | None:

@@ -69,8 +69,7 @@ class Maker:
                 run.around.residual = None
             wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
             run.maps = self.make(call, run, wanted)
-        with torch.no_grad(), without_autocast(attention.query.device):
-            call.claim(run.noted_heads_claim())
+        self.claim_heads(call, run)
         if self._on_run is not None:
             self._on_run(run)
         layer = Layer(
@@ -89,6 +88,11 @@ class Maker:
             made = MadeLayer(layer, run.maps, settlement, self.transfers.arrival())
             call.made.append(made)
             self.hand_over(call, waits=False)
+
+    def claim_heads(self, call: Call, run: Run) -> None:
+        """Compares the row of heads that was kept with the weights that the maps were made of."""
+        with torch.no_grad(), without_autocast(run.attention.query.device):
+            call.claim(run.noted_heads_claim())
 
     def settlement(self, call: Call) -> Settlement:
         """What is claimed of a call so far, on its way to the host."""

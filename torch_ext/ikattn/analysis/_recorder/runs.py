@@ -48,6 +48,7 @@ from ikattn.analysis._recorder.known_sums import (
     known_sum,
     remember,
     sum_distance,
+    takes_waiting,
 )
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
@@ -188,7 +189,9 @@ class Run:
         if self.noted_heads is None:
             return None
         row, found, dtype = self.noted_heads
-        return self._heads_claim(found, self.attention.row(0, row.place).context(), dtype)
+        self.noted_heads = None
+        expected = self.attention.row(0, row.place).context()
+        return self._heads_claim(found, expected, dtype, at_once=False)
 
     def heads_claim(self) -> Claim | None:
         """That weights times values are all heads; None where there is nothing to compare."""
@@ -198,15 +201,18 @@ class Run:
         expected = self.attention.context()
         if padding is not None:
             expected = expected.masked_fill(padding.unsqueeze(-1), 0)
-        return self._heads_claim(widened(context), expected, context.dtype)
+        return self._heads_claim(widened(context), expected, context.dtype, at_once=True)
 
-    def _heads_claim(self, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Claim:
+    def _heads_claim(
+        self, found: Tensor, expected: Tensor, dtype: torch.dtype, *, at_once: bool
+    ) -> Claim:
         hint = (
             ". The attention differs from softmax(query . key) as it was told: something "
             "changed logits, weights or values in between"
         )
         # rows that see no key the model may make anything of
-        apart = distance(found.to(expected.dtype), expected, dtype, zeros_count=False)
+        found = found.to(expected.dtype)
+        apart = distance(found, expected, dtype, zeros_count=False, at_once=at_once)
         return self.claim("weights times values are not the heads it computed", apart, hint)
 
     def a_row(self) -> ARow:
@@ -232,7 +238,7 @@ class Run:
         dtype = y.dtype if TOLERANCES.get(y.dtype, 1) > TOLERANCES.get(x.dtype, 1) else x.dtype
         if self.is_probed:  # it may round its inputs to 8 bits, or its weights to fewer
             dtype = torch.float16
-        return distance(found.to(expected.dtype), expected, dtype)
+        return distance(found.to(expected.dtype), expected, dtype, at_once=every_row)
 
     # --- 3
 
@@ -328,7 +334,7 @@ class Run:
     ) -> tuple[Sum, bool] | None:
         """The sum as it was found in a call before, and whether its residual is as it was.
 
-        That it adds up this time, too, becomes a claim.
+        That it adds up this time, too, becomes a claim where the host would wait to see it.
         """
         if not self._may_be_known():
             return None
@@ -340,9 +346,14 @@ class Run:
         residual, y = self.residuals[known.candidate], self.variants[0].tensor
         if residual.rows.size(-1) != y.size(-1):
             return None
+        added = self.variants[known.variant].rows
+        if not takes_waiting(x):
+            total = (residual.rows.to(added.dtype) + added).to(y.dtype)
+            is_same = torch.equal(total, rows_of(x).to(y.dtype))
+            return (Sum(residual, known.variant), residual.is_as_it_was) if is_same else None
         fault = partial(_forget, weakref.ref(layer))
         step = "its output and its residual, as they were found in a call before, are not their sum"
-        apart = sum_distance(x, y, residual, self.variants[known.variant].rows)
+        apart = sum_distance(x, y, residual, added)
         claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
         is_as_it_was = known.is_as_it_was
         if residual.version >= 0:
@@ -398,8 +409,9 @@ class Run:
             given=rows_of(x),
             made=rows_of(out),
             scale=rows_of(stats.scale.detach().unsqueeze(-1)),
-            weight=widened(stats.weight.detach()),
-            bias=widened(bias.detach()) if isinstance(bias, Tensor) else None,
+            # copies: sharded or offloaded parameters may be gone when they are looked at
+            weight=widened(stats.weight.detach().clone()),
+            bias=widened(bias.detach().clone()) if isinstance(bias, Tensor) else None,
             centered=stats.centered,
         )
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
