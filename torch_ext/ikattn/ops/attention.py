@@ -209,7 +209,7 @@ def implicit_kernel_weights(
         Differentiable by the kernels of attention's backward, which hold no weights but their
         gradient. Under ``create_graph=True`` and ``torch.func`` the reference computes: it holds
         ``[B, H, L, S]``, and a NaN that some rows see reaches the gradients of others. On CUDA
-        weights and their gradients are made on CUDA cores, in 16 bits, too.
+        weights of 16 bits are made on tensor cores; others, and all gradients, on CUDA cores.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
