@@ -30,7 +30,7 @@ struct NarrowLayout {
 };
 
 template <typename T, int kD>
-__device__ __forceinline__ void narrow_angles(Shared<T> x, Shared<T> w, int pitch,
+__device__ __forceinline__ void narrow_angles(Shared<T> x, int own, Shared<T> w, int pitch, int m,
                                               T (&angles1)[kNarrowTokens],
                                               T (&angles2)[kNarrowTokens]) {
 #pragma unroll
@@ -38,12 +38,12 @@ __device__ __forceinline__ void narrow_angles(Shared<T> x, Shared<T> w, int pitc
     T by1[4], by2[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      by1[i] = w[(c + i) * pitch];
-      by2[i] = w[(kD + c + i) * pitch];
+      by1[i] = w[(c + i) * pitch + m];
+      by2[i] = w[(kD + c + i) * pitch + m];
     }
 #pragma unroll
     for (int t = 0; t < kNarrowTokens; ++t) {
-      const Four<T> values = load_vector<Four<T>>(x + t * kD + c);
+      const Four<T> values = load_vector<Four<T>>(x + (own + t) * kD + c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         angles1[t] += values.at[i] * by1[i];
@@ -54,14 +54,15 @@ __device__ __forceinline__ void narrow_angles(Shared<T> x, Shared<T> w, int pitc
 }
 
 template <typename T, int kD>
-__device__ __forceinline__ void add_narrow_tokens(Shared<T> x, const T (&gradients1)[kNarrowTokens],
+__device__ __forceinline__ void add_narrow_tokens(Shared<T> x, int own,
+                                                  const T (&gradients1)[kNarrowTokens],
                                                   const T (&gradients2)[kNarrowTokens],
                                                   T (&sums1)[kD], T (&sums2)[kD]) {
 #pragma unroll
   for (int c = 0; c < kD; c += 4) {
 #pragma unroll
     for (int t = 0; t < kNarrowTokens; ++t) {
-      const Four<T> values = load_vector<Four<T>>(x + t * kD + c);
+      const Four<T> values = load_vector<Four<T>>(x + (own + t) * kD + c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const T value = is_finite(values.at[i]) ? values.at[i] : T(0);
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
       load_narrow_tokens<T, kD>(source, tokens, first, block.end, layout.tokens, x);
       // 2. The gradients of a frequency's angles.
       T angles1[kNarrowTokens] = {}, angles2[kNarrowTokens] = {};
-      narrow_angles<T, kD>(x + own * kD, w + m, pitch, angles1, angles2);
+      narrow_angles<T, kD>(x, own, w, pitch, m, angles1, angles2);
 #pragma unroll
       for (int t = 0; t < kNarrowTokens; ++t) {
         const int64_t token = first + own + t;
@@ -176,8 +177,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
       }
       // 3. Those of frequencies. A token without gradient has none, whatever it holds; with one, it
       // is NaN there, too.
-      if (parts.sums != nullptr)
-        add_narrow_tokens<T, kD>(x + own * kD, angles1, angles2, sums1, sums2);
+      if (parts.sums != nullptr) add_narrow_tokens<T, kD>(x, own, angles1, angles2, sums1, sums2);
       __syncthreads();
       // 4. Those of tokens: a thread has one dimension of every few.
       if (out.type == ElementType::kNone) continue;
