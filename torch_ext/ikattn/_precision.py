@@ -20,4 +20,4 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which sums are formed in the types that their terms have."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return nullcontext()  # for which a hundredth of the time is taken
+    return nullcontext()  # a recording enters some ten a layer
