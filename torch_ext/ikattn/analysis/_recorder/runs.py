@@ -266,10 +266,11 @@ class Run:
             self._note(out)
 
     def _note(self, out: Tensor) -> None:
-        last = self.last_other
-        is_known = last is not None and last.tensor is out and last.version >= 0
-        if len(self.others) == 32 or (is_known and last is not None and last.is_as_it_was):
+        last = self.last_other if self.others else None  # of these, not of a stage before
+        if last is not None and last.tensor is out and last.version >= 0 and last.is_as_it_was:
             return  # a module has handed on what another made
+        if len(self.others) == 32:
+            return
         self.last_other = see(out)
         self.others.append(self.last_other.rows)
 
