@@ -349,6 +349,23 @@ def test_an_out_projection_is_what_it_computes_not_its_weight() -> None:
 
 
 @torch.no_grad()
+def test_an_out_projection_may_change_between_calls() -> None:
+    model = nn.Sequential(Block())
+    x = torch.randn(B, L, D)
+    with torch.no_grad(), record(model, maps=["summed"]) as recording:
+        for call in range(6):
+            model(x)
+            if call % 3 == 2:  # in two ways, after calls in which it was known
+                model[0].attn.proj.weight.data.mul_(1.5)
+            elif call % 3 == 1:
+                model[0].attn.proj.weight.mul_(2.0)
+    maps = [next(iter(batch.layers.values())).summed for batch in recording.batches]
+    for found, factor in zip(maps, (1, 1, 2, 3, 3, 6), strict=True):
+        assert found is not None
+        assert maps[0] is not None
+        assert_close(found, factor * maps[0], 1e-9)
+
+
 def test_several_calls_of_one_module_are_one_map() -> None:
     class Images(Attention):
         """Each image's tokens by themselves, as vision towers of language models do."""

@@ -139,13 +139,15 @@ class AttentionCall:
         if rows < L and "weights" not in vars(self):
             blocks = [self.narrow(i, min(i + rows, L)) for i in range(0, L, rows)]
             return torch.cat([block.context() for block in blocks], 1)
-        groups = self.query.size(1) // self.value.size(1)
-        if groups == 1:
-            merged: Tensor = self.weights @ self.value
-        else:
-            weights = self.weights.unflatten(1, (-1, groups))  # [B, G, H / G, L, S]
-            merged = (weights @ self.value.unsqueeze(2)).flatten(1, 2)
-        return merged.transpose(1, 2).flatten(2)
+        return _weighted(self.weights, self.value)
+
+    def context_of_row(self, b: int, place: slice | Tensor) -> Tensor:
+        """``context`` of one query of item b alone: a slice of one, or its number, [1]."""
+        if "weights" not in vars(self):
+            return self.row(b, place).context()
+        own = self.weights[b : b + 1]
+        own = own.index_select(2, place) if isinstance(place, Tensor) else own[:, :, place]
+        return _weighted(own, self.value[b : b + 1])
 
     def row(self, b: int, place: slice | Tensor) -> AttentionCall:
         """The run of one query of item b alone: a slice of one, or its number, [1]."""
@@ -172,11 +174,6 @@ class AttentionCall:
             query_padding=None,
             key_padding=None,
         )
-        if "weights" in vars(self):  # that are held
-            own = self.weights[b : b + 1]
-            own = own.index_select(2, place) if isinstance(place, Tensor) else own[:, :, place]
-            vars(item)["weights"] = own
-            return item
         if not isinstance(place, Tensor):
             return item.narrow(place.start, place.stop)
         if self.causal is not None:  # what it sees depends on its number
@@ -279,3 +276,14 @@ class AttentionCall:
         is_causal = self.causal == 0  # as the operators have it: the first query sees one key
         mask = self.attn_mask if is_causal else self._mask()
         return {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
+
+
+def _weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """Values of G groups of heads ``[B, G, S, d_v]`` weighted ``[B, H, L, S]``, heads merged."""
+    groups = weights.size(1) // value.size(1)
+    if groups == 1:
+        merged = weights @ value
+    else:
+        grouped = weights.unflatten(1, (-1, groups))  # [B, G, H / G, L, S]
+        merged = (grouped @ value.unsqueeze(2)).flatten(1, 2)
+    return merged.transpose(1, 2).flatten(2)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ikattn._precision import widened
 
@@ -64,17 +64,20 @@ def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
     return None
 
 
-@torch.no_grad()
 def rows_of(x: Tensor) -> Tensor:
     """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy."""
     if x.is_nested:
         x = x.unbind()[0]
-    if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.numel():
-        *outer, last = zip(x.shape, x.stride(), strict=True)
-        step = sum((size - 1) * stride for size, stride in outer)  # from the first to the last
-        ends = x.as_strided((2, last[0]), (step, last[1]))
-        return ends.clone() if x.dtype in _WIDE else ends.float()
     x = x.detach()
+    if type(x) is Tensor and x.layout == torch.strided and x.numel():
+        D = x.size(-1)
+        if x.is_contiguous():
+            ends = x.as_strided((2, D), (x.numel() - D, 1))
+        else:
+            *outer, last = zip(x.shape, x.stride(), strict=True)
+            step = sum((size - 1) * stride for size, stride in outer)  # from the first to the last
+            ends = x.as_strided((2, D), (step, last[1]))
+        return ends.clone() if x.dtype in _WIDE else ends.float()
     rows = [x[(x.dim() - 1) * (end,)] for end in (0, -1)]
     if hasattr(x, "full_tensor"):  # a DTensor
         rows = [row.full_tensor() for row in rows]  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
-from ikattn.analysis._recorder.distances import Distance
+from ikattn.analysis._recorder.distances import TOLERANCES, Distance
 from ikattn.analysis._recorder.flow import rows_of
 from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
@@ -29,6 +29,7 @@ from ikattn.analysis._recorder.projection import (
 )
 from ikattn.analysis._recorder.run_maps import awaited_norms
 from ikattn.analysis._recorder.runs import Run
+from ikattn.analysis._recorder.sketches import Sketches
 from ikattn.analysis.contributions import NormStats
 
 __all__ = ["Follower"]
@@ -47,12 +48,14 @@ class Follower:
         self._checks_all = checks_all
         self.norms: set[nn.Module] = set()  # of the model
         self._projections: dict[nn.Module, Projection] = {}
+        self._sketches = Sketches()
         self._limits: dict[nn.Module, nn.Module | None] = {}
         self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for
 
     def forget(self) -> None:
         """Lets go of what has been learnt of out-projections and norms."""
         self._projections.clear()
+        self._sketches = Sketches()
         self._known_readers.clear()
 
     def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
@@ -152,23 +155,29 @@ class Follower:
         plain = plain_projection(module)
         run.is_probed = plain is None
         known = plain or self._projections.get(module)
-        apart = None if known is None else self._apart(run, known, x, y)
+        apart = None if known is None else self._apart(run, module, known, x, y)
         has_changed = run.is_probed and apart is not None and apart.is_too_far
         if known is None or has_changed:
             with self._maker.grad_mode(), without_autocast(x.device):
                 known = effective_projection(module, x.size(-1), x)
             if self._maker.detach:
                 self._projections[module] = known
-            apart = self._apart(run, known, x, y)
+            apart = self._apart(run, module, known, x, y)
         if apart is not None:
             call.claim(run.claim(step, apart))
         return known
 
-    def _apart(self, run: Run, projection: Projection, x: Tensor, y: Tensor) -> Distance | None:
-        """How far a projection of heads ``x`` is from ``y``; None where there are none."""
+    def _apart(
+        self, run: Run, module: nn.Module, projection: Projection, x: Tensor, y: Tensor
+    ) -> Distance | None:
+        """How far a projection of heads ``x`` is from ``y``; None where nothing is left to see."""
         if not x.numel():
             return None
         with torch.no_grad(), without_autocast(x.device):
+            if not (self._checks_all or takes_waiting(x)):
+                tolerance = TOLERANCES.get(run.type_of_projection(x, y), 1e-1)
+                if self._sketches.agrees(module, projection, rows_of(x), rows_of(y), tolerance):
+                    return None
             return run.projected(projection, x, y, self._checks_all)
 
     def projected(self, call: Call, run: Run, y: Tensor) -> None:

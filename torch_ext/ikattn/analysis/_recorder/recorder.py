@@ -314,7 +314,7 @@ class Recorder:
                 heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
         else:
             row = run.a_row()
-            heads, own = run.attention.row(0, row.place).context(), row.of(own[:1])
+            heads, own = run.attention.context_of_row(0, row.place), row.of(own[:1])
         step = "weights times values, through its out-projection, are not its output"
         apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
         call.claim(run.claim(step, apart))

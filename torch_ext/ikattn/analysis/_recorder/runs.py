@@ -190,7 +190,7 @@ class Run:
             return None
         row, found, dtype = self.noted_heads
         self.noted_heads = None
-        expected = self.attention.row(0, row.place).context()
+        expected = self.attention.context_of_row(0, row.place)
         return self._heads_claim(found, expected, dtype, at_once=False)
 
     def heads_claim(self) -> Claim | None:
@@ -235,10 +235,14 @@ class Run:
         expected = rows.to(weight.dtype) @ weight.mT
         if bias is not None:
             expected = expected + widened(bias.detach())
-        dtype = y.dtype if TOLERANCES.get(y.dtype, 1) > TOLERANCES.get(x.dtype, 1) else x.dtype
-        if self.is_probed:  # it may round its inputs to 8 bits, or its weights to fewer
-            dtype = torch.float16
+        dtype = self.type_of_projection(x, y)
         return distance(found.to(expected.dtype), expected, dtype, at_once=every_row)
+
+    def type_of_projection(self, x: Tensor, y: Tensor) -> torch.dtype:
+        """The type whose rounding an out-projection ``y`` of heads ``x`` may have."""
+        if self.is_probed:  # it may round its inputs to 8 bits, or its weights to fewer
+            return torch.float16
+        return y.dtype if TOLERANCES.get(y.dtype, 1) > TOLERANCES.get(x.dtype, 1) else x.dtype
 
     # --- 3
 
