@@ -4,7 +4,8 @@
 # make test      every option of every operator, every module and family of kernels once, in C++ and
 #                Python, against the installed package: before a commit
 # make test-full everything: before a release, after a change of kernels. Its parts are targets of
-#                their own: full-cpp full-python full-floors full-sets full-interpreter full-cuda asan
+#                their own: full-cpp full-python full-floors full-vision full-sets full-interpreter
+#                full-cuda asan
 # make asan      the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, by instruction set
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills;
 #                  CUDA_CHECK='--arch sm_90a' for one architecture
@@ -22,7 +23,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .PHONY: demo analyze check test test-cpp test-python test-sets test-full full-cpp full-python full-sets \
-  full-floors full-interpreter full-cuda asan cuda-check lint format bench develop clean
+  full-floors full-vision full-interpreter full-cuda asan cuda-check lint format bench develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -82,7 +83,7 @@ test-sets: $(stamps)/extra-test
 
 test-full:
 	@set +e
-	for part in full-cpp full-python full-floors full-sets full-interpreter full-cuda asan; do
+	for part in full-cpp full-python full-floors full-vision full-sets full-interpreter full-cuda asan; do
 	  began=$$SECONDS
 	  $(MAKE) "$$part"
 	  status=$$?
@@ -105,6 +106,13 @@ full-floors: $(stamps)/integrations
 	$(pip) --no-deps --target build/floors 'transformers==5.16.*' peft==0.21.0 opacus==1.6.0 \
 	  torch_geometric==2.8.0 lightning==2.6.0 safetensors==0.5.0 tqdm==4.66.0
 	PYTHONPATH=build/floors $(pytest) tests/python/analysis tests/python/integrations
+
+# Models of timm and diffusers. Their torchvision must be of this torch, and stays out of .venv.
+full-vision: $(stamps)/integrations
+	rm -rf build/vision
+	$(pip) --no-deps --target build/vision 'timm>=1.0.31' 'torchvision==0.28.*' 'diffusers>=0.42'
+	PYTHONPATH=build/vision $(pytest) tests/python/analysis/test_record_vision.py \
+	  tests/python/integrations/test_integrations_timm.py
 
 full-sets: test-sets
 

@@ -35,11 +35,15 @@ COMPARING: tuple[tuple[Any, str], ...] = (
 )
 
 
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 @contextlib.contextmanager
 def nothing_is_compared() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name in COMPARING:
-            stack.enter_context(mock.patch.object(owner, name, return_value=None))
+            stack.enter_context(mock.patch.object(owner, name, nothing))
         yield
 
 

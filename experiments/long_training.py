@@ -86,8 +86,8 @@ class PlacedAttention(Attention):
     """Implicit kernel whose tokens have their place as one more coordinate of query and key.
 
     The kernel then depends on the distance of two places: w1 and w2 share the row of this
-    coordinate. At first the similarity of heads reaches ``reach``, 4, 16 .. times as many tokens
-    far, by its standard deviation. Rotary places would not do: with frequencies for queries and
+    coordinate. At first the similarity of the first head reaches ``reach`` tokens far, by its
+    standard deviation, that of the last one four times as many, and others in between. Rotary places would not do: with frequencies for queries and
     keys that are turned, the similarity is no function of the distance.
     """
 
@@ -99,7 +99,7 @@ class PlacedAttention(Attention):
             for w in self.spectral.frequencies():
                 assert w is not None
                 w[:, :-1].mul_(kernel.width)
-        reaches = reach * 4.0 ** torch.arange(heads)
+        reaches = reach * 4.0 ** (torch.arange(heads) / max(1, heads - 1))
         self.register_buffer("token", math.sqrt(dim) / reaches[:, None, None], persistent=False)
 
     def _implicit(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:

@@ -155,6 +155,92 @@ def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
         model(x)
 
 
+class Prepared(Attention):
+    """What is between its heads and its out-projection changes nothing, or multiplies."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.between(self.heads(x)))  # type: ignore[no-any-return]
+
+
+class Copied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("check", ["rows", "all"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.Identity(),
+        nn.Dropout(0.5),
+        nn.Sequential(nn.Identity(), nn.Dropout(0.1)),
+        Copied(),
+        LayerScale(),
+        nn.Sequential(LayerScale(), LayerScale()),
+    ],
+    ids=lambda between: type(between).__name__,
+)
+def test_what_mixes_no_heads_is_not_their_out_projection(between: nn.Module, check: Any) -> None:
+    block = Block()
+    block.attn = Prepared(between)
+    model, x = nn.Sequential(block).eval(), torch.randn(B, L, D)
+    with record(model, maps="all", check=check) as recording:
+        for _ in range(2):
+            model(x)
+    factor = between(torch.ones(D))
+    block.attn.proj.weight.mul_(factor)
+    y = vectors(block.attn, block.ln_1(x))
+    for batch in recording.batches:
+        maps = batch.layers["0.attn"]
+        assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
+    y[:, range(L), range(L)] += x
+    assert_close(recording.batches[1].layers["0.attn"].with_residual, y.norm(dim=-1), 1e-9)
+
+
+class Given(Attention):
+    """Queries of its first input, or of its first tokens, and keys of the second, or of all."""
+
+    def __init__(self, first: int | None = None) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = x if memory is None else memory
+        q = self.qkv(x[:, : self.first]).unflatten(-1, (3, H, -1))[:, :, 0]
+        k, v = self.qkv(memory).unflatten(-1, (3, H, -1))[:, :, 1:].unbind(2)
+        y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))
+        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("first", "L_", "S"), [(1, 5, None), (3, 5, None), (None, 5, 5), (None, 5, 8), (None, 8, 5)]
+)
+def test_queries_that_are_not_among_their_keys_have_no_part_of_their_own(
+    first: int | None, L_: int, S: int | None
+) -> None:
+    attention = Given(first).eval()
+    x, memory = torch.randn(B, L_, D), None if S is None else torch.randn(B, S, D)
+    with record(attention, maps="all") as recording:
+        attention(x, memory)
+    (layer,) = recording.layers.values()
+    (maps,) = recording.batches[0].layers.values()
+    assert layer.kind == "cross"
+    assert maps.with_residual is None
+    assert not maps.mixing_ratio
+    assert maps.summed is not None
+    assert maps.summed.shape == (B, first or L_, L_ if S is None else S)
+    with record(attention, maps=["summed"]) as recording:
+        attention(x, x)  # the same tensor twice
+    (layer,) = recording.layers.values()
+    assert layer.kind == ("cross" if first else "self")
+
+
 @torch.no_grad()
 def test_heads_that_are_changed_before_the_out_projection_are_refused() -> None:
     class Gated(Attention):
@@ -238,25 +324,36 @@ def test_a_residual_that_is_written_into_is_recovered() -> None:
 
 
 @torch.no_grad()
-def test_windows_are_items_of_a_batch() -> None:
+@pytest.mark.parametrize("tokens", ["neighbours", "shifted", "every third"])
+def test_windows_are_items_of_a_batch(tokens: str) -> None:
+    order = torch.arange(3 * L)
+    if tokens == "shifted":
+        order = order.roll(1)
+    elif tokens == "every third":  # whose first and last token are those of the block
+        order = order.view(L, 3).mT.flatten()
+
     class Windowed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.attn = nn.LayerNorm(D), Attention()
 
         def forward(self, x: Tensor) -> Tensor:
-            windows = self.norm(x).roll(1, 1).unflatten(1, (-1, L)).flatten(0, 1)
-            y = self.attn(windows).unflatten(0, (x.size(0), -1)).flatten(1, 2).roll(-1, 1)
-            return x + y
+            windows = self.norm(x)[:, order].unflatten(1, (-1, L)).flatten(0, 1)
+            y = self.attn(windows).unflatten(0, (x.size(0), -1)).flatten(1, 2)
+            return x + y[:, order.argsort()]
 
     model, x = Windowed().eval(), torch.randn(B, 3 * L, D)
-    with record(model, maps="all", check="all") as recording:
+    with record(model, maps="all") as recording:
         model(x)
     maps = recording["attn"]
-    assert maps.summed is not None
-    assert maps.summed.shape == (3 * B, L, L)
-    windows = model.norm(x).roll(1, 1).unflatten(1, (-1, L)).flatten(0, 1)
-    assert_close(maps.summed, vectors(model.attn, windows).norm(dim=-1), 1e-12)
+    windows = x[:, order].unflatten(1, (-1, L)).flatten(0, 1)
+    y = vectors(model.attn, model.norm(windows))
+    assert_close(maps.summed, y.norm(dim=-1), 1e-12)
+    if tokens == "neighbours":
+        y[:, range(L), range(L)] += windows
+        assert_close(maps.with_residual, y.norm(dim=-1), 1e-12)
+    else:
+        assert maps.with_residual is None
 
 
 @torch.no_grad()

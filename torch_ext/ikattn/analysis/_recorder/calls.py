@@ -37,6 +37,7 @@ class Entered:
 
     module: nn.Module
     given: Seen | None  # its first input
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     mask: Any  # its attention_mask; ... where it has no such argument
     reports: int = 0  # of its attention, before it began

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ikattn._precision import widened
 
 __all__ = [
     "Seen",
     "Sum",
+    "adds_up",
     "find_sum",
     "first_tensor",
     "may_be_sum",
@@ -147,6 +148,43 @@ def find_sum(
             if any(row):
                 return Sum(residuals[candidate], row.index(True), has_other=True)
     return _find_scaled(x, y, total, before, variants[0].to(total.dtype), residuals)
+
+
+@torch.no_grad()
+def adds_up(x: Tensor, y: Tensor, found: Sum, *, in_every_row: bool) -> bool:
+    """Whether the rows of a sum that was found are in the order of the attention's output.
+
+    Windows of an image, for example, may share their first and last row with it, and no other.
+
+    Args:
+        x: The sum.
+        y: The attention's output, or the variant of it that was added.
+        found: The sum as two rows tell it.
+        in_every_row: Whether all of it can be compared. Else the sizes must be the same.
+    """
+    residual = found.residual.tensor
+    if not (in_every_row and x.numel() == residual.numel()):
+        return x.shape == y.shape or residual.dim() < x.dim()
+    if any(type(each) not in (Tensor, nn.Parameter) for each in (x, y, residual)):
+        return True
+    orders = [y]
+    if y.dim() == 3 and y.shape[:2] == x.shape[1::-1]:
+        orders.append(y.transpose(0, 1))  # projected tokens first, [L, B, D]
+    total, before = (widened(each.reshape(-1, y.size(-1))) for each in (x, residual))
+    return any(
+        _differs_nowhere(total, before, widened(each.reshape(total.shape)), found.scale, y.dtype)
+        for each in orders
+    )
+
+
+def _differs_nowhere(
+    total: Tensor, before: Tensor, added: Tensor, scale: float | Tensor | None, dtype: torch.dtype
+) -> bool:
+    """Whether rows ``[rows, D]`` are the sum of others; those of NaN are compared with nothing."""
+    added = added if scale is None else added * scale
+    size = before.abs().amax(-1) + added.abs().amax(-1) + total.abs().amax(-1)
+    off = (total - before - added).abs().amax(-1)
+    return not bool((off > 16 * torch.finfo(dtype).eps * size).any())
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,7 @@ class Follower:
         self.norms: set[nn.Module] = set()  # of the model
         self._projections: dict[nn.Module, Projection] = {}
         self._sketches = Sketches()
+        self._scaling: dict[nn.Module, bool] = {}  # modules that mix no numbers of their input
         self._limits: dict[nn.Module, nn.Module | None] = {}
         self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for
 
@@ -56,6 +57,7 @@ class Follower:
         """Lets go of what has been learnt of out-projections and norms."""
         self._projections.clear()
         self._sketches = Sketches()
+        self._scaling.clear()
         self._known_readers.clear()
 
     def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
@@ -95,12 +97,23 @@ class Follower:
         """A module has made ``out`` of ``x``."""
         if run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
-            if self._checks_all:
+            is_found = run.plan.parts.out_proj is None
+            if is_found and _is_handed_on(x, out):
+                run.out_proj, run.stage = None, "heads"  # dropout in evaluation, an identity
+                return
+            if run.scales is None and self._checks_all:
                 with torch.no_grad(), without_autocast(x.device):
                     call.claim(run.heads_claim())
-            else:
+            elif run.scales is None:
                 run.note_heads()
-            run.projection = self._projection_of(call, run, module, run.heads, out)
+            projection = self._projection_of(call, run, module, run.heads, out)
+            if run.scales is not None:
+                projection = projection.after(run.scales)
+            if is_found and run.is_probed and self._scales(module, projection):
+                run.scales, run.contexts = projection, [out]
+                run.out_proj, run.stage = None, "heads"  # the out-projection comes after it
+                return
+            run.projection = projection
             self.projected(call, run, out)
         elif run.stage == "sum":
             is_around = module in run.plan.ancestors
@@ -165,6 +178,16 @@ class Follower:
             apart = self._apart(run, module, known, x, y)
         if apart is not None:
             call.claim(run.claim(step, apart))
+        return known
+
+    def _scales(self, module: nn.Module, projection: Projection) -> bool:
+        """Whether a module multiplies each number of the heads, and mixes none."""
+        known = self._scaling.get(module)
+        if known is None:
+            weight = projection.weight.detach()
+            is_square = weight.size(0) == weight.size(1)
+            known = is_square and bool((weight == weight.diagonal().diag()).all())
+            self._scaling[module] = known
         return known
 
     def _apart(
@@ -383,6 +406,13 @@ class Follower:
             f"record: a norm that should follow {run.name} did not run in this call; its "
             "resolver must be wrong"
         )
+
+
+def _is_handed_on(x: Tensor, out: Tensor) -> bool:
+    """Whether a module has returned the numbers that it was given, where they were."""
+    if x.is_nested or not x.numel() or x.shape != out.shape:
+        return False
+    return x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
 
 
 def _is_unary(module: nn.Module) -> bool:

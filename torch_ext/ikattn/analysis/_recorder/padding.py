@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.calls import Entered
 
-__all__ = ["fill_padding", "mask_argument"]
+__all__ = ["fill_padding", "has_other_keys", "mask_argument"]
 
 _NAME = "attention_mask"
 
@@ -50,6 +51,40 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
             own &= blind[:, : own.size(1)]
     if call.kind == "self" and call.key_padding is not None:
         call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + L]
+
+
+def has_other_keys(entered: Entered, L: int, S: int, looks_at_inputs: bool) -> bool:
+    """Whether a query's own token is not among the keys, or not where it is looked for.
+
+    A call of fewer queries than keys goes on from a cache, and its queries are the last tokens.
+    That is not so where the module was called with the tokens of all keys, and asks for some, nor
+    where it was called with two sequences.
+
+    Args:
+        entered: The attention module.
+        L, S: Numbers of queries and keys.
+        looks_at_inputs: Whether any other tensor of tokens that the module can project is taken
+            for the keys'. Names tell in models of transformers.
+    """
+    if L > S:
+        return True
+    if entered.given is None or entered.given.tensor.dim() != 3:
+        return False
+    x = entered.given.tensor
+    if L < S and x.size(1) == S:
+        return True
+    if not looks_at_inputs:
+        return False
+    widths = {part.in_features for part in entered.module.children() if isinstance(part, nn.Linear)}
+    others = [y for y in (*entered.args, *entered.kwargs.values()) if isinstance(y, Tensor)]
+    return any(
+        y.is_floating_point()
+        and y.dim() == 3
+        and (y.size(0), y.size(1)) == (x.size(0), S)
+        and y.size(2) in widths
+        and (y.data_ptr() != x.data_ptr() or y.shape != x.shape)
+        for y in others
+    )
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -36,6 +36,14 @@ class Projection(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
+    def after(self, before: Projection) -> Projection:
+        """What this makes of the outputs of another."""
+        weight = widened(self.weight)
+        bias = self.bias
+        if before.bias is not None:
+            bias = weight @ before.bias + (0 if bias is None else widened(bias))
+        return Projection(weight @ before.weight, bias)
+
 
 def is_probing() -> bool:
     """Whether this thread is calling a module to learn what it computes: no part of the model's."""

@@ -30,7 +30,7 @@ from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.following import Follower
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.making import Maker, OnLayer, OnRun
-from ikattn.analysis._recorder.padding import fill_padding, mask_argument
+from ikattn.analysis._recorder.padding import fill_padding, has_other_keys, mask_argument
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import (
     is_probing,
@@ -88,7 +88,7 @@ class Recorder:
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
-        self._silent: set[str] = set()  # layers that ran without a word, where that is no error
+        self._silent: dict[str, nn.Module] = {}  # that ran without a word, where it is no error
 
     # --- Hooks
 
@@ -126,10 +126,17 @@ class Recorder:
         self._handles.clear()
         self._follower.forget()
         if self._silent:
+            is_told_not_to = any(
+                getattr(module, "fused_attn", True) is False for module in self._silent.values()
+            )
+            hint = (
+                ". It calls the former where its fused_attn is True: "
+                "timm.layers.set_fused_attn(True, experimental=True) before the model is built"
+            )
             warnings.warn(
                 f"record: {', '.join(sorted(self._silent))} ran without calling "
                 "F.scaled_dot_product_attention or transformers' AttentionInterface, and is not "
-                "recorded",
+                f"recorded{hint if is_told_not_to else ''}",
                 stacklevel=2,
             )
 
@@ -187,7 +194,8 @@ class Recorder:
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
             note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)
-        call.running.append(Entered(module, given, kwargs, mask, call.reports.get(module, 0)))
+        reports = call.reports.get(module, 0)
+        call.running.append(Entered(module, given, args, kwargs, mask, reports))
 
     def _exit(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -265,7 +273,7 @@ class Recorder:
         if entered is None or call.reports.get(plan.module, 0) > entered.reports:
             return
         if plan.may_be_silent:
-            self._silent.add(plan.name)
+            self._silent[plan.name] = plan.module
             return
         implementation = getattr(
             getattr(plan.module, "config", None), "_attn_implementation_internal", None
@@ -325,7 +333,8 @@ class Recorder:
         if call is None or is_probing() or _is_in_backward():
             return
         with self._maker.grad_mode():
-            attention = interface_call(plan.module, given, self._kind_of(call, plan))
+            sizes = given.query.size(-2), given.key.size(-2)
+            attention = interface_call(plan.module, given, self._kind_of(call, plan, *sizes))
             fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
         context = output[0] if isinstance(output, tuple) else output
         merged = context.flatten(2) if context.dim() == 4 else context
@@ -341,18 +350,22 @@ class Recorder:
         if plan is None or plan.seen_by != "sdpa":
             return
         with self._maker.grad_mode():
-            attention, dropout_p = sdpa_call(args, kwargs, self._kind_of(call, plan) or "self")
+            attention, dropout_p = sdpa_call(args, kwargs)
+            attention.kind = self._kind_of(call, plan, *attention.sizes[2:])
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
         self._begin(call, plan, attention, output.transpose(1, 2).flatten(2), dropout_p > 0)
 
-    def _kind_of(self, call: Call, plan: Plan) -> str | None:
+    def _kind_of(self, call: Call, plan: Plan, L: int, S: int) -> Literal["self", "cross"]:
+        """Which of both a call of L queries and S keys is."""
         if plan.parts.kind is not None:
             return plan.parts.kind
         entered = call.running[-1] if call.running else None
-        if entered is not None and any(entered.kwargs.get(name) is not None for name in _CROSS):
+        if entered is None or plan.module is not entered.module:
+            return "cross" if L > S else "self"
+        if any(entered.kwargs.get(name) is not None for name in _CROSS):
             return "cross"
-        return None
+        return "cross" if has_other_keys(entered, L, S, plan.seen_by == "sdpa") else "self"
 
     def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
         """The mask [B, S] that the innermost running module was given for its own tokens."""

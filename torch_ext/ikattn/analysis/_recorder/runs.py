@@ -35,6 +35,7 @@ from ikattn.analysis._recorder.distances import (
 from ikattn.analysis._recorder.flow import (
     Seen,
     Sum,
+    adds_up,
     find_sum,
     may_be_sum,
     multiple_of,
@@ -122,6 +123,7 @@ class Run:
     heads: Tensor | None = None  # what the out-projection was called with
     noted_heads: NotedHeads | None = None
     projection: Projection | None = None
+    scales: Projection | None = None  # what multiplies each number of the heads before it
     is_probed: bool = False  # the projection was learnt by applying the module
     variants: list[Variant] = field(default_factory=list)
     others: list[Tensor] = field(default_factory=list)  # rows of other modules' outputs
@@ -308,6 +310,9 @@ class Run:
             if sum_ is None or (is_unknown and not sum_.is_alone):
                 return False  # not alone: the first and last token are too small to tell
             found, is_as_it_was = sum_, sum_.residual.is_as_it_was
+            added = self.variants[found.variant].tensor
+            if not adds_up(x, added, found, in_every_row=is_as_it_was and not found.has_other):
+                return False
             self._remember(module, found, is_as_it_was, is_input)
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:

@@ -117,10 +117,8 @@ def _bound(
     return query, key, value, attn_mask, dropout_p, is_causal, scale
 
 
-def sdpa_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
-) -> tuple[AttentionCall, float]:
-    """What a call of the function was given, and its dropout.
+def sdpa_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AttentionCall, float]:
+    """What a call of the function was given, taken for self-attention, and its dropout.
 
     Raises:
         NotImplementedError: Tensors that are not ``[B, H, L, d]``.
@@ -139,7 +137,7 @@ def sdpa_call(
             query=widened(query),
             key=widened(key),
             value=widened(value),
-            kind="cross" if kind == "cross" else "self",
+            kind="self",
             scaling=scale,
             attn_mask=mask,
             causal=0 if is_causal else None,

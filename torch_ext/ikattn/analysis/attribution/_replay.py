@@ -185,7 +185,7 @@ class Replay(LinearModel):
             )
 
         def weights() -> Tensor:
-            call, _ = sdpa_call(detached((query, key, value, *rest)), detached(kw), "self")
+            call, _ = sdpa_call(detached((query, key, value, *rest)), detached(kw))
             return call.weights.to(value.dtype)
 
         kept = self._keep(weights)
