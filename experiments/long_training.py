@@ -87,8 +87,9 @@ class PlacedAttention(Attention):
 
     The kernel then depends on the distance of two places: w1 and w2 share the row of this
     coordinate. At first the similarity of the first head reaches ``reach`` tokens far, by its
-    standard deviation, that of the last one four times as many, and others in between. Rotary places would not do: with frequencies for queries and
-    keys that are turned, the similarity is no function of the distance.
+    standard deviation, that of the last one four times as many, and others in between. Rotary
+    places would not do: with frequencies for queries and keys that are turned, the similarity is no
+    function of the distance.
     """
 
     def __init__(self, size: int, heads: int, kernel: Kernel, reach: float) -> None:
