@@ -242,6 +242,73 @@ def test_queries_that_are_not_among_their_keys_have_no_part_of_their_own(
 
 
 @torch.no_grad()
+def test_a_module_that_is_called_with_heads_has_the_keys_of_the_one_around_it() -> None:
+    class Attend(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv, self.proj = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+            self.attend = Attend()
+
+        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+            q, (k, v) = self.q(x), self.kv(x if context is None else context).chunk(2, -1)
+            heads = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in (q, k, v))
+            return self.proj(self.attend(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    model, x, context = Outer().eval(), torch.randn(B, L, D), torch.randn(B, L + 3, D)
+    with record(model, maps="all") as recording:
+        model(x, context=context)
+    assert recording.layers["attend"].kind == "cross"
+    with record(model, maps="all") as recording:
+        model(x)
+    assert recording.layers["attend"].kind == "self"
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("tokens", [B, L])
+@torch.no_grad()
+def test_a_hand_written_block_around_torchs_attention_is_found(
+    batch_first: bool, turned: bool, tokens: int
+) -> None:
+    class Own(nn.Module):
+        """As torchvision and open_clip have it; where it is turned, x is [B, L, D] in any case."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_1 = nn.LayerNorm(D)
+            self.attn = nn.MultiheadAttention(D, H, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.ln_1(x)
+            y = y.transpose(0, 1) if turned else y
+            y = self.attn(y, y, y, need_weights=False)[0]
+            return x + (y.transpose(0, 1) if turned else y)
+
+    model = nn.Sequential(Own()).eval()
+    x = torch.randn(B, tokens, D)
+    with record(model, maps="all") as recording:
+        model(x)
+    is_items_first = batch_first != turned
+    maps, rows = recording["0.attn"], x if is_items_first else x.transpose(0, 1)
+    attention: Any = model[0].attn
+    q, k, v = (
+        part.unflatten(-1, (H, -1)).transpose(1, 2)
+        for part in F.linear(model[0].ln_1(rows), attention.in_proj_weight).chunk(3, -1)
+    )
+    weights = (q @ k.mT / (D / H) ** 0.5).softmax(-1)
+    by_head = attention.out_proj.weight.unflatten(1, (H, -1))
+    y = torch.einsum("bhts,bhsd,ehd->btse", weights, v, by_head)
+    assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
+    own = range(rows.size(1))
+    y[:, own, own] += rows
+    assert_close(maps.with_residual, y.norm(dim=-1), 1e-9, "with_residual")
+
+
+@torch.no_grad()
 def test_heads_that_are_changed_before_the_out_projection_are_refused() -> None:
     class Gated(Attention):
         def forward(self, x: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ class Entered:
     mask: Any  # its attention_mask; ... where it has no such argument
     reports: int = 0  # of its attention, before it began
 
+    @property
+    def was_called_with_tokens(self) -> bool:
+        """Whether its first input is ``[B, L, D]``."""
+        return self.given is not None and self.given.tensor.dim() == 3
+
 
 class MadeLayer(NamedTuple):
     """Maps of a layer on their way to who asked for them."""

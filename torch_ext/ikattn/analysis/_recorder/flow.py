@@ -9,7 +9,7 @@ Sizes: B batch, L queries, H heads, d_v head size of value, D model size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ from ikattn._precision import widened
 __all__ = [
     "Seen",
     "Sum",
-    "adds_up",
     "find_sum",
     "first_tensor",
     "may_be_sum",
     "multiple_of",
+    "order_of_rows",
     "rows_of",
     "same_rows",
     "see",
@@ -151,8 +151,10 @@ def find_sum(
 
 
 @torch.no_grad()
-def adds_up(x: Tensor, y: Tensor, found: Sum, *, in_every_row: bool) -> bool:
-    """Whether the rows of a sum that was found are in the order of the attention's output.
+def order_of_rows(
+    x: Tensor, y: Tensor, found: Sum, *, in_every_row: bool
+) -> Literal["same", "turned"] | None:
+    """In which order a sum that was found has the rows of the attention's output.
 
     Windows of an image, for example, may share their first and last row with it, and no other.
 
@@ -161,20 +163,25 @@ def adds_up(x: Tensor, y: Tensor, found: Sum, *, in_every_row: bool) -> bool:
         y: The attention's output, or the variant of it that was added.
         found: The sum as two rows tell it.
         in_every_row: Whether all of it can be compared. Else the sizes must be the same.
+
+    Returns:
+        "turned" where one is ``[L, B, D]`` and the other ``[B, L, D]``; None where nothing adds up.
     """
     residual = found.residual.tensor
     if not (in_every_row and x.numel() == residual.numel()):
-        return x.shape == y.shape or residual.dim() < x.dim()
+        return "same" if x.shape == y.shape or residual.dim() < x.dim() else None
     if any(type(each) not in (Tensor, nn.Parameter) for each in (x, y, residual)):
-        return True
-    orders = [y]
-    if y.dim() == 3 and y.shape[:2] == x.shape[1::-1]:
-        orders.append(y.transpose(0, 1))  # projected tokens first, [L, B, D]
+        return "same"
     total, before = (widened(each.reshape(-1, y.size(-1))) for each in (x, residual))
-    return any(
-        _differs_nowhere(total, before, widened(each.reshape(total.shape)), found.scale, y.dtype)
-        for each in orders
-    )
+
+    def adds_up(y: Tensor) -> bool:
+        added = widened(y.reshape(total.shape))
+        return _differs_nowhere(total, before, added, found.scale, y.dtype)
+
+    if adds_up(y):
+        return "same"
+    may_be_turned = y.dim() == 3 and y.shape[:2] == x.shape[1::-1]
+    return "turned" if may_be_turned and adds_up(y.transpose(0, 1)) else None
 
 
 def _differs_nowhere(

@@ -61,14 +61,14 @@ def has_other_keys(entered: Entered, L: int, S: int, looks_at_inputs: bool) -> b
     where it was called with two sequences.
 
     Args:
-        entered: The attention module.
+        entered: The attention module, or the one around it that was called with tokens.
         L, S: Numbers of queries and keys.
         looks_at_inputs: Whether any other tensor of tokens that the module can project is taken
             for the keys'. Names tell in models of transformers.
     """
     if L > S:
         return True
-    if entered.given is None or entered.given.tensor.dim() != 3:
+    if entered.given is None or not entered.was_called_with_tokens:
         return False
     x = entered.given.tensor
     if L < S and x.size(1) == S:

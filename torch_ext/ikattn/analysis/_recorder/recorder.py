@@ -360,11 +360,13 @@ class Recorder:
         """Which of both a call of L queries and S keys is."""
         if plan.parts.kind is not None:
             return plan.parts.kind
-        entered = call.running[-1] if call.running else None
-        if entered is None or plan.module is not entered.module:
+        if not call.running:
             return "cross" if L > S else "self"
-        if any(entered.kwargs.get(name) is not None for name in _CROSS):
+        if any(call.running[-1].kwargs.get(name) is not None for name in _CROSS):
             return "cross"
+        # a module that computes weights alone may be called with heads, [B, H, L, d]
+        around = (each for each in reversed(call.running[-3:]) if each.was_called_with_tokens)
+        entered = next(around, call.running[-1])
         return "cross" if has_other_keys(entered, L, S, plan.seen_by == "sdpa") else "self"
 
     def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:

@@ -35,10 +35,10 @@ from ikattn.analysis._recorder.distances import (
 from ikattn.analysis._recorder.flow import (
     Seen,
     Sum,
-    adds_up,
     find_sum,
     may_be_sum,
     multiple_of,
+    order_of_rows,
     rows_of,
     same_rows,
     see,
@@ -137,6 +137,7 @@ class Run:
     maps: Contributions | None = None  # made, and to be handed over when all has been checked
     output_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # with its input and output
     why_no_block: str = ""
+    is_turned: bool = False  # its output is [L, B, D] and its sum [B, L, D], or the other way round
     is_found: bool = False  # its block was found by what flows
     has_other: bool = False  # its sum has another module's output in it, as in parallel blocks
 
@@ -311,8 +312,11 @@ class Run:
                 return False  # not alone: the first and last token are too small to tell
             found, is_as_it_was = sum_, sum_.residual.is_as_it_was
             added = self.variants[found.variant].tensor
-            if not adds_up(x, added, found, in_every_row=is_as_it_was and not found.has_other):
+            in_every_row = is_as_it_was and not found.has_other
+            order = order_of_rows(x, added, found, in_every_row=in_every_row)
+            if order is None:
                 return False
+            self.is_turned = order == "turned"
             self._remember(module, found, is_as_it_was, is_input)
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:
