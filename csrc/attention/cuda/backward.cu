@@ -1,6 +1,7 @@
 // The backward pass: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
@@ -104,7 +105,11 @@ const char* attention_backward(const AttentionBackwardParams& call,
   const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
-  if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) return error;
+  if (folds && features_make_logits(params, route, true)) {
+    tokens.keys = take_logits<T>(params, executor, true);
+  } else if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) {
+    return error;
+  }
   T* grad_logits = executor.take<T>(keys);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {

@@ -16,7 +16,7 @@ namespace {
 const char* prepare_folded_logits(const AttentionParams& params, const DeviceExecutor& executor,
                                   const Route& route, SplitLogits<float>& logits) {
   const bool wants_norms = needs_value_norms(params, route, false);
-  if (!features_make_logits(params, route)) {
+  if (!features_make_logits(params, route, false)) {
     return prepare_logits(params, executor, wants_norms, logits);
   }
   logits = take_logits<float>(params, executor, wants_norms);

@@ -1,5 +1,4 @@
 // Scores of integers of 8 bits by mma.sync, in the interpreter: bfloat16, 33 to 64 frequencies.
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <tuple>
@@ -154,34 +153,6 @@ TEST_F(Int8AttentionOnDevice, TakesFloat32WhereItIsAskedFor) {
     compare_gradients(got, truth, c, causal ? 0x1p-3 : 0x1p-4);
   }
   unsetenv("IKATTN_INT8");
-}
-
-// Keys whose rows lie at multiples of 16 bytes: to the bit what the kernel of the logits makes.
-TEST_F(Int8AttentionOnDevice, FeaturesMakeTheLogits) {
-  for (const bool causal : {false, true}) {
-    if (causal && !runs_everything()) continue;
-    Case c{.name = "logits", .B = 1, .L = 4, .S = 270, .d = 40, .d_v = 8, .M = 64, .bias = true};
-    c.causal = causal;
-    Call call(c = of_type(c, ElementType::kBFloat16));
-    write(call.bias.array, 3, -INFINITY);  // a hidden key, and one that is poisoned
-    write(call.key.array, 3 * c.d, NAN);
-    write(call.value.array, call.value.count - 1, INFINITY);
-    const int before = interpreter::launches_of("logit_kernel");
-    const Results got = device_results(call, c);
-    EXPECT_EQ(interpreter::launches_of("logit_kernel"), before + 3);  // backward, twice weights
-    const Tensor key = call.key;
-    call.key = make(call.memory, c.type, {key.count + 1});
-    call.key.array.data = static_cast<uint16_t*>(call.key.array.data) + 1;
-    std::copy_n(key.array.stride, 4, call.key.array.stride);
-    for (int64_t i = 0; i < key.count; ++i) write(call.key.array, i, read(key.array, i));
-    const Results expected = device_results(call, c);
-    EXPECT_EQ(interpreter::launches_of("logit_kernel"), before + 7);
-    expect_close(got.log_normalizer, expected.log_normalizer, 0, "log_normalizer");
-    expect_close(got.output, expected.output, 0, "output");
-    compare_gradients(got, expected, c, 0);
-    EXPECT_TRUE(std::isnan(read(got.output.array, got.output.count - 1)));
-    EXPECT_TRUE(std::isfinite(read(got.output.array, 0)));
-  }
 }
 
 TEST_F(Int8AttentionOnDevice, NanStaysWhereItIsSeen) {

@@ -40,11 +40,18 @@ constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kPartsOfFrequency<T>
 template <typename T>
 constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
 
+struct HeadProgress;
+
 // What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
 struct AngleOperands {
   FeatureSource queries, keys;
   FrequencyRows frequencies;  // for tokens of float32, and the backward
   SplitFrequencies split;     // for tokens of 16 bits
+  // [B * key_heads], and behind them a counter: of blocks that make the keys' logits and features;
+  // zeros. For tokens of 16 bits
+  HeadProgress* progress;
+
+  unsigned* shares_taken() const;
 };
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
                           bool for_backward, AngleOperands& operands);

@@ -13,13 +13,17 @@
 
 namespace ikattn::cuda {
 
+struct KeyForms;
+
 // Where the features go, as rows of Half, and what those of keys are multiplied with.
 struct FeatureDestination {
   Half* phi_q = nullptr;           // [B, H, L, padded F]  what is not finite becomes zero
   float* poison = nullptr;         // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
   Half* phi_k = nullptr;           // [B, key_heads, S, padded F]
   SplitLogits<float> logits = {};  // [B, key_heads, S]  where it is NaN or -inf, features are zero
-  bool makes_logits = false;       // with the features of keys (features_make_logits())
+  // Where the logits, and the forms of heads, are to be made, too (features_make_logits()), of
+  // which `logits`, `scales` and `state` are. nullptr: they are there
+  const KeyForms* forms = nullptr;
   // [B, key_heads]  nullptr: of integers alone
   const float* scales = nullptr;
   // [B, key_heads]  where heads in the folded form have integers of 8 bits (Int8Features), and the

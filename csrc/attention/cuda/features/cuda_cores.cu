@@ -25,7 +25,7 @@ template <typename T, typename S>
 __global__ void __launch_bounds__(kRowThreads, 3)
     logit_kernel(AttentionParams params, SplitLogits<T> logits) {
   const RowPlace at(params.key_heads, params.S, kRowsAtOnce<S>);
-  make_logits<T, S, kRowsOfBlock, true>(params, logits, at.bh, at.row, at.lane);
+  make_logits<T, S, kRowsOfBlock, true, true>(params, logits, at.bh, at.row, at.lane);
 }
 
 }  // namespace

@@ -20,12 +20,16 @@ SplitLogits<T> take_logits(const AttentionParams& params, const DeviceExecutor& 
   return logits;
 }
 
-// Whether the kernel that makes features in 8 bits makes the logits, too. Features of Half need the
-// largest logit of a head beforehand.
-inline bool features_make_logits(const AttentionParams& params, const Route& route) {
-  return route.int8_scores && !route.is_short && params.query.type == ElementType::kBFloat16 &&
-         (params.p == 0 || params.p == 2) && lies_in_eights(params.key, params.d) &&
-         lies_in_eights(params.value, params.d_v);
+// Whether the kernel that makes the features of a pass makes the logits, too, and chooses the form
+// of heads (key_forms.h). The forward of short calls has its features made by another one.
+inline bool features_make_logits(const AttentionParams& params, const Route& route,
+                                 bool for_backward) {
+  const ElementType type = params.query.type, of_value = params.value.type;
+  const bool is_narrow = type == ElementType::kBFloat16 || type == ElementType::kFloat16;
+  return is_narrow && params.key.type == type &&
+         (of_value == type || of_value == ElementType::kNone) &&
+         (!route.is_short || for_backward) && (params.p == 0 || params.p == 2) &&
+         lies_in_eights(params.key, params.d) && lies_in_eights(params.value, params.d_v);
 }
 
 namespace {
@@ -70,9 +74,9 @@ __device__ __forceinline__ void store_logit(const AttentionParams& params,
 }
 
 // Of keys `row`, and others kStep further on each, by the eight lanes of each; rows from S on have
-// none. S: how rows are read. kAlone: p may be any, and the norms of
-// values may be asked for; else p is 0 or 2.
-template <typename T, typename S, int kStep, bool kAlone>
+// none. S: how rows are read. kNorms: those of values may be asked for.
+// kAnyP: p may be any, else it is 0 or 2.
+template <typename T, typename S, int kStep, bool kNorms, bool kAnyP>
 __device__ __forceinline__ void make_logits(const AttentionParams& params,
                                             const SplitLogits<T>& logits, unsigned bh, int64_t row,
                                             int lane) {
@@ -109,7 +113,7 @@ __device__ __forceinline__ void make_logits(const AttentionParams& params,
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
     const double of_row = sum_of_lanes<kTokenLanes>(squares[r]);
-    const double of_value = kAlone ? sum_of_lanes<kTokenLanes>(value_squares[r]) : 0.0;
+    const double of_value = kNorms ? sum_of_lanes<kTokenLanes>(value_squares[r]) : 0.0;
     const bool all = all_of_row(not_finite[r] == not_finite[r]);
     if (lane != r) continue;
     j = row + r * kStep;
@@ -118,7 +122,7 @@ __device__ __forceinline__ void make_logits(const AttentionParams& params,
     sums.finite = all;
   }
   sums.norm = sqrt(square);
-  if constexpr (kAlone) {
+  if constexpr (kAnyP) {
     // Squares of float64 may leave its range.
     if (params.p > 0 && (params.p != 2 || sizeof(T) == 8)) {
 #pragma unroll

@@ -1,5 +1,6 @@
 // Tokens and frequencies as the products on tensor cores read them.
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/key_forms.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -21,11 +22,18 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   data[index] = c < source.d && m < source.M ? load_element<float>(w, from) : 0.0f;
 }
 
+// Where the blocks of the next kernel leave how far they are (HeadProgress), as words.
+struct ProgressWords {
+  uint32_t* words;
+  int64_t count;
+};
+
 // A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see SplitFrequencies.
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads, 2)
     frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices,
-                            bool for_backward, uint16_t* data, float* units) {
+                            bool for_backward, uint16_t* data, float* units,
+                            ProgressWords progress) {
   IKATTN_SHARED(float, maxima, kCopyThreads / 32);
   constexpr int kTileSize = kAngleFrequencies * kSliceColumns;
   const int tiles = pieces * slices * sets, tile = static_cast<int>(blockIdx.x) % tiles;
@@ -33,6 +41,10 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   const int64_t which = blockIdx.x / static_cast<unsigned>(tiles);
   const int64_t batch = which / source.frequency_heads, head = which % source.frequency_heads;
   const int d = static_cast<int>(source.d), M = static_cast<int>(source.M);
+  for (int64_t word = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; word < progress.count;
+       word += int64_t{gridDim.x} * kCopyThreads) {
+    progress.words[word] = 0;
+  }
   const auto load = [&](int of_set, int c, int m) {
     const Array& w = of_set == 0 ? source.w1 : source.w2;
     const int64_t from =
@@ -125,6 +137,10 @@ const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source
 
 }  // namespace
 
+unsigned* AngleOperands::shares_taken() const {
+  return &progress[queries.B * keys.heads].logits_made;
+}
+
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
                           bool for_backward, AngleOperands& operands) {
   operands = {};
@@ -143,13 +159,17 @@ const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& e
     float* units = executor.take<float>(2 * heads);
     split.units = units;
     const int64_t tiles = heads * split.pieces * split.slices * sets;
+    const int64_t places = params.B * params.key_heads + 1;
+    operands.progress = executor.take<HeadProgress>(places);
+    const ProgressWords progress = {reinterpret_cast<uint32_t*>(operands.progress),
+                                    places * int64_t{sizeof(HeadProgress) / sizeof(uint32_t)}};
     const auto make_numbers = [&]<typename T>() {
       uint16_t* data = executor.take<uint16_t>(tiles * kPlanesOf<T> * kAngleFrequencies *
                                                int64_t{kSliceColumns});
       split.data = data;
       return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)),
                     dim3(kCopyThreads), 0, executor.stream, source, sets, split.pieces,
-                    split.slices, for_backward, data, units);
+                    split.slices, for_backward, data, units, progress);
     };
     const char* error = source.x.type == ElementType::kBFloat16
                             ? make_numbers.template operator()<BFloat16>()

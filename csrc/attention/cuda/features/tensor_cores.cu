@@ -1,5 +1,8 @@
 // Tokens to features, on tensor cores.
+#include <utility>
+
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/feature_shares.h"
 #include "attention/cuda/features/feature_values.h"
 #include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/features/split_frequencies.h"
@@ -23,13 +26,16 @@ struct FeatureRows {
   int group;
   int8_t* int8;  // [B, heads, N, Int8Features::kColumns]
 
-  // Whether another kernel makes the features of a head.
+  // Whether another kernel makes the features of a head; or where its form is known.
   template <FeatureForm kForm>
   __device__ __forceinline__ bool leaves(int64_t bh) const {
     if (state == nullptr) return false;
-    const bool is_general =
-        (state[static_cast<unsigned>(bh) / static_cast<unsigned>(group)] & kGeneral) != 0;
-    return is_general != (kForm == FeatureForm::kHalf);
+    return leaves<kForm>(
+        (state[static_cast<unsigned>(bh) / static_cast<unsigned>(group)] & kGeneral) != 0);
+  }
+  template <FeatureForm kForm>
+  __device__ __forceinline__ bool leaves(bool is_general) const {
+    return state != nullptr && is_general != (kForm == FeatureForm::kHalf);
   }
 
   // Of a token's sums of two cosines, or sines.
@@ -189,7 +195,7 @@ class WarpFeatures {
 struct FeatureSide {
   FeatureSource source;
   FeatureRows rows;
-  unsigned blocks;
+  unsigned blocks;  // of float32
 };
 // What a launch makes: features of the keys, and of the queries, whose blocks come behind.
 struct FeatureSides {
@@ -221,48 +227,86 @@ __global__ void __launch_bounds__(kProductThreads, 3)
   features.finish();
 }
 
-// The logits of a warp's 32 keys from `first` on, which its features wait for.
+// A range of tiles of a block, and of a warp's 32 tokens of each.
+struct TileRange {
+  int first, end;
+
+  __device__ __forceinline__ TileRange(int64_t N, unsigned range, int each) {
+    const int tiles = static_cast<int>((N + kSplitTokens - 1) / kSplitTokens);
+    first = static_cast<int>(range) * each;
+    end = min(first + each, tiles);
+  }
+  template <typename Visit>
+  __device__ __forceinline__ void visit_warps(int warp, const Visit& visit) const {
+#pragma unroll 1
+    for (int tile = first; tile < end; ++tile) {
+      visit(int64_t{tile} * kSplitTokens + warp * 32);
+    }
+  }
+};
+
+// The logits of a warp's 32 keys from `first` on, and what their head needs to know of them.
+template <typename T, bool kNorms>
 __device__ __forceinline__ void make_logits_of_warp(const AttentionParams& params,
-                                                    const SplitLogits<float>& logits, int64_t bh,
+                                                    const KeyForms& forms, unsigned bh,
                                                     int64_t first) {
-  constexpr int kStep = 32 / kTokenLanes, kRows = kStep * kRowsAtOnce<BFloat16>;
+  constexpr int kStep = 32 / kTokenLanes, kRows = kStep * kRowsAtOnce<T>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (first >= params.S) return;  // the whole warp
 #pragma unroll 1
   for (int row = lane / kTokenLanes; row < 32; row += kRows) {
-    make_logits<float, BFloat16, kStep, false>(params, logits, static_cast<unsigned>(bh),
-                                               first + row, lane % kTokenLanes);
+    make_logits<float, T, kStep, kNorms, false>(params, forms.logits, bh, first + row,
+                                                lane % kTokenLanes);
   }
   __syncwarp();
+  add_logits_of_warp(params, forms, bh, first);
 }
 
-// Of 16 bits: a block has 256 tokens at a time, tiles_each times. logits: of memory where those of
-// keys are to be made.
+// What a block does for its keys before their features. Returns whether it goes on to these.
+template <typename T, FeatureForm kForm>
+__device__ __forceinline__ bool prepare_share(const FeatureShare& share, const FeatureOrder& order,
+                                              const FeatureRows& rows, const TileRange& range,
+                                              int warp, const AttentionParams& params,
+                                              const KeyForms& forms) {
+  if (order.taken == nullptr) return !rows.leaves<kForm>(int64_t{share.bh});
+  if (share.makes_logits) {
+    range.visit_warps(warp, [&](int64_t first) {
+      make_logits_of_warp<T, kForm != FeatureForm::kInt8>(params, forms, share.bh, first);
+    });
+    report_logits(forms, share.bh);
+  }
+  const bool waits = share.folds || (share.makes_features && rows.state != nullptr);
+  if (!waits) return share.makes_features;
+  const unsigned key_head = share.is_key ? share.bh : share.bh / order.group;
+  wait_for_logits(forms, key_head, order.ranges.of_keys);
+  if (share.folds) {
+    range.visit_warps(warp,
+                      [&](int64_t first) { fold_keys_of_warp(params, forms, share.bh, first); });
+    finish_keys(forms, share.bh, order.ranges.of_keys);
+  }
+  return share.makes_features &&
+         !rows.leaves<kForm>(form_that_was_found(forms, key_head).is_general);
+}
+
+// Of 16 bits: a block has 256 tokens at a time, of a range of tiles.
 template <typename T, int kSets, int kWidth, FeatureForm kForm>
 __global__ void __launch_bounds__(kSplitThreads, 2)
     split_feature_kernel(FeatureSides both, SplitFrequencies frequencies, int tiles_each,
-                         AttentionParams params, SplitLogits<float> logits) {
-  const unsigned of_keys = both.sides[0].blocks;
-  const bool is_key = blockIdx.x < of_keys;
-  const unsigned block = blockIdx.x - (is_key ? 0 : of_keys);
-  const FeatureSource& source = both.sides[is_key ? 0 : 1].source;
-  const FeatureRows& rows = both.sides[is_key ? 0 : 1].rows;
-  const int tiles = static_cast<int>((source.N + kSplitTokens - 1) / kSplitTokens);
-  const unsigned ranges = static_cast<unsigned>((tiles + tiles_each - 1) / tiles_each);
-  const unsigned bh = block / ranges;
-  if (rows.leaves<kForm>(bh)) return;
-  const int first_tile = static_cast<int>(block % ranges) * tiles_each;
-  const int end = min(first_tile + tiles_each, tiles);
-  SplitTile<T, kSets> tile(source, frequencies, bh, end, dynamic_shared<unsigned char>());
+                         FeatureOrder order, AttentionParams params, KeyForms forms) {
+  const FeatureShare share = FeatureShare::take<kForm == FeatureForm::kInt8>(
+      order, shared_cast<unsigned>(dynamic_shared<unsigned char>()));
+  const FeatureSource& source = both.sides[share.is_key ? 0 : 1].source;
+  const FeatureRows& rows = both.sides[share.is_key ? 0 : 1].rows;
+  const TileRange range(source.N, share.range, tiles_each);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  for (int index = first_tile; index < end; ++index) {
+  if (!prepare_share<T, kForm>(share, order, rows, range, warp, params, forms)) return;
+  SplitTile<T, kSets> tile(source, frequencies, share.bh, range.end,
+                           dynamic_shared<unsigned char>());
+  for (int index = range.first; index < range.end; ++index) {
     const int64_t first = int64_t{index} * kSplitTokens + warp * 32;
     const bool has_tokens = first < source.N;  // the whole warp
-    if constexpr (kForm == FeatureForm::kInt8) {
-      const bool wants_logits = is_key && logits.high != nullptr;
-      if (wants_logits && has_tokens) make_logits_of_warp(params, logits, bh, first);
-    }
-    WarpFeatures<kSets, true, kWidth, kForm> features(rows, bh, has_tokens ? first : int64_t{0},
-                                                      source.N);
+    WarpFeatures<kSets, true, kWidth, kForm> features(rows, share.bh,
+                                                      has_tokens ? first : int64_t{0}, source.N);
     for (int m0 = 0; m0 < (kWidth == 0 ? rows.width : kWidth) / 2; m0 += 16) {
       float angles[kSets][2][2][4] = {};
       tile.make_angles(index, m0, has_tokens, angles);
@@ -285,23 +329,21 @@ const char* queue_of_float32(FeatureSides both, const AngleOperands& operands, S
                 dim3(both.sides[0].blocks + both.sides[1].blocks), dim3(kProductThreads),
                 TokenTile<float, kSets>::kBytes, stream, both, operands.frequencies);
 }
+// forms: nullptr: of keys whose logits and forms there are.
 template <typename T, int kSets, int kWidth, FeatureForm kForm>
-const char* queue_of_16_bits(FeatureSides both, const AngleOperands& operands,
-                             const AttentionParams& params, const SplitLogits<float>& logits,
-                             Stream stream) {
-  const auto heads = [](const FeatureSource& source) { return source.B * source.heads; };
-  const auto tiles = [](const FeatureSource& source) { return ceil_div(source.N, kSplitTokens); };
-  int64_t all = 0;
-  for (const FeatureSide& side : both.sides) all += heads(side.source) * tiles(side.source);
-  const int tiles_each = feature_tiles_each(all);
-  for (FeatureSide& side : both.sides) {
-    side.blocks =
-        static_cast<unsigned>(heads(side.source) * ceil_div(tiles(side.source), tiles_each));
-  }
-  return launch(split_feature_kernel<T, kSets, kWidth, kForm>,
-                dim3(both.sides[0].blocks + both.sides[1].blocks), dim3(kSplitThreads),
-                SplitTile<T, kSets>::kBytes, stream, both, operands.split, tiles_each, params,
-                logits);
+const char* queue_of_16_bits(const FeatureSides& both, const AngleOperands& operands,
+                             const AttentionParams& params, const KeyForms* forms, Stream stream) {
+  const auto tiles = [&](int side) { return ceil_div(both.sides[side].source.N, kSplitTokens); };
+  const int tiles_each =
+      feature_tiles_each(params.B * params.key_heads * tiles(0) + params.B * params.H * tiles(1));
+  const auto ranges = [&](int side) {
+    return static_cast<unsigned>(ceil_div(tiles(side), tiles_each));
+  };
+  const FeatureOrder order = order_of_features(
+      params, {ranges(0), ranges(1)}, forms == nullptr ? nullptr : operands.shares_taken());
+  return launch(split_feature_kernel<T, kSets, kWidth, kForm>, dim3(order.blocks()),
+                dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, both, operands.split,
+                tiles_each, order, params, forms == nullptr ? KeyForms() : *forms);
 }
 
 }  // namespace
@@ -325,13 +367,14 @@ const char* write_features_on_tensor_cores(const AttentionParams& params,
   queries.poison = to.poison;
   queries.group = static_cast<int>(params.H / params.key_heads);
   queries.int8 = to.int8_q;
-  const SplitLogits<float> logits = to.makes_logits ? to.logits : SplitLogits<float>();
   return launch_turns(operands.keys, [&]<typename T, int kSets>() {
+    const KeyForms* forms = to.forms;  // which the first launch makes
     const auto queue = [&]<int kWidth, FeatureForm kForm>() {
       if constexpr (sizeof(T) == 4) {
         return queue_of_float32<kSets, kForm>(both, operands, stream);
       } else {
-        return queue_of_16_bits<T, kSets, kWidth, kForm>(both, operands, params, logits, stream);
+        return queue_of_16_bits<T, kSets, kWidth, kForm>(both, operands, params,
+                                                         std::exchange(forms, nullptr), stream);
       }
     };
     using enum FeatureForm;

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "attention/cuda/features/angle_products.h"
+#include "attention/cuda/features/key_forms.h"
 #include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/math.h"
@@ -20,27 +21,6 @@ struct KeyLogit {
   __device__ __forceinline__ double value() const {
     return static_cast<double>(high) + static_cast<double>(low);
   }
-};
-
-// Of the folded form.
-struct FoldScales {
-  float c, scaled_eps;
-  double most_spread;  // in nats, what it bears
-};
-
-// What is left of every key, and of every head; see FoldedTokens.
-struct FoldedKeys {
-  float *scales, *terms, *lows;
-  BFloat16* magnitudes;  // nullptr: not wanted
-  double* largest;
-  uint32_t* state;
-  unsigned* items_taken;
-};
-
-// The form of a head, and what its keys' magnitudes are relative to.
-struct HeadForm {
-  double reference;
-  bool is_general, is_unclean;
 };
 
 // By the max and the spread of the logits, what is hidden and poisoned left out. By the whole
@@ -72,8 +52,7 @@ __device__ __forceinline__ HeadForm form_of_head(const float* high, const float*
     most = a > most ? a : most;
     least = z < least ? z : least;
   }
-  return {most == -INFINITY ? 0.0 : most, most_spread < 0 || most - least > most_spread,
-          any_unclean};
+  return form_of_spread(most, least, any_unclean, most_spread);
 }
 
 // Of the keys that a thread, or a warp, has seen: how many count, and the largest norms of their
@@ -86,8 +65,7 @@ struct KeyBounds {
 // Over one key head, a block: its form, what the form needs of every key, and bounds.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
-    fold_kernel(AttentionParams params, SplitLogits<float> logits, FoldScales folded,
-                FoldedKeys keys, ValueBounds bounds) {
+    fold_kernel(AttentionParams params, KeyForms forms) {
   constexpr int kWarps = kThreads / 32;
   IKATTN_SHARED(double, maxima, kWarps);
   IKATTN_SHARED(double, minima, kWarps);
@@ -95,34 +73,16 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
   IKATTN_SHARED(float, norms, kWarps);
   IKATTN_SHARED(float, weighted_norms, kWarps);
   const int64_t S = params.S, padded = padded_tokens(S), first = int64_t{blockIdx.x} * S;
-  const unsigned warp = threadIdx.x / 32, key_heads = static_cast<unsigned>(params.key_heads);
-  const float* high = logits.high + first;
-  const float* low = logits.low + first;
-  const HeadForm form = form_of_head<kThreads>(high, low, S, folded.most_spread, maxima, minima);
-  const bool general = form.is_general;
-  if (blockIdx.x == 0 && threadIdx.x < 2) keys.items_taken[threadIdx.x] = 0;
-  const auto reference_high = static_cast<float>(form.reference);
-  const auto reference_low =
-      static_cast<float>(form.reference - static_cast<double>(reference_high));
+  const unsigned warp = threadIdx.x / 32;
+  const HeadForm form = form_of_head<kThreads>(forms.logits.high + first, forms.logits.low + first,
+                                               S, forms.scales.most_spread, maxima, minima);
   KeyBounds own;
   for (int64_t j = threadIdx.x; j < padded; j += kThreads) {
-    const int64_t to = int64_t{blockIdx.x} * padded + j;
-    const bool hidden = j >= S || high[j] == -INFINITY;
-    const float logit = hidden ? -INFINITY : (high[j] - reference_high) + (low[j] - reference_low);
-    own.count += logit >= -kNatsThatCount;
-    const float e = hidden ? 0.0f : expf(logit);
-    keys.terms[to] = !general ? folded.scaled_eps * e : hidden ? -INFINITY : high[j];
-    if (keys.magnitudes != nullptr) keys.magnitudes[to] = to_bfloat16(e);
-    const float factor = hidden ? 0.0f : general ? 1.0f : folded.c * sqrtf(e);
-    const float scale = logit == logit ? factor : 0.0f;
-    keys.lows[to] = !general ? scale : hidden ? 0.0f : low[j];
-    if (j < S) keys.scales[first + j] = scale;
-    if (bounds.of_all == nullptr || hidden) continue;
-    if (!bounds.keys.sees(params, blockIdx.x / key_heads, blockIdx.x % key_heads, j)) continue;
-    const float norm = logits.value_norms[first + j];
-    if (!is_finite(norm)) continue;
+    const FoldedKey key = fold_key(params, forms, form, blockIdx.x, j);
+    const float norm = norm_that_counts(params, forms, blockIdx.x, j, key);
+    own.count += key.logit >= -kNatsThatCount;
     own.norm = fmaxf(own.norm, norm);
-    if (scale >= 0x1p-26f) own.weighted_norm = fmaxf(own.weighted_norm, norm);
+    if (has_weight(key)) own.weighted_norm = fmaxf(own.weighted_norm, norm);
   }
   own = {sum_of_lanes(own.count), max_of_lanes(own.norm), max_of_lanes(own.weighted_norm)};
   if (threadIdx.x % 32 == 0) {
@@ -138,16 +98,8 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
     own.norm = fmaxf(own.norm, norms[other]);
     own.weighted_norm = fmaxf(own.weighted_norm, weighted_norms[other]);
   }
-  keys.largest[blockIdx.x] = form.reference;
-  keys.state[blockIdx.x] = (general ? kGeneral : 0u) | (form.is_unclean ? kUnclean : 0u) |
-                           (own.count <= kFewKeys ? kFew : 0u);
-  constexpr float kLargest = 3e38f;
-  if (bounds.of_all != nullptr) {
-    bounds.of_all[blockIdx.x] = __float_as_uint(fminf(own.norm, kLargest));
-  }
-  if (bounds.of_weight != nullptr) {
-    bounds.of_weight[blockIdx.x] = __float_as_uint(fminf(own.weighted_norm, kLargest));
-  }
+  store_head(forms, form, blockIdx.x, static_cast<unsigned>(own.count), own.norm,
+             own.weighted_norm);
 }
 
 // The spread of magnitudes, in nats, up to which a head takes the folded form.
@@ -164,15 +116,15 @@ double most_spread_of(const AttentionParams& params, const Route& route) {
   return route.algorithm == Algorithm::kLinear ? 16.0 : 36.0;
 }
 
-// Features in 8 bits of all heads, and the keys' logits where nobody has made them. Integers have
-// one scale, whatever the form and the largest logit are.
+// Features in 8 bits of all heads, which wait for nothing: integers have one scale, whatever the
+// form and the largest logit are. made: logits and forms, where nobody else makes them.
 const char* write_integers(const AttentionParams& params, const DeviceExecutor& executor,
                            const AngleOperands& operands, const SplitLogits<float>& logits,
-                           const Route& route, float* poison, FoldedTokens& folded) {
+                           const KeyForms* made, float* poison, FoldedTokens& folded) {
   FeatureDestination to;
   to.poison = poison;
   to.logits = logits;
-  to.makes_logits = features_make_logits(params, route);
+  to.forms = made;
   to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
   to.int8_k =
       executor.take<int8_t>(params.B * params.key_heads * params.S * Int8Features::kColumns);
@@ -181,10 +133,10 @@ const char* write_integers(const AttentionParams& params, const DeviceExecutor& 
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
-// The form of each head, and what follows from it for its keys.
-const char* choose_form(const AttentionParams& params, const DeviceExecutor& executor,
-                        const SplitLogits<float>& logits, const Route& route,
-                        const ValueBounds& bounds, bool has_integers, FoldedTokens& folded) {
+// Memory for the form of each head, and for what follows from it for its keys.
+KeyForms take_forms(const AttentionParams& params, const DeviceExecutor& executor,
+                    const SplitLogits<float>& logits, const Route& route, const ValueBounds& bounds,
+                    HeadProgress* progress, bool has_integers, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, padded = padded_tokens(params.S);
   const double four_m = 4.0 * static_cast<double>(params.M);
   // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
@@ -219,11 +171,15 @@ const char* choose_form(const AttentionParams& params, const DeviceExecutor& exe
   }
   const FoldScales scales = {static_cast<float>(c), static_cast<float>(K * params.eps),
                              most_spread_of(params, route)};
+  return {logits, scales, keys, bounds, progress};
+}
+
+const char* choose_form(const AttentionParams& params, const KeyForms& forms, Stream stream) {
   // A block has a head's keys: of many, all the threads that a block may have.
   const unsigned threads = params.S > 1024 ? 1024 : 256;
   return launch(params.S > 1024 ? fold_kernel<1024> : fold_kernel<256>,
-                dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream, params,
-                logits, scales, keys, bounds);
+                dim3(static_cast<unsigned>(params.B * params.key_heads)), dim3(threads), 0, stream,
+                params, forms);
 }
 
 }  // namespace
@@ -242,26 +198,29 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = prepare_bounds(params, executor, route, for_backward, bounds)) {
     return error;
   }
+  const KeyForms forms =
+      take_forms(params, executor, logits, route, bounds, operands.progress, has_integers, folded);
+  const KeyForms* made = features_make_logits(params, route, for_backward) ? &forms : nullptr;
   if (has_integers && !are_made_later) {
     if (const char* error =
-            write_integers(params, executor, operands, logits, route, poison, folded)) {
+            write_integers(params, executor, operands, logits, made, poison, folded)) {
       return error;
     }
   }
-  if (const char* error =
-          choose_form(params, executor, logits, route, bounds, has_integers, folded)) {
-    return error;
+  if (made == nullptr) {
+    if (const char* error = choose_form(params, forms, executor.stream)) return error;
   }
-  if (const char* error = place_values(params, executor, route, bounds, folded)) return error;
+  const auto place = [&] { return place_values(params, executor, route, bounds, folded); };
   // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
   const bool has_others = has_integers || are_made_later;
-  if (has_others && every_row_sees_all(params)) return nullptr;
+  if (has_others && every_row_sees_all(params)) return place();
   FeatureDestination to;
   to.phi_q = executor.take<Half>(queries * F);
   to.phi_k = executor.take<Half>(keys * F);
   to.poison = poison;
   to.logits = logits;
   to.scales = folded.scales;
+  to.forms = has_integers ? nullptr : made;
   if (has_others) {
     to.state = folded.state;  // of heads in the general form alone
   } else if (route.int8_scores) {
@@ -273,7 +232,10 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   }
   folded.phi_q = to.phi_q;
   folded.phi_k = to.phi_k;
-  return write_features_on_tensor_cores(params, operands, to, executor.stream);
+  if (const char* error = write_features_on_tensor_cores(params, operands, to, executor.stream)) {
+    return error;
+  }
+  return place();  // scaled by bounds
 }
 
 }  // namespace ikattn::cuda
