@@ -232,8 +232,8 @@ void read_running(const CausalPlan<T>& plan, const QueryRows& at, double referen
   }
   load_query_features(params, table, at, own.products.x);
   __builtin_memset(own.lane_sums, 0, at.count * kLanes<T> * sizeof(T));
-  read_moments(table.products, table.d_v, scratch.running.panels, at.count, own.products,
-               own.lane_sums, own.out, at.count);
+  read_moments(table.products, scratch.running.panels, at.count, own.products, own.lane_sums,
+               own.out, at.count);
   const ConstantEntry<T>& constant = scratch.running.constant;
   const T scale = score_scale<T>(params), eps = static_cast<T>(params.eps);
   const T least = eps * constant.total;  // squares do not add less than nothing
@@ -361,18 +361,19 @@ void finish_chunk_rows(const CausalPlan<T>& plan, const QueryRows& at,
 
 // Panels and constant entry of a table times a factor; none is left of what the factor 0 meets.
 template <typename T>
-void rescale_table(const Table& table, T factor, HeldTable<T>& held, T* tiles) {
+void rescale_table(const Table& table, T factor, const Moments<T>& held,
+                   ConstantEntry<T>& constant) {
   if (factor == T(1)) return;
-  const int64_t panels = table.products.panels(), values = table.value_panels() * kPanel;
+  const int64_t panels = table.products.panels();
   const auto rescale = [&](int64_t count, T* numbers) {
     for (int64_t i = 0; i < count; i += kLanes<T>) {
       store<T>(numbers + i, factor == T(0) ? Vec<T>{} : load(numbers + i) * factor);
     }
   };
-  rescale(panels * values * kPanel, tiles);
-  rescale(panels * kPanel, held.panels.totals);
-  rescale(values, held.constant.values);
-  held.constant.total = factor == T(0) ? T(0) : held.constant.total * factor;
+  rescale(panels * held.summed_size(), held.summed(0));
+  if (held.by_entry) rescale(panels * kPanel, held.total(0));
+  rescale(table.value_panels() * kPanel, constant.values);
+  constant.total = factor == T(0) ? T(0) : constant.total * factor;
 }
 
 // The keys of a chunk to the running moments, which are relative to a reference.
@@ -381,16 +382,14 @@ void add_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t 
                     double before, double reference, const Moments<T>& panels,
                     CausalScratch<T>& scratch) {
   const Table& table = plan.table;
-  rescale_table(table, rescaling<T>(before, reference), scratch.running, panels.summed());
+  rescale_table(table, rescaling<T>(before, reference), panels, scratch.running.constant);
   const ProductScratch<T>& products = scratch.own.products;
   const int64_t count = plan.rows_of(chunk);
   if (!load_keys(plan.params.keys, table, head, reference, chunk * kCausalChunk, count, products)) {
     return;
   }
   scratch.running.constant.add(table, count, products.values, kMomentTokens, products.factors);
-  for (int64_t panel = 0; panel < table.products.panels(); ++panel) {
-    add_moments(table.products, panel, count, table.d_v, products, panels);
-  }
+  add_moments(table.products, {0, table.products.panels()}, count, products, panels);
 }
 
 // The moments of the keys before to the scratch.
@@ -428,7 +427,7 @@ void attend_causally(const CausalPlan<T>& plan, const MomentsHead& head,
   }
   // whatever later keys outweigh
   if (scratch.poisoned) {
-    rescale_table(plan.table, not_a_number<T>(), running, running.panels.summed());
+    rescale_table(plan.table, not_a_number<T>(), running.panels, running.constant);
   }
   const Array &moments = plan.params.keys.moments, &reference = plan.params.keys.reference;
   const int64_t offset = head.offset(moments);

@@ -123,9 +123,8 @@ void store_query_gradients(const CausalPlan<T>& plan, const QueryRows& at, doubl
   } else {
     load_row_gradients(params, plan.table, at, reference, products.x, products.values,
                        kMomentTokens, products.factors, scratch.own.out);
-    product_gradients(plan.table.products, {0, plan.table.products.panels()}, plan.table.d_v,
-                      of_keys, at.count, products.values, kMomentTokens, products.factors,
-                      products);
+    product_gradients(plan.table.products, {0, plan.table.products.panels()}, of_keys, at.count,
+                      products.values, kMomentTokens, products.factors, products);
   }
   const T scale = 2 * score_scale<T>(params);
   for (int64_t r = 0; r < at.count; ++r) {
@@ -202,10 +201,10 @@ void add_key_gradients(const CausalPlan<T>& plan, const MomentsHead& head, int64
   const T scale = score_scale<T>(plan.params.queries);
   if (!load_keys(params, table, head, reference, j0, rows, products)) return;
   __builtin_memset(own.lane_sums, 0, rows * kLanes<T> * sizeof(T));
-  read_moments(table.products, table.d_v, scratch.running.panels, rows, products, own.lane_sums,
-               own.out, rows);
-  product_gradients(table.products, {0, table.products.panels()}, table.d_v, scratch.running.panels,
-                    rows, products.values, kMomentTokens, products.factors, products);
+  read_moments(table.products, scratch.running.panels, rows, products, own.lane_sums, own.out,
+               rows);
+  product_gradients(table.products, {0, table.products.panels()}, scratch.running.panels, rows,
+                    products.values, kMomentTokens, products.factors, products);
   const Array &features = params.grad_features, &value = params.grad_value,
               &logits = params.grad_logits;
   T before[kPanel];
@@ -252,8 +251,7 @@ void add_chunk_queries(const CausalPlan<T>& plan, const MomentsHead& head, int64
   const ProductScratch<T>& products = scratch.own.products;
   ConstantEntry<T>& own = scratch.own.constant;
   ConstantEntry<T>& sum = scratch.running.constant;
-  rescale_table(table, rescaling<T>(before, reference), scratch.running,
-                scratch.running.panels.by_entry);
+  rescale_table(table, rescaling<T>(before, reference), scratch.running.panels, sum);
   if (before == -infinity<double>()) return;  // of no key: queries have nothing of them
   const int64_t count = plan.rows_of(chunk), row_size = table.products.row_size<T>();
   const T eps = static_cast<T>(plan.params.queries.eps);
@@ -269,9 +267,8 @@ void add_chunk_queries(const CausalPlan<T>& plan, const MomentsHead& head, int64
     own.add(table, count, products.values, kMomentTokens, products.factors);
     for (int64_t c = 0; c < table.d_v; ++c) sum.values[c] += eps * own.values[c];
     sum.total += eps * own.total;
-    for (int64_t panel = 0; panel < table.products.panels(); ++panel) {
-      add_moments(table.products, panel, count, table.d_v, products, scratch.running.panels);
-    }
+    add_moments(table.products, {0, table.products.panels()}, count, products,
+                scratch.running.panels);
   }
 }
 

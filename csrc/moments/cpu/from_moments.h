@@ -61,7 +61,7 @@ void read_table(const FromMomentsParams& params, const Table& table, const Momen
     const Panels one{panel, panel + 1};
     own.sums.first_panel = panel;
     load_table(table, params.moments, offset, one, Counted::kByQuery, own.sums);
-    read_panels(table.products, one, table.d_v, own.sums, rows, own.products, own.lane_sums);
+    read_panels(table.products, one, own.sums, rows, own.products, own.lane_sums);
     add_panels(rows, table.d_v, own.products.partial, own.out, rows, panel > 0);
   }
   own.constant.load_from(table, params.moments, offset);
@@ -104,8 +104,8 @@ void attend_rows(const FromMomentsParams& params, const MomentsPlan<T>& plan, co
   __builtin_memset(own.lane_sums, 0, at.count * kLanes<T> * sizeof(T));
   if (plan.has_slots) {
     const HeldTable<T>& held = plan.slots[place.slot];
-    read_moments(table.products, table.d_v, held.panels, at.count, own.products, own.lane_sums,
-                 own.out, at.count);
+    read_moments(table.products, held.panels, at.count, own.products, own.lane_sums, own.out,
+                 at.count);
     finish_rows(params, table, at, reference, held.constant, own);
   } else {
     read_table(params, table, head, at.count, own);
@@ -166,7 +166,7 @@ void sum_moment_gradients(const FromMomentsParams& params, const MomentsPlan<T>&
   own.sums.first_panel = panels.begin;
   own.constant.clear(table);
   sum_moments(
-      table.products, panels, params.H / params.K * L, table.d_v,
+      table.products, panels, params.H / params.K * L,
       [&](int64_t first, int64_t count) {
         for (int64_t t = 0, rows; t < count; t += rows) {  // of one head
           const int64_t h = head.head * (params.H / params.K) + (first + t) / L;
@@ -185,7 +185,7 @@ void sum_moment_gradients(const FromMomentsParams& params, const MomentsPlan<T>&
   const int64_t offset = head.offset(params.grad_moments);
   const T scale = score_scale<T>(params);
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-    T* tiles = own.sums.by_entry + own.sums.tile(panel, 0);
+    T* tiles = own.sums.tile(panel, 0);
     for (int64_t i = 0; i < table.value_panels() * kPanel * kPanel; i += kLanes<T>) {
       store<T>(tiles + i, load(tiles + i) * scale);
     }
@@ -207,9 +207,8 @@ void query_gradients(const FromMomentsParams& params, const MomentsPlan<T>& plan
   const ProductScratch<T>& products = own.products;
   load_row_gradients(params, table, at, reference, products.x, products.values, kMomentTokens,
                      products.factors, own.out);
-  product_gradients(table.products, {0, table.products.panels()}, table.d_v,
-                    plan.slots[place.slot].panels, at.count, products.values, kMomentTokens,
-                    products.factors, products);
+  product_gradients(table.products, {0, table.products.panels()}, plan.slots[place.slot].panels,
+                    at.count, products.values, kMomentTokens, products.factors, products);
   store_feature_gradients(table.products, params.grad_features, at.offset(params.grad_features),
                           at.count, 2 * score_scale<T>(params), products.own);
 }

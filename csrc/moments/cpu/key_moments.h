@@ -80,7 +80,7 @@ void sum_key_moments(const KeyMomentsParams& params, const MomentsPlan<T>& plan,
   own.sums.first_panel = panels.begin;
   own.constant.clear(table);
   sum_moments(
-      table.products, panels, params.S, table.d_v,
+      table.products, panels, params.S,
       [&](int64_t first, int64_t count) {
         if (!load_keys(params, table, head, reference, first, count, own.products)) return false;
         if (group == 0) {
@@ -127,8 +127,7 @@ template <typename T>
 void read_gradients(const Table& table, const HeldTable<T>& gradient, int64_t rows,
                     const MomentsScratch<T>& own) {
   __builtin_memset(own.lane_sums, 0, rows * kLanes<T> * sizeof(T));
-  read_moments(table.products, table.d_v, gradient.panels, rows, own.products, own.lane_sums,
-               own.out, rows);
+  read_moments(table.products, gradient.panels, rows, own.products, own.lane_sums, own.out, rows);
   for (int64_t of_values = 0; of_values < table.value_panels(); ++of_values) {
     const T* constant = gradient.constant.values + of_values * kPanel;
     for (int64_t r = 0; r < rows; ++r) {
@@ -203,9 +202,8 @@ void key_block_gradients(const KeyMomentsParams& params, const MomentsPlan<T>& p
   } else {
     if (params.grad_value || params.grad_logits) read_gradients(table, gradient, rows, own);
     if (grad_features) {
-      product_gradients(table.products, {0, table.products.panels()}, table.d_v, gradient.panels,
-                        rows, own.products.values, kMomentTokens, own.products.factors,
-                        own.products);
+      product_gradients(table.products, {0, table.products.panels()}, gradient.panels, rows,
+                        own.products.values, kMomentTokens, own.products.factors, own.products);
     }
   }
   if (grad_features) {

@@ -69,7 +69,7 @@ void multiply_entries(const Table& table, Counted counted, int64_t panel, const 
     if (factor == T(1)) continue;
     held.total(panel)[r] *= factor;
     for (int64_t of_values = 0; of_values < table.value_panels(); ++of_values) {
-      T* row = held.by_entry + held.tile(panel, of_values) + r * kPanel;
+      T* row = held.tile(panel, of_values) + r * kPanel;
       for (int64_t c = 0; c < kPanel; c += kLanes<T>) store<T>(row + c, load(row + c) * factor);
     }
   }
@@ -82,8 +82,8 @@ void load_last_half(const Table& table, const Array& array, int64_t offset, int6
                     const Moments<T>& held) {
   for (int64_t r = table.rows(panel); r < table.products.entries(panel); ++r) {
     const int64_t at = offset + (panel * kPanel + r - table.products.M) * array.stride[2];
-    load_panels(array, at, 0, array.stride[3], 1, table.d_v,
-                held.by_entry + held.tile(panel, 0) + r * kPanel, kPanel);
+    load_panels(array, at, 0, array.stride[3], 1, table.d_v, held.tile(panel, 0) + r * kPanel,
+                kPanel);
     held.total(panel)[r] = load_element<T>(array, at + table.d_v * array.stride[3]);
   }
 }
@@ -94,7 +94,7 @@ void load_table(const Table& table, const Array& array, int64_t offset, const Pa
                 Counted counted, const Moments<T>& held) {
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
     const int64_t rows = table.rows(panel), at = offset + panel * kPanel * array.stride[2];
-    T* tiles = held.by_entry + held.tile(panel, 0);
+    T* tiles = held.tile(panel, 0);
     if (rows < kPanel) {  // what the table does not have counts for nothing
       const int64_t size = table.value_panels() * kPanel * kPanel;
       __builtin_memset(tiles, 0, size * sizeof(T));
@@ -130,15 +130,14 @@ void store_table(const Table& table, const Array& array, int64_t offset, const P
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
     const int64_t rows = table.rows(panel), at = offset + panel * kPanel * array.stride[2];
     multiply_entries(table, counted, panel, held);
-    earlier.add_to(
-        table.value_panels() * kPanel * kPanel, held.by_entry + held.tile(panel, 0), [&](T* tiles) {
-          load_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v, tiles, kPanel);
-        });
+    earlier.add_to(table.value_panels() * kPanel * kPanel, held.tile(panel, 0), [&](T* tiles) {
+      load_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v, tiles, kPanel);
+    });
     earlier.add_to(kPanel, held.total(panel), [&](T* tiles) {
       load_row(array, at + table.d_v * array.stride[3], array.stride[2], rows, tiles);
     });
-    store_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v,
-                 held.by_entry + held.tile(panel, 0), kPanel);
+    store_panels(array, at, array.stride[2], array.stride[3], rows, table.d_v, held.tile(panel, 0),
+                 kPanel);
     store_row(array, at + table.d_v * array.stride[3], array.stride[2], rows, held.total(panel));
   }
 }
@@ -231,8 +230,8 @@ struct MomentsScratch {
   T* out = nullptr;        // [value panels][kProductRows][64]
 
   void take(Workspace& workspace, const Table& table, int64_t panels_together, bool backward) {
-    products.take(workspace, table.products, table.value_panels(), backward);
-    sums = Moments<T>::take(workspace, panels_together, table.value_panels(), true, false);
+    products.take(workspace, table.products, table.d_v, backward);
+    sums = Moments<T>::take(workspace, panels_together, table.d_v, true, false);
     constant.take(workspace, table);
     lane_sums = workspace.take<T>(kProductRows * kLanes<T>);
     out = workspace.take<T>(max_of(1, table.value_panels()) * kProductRows * kPanel);
@@ -246,8 +245,7 @@ struct HeldTable {
   ConstantEntry<T> constant;
 
   void take(Workspace& workspace, const Table& table, bool backward) {
-    panels =
-        Moments<T>::take(workspace, table.products.panels(), table.value_panels(), true, backward);
+    panels = Moments<T>::take(workspace, table.products.panels(), table.d_v, true, backward);
     constant.take(workspace, table);
   }
 };

@@ -343,16 +343,15 @@ TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
     for (const int64_t d_v : {1, 5, 64, 70}) {
       Workspace measure;
       ProductScratch<T> scratch;
-      scratch.take(measure, layout, ceil_div(d_v, kPanel), true);
-      Moments<T>::take(measure, layout.panels(), ceil_div(d_v, kPanel), false, true);
+      scratch.take(measure, layout, d_v, true);
+      Moments<T>::take(measure, layout.panels(), d_v, false, true);
       std::vector<char> memory(measure.bytes() + 64);
       Workspace workspace(memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64));
-      scratch.take(workspace, layout, ceil_div(d_v, kPanel), true);
-      const auto by_value =
-          Moments<T>::take(workspace, layout.panels(), ceil_div(d_v, kPanel), false, true);
+      scratch.take(workspace, layout, d_v, true);
+      const auto by_value = Moments<T>::take(workspace, layout.panels(), d_v, false, true);
       const std::vector<T> values = random_values<T>(ceil_div(d_v, kPanel) * kPanel);
       sum_moments(
-          layout, Panels{0, layout.panels()}, 1, d_v,
+          layout, Panels{0, layout.panels()}, 1,
           [&](int64_t, int64_t) {
             std::copy_n(sample.row(1), layout.template row_size<T>(), scratch.x);
             for (int64_t first = 0; first < d_v; first += kPanel) {
@@ -364,8 +363,8 @@ TYPED_TEST(Precision, GradientsOfProductsAreThoseOfTheSquare) {
           scratch, by_value);
       std::copy_n(sample.row(0), layout.template row_size<T>(), scratch.x);
       const T factor = 3;
-      product_gradients(layout, Panels{0, layout.panels()}, d_v, by_value, 1, values.data(), 1,
-                        &factor, scratch);
+      product_gradients(layout, Panels{0, layout.panels()}, by_value, 1, values.data(), 1, &factor,
+                        scratch);
       double squares = 1.5;
       for (int64_t c = 0; c < d_v; ++c) squares += double{values[c]} * values[c];
       const double score = sample.dot(0, 1);

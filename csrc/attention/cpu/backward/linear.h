@@ -205,7 +205,7 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panel
                       const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
   const ProductLayout products = plan.layout.products();
   sum_moments(
-      products, panels, plan.params.S, plan.params.d_v,
+      products, panels, plan.params.S,
       [&](int64_t first, int64_t count) {
         if (state.keys.are_hidden(first, count)) return false;
         load_linear_keys(plan, unit, first, count, state.linear.keys.center(0), state, scratch);
@@ -213,13 +213,12 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panel
       },
       scratch.products, state.linear.keys.moments);
   sum_moments(
-      products, panels, plan.layout.heads_per_unit * plan.params.L, plan.params.d_v,
+      products, panels, plan.layout.heads_per_unit * plan.params.L,
       [&](int64_t first, int64_t count) {
         load_linear_queries(plan, first, count, state, scratch);
         return true;
       },
       scratch.products, state.linear.queries);
-  state.linear.queries.transpose(panels);
 }
 
 // Half the gradient of the features of one block of queries by some panels of the moments of keys,
@@ -233,7 +232,7 @@ void query_product_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t 
   gather_features(layout.feature, rows,
                   state.phi + (head * layout.feature_panels() * L + i0) * kPanel, L,
                   scratch.products.x);
-  product_gradients(layout.products(), panels, plan.params.d_v, of_keys, rows,
+  product_gradients(layout.products(), panels, of_keys, rows,
                     state.grad_out + (head * layout.value_panels() * L + i0) * kPanel, L,
                     state.linear.factors + head * L + i0, scratch.products);
 }
@@ -258,8 +257,8 @@ void key_product_gradients(const BackwardPlan<T>& plan, int64_t j0, const T* val
   gather_features(plan.layout.feature, rows, state.keys.features + j0 * kPanel,
                   plan.layout.padded_keys, own.x);
   for (int64_t r = 0; r < rows; ++r) own.factors[r] = 1;
-  product_gradients(plan.layout.products(), panels, plan.params.d_v, of_queries, rows, values,
-                    kPanel, own.factors, own);
+  product_gradients(plan.layout.products(), panels, of_queries, rows, values, kPanel, own.factors,
+                    own);
 }
 
 // A group of panels through the chunks of a causal call from the first to the last: to each block
@@ -271,7 +270,6 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t chunks = chunk_count(plan.params), blocks_of_chunk = kCausalChunk / kBackwardRows;
   Moments<T> of_keys = scratch.growing;
-  of_keys.by_entry = nullptr;
   of_keys.first_panel = panels.begin;
   of_keys.clear(panels);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -293,9 +291,7 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
     const LinearKeys<T>& keys = state.linear.keys;
     move_center(panels, keys.center(chunk), keys.center(chunk + 1), of_keys);
     load_linear_keys(plan, unit, first, count, keys.center(chunk + 1), state, scratch);
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      add_moments(layout.products(), panel, count, layout.d_v, scratch.products, of_keys);
-    }
+    add_moments(layout.products(), panels, count, scratch.products, of_keys);
   }
 }
 
@@ -315,14 +311,12 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
   for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
     const int64_t first = chunk * kCausalChunk;
     const bool has_later = chunk + 1 < chunks;
-    if (has_later && first < S) of_queries.transpose(panels);
     for (int64_t j0 = first; has_later && j0 < min_of(S, first + kCausalChunk); j0 += kPanel) {
       if (state.keys.is_hidden[j0 / kPanel]) continue;
       const T* values = centered_values(plan, unit, j0, keys.center(chunk + 1), state, scratch);
       key_product_gradients(plan, j0, values, panels, of_queries, state, scratch);
       const int64_t rows = min_of(kPanel, S - j0);
-      read_panels(products, panels, layout.d_v, of_queries, rows, scratch.products,
-                  static_cast<T*>(nullptr));
+      read_panels(products, panels, of_queries, rows, scratch.products, static_cast<T*>(nullptr));
       int* turn = state.linear.groups_at_key + j0 / kPanel;
       wait_for_turn(turn, group);
       add_panels(rows, layout.d_v, scratch.products.partial, state.linear.grad_value + j0 * kPanel,
@@ -332,15 +326,12 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
       end_turn(turn, group);
     }
     if (has_later) {
-      move_center_in_totals(panels, layout.d_v, keys.center(chunk + 1), keys.center(chunk),
-                            of_queries);
+      move_center_in_totals(panels, keys.center(chunk + 1), keys.center(chunk), of_queries);
     }
     for (int64_t head = 0; chunk > 0 && head < layout.heads_per_unit; ++head) {
       const int64_t count = min_of(kCausalChunk, L - first);
       load_linear_queries(plan, head * L + first, count, state, scratch);
-      for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-        add_moments(products, panel, count, layout.d_v, scratch.products, of_queries);
-      }
+      add_moments(products, panels, count, scratch.products, of_queries);
     }
   }
 }
@@ -414,7 +405,7 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
     } else {
       key_product_gradients(plan, j0, values, {0, products.panels()}, linear.queries, state,
                             scratch);
-      read_moments(products, d_v, linear.queries, rows, scratch.products, static_cast<T*>(nullptr),
+      read_moments(products, linear.queries, rows, scratch.products, static_cast<T*>(nullptr),
                    grad_value, kSweepKeys);
       add_features(layout.feature, rows, scratch.products.own,
                    state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys);

@@ -63,7 +63,7 @@ struct LinearBackward {
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout) {
     const int64_t chunks = chunk_count(params), heads = layout.heads_per_unit;
     const int64_t query_blocks = heads * ceil_div(params.L, kBackwardRows);
-    keys.take(workspace, params, layout, true);
+    keys.take(workspace, params, layout);
     factors = workspace.take<T>(heads * params.L);
     by_pairs = workspace.take<uint8_t>(query_blocks);
     sums_of_gradients = workspace.take<T>(chunks * layout.d_v);
@@ -73,8 +73,7 @@ struct LinearBackward {
       groups_at_query = workspace.take<int>(query_blocks);
       groups_at_key = workspace.take<int>(layout.key_blocks);
     } else {
-      queries = Moments<T>::take(workspace, layout.products().panels(), layout.value_panels(), true,
-                                 true);
+      queries = Moments<T>::take(workspace, layout.products().panels(), layout.d_v, false, true);
     }
   }
 };
@@ -175,10 +174,10 @@ struct BackwardScratch {
 
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
             bool is_linear) {
-    if (is_linear) products.take(workspace, layout.products(), layout.value_panels(), true);
+    if (is_linear) products.take(workspace, layout.products(), layout.d_v, true);
     if (is_linear && params.is_causal) {
       growing = Moments<T>::take(workspace, PanelGroups::for_chunks(layout.products()).together,
-                                 layout.value_panels(), true, true);
+                                 layout.d_v, false, true);
     }
     keys.take(workspace, layout, true);
     sweep.take(workspace, layout);

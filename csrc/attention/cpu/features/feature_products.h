@@ -139,38 +139,62 @@ void add_sums_of_products(int64_t entries, int64_t rows, const T* psi, const T* 
   }
 }
 
-// The gradient of sum_e psi_e(x) g_e, in two parts: what reaches x_b lies in `own`, what reaches
-// x_{b + r}, as far as the row goes, in `shifted`; both [rows][row_size], to be added by
-// fold_gradients. g [rows][64] is that of one panel of entries.
+// By column, [features or entries][64 tokens], vectors are whole and aligned whatever F is, and a
+// product with a few values still fills its lanes.
+
+// target [columns, whole vectors][64] from up to 64 rows of whole vectors, `stride` apart. Lanes of
+// tokens that there are not hold anything.
 template <typename T>
-void add_product_gradients(const ProductLayout& layout, const ProductLayout::Runs& runs,
-                           int64_t rows, const T* x, const T* g, T* own, T* shifted) {
-  const int64_t size = layout.row_size<T>();
-  for (int64_t r = 0; r < rows; ++r) {
-    for (const ShiftRun& run : runs) {
-      const int64_t first = r * size + run.feature;
-      for (int64_t c = 0; c < run.count; c += kLanes<T>) {
-        Vec<T> gradient = load(g + r * kPanel + run.column + c);
-        if (run.count - c < kLanes<T>) gradient = first_lanes<T>(gradient, run.count - c);
-        T* left = own + first + c;
-        T* right = shifted + first + run.shift + c;
-        store<T>(left, load(left) + load(x + first + run.shift + c) * gradient);
-        store<T>(right, load(right) + load(x + first + c) * gradient);
-      }
+void rows_by_column(int64_t rows, int64_t columns, const T* source, int64_t stride, T* target) {
+  const int64_t whole = rows - rows % kLanes<T>;
+  for (int64_t r = 0; r < whole; r += kLanes<T>) {
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      transpose_block(source + r * stride + c, stride, target + c * kPanel + r, kPanel);
+    }
+  }
+  for (int64_t r = whole; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) target[c * kPanel + r] = source[r * stride + c];
+  }
+}
+
+// visit(e, b, other) for the entries of a panel, with `other` the place of x_{(b + r) mod F}.
+template <typename Visit>
+inline void for_each_product(const ProductLayout& layout, int64_t panel, const Visit& visit) {
+  const int64_t F = layout.features();
+  for (const ShiftRun& run : layout.runs(panel)) {
+    for (int64_t i = 0; i < run.count; ++i) {
+      const int64_t b = run.feature + i, other = b + run.shift;
+      visit(run.column + i, b, other < F ? other : other - F);
     }
   }
 }
 
-// own = (own + shifted) / 2, features beyond the last one again from the first on.
+// psi [64 entries][64] of one panel of entries, from x [features][64].
 template <typename T>
-void fold_gradients(const ProductLayout& layout, int64_t rows, const T* shifted, T* own) {
-  const int64_t size = layout.row_size<T>(), F = layout.features();
-  for (int64_t r = 0; r < rows; ++r) {
-    T* row = own + r * size;
-    const T* other = shifted + r * size;
-    for (int64_t b = 0; b < layout.M; ++b) row[b] += other[F + b];
-    for (int64_t b = 0; b < F; ++b) row[b] = (row[b] + other[b]) * T(0.5);
-  }
+void feature_products_by_column(const ProductLayout& layout, int64_t panel, int64_t tokens,
+                                const T* x, T* psi) {
+  for_each_product(layout, panel, [&](int64_t e, int64_t b, int64_t other) {
+    const T *left = x + b * kPanel, *right = x + other * kPanel;
+    for (int64_t t = 0; t < tokens; t += kLanes<T>) {
+      store<T>(psi + e * kPanel + t, load(left + t) * load(right + t));
+    }
+  });
+}
+
+// grad_x [features][64] grows by the gradient of sum_e psi_e(x) g_e, with g [64 entries][64] that
+// of one panel of entries.
+template <typename T>
+void add_product_gradients(const ProductLayout& layout, int64_t panel, int64_t tokens, const T* x,
+                           const T* g, T* grad_x) {
+  for_each_product(layout, panel, [&](int64_t e, int64_t b, int64_t other) {
+    const T *left = x + b * kPanel, *right = x + other * kPanel;
+    T *of_left = grad_x + b * kPanel, *of_right = grad_x + other * kPanel;
+    for (int64_t t = 0; t < tokens; t += kLanes<T>) {
+      const Vec<T> gradient = load(g + e * kPanel + t);
+      store<T>(of_left + t, load(of_left + t) + load(right + t) * gradient);
+      store<T>(of_right + t, load(of_right + t) + load(left + t) * gradient);
+    }
+  });
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ struct ForwardUnit {
             bool is_linear = false) {
     keys.take(workspace, layout, false);
     if (!is_linear) return;
-    linear.take(workspace, params, layout, false);
+    linear.take(workspace, params, layout);
     if (params.is_causal) earlier.take(workspace, params, layout);
   }
   void take_parts(Workspace& workspace, const AttentionLayout<T>& layout, int64_t count,

@@ -22,10 +22,10 @@ struct LinearScratch {
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
             int64_t rows) {
     const ProductLayout of_features = layout.products();
-    products.take(workspace, of_features, layout.value_panels(), false);
+    products.take(workspace, of_features, layout.d_v, false);
     if (params.is_causal) {
       growing = Moments<T>::take(workspace, PanelGroups::for_chunks(of_features).together,
-                                 layout.value_panels(), true, false);
+                                 layout.d_v, false, true);
     }
     lane_sums = workspace.take<T>(kProductRows * kLanes<T>);
     sums = workspace.take<T>(rows);
@@ -124,7 +124,7 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
       gather_features(layout.feature, rows,
                       out.phi + (head * layout.feature_panels() * L + i0) * kPanel, L, own.x);
       __builtin_memset(scratch.lane_sums, 0, rows * kLanes<T> * sizeof(T));
-      read_panels(products, panels, layout.d_v, scratch.growing, rows, own, scratch.lane_sums);
+      read_panels(products, panels, scratch.growing, rows, own, scratch.lane_sums);
       int* turn = out.groups + head * chunks + chunk;
       wait_for_turn(turn, group);
       for (int64_t r = 0; r < rows; ++r) {
@@ -140,9 +140,7 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
     if (count == 0 || chunk + 1 == chunks) continue;
     move_center(panels, linear.center(chunk), linear.center(chunk + 1), scratch.growing);
     load_keys(layout, keys, linear.center(chunk + 1), i0, count, of_keys, own);
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      add_moments(products, panel, count, layout.d_v, own, scratch.growing);
-    }
+    add_moments(products, panels, count, own, scratch.growing);
   }
 }
 
@@ -163,8 +161,7 @@ void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& lay
   } else {
     gather_features(layout.feature, rows, queries.phi, queries.rows, own.products.x);
     __builtin_memset(own.lane_sums, 0, rows * kLanes<T> * sizeof(T));
-    read_moments(layout.products(), layout.d_v, keys.moments, rows, own.products, own.lane_sums,
-                 own.out, rows);
+    read_moments(layout.products(), keys.moments, rows, own.products, own.lane_sums, own.out, rows);
     for (int64_t r = 0; r < rows; ++r) {
       own.sums[r] = sum_of_lanes<T>(load(own.lane_sums + r * kLanes<T>));
     }
@@ -215,7 +212,7 @@ struct LinearForwardStages {
                    if (!unit.linear.is_taken) return;
                    const auto& own = memory.scratch[thread];
                    sum_moments(
-                       layout.products(), groups.of(group), params.S, layout.d_v,
+                       layout.products(), groups.of(group), params.S,
                        [&](int64_t first, int64_t count) {
                          if (unit.keys.are_hidden(first, count)) return false;
                          load_keys(layout, unit.keys, unit.linear.center(0), first, count, own.keys,

@@ -50,8 +50,7 @@ struct LinearKeys {
   int64_t center_size = 0;
   Moments<T> moments;  // where there is one chunk
 
-  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
-            bool backward) {
+  void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout) {
     const int64_t chunks = chunk_count(params);
     sums = workspace.take<double>(layout.d_v);
     center_size = layout.value_panels() * kPanel;
@@ -59,8 +58,7 @@ struct LinearKeys {
     magnitudes = workspace.take<T>(chunks);
     squares = workspace.take<T>(chunks);
     if (params.is_causal) return;
-    moments = Moments<T>::take(workspace, layout.products().panels(), layout.value_panels(),
-                               !backward, backward);
+    moments = Moments<T>::take(workspace, layout.products().panels(), layout.d_v, false, true);
   }
   T* center(int64_t chunk) const { return centers + chunk * center_size; }
 };

@@ -12,41 +12,57 @@ struct Panels {
   int64_t count() const { return end - begin; }
 };
 
-// Sums over tokens of c_e psi_e(x) times a row of numbers, and times one number more.
+// Sums over tokens of c_e psi_e(x) times a row of numbers, and times one number more. By value they
+// are read by 64 tokens together, in whole vectors however few values there are; by entry, by any
+// number of tokens.
 template <typename T>
 struct Moments {
   T* by_entry = nullptr;  // [panels][value panels][64 entries][64 values]
-  T* by_value = nullptr;  // [panels][value panels][64 values][64 entries]
-  T* totals = nullptr;    // [panels][64], and a vector more
-  int64_t value_panels = 0;
+  T* totals = nullptr;    // [panels][64], and a vector more   beside by_entry
+  T* by_value = nullptr;  // [panels][d_v + 1][64 entries]   the last row: totals
+  int64_t d_v = 0;
   int64_t first_panel = 0;  // of entries, where not all of them are held
 
-  int64_t tile(int64_t panel, int64_t of_values) const {
-    return ((panel - first_panel) * value_panels + of_values) * kPanel * kPanel;
+  int64_t value_panels() const { return ceil_div(d_v, kPanel); }
+  T* tile(int64_t panel, int64_t of_values) const {
+    return by_entry + ((panel - first_panel) * value_panels() + of_values) * kPanel * kPanel;
   }
-  T* total(int64_t panel) const { return totals + (panel - first_panel) * kPanel; }
-  // The array that sums are made in.
-  T* summed() const { return by_entry ? by_entry : by_value; }
+  T* values(int64_t panel) const { return by_value + (panel - first_panel) * (d_v + 1) * kPanel; }
+  T* total(int64_t panel) const {
+    return by_entry ? totals + (panel - first_panel) * kPanel : values(panel) + d_v * kPanel;
+  }
+  // The array that sums are made in, and how much of it is one panel's.
+  T* summed(int64_t panel) const { return by_entry ? tile(panel, 0) : values(panel); }
+  int64_t summed_size() const { return (by_entry ? value_panels() * kPanel : d_v + 1) * kPanel; }
 
-  static Moments take(Workspace& workspace, int64_t panels, int64_t value_panels, bool by_entry,
+  static Moments take(Workspace& workspace, int64_t panels, int64_t d_v, bool by_entry,
                       bool by_value) {
-    const int64_t size = panels * value_panels * kPanel * kPanel;
     Moments result;
-    if (by_entry) result.by_entry = workspace.take<T>(size);
-    if (by_value) result.by_value = workspace.take<T>(size);
-    result.totals = workspace.take<T>(panels * kPanel + kLanes<T>);
-    result.value_panels = value_panels;
+    result.d_v = d_v;
+    if (by_entry) {
+      result.by_entry = workspace.take<T>(panels * result.value_panels() * kPanel * kPanel);
+      result.totals = workspace.take<T>(panels * kPanel + kLanes<T>);
+    }
+    if (by_value) result.by_value = workspace.take<T>(panels * (d_v + 1) * kPanel);
     return result;
   }
   void clear(const Panels& panels) const {
-    __builtin_memset(summed() + tile(panels.begin, 0), 0,
-                     panels.count() * value_panels * kPanel * kPanel * sizeof(T));
-    __builtin_memset(total(panels.begin), 0, panels.count() * kPanel * sizeof(T));
+    __builtin_memset(summed(panels.begin), 0, panels.count() * summed_size() * sizeof(T));
+    if (by_entry) __builtin_memset(total(panels.begin), 0, panels.count() * kPanel * sizeof(T));
   }
   // Where sums are made by entry and read by value, too.
   void transpose(const Panels& panels) const {
-    for (int64_t at = tile(panels.begin, 0); at < tile(panels.end, 0); at += kPanel * kPanel) {
-      transpose_panel(kPanel, kPanel, by_entry + at, by_value + at);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      for (int64_t first = 0; first < d_v; first += kPanel) {
+        const T* source = tile(panel, first / kPanel);
+        T* target = values(panel) + first * kPanel;
+        const int64_t width = min_of(kPanel, d_v - first), whole = width - width % kLanes<T>;
+        transpose_panel(kPanel, whole, source, target);
+        for (int64_t c = whole; c < width; ++c) {
+          for (int64_t e = 0; e < kPanel; ++e) target[c * kPanel + e] = source[e * kPanel + c];
+        }
+      }
+      copy_row(total(panel), values(panel) + d_v * kPanel);
     }
   }
 };
@@ -58,64 +74,103 @@ struct ProductScratch {
   T* factors = nullptr;  // [kMomentTokens]
   T* psi = nullptr;      // [kProductRows][64] and a vector
   T* partial = nullptr;  // [value panels][kProductRows][64]
-  T* tile = nullptr;     // [64][64]
-  T* own = nullptr;      // [64][row_size]
-  T* shifted = nullptr;  // [64][row_size]
+  // By column, of 64 tokens:
+  T* x_by_column = nullptr;    // [features][64]
+  T* row_by_column = nullptr;  // [kMomentTokens / 64][row_columns][64]   values, then factors
+  T* sums = nullptr;           // [row_columns][64]
+  int64_t row_columns = 0;     // d_v + 1, and up to whole vectors
+  // Backward:
+  T* tile = nullptr;           // [64][64]
+  T* own_by_column = nullptr;  // [features][64]
+  T* own = nullptr;            // [64][row_size]
 
-  void take(Workspace& workspace, const ProductLayout& layout, int64_t value_panels,
-            bool backward) {
-    const int64_t row_size = layout.row_size<T>();
+  void take(Workspace& workspace, const ProductLayout& layout, int64_t d_v, bool backward) {
+    const int64_t row_size = layout.row_size<T>(), value_panels = max_of(1, ceil_div(d_v, kPanel));
+    const int64_t features = round_up(layout.features(), kLanes<T>);
+    row_columns = round_up(d_v + 1, kLanes<T>);
     x = workspace.take<T>(kMomentTokens * row_size);
     values = workspace.take<T>(value_panels * kMomentTokens * kPanel);
     factors = workspace.take<T>(kMomentTokens);
     psi = workspace.take<T>(kProductRows * kPanel + kLanes<T>);
     partial = workspace.take<T>(value_panels * kProductRows * kPanel);
+    x_by_column = workspace.take<T>(features * kPanel);
+    row_by_column = workspace.take<T>(kMomentTokens * row_columns);
+    sums = workspace.take<T>(row_columns * kPanel);
     if (!backward) return;
-    tile = workspace.take<T>(kPanel * kPanel + kLanes<T>);
+    tile = workspace.take<T>(kPanel * kPanel);
+    own_by_column = workspace.take<T>(features * kPanel);
     own = workspace.take<T>(kPanel * row_size);
-    shifted = workspace.take<T>(kPanel * row_size);
   }
 };
 
-// Adds c_e psi_e(x) times `values` and `factors` of `count` tokens, all three in the scratch, to
-// one panel of entries.
+// [d_v + 1][64] of up to 64 tokens: values [value panels][value_rows][64], and a factor each.
 template <typename T>
-void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int64_t d_v,
+void values_and_factors(int64_t rows, int64_t d_v, const T* values, int64_t value_rows,
+                        const T* factors, T* by_column) {
+  for (int64_t first = 0; first < d_v; first += kPanel) {
+    rows_by_column(rows, min_of(kPanel, d_v - first), values + first * value_rows, kPanel,
+                   by_column + first * kPanel);
+  }
+  __builtin_memcpy(by_column + d_v * kPanel, factors, rows * sizeof(T));
+}
+
+// scratch.partial (+)= psi [rows][64], in the scratch, times values and factors of the tokens from
+// t on, as Moments::values has it.
+template <typename T>
+void multiply_by_value(int64_t entries, int64_t d_v, int64_t t, int64_t rows,
+                       const ProductScratch<T>& scratch) {
+  panel_gemm<T, Left::kRows>(d_v + 1, entries, rows,
+                             scratch.row_by_column + t * scratch.row_columns, scratch.psi,
+                             scratch.partial, t > 0);
+}
+
+// The same times values alone, as Moments::by_entry has it, and times factors to totals.
+template <typename T>
+void multiply_by_entry(int64_t entries, int64_t d_v, int64_t t, int64_t rows,
+                       const ProductScratch<T>& scratch, Vec<T> (&totals)[kPanel / kLanes<T>]) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t v = 0; v < kPanel / kLanes<T>; ++v) {
+      totals[v] += load(scratch.psi + r * kPanel + v * kLanes<T>) * scratch.factors[t + r];
+    }
+  }
+  for (int64_t first = 0; first < d_v; first += kPanel) {
+    panel_gemm<T, Left::kColumns>(entries, min_of(kPanel, d_v - first), rows, scratch.psi,
+                                  scratch.values + first * kMomentTokens + t * kPanel,
+                                  scratch.partial + first * kPanel, t > 0);
+  }
+}
+
+// Adds c_e psi_e(x) times `values` and `factors` of `count` tokens, all three in the scratch, to
+// some panels of entries.
+template <typename T>
+void add_moments(const ProductLayout& layout, const Panels& panels, int64_t count,
                  const ProductScratch<T>& scratch, const Moments<T>& out) {
-  constexpr int64_t kVectors = kPanel / kLanes<T>;
-  const auto runs = layout.runs(panel);
-  const int64_t entries = layout.entries(panel), value_panels = ceil_div(d_v, kPanel);
-  Vec<T> totals[kVectors] = {};
-  for (int64_t t = 0; t < count; t += kPanel) {
-    const int64_t rows = min_of(kPanel, count - t);
-    feature_products<true>(layout, runs, rows, scratch.x + t * layout.row_size<T>(), scratch.psi);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int v = 0; v < kVectors; ++v) {
-        totals[v] += load(scratch.psi + r * kPanel + v * kLanes<T>) * scratch.factors[t + r];
-      }
-    }
-    for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
-      const int64_t width = min_of(kPanel, d_v - of_values * kPanel);
-      const T* values = scratch.values + (of_values * kMomentTokens + t) * kPanel;
-      T* partial = scratch.partial + of_values * kPanel * kPanel;
+  for (int64_t t = 0; !out.by_entry && t < count; t += kPanel) {
+    values_and_factors(min_of(kPanel, count - t), out.d_v, scratch.values + t * kPanel,
+                       kMomentTokens, scratch.factors + t,
+                       scratch.row_by_column + t * scratch.row_columns);
+  }
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    const auto runs = layout.runs(panel);
+    const int64_t entries = layout.entries(panel);
+    Vec<T> totals[kPanel / kLanes<T>] = {};
+    for (int64_t t = 0; t < count; t += kPanel) {
+      const int64_t rows = min_of(kPanel, count - t);
+      feature_products<true>(layout, runs, rows, scratch.x + t * layout.row_size<T>(), scratch.psi);
       if (out.by_entry) {
-        panel_gemm<T, Left::kColumns>(entries, width, rows, scratch.psi, values, partial, t > 0);
+        multiply_by_entry(entries, out.d_v, t, rows, scratch, totals);
       } else {
-        panel_gemm<T, Left::kColumns>(width, entries, rows, values, scratch.psi, partial, t > 0);
+        multiply_by_value(entries, out.d_v, t, rows, scratch);
       }
     }
-  }
-  for (int64_t of_values = 0; of_values < value_panels; ++of_values) {
-    const int64_t width = min_of(kPanel, d_v - of_values * kPanel);
-    const T* partial = scratch.partial + of_values * kPanel * kPanel;
-    T* sum = out.summed() + out.tile(panel, of_values);
-    for (int64_t i = 0; i < (out.by_entry ? entries : width) * kPanel; i += kLanes<T>) {
-      store<T>(sum + i, load(sum + i) + load(partial + i));
+    T* sum = out.summed(panel);
+    for (int64_t i = 0; i < out.summed_size(); i += kLanes<T>) {
+      store<T>(sum + i, load(sum + i) + load(scratch.partial + i));
     }
-  }
-  for (int v = 0; v < kVectors; ++v) {
-    T* total = out.total(panel) + v * kLanes<T>;
-    store<T>(total, load(total) + totals[v]);
+    for (int64_t v = 0; out.by_entry && v < kPanel / kLanes<T>; ++v) {
+      T* total = out.total(panel) + v * kLanes<T>;
+      store<T>(total, load(total) + totals[v]);
+    }
   }
 }
 
@@ -123,35 +178,24 @@ void add_moments(const ProductLayout& layout, int64_t panel, int64_t count, int6
 // factors of the scratch for up to kMomentTokens tokens, or tells that none counts. Each sum is
 // made by one thread, in the order of tokens.
 template <typename T, typename Load>
-void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t tokens, int64_t d_v,
+void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t tokens,
                  const Load& load_tokens, const ProductScratch<T>& scratch, const Moments<T>& out) {
   out.clear(panels);
   for (int64_t first = 0; first < tokens; first += kMomentTokens) {
     const int64_t count = min_of(kMomentTokens, tokens - first);
-    if (!load_tokens(first, count)) continue;
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      add_moments(layout, panel, count, d_v, scratch, out);
-    }
+    if (load_tokens(first, count)) add_moments(layout, panels, count, scratch, out);
   }
 }
 
-// Moments of values relative to one center, [value panels][64], become those relative to another.
+// Moments by value, of values relative to one center [d_v], become those relative to another.
 template <typename T>
 void move_center(const Panels& panels, const T* from, const T* to, const Moments<T>& out) {
-  T step[kPanel];
-  for (int64_t of_values = 0; of_values < out.value_panels; ++of_values) {
-    for (int64_t c = 0; c < kPanel; ++c) {
-      step[c] = to[of_values * kPanel + c] - from[of_values * kPanel + c];
-    }
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const T* of_row = out.by_entry ? out.total(panel) : step;
-      const T* of_column = out.by_entry ? step : out.total(panel);
-      T* tile = out.summed() + out.tile(panel, of_values);
-      for (int64_t r = 0; r < kPanel; ++r) {
-        for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-          T* sum = tile + r * kPanel + c;
-          store<T>(sum, load(sum) - load(of_column + c) * of_row[r]);
-        }
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    for (int64_t c = 0; c < out.d_v; ++c) {
+      const T step = to[c] - from[c];
+      T* sums = out.values(panel) + c * kPanel;
+      for (int64_t e = 0; e < kPanel; e += kLanes<T>) {
+        store<T>(sums + e, load(sums + e) - load(out.total(panel) + e) * step);
       }
     }
   }
@@ -159,19 +203,42 @@ void move_center(const Panels& panels, const T* from, const T* to, const Moments
 
 // Totals of numbers f + g . center, g the values, become those of another center.
 template <typename T>
-void move_center_in_totals(const Panels& panels, int64_t d_v, const T* from, const T* to,
+void move_center_in_totals(const Panels& panels, const T* from, const T* to,
                            const Moments<T>& out) {
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-    for (int64_t e = 0; e < kPanel; ++e) {
+    for (int64_t e = 0; e < kPanel; e += kLanes<T>) {
       Vec<T> sum{};
-      for (int64_t c = 0; c < d_v; c += kLanes<T>) {
-        const T* row = out.by_entry + out.tile(panel, c / kPanel) + e * kPanel;
-        Vec<T> term = load(row + c % kPanel) * (load(to + c) - load(from + c));
-        if (d_v - c < kLanes<T>) term = first_lanes<T>(term, d_v - c);
-        sum += term;
+      for (int64_t c = 0; c < out.d_v; ++c) {
+        sum += load(out.values(panel) + c * kPanel + e) * (to[c] - from[c]);
       }
-      out.total(panel)[e] += sum_of_lanes<T>(sum);
+      T* total = out.total(panel) + e;
+      store<T>(total, load(total) + sum);
     }
+  }
+}
+
+// read_panels of moments by value, of up to 64 tokens, whose partial sums begin at row `first`.
+template <typename T>
+void read_by_value(const ProductLayout& layout, const Panels& panels, const Moments<T>& moments,
+                   int64_t first, int64_t tokens, int64_t rows, const ProductScratch<T>& scratch,
+                   T* sums) {
+  const int64_t d_v = moments.d_v;
+  const T* x = scratch.x + first * layout.row_size<T>();
+  rows_by_column(tokens, layout.features(), x, layout.row_size<T>(), scratch.x_by_column);
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    feature_products_by_column(layout, panel, tokens, scratch.x_by_column, scratch.psi);
+    panel_gemm<T, Left::kRows>(sums ? d_v + 1 : d_v, tokens, layout.entries(panel),
+                               moments.values(panel), scratch.psi, scratch.sums,
+                               panel > panels.begin);
+  }
+  for (int64_t r = 0; sums && r < tokens; ++r) {
+    sums[(first + r) * kLanes<T>] += scratch.sums[d_v * kPanel + r];
+  }
+  for (int64_t c = 0; c < d_v; c += kPanel) {
+    const int64_t width = round_up(min_of(kPanel, d_v - c), kLanes<T>);
+    rows_by_column(width, tokens, scratch.sums + c * kPanel, kPanel, scratch.psi);
+    __builtin_memcpy(scratch.partial + c * rows + first * kPanel, scratch.psi,
+                     tokens * kPanel * sizeof(T));
   }
 }
 
@@ -179,16 +246,19 @@ void move_center_in_totals(const Panels& panels, int64_t d_v, const T* from, con
 // kProductRows tokens, whose features are in the scratch; sums [rows][lanes], where there are any,
 // grow by psi_e(x) totals_e.
 template <typename T>
-void read_panels(const ProductLayout& layout, const Panels& panels, int64_t d_v,
-                 const Moments<T>& moments, int64_t rows, const ProductScratch<T>& scratch,
-                 T* sums) {
-  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+void read_panels(const ProductLayout& layout, const Panels& panels, const Moments<T>& moments,
+                 int64_t rows, const ProductScratch<T>& scratch, T* sums) {
+  for (int64_t first = 0; !moments.by_entry && first < rows; first += kPanel) {
+    read_by_value(layout, panels, moments, first, min_of(kPanel, rows - first), rows, scratch,
+                  sums);
+  }
+  for (int64_t panel = panels.begin; moments.by_entry && panel < panels.end; ++panel) {
     const int64_t entries = layout.entries(panel);
     feature_products(layout, layout.runs(panel), rows, scratch.x, scratch.psi);
     if (sums) add_sums_of_products(entries, rows, scratch.psi, moments.total(panel), sums);
-    for (int64_t of_values = 0; of_values < moments.value_panels; ++of_values) {
-      panel_gemm<T, Left::kRows>(rows, min_of(kPanel, d_v - of_values * kPanel), entries,
-                                 scratch.psi, moments.by_entry + moments.tile(panel, of_values),
+    for (int64_t of_values = 0; of_values < moments.value_panels(); ++of_values) {
+      panel_gemm<T, Left::kRows>(rows, min_of(kPanel, moments.d_v - of_values * kPanel), entries,
+                                 scratch.psi, moments.tile(panel, of_values),
                                  scratch.partial + of_values * rows * kPanel, panel > panels.begin);
     }
   }
@@ -209,41 +279,43 @@ void add_panels(int64_t rows, int64_t columns, const T* panels, T* out, int64_t 
 
 // out [value panels][out_rows][64] = sum_e psi_e(x) moments_e, sums as in read_panels.
 template <typename T>
-void read_moments(const ProductLayout& layout, int64_t d_v, const Moments<T>& moments, int64_t rows,
+void read_moments(const ProductLayout& layout, const Moments<T>& moments, int64_t rows,
                   const ProductScratch<T>& scratch, T* sums, T* out, int64_t out_rows) {
   for (int64_t begin = 0; begin < layout.panels(); begin += kProductPanels) {
     const Panels panels{begin, min_of(layout.panels(), begin + kProductPanels)};
-    read_panels(layout, panels, d_v, moments, rows, scratch, sums);
-    add_panels(rows, d_v, scratch.partial, out, out_rows, begin > 0);
+    read_panels(layout, panels, moments, rows, scratch, sums);
+    add_panels(rows, moments.d_v, scratch.partial, out, out_rows, begin > 0);
   }
 }
 
-// Gradients of half of sum_e psi_e(x) (moments_e . values + totals_e factor) over some panels, for
-// up to 64 tokens whose features are in the scratch: to scratch.own. values
+// Gradients of half of sum_e psi_e(x) (moments_e . values + totals_e factor) over some panels, by
+// value, for up to 64 tokens whose features are in the scratch: to scratch.own. values
 // [value panels][value_rows][64], factors [rows].
 template <typename T>
-void product_gradients(const ProductLayout& layout, const Panels& panels, int64_t d_v,
-                       const Moments<T>& moments, int64_t rows, const T* values, int64_t value_rows,
-                       const T* factors, const ProductScratch<T>& scratch) {
-  const int64_t row_size = layout.row_size<T>();
-  __builtin_memset(scratch.own, 0, rows * row_size * sizeof(T));
-  __builtin_memset(scratch.shifted, 0, rows * row_size * sizeof(T));
+void product_gradients(const ProductLayout& layout, const Panels& panels, const Moments<T>& moments,
+                       int64_t rows, const T* values, int64_t value_rows, const T* factors,
+                       const ProductScratch<T>& scratch) {
+  const int64_t F = layout.features(), row_size = layout.row_size<T>();
+  const int64_t depth = moments.d_v + 1, parts = max_of(1, depth / kPanel);
+  T *x = scratch.x_by_column, *own = scratch.own_by_column;
+  rows_by_column(rows, F, scratch.x, row_size, x);
+  values_and_factors(rows, moments.d_v, values, value_rows, factors, scratch.row_by_column);
+  __builtin_memset(own, 0, F * kPanel * sizeof(T));
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-        store<T>(scratch.tile + r * kPanel + c, load(moments.total(panel) + c) * factors[r]);
-      }
+    for (int64_t part = 0; part < parts; ++part) {  // summed by itself
+      const int64_t begin = part * depth / parts, end = (part + 1) * depth / parts;
+      panel_gemm<T, Left::kColumns>(layout.entries(panel), rows, end - begin,
+                                    moments.values(panel) + begin * kPanel,
+                                    scratch.row_by_column + begin * kPanel, scratch.tile, part > 0);
     }
-    for (int64_t of_values = 0; of_values < moments.value_panels; ++of_values) {
-      panel_gemm<T, Left::kRows>(
-          rows, layout.entries(panel), min_of(kPanel, d_v - of_values * kPanel),
-          values + of_values * value_rows * kPanel,
-          moments.by_value + moments.tile(panel, of_values), scratch.tile, true);
-    }
-    add_product_gradients(layout, layout.runs(panel), rows, scratch.x, scratch.tile, scratch.own,
-                          scratch.shifted);
+    add_product_gradients(layout, panel, rows, x, scratch.tile, own);
   }
-  fold_gradients(layout, rows, scratch.shifted, scratch.own);
+  for (int64_t i = 0; i < F * kPanel; i += kLanes<T>) store<T>(own + i, load(own + i) * T(0.5));
+  for (int64_t r = 0; r < rows; r += kLanes<T>) {
+    for (int64_t b = 0; b < F; b += kLanes<T>) {
+      transpose_block(own + b * kPanel + r, kPanel, scratch.own + r * row_size + b, row_size);
+    }
+  }
 }
 
 }  // namespace
