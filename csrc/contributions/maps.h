@@ -26,9 +26,8 @@ struct Keys {
   at::Tensor value;       // [B, G, S, d_v], zero where padding
   Summands summands;      // of the values, where own pairs are made
   at::Tensor projection;  // [D, H d_v]
-  // On CUDA both in the one type of 16 bits that they were given in; undefined where not.
-  at::Tensor narrow_value, narrow_projection;
-  std::array<at::Tensor, 2> weights;  // [D], of the norms
+  bool value_is_short = false, projection_is_short = false;  // given in 16 bits
+  std::array<at::Tensor, 2> weights;                         // [D], of the norms
   // [B, blocks, triangle(H), 64]; variants as in FactorParams, undefined where no map needs them
   std::array<at::Tensor, 3> factors;
   at::Tensor value_norms;  // [B, H, S]
@@ -70,19 +69,14 @@ inline void transform(const Keys& keys, const ContributionSizes& sizes, int64_t 
 // All but the factors, value norms and summands.
 inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
   const Block& block = call.block;
-  const auto without_padding = [&](const at::Tensor& value) {
-    if (!block.key_padding.defined()) return value;
-    return value.masked_fill(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);
-  };
   Keys keys;
-  keys.value = without_padding(call.value.to(type));
-  keys.projection = call.out_proj_weight.to(type);
-  const at::ScalarType given = call.value.scalar_type();
-  const bool is_narrow = at::isReducedFloatingType(given) && call.value.is_cuda();
-  if (is_narrow && given == call.out_proj_weight.scalar_type()) {
-    keys.narrow_value = without_padding(call.value);
-    keys.narrow_projection = call.out_proj_weight;
+  keys.value = call.value.to(type);
+  if (block.key_padding.defined()) {
+    keys.value = keys.value.masked_fill(block.key_padding.unsqueeze(1).unsqueeze(-1), 0);
   }
+  keys.projection = call.out_proj_weight.to(type);
+  keys.value_is_short = at::isReducedFloatingType(call.value.scalar_type());
+  keys.projection_is_short = at::isReducedFloatingType(call.out_proj_weight.scalar_type());
   for (int n = 0; n < 2 && block.norm_weight[n].defined(); ++n) {
     keys.weights[n] = block.norm_weight[n].to(type).contiguous();
   }

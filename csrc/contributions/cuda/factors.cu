@@ -1,5 +1,5 @@
 // The triangular factor of a token's transformed vectors, by modified Gram-Schmidt, as on the CPU:
-// in float64, and of many heads. One block per token, a warp per vector at a time.
+// in float64, and beyond 64 heads. One block per token, a warp per vector at a time.
 #include "contributions/cuda/kernels.h"
 #include "support/cuda/warps.h"
 
@@ -85,13 +85,12 @@ __global__ void __launch_bounds__(kThreads, 2) factor_kernel(FactorsOfVectors pa
 
 }  // namespace
 
-const char* gram_factors(const FactorsOfVectors& params, Stream stream);
+const char* gram_factors(const TokenGramParams& params, Stream stream);
 
 namespace {
 
 template <typename T>
 const char* token_factors(const FactorsOfVectors& params, void* scratch, Stream stream) {
-  if (takes_gram_matrices(params, sizeof(T) == 8)) return gram_factors(params, stream);
   return launch(factor_kernel<T>, dim3(static_cast<unsigned>(params.B * params.tokens)),
                 dim3(kThreads), 0, stream, params, static_cast<T*>(scratch));
 }
@@ -103,6 +102,7 @@ const char* pair_norms(const PairParams& params, void* scratch, Stream stream);
 const char* pair_gradients(const PairGradientParams& params, double* scratch, Stream stream);
 
 const ContributionKernels contribution_kernels = {
+    gram_factors,
     {token_factors<float>, token_factors<double>},
     {pair_norms<float>, pair_norms<double>},
     pair_gradients,

@@ -8,37 +8,90 @@ namespace ikattn {
 namespace {
 
 struct Cuda {
-  // The vectors are torch's products, of all heads at once. Those of numbers of 16 bits are exact,
-  // and added up in float32: tensor cores make them, whatever float32 may be rounded to.
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
+    if (cuda::takes_gram_matrices(sizes.H, keys.value.scalar_type() == at::kDouble)) {
+      factors_by_grams(common, keys, sizes);
+    } else {
+      factors_of_vectors(common, keys, sizes);
+    }
+  }
+  // The last axis in whole pieces of what the kernel reads, with zeros behind it.
+  static at::Tensor in_pieces(const at::Tensor& rows) {
+    const int64_t missing = -rows.size(-1) & (cuda::kGramWidth - 1);
+    if (missing > 0) return at::constant_pad_nd(rows, {0, missing});
+    constexpr int64_t kPiece = 16;  // bytes
+    bool fits =
+        rows.stride(-1) == 1 && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kPiece == 0;
+    for (int64_t axis = 0; axis + 1 < rows.dim(); ++axis) {
+      fits = fits && rows.stride(axis) * rows.element_size() % kPiece == 0;
+    }
+    return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
+  }
+  // What the norms make of vectors is linear, so the projection has passed through them.
+  static void factors_by_grams(const FactorParams& common, const Keys& keys,
+                               const ContributionSizes& sizes) {
+    const auto [B, H, G, L, S, d_v, D] = sizes;
+    const at::Tensor value = in_pieces(keys.value);
+    cuda::TokenGramParams params;
+    params.B = B;
+    params.H = H;
+    params.G = G;
+    params.S = S;
+    params.D = D;
+    params.value = array_of(value);
+    params.width = value.size(-1);
+    const int64_t per_token = std::max<int64_t>(1, cuda::gram_parts(D) * B * triangle(H));
+    const int64_t step =
+        std::clamp<int64_t>((int64_t{1} << 24) / per_token, 32, std::max<int64_t>(S, 32));
+    cuda::Call call("contributions", value);
+    params.parts = static_cast<double*>(
+        call.allocate(per_token * std::min(step, S) * int64_t{sizeof(double)}));
+    at::Tensor normed = keys.projection;
+    for (int variant = 0; variant < 3; ++variant) {
+      if (variant > 0 && common.norms[variant - 1].weight == nullptr) break;
+      if (variant > 0) normed = through_norm(normed, keys, common, variant - 1);
+      params.factors = static_cast<float*>(common.factors[variant]);
+      params.value_norms = variant == 0 ? static_cast<float*>(common.value_norms) : nullptr;
+      if (params.factors == nullptr && params.value_norms == nullptr) continue;
+      const at::Tensor projection =
+          in_pieces(normed.to(at::kFloat).reshape({D, H, d_v})).contiguous();
+      params.projection = projection.const_data_ptr<float>();
+      params.value_is_short = keys.value_is_short;
+      params.projection_is_short = keys.projection_is_short && variant == 0;
+      for (params.j0 = 0; params.j0 < S; params.j0 += step) {
+        params.tokens = std::min(step, S - params.j0);
+        call.check(cuda::contribution_kernels.gram_factors(params, call.stream()));
+      }
+    }
+  }
+  // [D, H d_v] in float64: it may be rounded once.
+  static at::Tensor through_norm(const at::Tensor& projection, const Keys& keys,
+                                 const FactorParams& common, int norm) {
+    at::Tensor normed = projection.to(at::kDouble);
+    if (common.norms[norm].centered) normed = normed - normed.mean(0, true);
+    return normed * keys.weights[norm].unsqueeze(1);
+  }
+  // In float64, and of many heads. The vectors are torch's products, of all heads at once.
+  static void factors_of_vectors(const FactorParams& common, const Keys& keys,
+                                 const ContributionSizes& sizes) {
     const auto [B, H, G, L, S, d_v, D] = sizes;
     const int64_t step = std::min(tokens_at_a_time(sizes, keys.value.device()), S);
     const at::Tensor buffer = with_memory_for("contributions", "vectors of every head", [&] {
       return at::empty({H * B * step * D}, keys.value.options());
     });
     cuda::Call call("contributions", buffer);
-    void* scratch = cuda::takes_gram_matrices(common, buffer.scalar_type() == at::kDouble)
-                        ? nullptr
-                        : call.allocate(buffer.numel() * buffer.element_size());
+    void* scratch = call.allocate(buffer.numel() * buffer.element_size());
     const auto kernel = cuda::contribution_kernels.factors[compute_index(buffer)];
     FactorsOfVectors params{common};
     params.vectors = buffer.const_data_ptr();
-    const bool is_narrow = keys.narrow_value.defined() && buffer.scalar_type() == at::kFloat;
-    const at::Tensor& value = is_narrow ? keys.narrow_value : keys.value;
-    const at::Tensor projections = (is_narrow ? keys.narrow_projection : keys.projection)
-                                       .reshape({D, H, d_v})
-                                       .permute({1, 2, 0});
+    const at::Tensor projections = keys.projection.reshape({D, H, d_v}).permute({1, 2, 0});
     for (params.j0 = 0; params.j0 < S; params.j0 += step) {
       params.tokens = std::min(step, S - params.j0);
       at::Tensor vectors =
           buffer.narrow(0, 0, H * B * params.tokens * D).view({H, B * params.tokens, D});
-      const at::Tensor heads = values_by_head(value, sizes, params.j0, params.tokens);
-      if (is_narrow) {
-        at::bmm_out(vectors, heads, projections, at::kFloat);
-      } else {
-        at::bmm_out(vectors, heads, projections);
-      }
+      at::bmm_out(vectors, values_by_head(keys.value, sizes, params.j0, params.tokens),
+                  projections);
       call.check(kernel(params, scratch, call.stream()));
     }
   }

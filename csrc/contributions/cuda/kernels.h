@@ -7,10 +7,38 @@
 
 namespace ikattn::cuda {
 
+// The factors of the tokens [j0, j0 + tokens) in float32, through the norms that the projection
+// holds: these are linear.
+struct TokenGramParams {
+  int64_t B = 0, H = 0, G = 0, S = 0, D = 0;
+  int64_t width = 0;  // d_v, or zeros to a multiple of kGramWidth
+  int64_t j0 = 0, tokens = 0;
+  Array value{};  // [B, G, S, width], float32; rows whole, at multiples of 16 bytes
+  const float* projection = nullptr;  // [D, H, width], at a multiple of 16 bytes
+  // Whether they are numbers of 16 bits in float32.
+  bool value_is_short = false, projection_is_short = false;
+  double* parts = nullptr;       // scratch [gram_parts(D), B, tokens, triangle(H)]
+  float* factors = nullptr;      // [B, blocks, triangle(H), 64]; nullptr: not wanted
+  float* value_norms = nullptr;  // [B, H, S]; nullptr: not wanted
+};
+
+constexpr int kGramWidth = 16;
+
+// The dimensions whose products a block adds up, and how many such parts there are. They are the
+// same in every call, and so are its bits.
+IKATTN_HOST_DEVICE constexpr int64_t columns_of_gram_part(int64_t D) {
+  return (D + 255) / 256 * 32;
+}
+IKATTN_HOST_DEVICE constexpr int64_t gram_parts(int64_t D) {
+  return D == 0 ? 0 : (D + columns_of_gram_part(D) - 1) / columns_of_gram_part(D);
+}
+
 // Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
 // float64.
 struct ContributionKernels {
-  // scratch: as large as params.vectors, but for roots of Gram matrices
+  // Where takes_gram_matrices().
+  const char* (*gram_factors)(const TokenGramParams&, Stream);
+  // scratch: as large as params.vectors
   const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);
   // scratch: pair_norm_scratch() bytes
   const char* (*pair_norms[2])(const PairParams&, void* scratch, Stream);
@@ -21,9 +49,7 @@ struct ContributionKernels {
 extern const ContributionKernels contribution_kernels;
 
 // Whether factors come of Gram matrices: in float32, of so many heads as have room beside others.
-inline bool takes_gram_matrices(const FactorParams& params, bool in_float64) {
-  return !in_float64 && params.H <= 64;
-}
+inline bool takes_gram_matrices(int64_t H, bool in_float64) { return !in_float64 && H <= 64; }
 
 int64_t pair_norm_scratch(const PairParams& params, bool in_float64);
 int64_t pair_gradient_scratch(const PairGradientParams& params);

@@ -116,10 +116,69 @@ struct Call {
     return params;
   }
 
+  // The factors and value norms that `wanted` names, of its tokens, as the glue has them made.
+  const char* make_factors(const FactorsOfVectors& wanted) {
+    if constexpr (sizeof(T) == 4) {
+      if (cuda::takes_gram_matrices(case_.H, false)) return make_grams(wanted);
+    }
+    std::vector<T> scratch(vectors.size());
+    return cuda::contribution_kernels.factors[sizeof(T) / 8](wanted, scratch.data(), nullptr);
+  }
+
   std::vector<T> vectors, units, weights, norm_weights[2], factors[3], norms[3], value_norms;
   std::vector<uint8_t> query_padding, key_padding;
 
  private:
+  // Of values that are the vectors, and unit matrices through the norms.
+  const char* make_grams(const FactorsOfVectors& wanted) {
+    const int64_t B = case_.B, H = case_.H, S = case_.S, D = case_.D;
+    const int64_t width = (D + cuda::kGramWidth - 1) / cuda::kGramWidth * cuda::kGramWidth;
+    std::vector<T> values(H * B * S * width + 1);
+    for (int64_t row = 0; row < H * B * S; ++row) {
+      std::copy_n(vectors.begin() + row * D, D, values.begin() + row * width);
+    }
+    cuda::TokenGramParams params;
+    params.B = B;
+    params.H = params.G = H;
+    params.S = S;
+    params.D = D;
+    params.width = width;
+    params.j0 = wanted.j0;
+    params.tokens = wanted.tokens;
+    params.value = Array{values.data(), kType, {S * width, B * S * width, width, 1}};
+    std::vector<double> parts(cuda::gram_parts(D) * B * wanted.tokens * triangle(H) + 1);
+    params.parts = parts.data();
+    std::vector<double> unit(D * D + 1);
+    for (int64_t c = 0; c < D; ++c) unit[c * D + c] = 1;
+    for (int variant = 0; variant < 3; ++variant) {
+      if (variant > 0) apply_norm(wanted.norms[variant - 1], D, unit);
+      params.factors = static_cast<float*>(wanted.factors[variant]);
+      params.value_norms = variant == 0 ? static_cast<float*>(wanted.value_norms) : nullptr;
+      if (params.factors == nullptr && params.value_norms == nullptr) continue;
+      std::vector<T> projection(D * H * width + 1);
+      for (int64_t row = 0; row < D * H; ++row) {
+        std::copy_n(unit.begin() + row / H * D, D, projection.begin() + row * width);
+      }
+      params.projection = projection.data();
+      const char* error = cuda::contribution_kernels.gram_factors(params, nullptr);
+      if (error != nullptr) return error;
+    }
+    return nullptr;
+  }
+  static void apply_norm(const NormLayer& norm, int64_t D, std::vector<double>& matrix) {
+    const T* weight = static_cast<const T*>(norm.weight);
+    for (int64_t column = 0; column < D; ++column) {
+      double mean = 0;
+      for (int64_t c = 0; norm.centered && c < D; ++c) {
+        mean += matrix[c * D + column] / static_cast<double>(D);
+      }
+      for (int64_t c = 0; c < D; ++c) {
+        double& x = matrix[c * D + column];
+        x = (x - mean) * static_cast<double>(weight[c]);
+      }
+    }
+  }
+
   static constexpr ElementType kType =
       sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;
   Case case_;
@@ -142,11 +201,8 @@ inline const char* norms_of(const PairParams& params, int index = 0) {
 template <typename T>
 Call<T> on_device(const Case& c) {
   Call<T> call(c);
-  std::vector<T> scratch(call.vectors.size());
-  const auto& kernels = cuda::contribution_kernels;
-  constexpr int kIndex = sizeof(T) == 8 ? 1 : 0;
-  EXPECT_STREQ(kernels.factors[kIndex](call.of_vectors(), scratch.data(), nullptr), nullptr);
-  EXPECT_STREQ(norms_of(call.pair_params(), kIndex), nullptr);
+  EXPECT_STREQ(call.make_factors(call.of_vectors()), nullptr);
+  EXPECT_STREQ(norms_of(call.pair_params(), sizeof(T) / 8), nullptr);
   return call;
 }
 

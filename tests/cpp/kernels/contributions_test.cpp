@@ -43,7 +43,7 @@ const Case kCases[] = {
     {.name = "twelve_heads", .B = 1, .H = 12, .L = 9, .S = 33, .D = 40},
     {.name = "thirteen_heads", .B = 1, .H = 13, .L = 6, .S = 3, .D = 70},
     {.name = "two_groups_of_heads", .B = 1, .H = 20, .L = 6, .S = 3, .D = 68},
-    {.name = "as_many_heads_as_a_gram_matrix_takes", .B = 1, .H = 64, .L = 2, .S = 2, .D = 130},
+    {.name = "as_many_heads_as_a_gram_matrix_takes", .B = 1, .H = 64, .L = 2, .S = 2, .D = 40},
     {.name = "fewer_dimensions_than_heads", .H = 7, .D = 3},
     {.name = "many_heads_of_few_dimensions", .B = 1, .H = 40, .L = 5, .S = 3, .D = 6},
     {.name = "pieces_of_copies", .B = 1, .H = 5, .L = 70, .S = 36},
@@ -83,9 +83,7 @@ TEST(ContributionKernelsOnDevice, VectorsMayBeLargeOrDependOnOthers) {
     for (int64_t i = 0; i < pitch; ++i) {
       call.vectors[2 * pitch + i] = call.vectors[i] + call.vectors[pitch + i];
     }
-    std::vector<float> scratch(call.vectors.size());
-    const auto& kernels = cuda::contribution_kernels;
-    ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+    ASSERT_STREQ(call.make_factors(call.of_vectors()), nullptr);
     for (int64_t j = 0; j < c.S; ++j) {
       for (int64_t i = 0; i < c.L; ++i) {
         // |R a| against the sum itself, in float64
@@ -113,13 +111,29 @@ TEST(ContributionKernelsOnDevice, VectorsMayBeLargeOrDependOnOthers) {
   }
 }
 
-// The glue makes as many vectors at a time as there is memory for.
+// The glue makes as many tokens at a time as there is memory for.
 TEST(ContributionKernelsOnDevice, TokensMayComeInRounds) {
   const Case c{.name = "rounds", .S = 131, .D = 9};
   const Call<float> whole = on_device<float>(c);
   Call<float> parts(c);
   constexpr int64_t kStep = 50;
-  std::vector<float> vectors, scratch(c.H * c.B * kStep * c.D);
+  FactorsOfVectors params = parts.of_vectors();
+  for (params.j0 = 0; params.j0 < c.S; params.j0 += kStep) {
+    params.tokens = std::min(kStep, c.S - params.j0);
+    ASSERT_STREQ(parts.make_factors(params), nullptr);
+  }
+  EXPECT_EQ(parts.value_norms, whole.value_norms);
+  for (int variant = 0; variant < 3; ++variant) {
+    EXPECT_EQ(parts.factors[variant], whole.factors[variant]);
+  }
+}
+
+TEST(ContributionKernelsOnDevice, VectorsMayComeInRounds) {
+  const Case c{.name = "rounds", .S = 131, .D = 9};
+  const Call<double> whole = on_device<double>(c);
+  Call<double> parts(c);
+  constexpr int64_t kStep = 50;
+  std::vector<double> vectors;
   FactorsOfVectors params = parts.of_vectors();
   for (params.j0 = 0; params.j0 < c.S; params.j0 += kStep) {
     params.tokens = std::min(kStep, c.S - params.j0);
@@ -129,7 +143,7 @@ TEST(ContributionKernelsOnDevice, TokensMayComeInRounds) {
       vectors.insert(vectors.end(), first, first + params.tokens * c.D);
     }
     params.vectors = vectors.data();
-    ASSERT_STREQ(cuda::contribution_kernels.factors[0](params, scratch.data(), nullptr), nullptr);
+    ASSERT_STREQ(parts.make_factors(params), nullptr);
   }
   EXPECT_EQ(parts.value_norms, whole.value_norms);
   for (int variant = 0; variant < 3; ++variant) {
@@ -143,7 +157,6 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
   PairGradients all(c);
   for (int wanted = 0; wanted < 3; ++wanted) {
     Call<float> call(c);
-    std::vector<float> scratch(call.vectors.size());
     FactorsOfVectors factors = call.of_vectors();
     PairParams pairs = call.pair_params();
     factors.value_norms = nullptr;
@@ -154,7 +167,7 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
     pairs.factors[0] = pairs.factors[wanted];
     pairs.norms[0] = pairs.norms[wanted];
     const auto& kernels = cuda::contribution_kernels;
-    ASSERT_STREQ(kernels.factors[0](factors, scratch.data(), nullptr), nullptr);
+    ASSERT_STREQ(call.make_factors(factors), nullptr);
     ASSERT_STREQ(norms_of(pairs), nullptr);
     for (int variant = 0; variant < 3; ++variant) {
       const bool is_made = variant == wanted;
@@ -231,9 +244,7 @@ TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {
     last = static_cast<float>(1e-3 * last - sum);
   }
   std::fill(call.weights.begin(), call.weights.end(), 1.0f);
-  std::vector<float> scratch(call.vectors.size());
-  const auto& kernels = cuda::contribution_kernels;
-  ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+  ASSERT_STREQ(call.make_factors(call.of_vectors()), nullptr);
   ASSERT_STREQ(norms_of(call.pair_params()), nullptr);
   for (int64_t j = 0; j < c.S; ++j) {
     double square = 0;

@@ -16,10 +16,8 @@ TEST(GivenWeightsOnDevice, WeightsMayBeOf16Bits) {
         narrow.push_back(is_half ? to_half(weight).bits : to_bfloat16(weight).bits);
         weight = is_half ? to_float(Half{narrow.back()}) : to_float(BFloat16{narrow.back()});
       }
-      std::vector<float> scratch(call.vectors.size());
-      const auto& kernels = cuda::contribution_kernels;
       for (Call<float>* each : {&call, &rounded}) {
-        ASSERT_STREQ(kernels.factors[0](each->of_vectors(), scratch.data(), nullptr), nullptr);
+        ASSERT_STREQ(each->make_factors(each->of_vectors()), nullptr);
         PairParams pairs = each->pair_params();
         if (each == &call) {
           pairs.weights.data = narrow.data();
@@ -51,9 +49,7 @@ TEST(GivenWeightsOnDevice, WeightsMayBeOfAnySizeAndSign) {
         }
       }
     }
-    std::vector<float> scratch(call.vectors.size());
-    const auto& kernels = cuda::contribution_kernels;
-    ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+    ASSERT_STREQ(call.make_factors(call.of_vectors()), nullptr);
     ASSERT_STREQ(norms_of(call.pair_params()), nullptr);
     Memory memory;
     truth::contribution_kernels.factors[1](truth.of_tokens(), cpu_executor(memory));
@@ -108,9 +104,7 @@ TEST(GivenWeightsOnDevice, StridesAreKept) {
   const Case c{.name = "strides", .B = 2, .H = 3, .L = 37, .S = 35, .D = 6};
   const Call<float> whole = on_device<float>(c);
   Call<float> call(c);
-  std::vector<float> scratch(call.vectors.size());
-  const auto& kernels = cuda::contribution_kernels;
-  ASSERT_STREQ(kernels.factors[0](call.of_vectors(), scratch.data(), nullptr), nullptr);
+  ASSERT_STREQ(call.make_factors(call.of_vectors()), nullptr);
   PairParams params = call.pair_params();
   // [L, B, S, H] with gaps of one element
   std::vector<float> weights(c.L * c.B * c.S * c.H * 2), norms(c.L * c.B * c.S * 2, -1);
