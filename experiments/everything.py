@@ -1,4 +1,4 @@
-"""All experiments, a few at a time: by their parts, some 3.7 hours on two cores.
+"""All experiments, a few at a time: by their parts, some 3.9 hours on two cores.
 
 What that budget leaves: every attention and order, of two epochs in translation (one seed) and of
 three on SUBJ, MR and SST-2; order 2 of translation longer, for its models; parkinsons for its cost
@@ -33,6 +33,7 @@ TWO_EPOCHS, THREE_EPOCHS = ("--epochs", "2"), ("--epochs", "3")
 # a part of recall's attentions, and of their candidates of rates
 WIDE = ("--attention", "softmax", "implicit-8", "implicit-16", "implicit-32", "implicit-64", "elu")
 WIDE += ("taylor", "taylor-31", "--rates", "3e-3", "1e-2", "--kernel-rates", "1e-2")
+UP_TO_32 = ("--attention", "softmax", "M = 16", "M = 32")  # of lists with eight heads
 # program -> a file or folder beside which its data lie; None: it makes its own
 MARKERS: dict[str, str | None] = {
     "regression": "airline_passengers",
@@ -62,6 +63,7 @@ PLAN = (
     Run("recall", "recall", ("--sizes", "64")),
     Run("recall-wide", "recall", ("--sizes", "128", *WIDE)),
     Run("long", "long_sequences", ()),
+    Run("long-eight", "long_sequences", ("--tasks", "lists", "--heads", "8", *UP_TO_32)),
     Run("subj", "sentences", ("--datasets", "subj", *ALL, *ORDERS, *THREE_EPOCHS)),
     Run("trec", "sentences", ("--datasets", "trec", *ALL, *ORDERS)),
     Run("rbf-orders", "translation", ("--attention", "rbf", *NOT_2, *TWO_EPOCHS)),
