@@ -16,9 +16,10 @@ struct Cuda {
       factors_of_vectors(common, keys, sizes);
     }
   }
-  // The last axis in whole pieces of what the kernel reads, with zeros behind it.
+  // The last axis in whole pieces of what the kernel reads, one at least, with zeros behind it.
   static at::Tensor in_pieces(const at::Tensor& rows) {
-    const int64_t missing = -rows.size(-1) & (cuda::kGramWidth - 1);
+    const int64_t width = rows.size(-1);
+    const int64_t missing = width == 0 ? cuda::kGramWidth : -width & (cuda::kGramWidth - 1);
     if (missing > 0) return at::constant_pad_nd(rows, {0, missing});
     constexpr int64_t kPiece = 16;  // bytes
     bool fits =

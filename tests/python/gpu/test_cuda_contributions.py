@@ -28,6 +28,17 @@ def test_maps_are_those_of_the_definition(sample: Sample, dtype: torch.dtype) ->
         assert_close(map_.cpu(), expected[name], 1e-13 if dtype == torch.float64 else 2e-6, name)
 
 
+@pytest.mark.parametrize(("heads", "columns"), [(2, 0), (3, 1), (2, 17)])
+def test_value_heads_of_any_width(heads: int, columns: int) -> None:
+    torch.manual_seed(0)
+    weights, value = torch.rand(2, heads, 4, 5), torch.randn(2, heads, 5, columns)
+    weight = torch.randn(9, heads * columns)
+    got = named(ikattn.contributions(*(x.to(DEVICE) for x in (weights, value, weight))))
+    expected = named(ikattn.contributions(weights, value, weight))
+    for name, map_ in got.items():
+        assert_close(map_.cpu(), expected[name], 2e-6, name)
+
+
 @every_sample
 def test_gradients_are_those_of_the_cpu(sample: Sample) -> None:
     def gradients(arguments: dict[str, Any]) -> list[Tensor]:
