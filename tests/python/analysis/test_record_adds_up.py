@@ -267,45 +267,98 @@ def test_a_module_that_is_called_with_heads_has_the_keys_of_the_one_around_it() 
     assert recording.layers["attend"].kind == "self"
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("tokens", [B, L])
+@pytest.mark.parametrize("kind", ["place", "same", "cache", "mask", "context", "normed context"])
 @torch.no_grad()
-def test_a_hand_written_block_around_torchs_attention_is_found(
-    batch_first: bool, turned: bool, tokens: int
-) -> None:
+def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
     class Own(nn.Module):
-        """As torchvision and open_clip have it; where it is turned, x is [B, L, D] in any case."""
-
         def __init__(self) -> None:
             super().__init__()
-            self.ln_1 = nn.LayerNorm(D)
-            self.attn = nn.MultiheadAttention(D, H, batch_first=batch_first)
+            self.norm = nn.LayerNorm(D)
+            self.q, self.k, self.v, self.proj = (nn.Linear(D, D) for _ in range(4))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.ln_1(x)
-            y = y.transpose(0, 1) if turned else y
-            y = self.attn(y, y, y, need_weights=False)[0]
-            return x + (y.transpose(0, 1) if turned else y)
+        def forward(self, x: Tensor, other: Tensor, value: Tensor | None = None) -> Tensor:
+            if kind in ("place", "mask"):
+                parts = self.q(x), self.k(x), self.v(x)
+            elif kind == "same":  # with places in queries and keys, as DETR has it
+                assert value is not None
+                parts = self.q(x), self.k(other), self.v(value)
+            else:
+                other = self.norm(other) if kind == "normed context" else other
+                parts = self.q(self.norm(x)), self.k(other), self.v(other)
+            heads = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in parts)
+            return self.proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    model = nn.Sequential(Own()).eval()
-    x = torch.randn(B, tokens, D)
+    model, x, other = Own().eval(), torch.randn(B, L, D), torch.randn(B, L, D)
+    if kind == "mask":
+        x, other = torch.randn(B, D, D), torch.zeros(B, D, D)
+    elif kind == "cache":
+        other = torch.cat([torch.randn(B, 3, D), x], 1)
+    given = (x, x, other) if kind == "same" else (x, other)
     with record(model, maps="all") as recording:
-        model(x)
-    is_items_first = batch_first != turned
-    maps, rows = recording["0.attn"], x if is_items_first else x.transpose(0, 1)
-    attention: Any = model[0].attn
-    q, k, v = (
-        part.unflatten(-1, (H, -1)).transpose(1, 2)
-        for part in F.linear(model[0].ln_1(rows), attention.in_proj_weight).chunk(3, -1)
-    )
-    weights = (q @ k.mT / (D / H) ** 0.5).softmax(-1)
-    by_head = attention.out_proj.weight.unflatten(1, (H, -1))
-    y = torch.einsum("bhts,bhsd,ehd->btse", weights, v, by_head)
-    assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
-    own = range(rows.size(1))
-    y[:, own, own] += rows
-    assert_close(maps.with_residual, y.norm(dim=-1), 1e-9, "with_residual")
+        model(*given)
+    (layer,) = recording.layers.values()
+    assert layer.kind == ("cross" if "context" in kind else "self")
+
+
+@pytest.mark.parametrize("tokens", [B, L])
+@pytest.mark.parametrize("projects", ["tokens first", "items first"])
+@torch.no_grad()
+def test_a_block_of_tokens_first_has_its_residual(projects: str, tokens: int) -> None:
+    class TokensFirst(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.heads(x.transpose(0, 1))
+            if projects == "items first":
+                return self.proj(heads).transpose(0, 1)  # type: ignore[no-any-return]
+            return self.proj(heads.transpose(0, 1).contiguous())  # type: ignore[no-any-return]
+
+    block, x = Block().eval(), torch.randn(B, tokens, D)
+    with record(nn.Sequential(block), maps="all") as expected:
+        block(x)
+    attention = TokensFirst()
+    attention.load_state_dict(block.attn.state_dict())
+    block.attn = attention
+    with record(nn.Sequential(block), maps="all") as recording:
+        block(x.transpose(0, 1))
+    maps, own = recording["0.attn"], expected["0.attn"]
+    assert_close(maps.summed, own.summed, 1e-12)
+    if tokens == B and projects == "tokens first":
+        return  # sizes do not tell
+    assert_close(maps.with_residual, own.with_residual, 1e-12)
+    assert_close(maps.encoder, own.encoder, 1e-12)
+
+
+@torch.no_grad()
+def test_sums_that_only_sizes_or_rough_scales_tell_are_found() -> None:
+    class InPlace(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.between(self.attn(self.ln_1(x)))
+            y += x
+            return y + self.mlp(self.ln_2(y))  # type: ignore[no-any-return]
+
+    x = torch.randn(B, L, D)
+    with record(nn.Sequential(block := InPlace(LayerScale()).eval()), maps="all") as recording:
+        block(x)
+    assert recording.layers["0.attn"].block == "pre"
+    x = x.float()
+    x[0, 0, 3] *= 1e4
+    block = Functional().float().eval()
+    with record(nn.Sequential(block), maps="all") as recording:
+        block(x)
+    assert recording.layers["0.attn"].block == "pre"
+
+
+@torch.no_grad()
+def test_an_out_projection_of_zeros_is_one() -> None:
+    class Cast(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.to(x.dtype))
+
+    block = Block()
+    block.attn.proj = Cast(D, D)
+    nn.init.zeros_(block.attn.proj.weight)
+    with record(nn.Sequential(block.eval()), maps=["summed"]) as recording:
+        block(torch.randn(B, L, D))
+    assert not recording["0.attn"].summed.any()
 
 
 @torch.no_grad()

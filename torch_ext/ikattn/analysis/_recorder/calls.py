@@ -41,6 +41,9 @@ class Entered:
     kwargs: dict[str, Any]
     mask: Any  # its attention_mask; ... where it has no such argument
     reports: int = 0  # of its attention, before it began
+    # What linear modules were called with since its last attention, by address, which is kept from
+    # others as long, and how many outputs they have made of it
+    projected: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     @property
     def was_called_with_tokens(self) -> bool:

@@ -162,14 +162,16 @@ def order_of_rows(
         x: The sum.
         y: The attention's output, or the variant of it that was added.
         found: The sum as two rows tell it.
-        in_every_row: Whether all of it can be compared. Else the sizes must be the same.
+        in_every_row: Whether all of it can be compared. Else the sizes must be the same, or those
+            of rows below each other.
 
     Returns:
         "turned" where one is ``[L, B, D]`` and the other ``[B, L, D]``; None where nothing adds up.
     """
     residual = found.residual.tensor
     if not (in_every_row and x.numel() == residual.numel()):
-        return "same" if x.shape == y.shape or residual.dim() < x.dim() else None
+        is_plain = x.shape == y.shape or min(x.dim(), y.dim()) == 2 or residual.dim() < x.dim()
+        return "same" if is_plain else None
     if any(type(each) not in (Tensor, nn.Parameter) for each in (x, y, residual)):
         return "same"
     total, before = (widened(each.reshape(-1, y.size(-1))) for each in (x, residual))
@@ -190,6 +192,8 @@ def _differs_nowhere(
     """Whether rows ``[rows, D]`` are the sum of others; those of NaN are compared with nothing."""
     added = added if scale is None else added * scale
     size = before.abs().amax(-1) + added.abs().amax(-1) + total.abs().amax(-1)
+    if scale is not None:  # which is as accurate as the largest of the rows it was found by
+        size = size.nan_to_num(0.0).amax()
     off = (total - before - added).abs().amax(-1)
     return not bool((off > 16 * torch.finfo(dtype).eps * size).any())
 

@@ -185,8 +185,9 @@ class Follower:
         known = self._scaling.get(module)
         if known is None:
             weight = projection.weight.detach()
-            is_square = weight.size(0) == weight.size(1)
-            known = is_square and bool((weight == weight.diagonal().diag()).all())
+            own = weight.diagonal()
+            is_square = weight.size(0) == weight.size(1)  # all zeros are no scale
+            known = is_square and bool((weight == own.diag()).all() and (own != 0).all())
             self._scaling[module] = known
         return known
 

@@ -175,8 +175,10 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
     elif isinstance(run.plan.module, StockMultiheadAttention):
         if x.dim() == 2:
             x = x.unsqueeze(0)
-        elif run.plan.module.batch_first == run.is_turned:
+        elif not run.plan.module.batch_first:
             x = x.transpose(0, 1)
+    elif run.is_turned and x.shape[:-1] == (L, B):
+        x = x.transpose(0, 1)
     elif x.shape[:-1] != (B, L) and x.numel() == B * L * x.size(-1):
         x = x.reshape(B, L, -1)
     if x.shape[:-1] != (B, L):

@@ -9,6 +9,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.attention_call import AttentionCall
@@ -53,38 +54,56 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
         call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + L]
 
 
-def has_other_keys(entered: Entered, L: int, S: int, looks_at_inputs: bool) -> bool:
+def has_other_keys(
+    entered: Entered, sizes: tuple[int, int, int, int], looks_at_inputs: bool
+) -> bool:
     """Whether a query's own token is not among the keys, or not where it is looked for.
 
     A call of fewer queries than keys goes on from a cache, and its queries are the last tokens.
     That is not so where the module was called with the tokens of all keys, and asks for some, nor
-    where it was called with two sequences.
+    where it was called with two sequences. The second is not the keys' where it ends with the
+    first, nor where no linear module takes it, and more than queries are made of the first.
 
     Args:
         entered: The attention module, or the one around it that was called with tokens.
-        L, S: Numbers of queries and keys.
+        sizes: B, H d, and the numbers L and S of queries and keys.
         looks_at_inputs: Whether any other tensor of tokens that the module can project is taken
             for the keys'. Names tell in models of transformers.
     """
+    B, width, L, S = sizes
     if L > S:
         return True
     if entered.given is None or not entered.was_called_with_tokens:
         return False
     x = entered.given.tensor
-    if L < S and x.size(1) == S:
+    if L < S and x.shape[:2] == (B, S):
         return True
     if not looks_at_inputs:
         return False
     widths = {part.in_features for part in entered.module.children() if isinstance(part, nn.Linear)}
-    others = [y for y in (*entered.args, *entered.kwargs.values()) if isinstance(y, Tensor)]
-    return any(
-        y.is_floating_point()
+    inputs = [y for y in (*entered.args, *entered.kwargs.values()) if isinstance(y, Tensor)]
+    if sum(y.data_ptr() == x.data_ptr() and y.shape == x.shape for y in inputs) > 1:
+        return False  # queries and keys are of one tensor
+    others = [
+        y
+        for y in inputs
+        if y.is_floating_point()
         and y.dim() == 3
         and (y.size(0), y.size(1)) == (x.size(0), S)
         and y.size(2) in widths
         and (y.data_ptr() != x.data_ptr() or y.shape != x.shape)
-        for y in others
-    )
+    ]
+    are_projected = any(y.data_ptr() in entered.projected for y in others)
+    # The first that is projected is what queries are made of.
+    _, made = next(iter(entered.projected.values()), (None, 0))
+    if made > width and not are_projected:
+        return False
+    return any(not _ends_with(y, x) for y in others)
+
+
+def _ends_with(y: Tensor, x: Tensor) -> bool:
+    """Whether the last tokens of a sequence are those of another."""
+    return y.size(2) == x.size(2) and torch.equal(y[:, -1], x[:, -1])
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -88,6 +88,7 @@ class Recorder:
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
+        self._around_sdpa: set[nn.Module] = set()  # whose linear modules are noted
         self._silent: dict[str, nn.Module] = {}  # that ran without a word, where it is no error
 
     # --- Hooks
@@ -101,6 +102,12 @@ class Recorder:
         around = {module: None for plan in plans for module in (plan.module, *plan.ancestors)}
         watched = list({model: None} | around)
         self._watched = set(watched)
+        self._around_sdpa = {
+            module
+            for plan in plans
+            if plan.seen_by == "sdpa"
+            for module in (plan.module, *plan.ancestors[:2])
+        }
         norms = {module for module in model.modules() if "Norm" in type(module).__name__}
         self._maker.plans, self._follower.norms = plans, norms
         roots = dict.fromkeys((plan.ancestors[:3] or (plan.module,))[-1] for plan in plans)
@@ -155,6 +162,10 @@ class Recorder:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, is_watched = self._call, module in self._watched
+        if isinstance(module, nn.Linear) and call is not None and call.running:
+            entered = call.running[-1]
+            if entered.module in self._around_sdpa:
+                _note_projected(entered, module, first_tensor(args, kwargs))
         is_norm = module in self._follower.norms
         if not is_watched and (call is None or not (call.pending or is_norm)):
             return
@@ -333,8 +344,8 @@ class Recorder:
         if call is None or is_probing() or _is_in_backward():
             return
         with self._maker.grad_mode():
-            sizes = given.query.size(-2), given.key.size(-2)
-            attention = interface_call(plan.module, given, self._kind_of(call, plan, *sizes))
+            kind = self._kind_of(call, plan, given.query, given.key.size(-2))
+            attention = interface_call(plan.module, given, kind)
             fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
         context = output[0] if isinstance(output, tuple) else output
         merged = context.flatten(2) if context.dim() == 4 else context
@@ -351,13 +362,16 @@ class Recorder:
             return
         with self._maker.grad_mode():
             attention, dropout_p = sdpa_call(args, kwargs)
-            attention.kind = self._kind_of(call, plan, *attention.sizes[2:])
+            attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])
+            for entered in call.running:
+                entered.projected.clear()
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
         self._begin(call, plan, attention, output.transpose(1, 2).flatten(2), dropout_p > 0)
 
-    def _kind_of(self, call: Call, plan: Plan, L: int, S: int) -> Literal["self", "cross"]:
-        """Which of both a call of L queries and S keys is."""
+    def _kind_of(self, call: Call, plan: Plan, query: Tensor, S: int) -> Literal["self", "cross"]:
+        """Which of both a call of queries ``[B, H, L, d]`` and S keys is."""
+        B, H, L, d = query.shape
         if plan.parts.kind is not None:
             return plan.parts.kind
         if not call.running:
@@ -367,7 +381,8 @@ class Recorder:
         # a module that computes weights alone may be called with heads, [B, H, L, d]
         around = (each for each in reversed(call.running[-3:]) if each.was_called_with_tokens)
         entered = next(around, call.running[-1])
-        return "cross" if has_other_keys(entered, L, S, plan.seen_by == "sdpa") else "self"
+        sizes = (B, H * d, L, S)
+        return "cross" if has_other_keys(entered, sizes, plan.seen_by == "sdpa") else "self"
 
     def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
         """The mask [B, S] that the innermost running module was given for its own tokens."""
@@ -447,6 +462,13 @@ class Recorder:
             ),
             None,
         )
+
+
+def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:
+    """Notes with a module that runs what one of its linear modules is called with."""
+    if x is not None:
+        _, made = entered.projected.get(x.data_ptr(), (x, 0))
+        entered.projected[x.data_ptr()] = x, made + module.out_features
 
 
 def _is_in_backward() -> bool:

@@ -137,7 +137,7 @@ class Run:
     maps: Contributions | None = None  # made, and to be handed over when all has been checked
     output_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # with its input and output
     why_no_block: str = ""
-    is_turned: bool = False  # its output is [L, B, D] and its sum [B, L, D], or the other way round
+    is_turned: bool = False  # its sum is [L, B, D]
     is_found: bool = False  # its block was found by what flows
     has_other: bool = False  # its sum has another module's output in it, as in parallel blocks
 
@@ -312,11 +312,12 @@ class Run:
                 return False  # not alone: the first and last token are too small to tell
             found, is_as_it_was = sum_, sum_.residual.is_as_it_was
             added = self.variants[found.variant].tensor
-            in_every_row = is_as_it_was and not found.has_other
+            is_written_into = added.data_ptr() == x.data_ptr()
+            in_every_row = is_as_it_was and not (found.has_other or is_written_into)
             order = order_of_rows(x, added, found, in_every_row=in_every_row)
             if order is None:
                 return False
-            self.is_turned = order == "turned"
+            self.is_turned = (order == "turned") != self._projects_turned(added)
             self._remember(module, found, is_as_it_was, is_input)
         variant, scale = self.variants[found.variant], found.scale
         if found.variant:
@@ -384,9 +385,15 @@ class Run:
         is_named = self.plan.parts.block != "found"
         return is_named and not self.plan.module.training
 
+    def _projects_turned(self, y: Tensor) -> bool:
+        """Whether the output is ``[L, B, D]``, as sizes tell; where they do not, it is not."""
+        B, _, L, _ = self.attention.sizes
+        return y.dim() == 3 and y.shape[:2] == (L, B) != (B, L)
+
     def _remember(self, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool) -> None:
         """Keeps how a plain sum was found that can be no other."""
         is_plain = found.scale is None and not found.has_other and found.is_alone
+        is_plain = is_plain and not self.is_turned
         if not is_plain or not self._may_be_known():
             return
         candidate = next(n for n, seen in enumerate(self.residuals) if seen is found.residual)

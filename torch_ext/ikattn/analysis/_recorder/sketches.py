@@ -83,7 +83,8 @@ def _state_of(projection: Projection) -> object:
 def _sketch_of(projection: Projection) -> _Sketch:
     weight = widened(projection.weight.detach())
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (weight.size(0), SUMS), generator=generator).to(weight).mul_(2).sub_(1)
+    coins = torch.randint(2, (weight.size(0), SUMS), generator=generator, device="cpu")
+    signs = coins.to(weight).mul_(2).sub_(1)
     bias = weight.new_zeros(SUMS)
     if projection.bias is not None:
         bias = widened(projection.bias.detach()).to(weight.dtype) @ signs

@@ -28,7 +28,7 @@ def torch_attention(module: nn.Module, ancestors: Sequence[nn.Module]) -> Attent
         if module is layer.self_attn:  # the cross-attention stands before the next norm
             return _in_torch_layer(module, layer, "self", "decoder", layer.norm1, None)
         return _in_torch_layer(module, layer, "cross", "decoder", layer.norm2, layer.norm3)
-    return AttentionParts("torch", module.out_proj, "found" if ancestors else "none")
+    return AttentionParts("torch", module.out_proj)
 
 
 def _is_stock(layer: object, kind: type[nn.Module]) -> bool:
