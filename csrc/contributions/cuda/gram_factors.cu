@@ -80,6 +80,12 @@ __device__ __forceinline__ float4 load_four(const float* row, int64_t r) {
   return row != nullptr ? load_vector<float4>(row + r) : make_float4(0, 0, 0, 0);
 }
 
+// The next number of TF32, or below the largest ones, from which one rounds to infinity, the last.
+__device__ __forceinline__ float first_number(float x) {
+  const float rounded = tf32_rounded(x);
+  return fabsf(rounded) < INFINITY ? rounded : __uint_as_float(__float_as_uint(x) & 0xffffe000u);
+}
+
 // Four elements as one number or two, of which the second is what the first leaves: the inner
 // places t and t + 4 of two products.
 template <int kNumbers>
@@ -90,7 +96,7 @@ struct FourNumbers {
     const float x[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float first = kNumbers == 1 ? x[i] : tf32_rounded(x[i]);
+      const float first = kNumbers == 1 ? x[i] : first_number(x[i]);
       number[0][i] = __float_as_uint(first);
       number[1][i] = __float_as_uint(x[i] - first);
     }

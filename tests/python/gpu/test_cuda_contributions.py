@@ -39,6 +39,17 @@ def test_value_heads_of_any_width(heads: int, columns: int) -> None:
         assert_close(map_.cpu(), expected[name], 2e-6, name)
 
 
+@pytest.mark.parametrize("largest", ["value", "projection"])
+def test_the_largest_numbers_keep_their_maps(largest: str) -> None:
+    most, least = torch.finfo(torch.float32).max, 1e-20
+    value = torch.full((1, 1, 1, 16), most if largest == "value" else least)
+    weight = torch.full((4, 16), least if largest == "value" else most)
+    maps = ikattn.contributions(*(x.to(DEVICE) for x in (torch.ones(1, 1, 1, 1), value, weight)))
+    assert maps.summed is not None
+    expected = (value.double()[0, 0] @ weight.double().mT).norm(dim=-1).float()
+    assert_close(maps.summed.cpu()[0], expected.unsqueeze(0), 1e-6)
+
+
 @every_sample
 def test_gradients_are_those_of_the_cpu(sample: Sample) -> None:
     def gradients(arguments: dict[str, Any]) -> list[Tensor]:
