@@ -15,79 +15,23 @@ from torch.nn import functional as F
 
 import ikattn
 from agreement import assert_close
+from hand_written_blocks import (
+    Attention,
+    B,
+    Block,
+    D,
+    Functional,
+    H,
+    L,
+    LayerScale,
+    Parallel,
+    vectors,
+)
 from ikattn.analysis import AttentionParts, record
 from ikattn.analysis._recorder import resolvers
 from ikattn.analysis._recorder.making import Maker
 
-B, L, D, H = 2, 5, 16, 4
-
 pytestmark = pytest.mark.usefixtures("float64_by_default")
-
-
-class Attention(nn.Module):
-    """As people write it: one projection for q, k and v, and F.scaled_dot_product_attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def heads(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.heads(x))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """A block of a GPT, with something between the attention and the sum."""
-
-    def __init__(self, between: nn.Module | None = None, post: bool = False) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.attn = Attention()
-        self.between = between or nn.Identity()
-        self.mlp = nn.Sequential(nn.Linear(D, 32), nn.GELU(), nn.Linear(32, D))
-        self.post = post
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.post:
-            x = self.ln_1(x + self.between(self.attn(x)))
-            return self.ln_2(x + self.mlp(x))  # type: ignore[no-any-return]
-        x = x + self.between(self.attn(self.ln_1(x)))
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
-
-
-class Parallel(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.ln_1(x)
-        return x + self.attn(y) + self.mlp(y)  # type: ignore[no-any-return]
-
-
-class LayerScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.rand(D) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
-class Functional(Block):
-    """A multiplier that is no module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.2 * self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
-
-
-def vectors(attention: Attention, x: Tensor) -> Tensor:
-    """What every pair adds to the output, [B, L, S, D]."""
-    q, k, v = attention.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
-    weights = (q @ k.mT / (D / H) ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-    projection = attention.proj.weight.unflatten(1, (H, -1))
-    return torch.einsum("bhts,bhsd,ehd->btse", weights, v, projection)
 
 
 BLOCKS: dict[str, tuple[Any, Any]] = {
@@ -153,212 +97,6 @@ def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
         pytest.raises(ValueError, match=r"0.attn has no map 'with_residual': Tanh stands between"),
     ):
         model(x)
-
-
-class Prepared(Attention):
-    """What is between its heads and its out-projection changes nothing, or multiplies."""
-
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.between(self.heads(x)))  # type: ignore[no-any-return]
-
-
-class Copied(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("check", ["rows", "all"])
-@pytest.mark.parametrize(
-    "between",
-    [
-        nn.Identity(),
-        nn.Dropout(0.5),
-        nn.Sequential(nn.Identity(), nn.Dropout(0.1)),
-        Copied(),
-        LayerScale(),
-        nn.Sequential(LayerScale(), LayerScale()),
-    ],
-    ids=lambda between: type(between).__name__,
-)
-def test_what_mixes_no_heads_is_not_their_out_projection(between: nn.Module, check: Any) -> None:
-    block = Block()
-    block.attn = Prepared(between)
-    model, x = nn.Sequential(block).eval(), torch.randn(B, L, D)
-    with record(model, maps="all", check=check) as recording:
-        for _ in range(2):
-            model(x)
-    factor = between(torch.ones(D))
-    block.attn.proj.weight.mul_(factor)
-    y = vectors(block.attn, block.ln_1(x))
-    for batch in recording.batches:
-        maps = batch.layers["0.attn"]
-        assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
-    y[:, range(L), range(L)] += x
-    assert_close(recording.batches[1].layers["0.attn"].with_residual, y.norm(dim=-1), 1e-9)
-
-
-class Given(Attention):
-    """Queries of its first input, or of its first tokens, and keys of the second, or of all."""
-
-    def __init__(self, first: int | None = None) -> None:
-        super().__init__()
-        self.first = first
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        memory = x if memory is None else memory
-        q = self.qkv(x[:, : self.first]).unflatten(-1, (3, H, -1))[:, :, 0]
-        k, v = self.qkv(memory).unflatten(-1, (3, H, -1))[:, :, 1:].unbind(2)
-        y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))
-        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("first", "L_", "S"), [(1, 5, None), (3, 5, None), (None, 5, 5), (None, 5, 8), (None, 8, 5)]
-)
-def test_queries_that_are_not_among_their_keys_have_no_part_of_their_own(
-    first: int | None, L_: int, S: int | None
-) -> None:
-    attention = Given(first).eval()
-    x, memory = torch.randn(B, L_, D), None if S is None else torch.randn(B, S, D)
-    with record(attention, maps="all") as recording:
-        attention(x, memory)
-    (layer,) = recording.layers.values()
-    (maps,) = recording.batches[0].layers.values()
-    assert layer.kind == "cross"
-    assert maps.with_residual is None
-    assert not maps.mixing_ratio
-    assert maps.summed is not None
-    assert maps.summed.shape == (B, first or L_, L_ if S is None else S)
-    with record(attention, maps=["summed"]) as recording:
-        attention(x, x)  # the same tensor twice
-    (layer,) = recording.layers.values()
-    assert layer.kind == ("cross" if first else "self")
-
-
-@torch.no_grad()
-def test_a_module_that_is_called_with_heads_has_the_keys_of_the_one_around_it() -> None:
-    class Attend(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.kv, self.proj = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
-            self.attend = Attend()
-
-        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-            q, (k, v) = self.q(x), self.kv(x if context is None else context).chunk(2, -1)
-            heads = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in (q, k, v))
-            return self.proj(self.attend(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    model, x, context = Outer().eval(), torch.randn(B, L, D), torch.randn(B, L + 3, D)
-    with record(model, maps="all") as recording:
-        model(x, context=context)
-    assert recording.layers["attend"].kind == "cross"
-    with record(model, maps="all") as recording:
-        model(x)
-    assert recording.layers["attend"].kind == "self"
-
-
-@pytest.mark.parametrize("kind", ["place", "same", "cache", "mask", "context", "normed context"])
-@torch.no_grad()
-def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(D)
-            self.q, self.k, self.v, self.proj = (nn.Linear(D, D) for _ in range(4))
-
-        def forward(self, x: Tensor, other: Tensor, value: Tensor | None = None) -> Tensor:
-            if kind in ("place", "mask"):
-                parts = self.q(x), self.k(x), self.v(x)
-            elif kind == "same":  # with places in queries and keys, as DETR has it
-                assert value is not None
-                parts = self.q(x), self.k(other), self.v(value)
-            else:
-                other = self.norm(other) if kind == "normed context" else other
-                parts = self.q(self.norm(x)), self.k(other), self.v(other)
-            heads = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in parts)
-            return self.proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    model, x, other = Own().eval(), torch.randn(B, L, D), torch.randn(B, L, D)
-    if kind == "mask":
-        x, other = torch.randn(B, D, D), torch.zeros(B, D, D)
-    elif kind == "cache":
-        other = torch.cat([torch.randn(B, 3, D), x], 1)
-    given = (x, x, other) if kind == "same" else (x, other)
-    with record(model, maps="all") as recording:
-        model(*given)
-    (layer,) = recording.layers.values()
-    assert layer.kind == ("cross" if "context" in kind else "self")
-
-
-@pytest.mark.parametrize("tokens", [B, L])
-@pytest.mark.parametrize("projects", ["tokens first", "items first"])
-@torch.no_grad()
-def test_a_block_of_tokens_first_has_its_residual(projects: str, tokens: int) -> None:
-    class TokensFirst(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            heads = self.heads(x.transpose(0, 1))
-            if projects == "items first":
-                return self.proj(heads).transpose(0, 1)  # type: ignore[no-any-return]
-            return self.proj(heads.transpose(0, 1).contiguous())  # type: ignore[no-any-return]
-
-    block, x = Block().eval(), torch.randn(B, tokens, D)
-    with record(nn.Sequential(block), maps="all") as expected:
-        block(x)
-    attention = TokensFirst()
-    attention.load_state_dict(block.attn.state_dict())
-    block.attn = attention
-    with record(nn.Sequential(block), maps="all") as recording:
-        block(x.transpose(0, 1))
-    maps, own = recording["0.attn"], expected["0.attn"]
-    assert_close(maps.summed, own.summed, 1e-12)
-    if tokens == B and projects == "tokens first":
-        return  # sizes do not tell
-    assert_close(maps.with_residual, own.with_residual, 1e-12)
-    assert_close(maps.encoder, own.encoder, 1e-12)
-
-
-@torch.no_grad()
-def test_sums_that_only_sizes_or_rough_scales_tell_are_found() -> None:
-    class InPlace(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.between(self.attn(self.ln_1(x)))
-            y += x
-            return y + self.mlp(self.ln_2(y))  # type: ignore[no-any-return]
-
-    x = torch.randn(B, L, D)
-    with record(nn.Sequential(block := InPlace(LayerScale()).eval()), maps="all") as recording:
-        block(x)
-    assert recording.layers["0.attn"].block == "pre"
-    x = x.float()
-    x[0, 0, 3] *= 1e4
-    block = Functional().float().eval()
-    with record(nn.Sequential(block), maps="all") as recording:
-        block(x)
-    assert recording.layers["0.attn"].block == "pre"
-
-
-@torch.no_grad()
-def test_an_out_projection_of_zeros_is_one() -> None:
-    class Cast(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight.to(x.dtype))
-
-    block = Block()
-    block.attn.proj = Cast(D, D)
-    nn.init.zeros_(block.attn.proj.weight)
-    with record(nn.Sequential(block.eval()), maps=["summed"]) as recording:
-        block(torch.randn(B, L, D))
-    assert not recording["0.attn"].summed.any()
 
 
 @torch.no_grad()
@@ -441,39 +179,6 @@ def test_a_residual_that_is_written_into_is_recovered() -> None:
     y = vectors(model.attn, x)
     y[:, range(L), range(L)] += x
     assert_close(recording["attn"].with_residual, y.norm(dim=-1), 1e-9)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tokens", ["neighbours", "shifted", "every third"])
-def test_windows_are_items_of_a_batch(tokens: str) -> None:
-    order = torch.arange(3 * L)
-    if tokens == "shifted":
-        order = order.roll(1)
-    elif tokens == "every third":  # whose first and last token are those of the block
-        order = order.view(L, 3).mT.flatten()
-
-    class Windowed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.attn = nn.LayerNorm(D), Attention()
-
-        def forward(self, x: Tensor) -> Tensor:
-            windows = self.norm(x)[:, order].unflatten(1, (-1, L)).flatten(0, 1)
-            y = self.attn(windows).unflatten(0, (x.size(0), -1)).flatten(1, 2)
-            return x + y[:, order.argsort()]
-
-    model, x = Windowed().eval(), torch.randn(B, 3 * L, D)
-    with record(model, maps="all") as recording:
-        model(x)
-    maps = recording["attn"]
-    windows = x[:, order].unflatten(1, (-1, L)).flatten(0, 1)
-    y = vectors(model.attn, model.norm(windows))
-    assert_close(maps.summed, y.norm(dim=-1), 1e-12)
-    if tokens == "neighbours":
-        y[:, range(L), range(L)] += windows
-        assert_close(maps.with_residual, y.norm(dim=-1), 1e-12)
-    else:
-        assert maps.with_residual is None
 
 
 @torch.no_grad()
@@ -563,24 +268,6 @@ def test_an_out_projection_is_what_it_computes_not_its_weight() -> None:
         found.append(recording["0.attn"])
     assert_close(found[1].summed, 3 * found[0].summed, 1e-12)
     assert_close(found[2].summed, 6 * found[0].summed, 1e-12)
-
-
-@torch.no_grad()
-def test_an_out_projection_may_change_between_calls() -> None:
-    model = nn.Sequential(Block())
-    x = torch.randn(B, L, D)
-    with torch.no_grad(), record(model, maps=["summed"]) as recording:
-        for call in range(6):
-            model(x)
-            if call % 3 == 2:  # in two ways, after calls in which it was known
-                model[0].attn.proj.weight.data.mul_(1.5)
-            elif call % 3 == 1:
-                model[0].attn.proj.weight.mul_(2.0)
-    maps = [next(iter(batch.layers.values())).summed for batch in recording.batches]
-    for found, factor in zip(maps, (1, 1, 2, 3, 3, 6), strict=True):
-        assert found is not None
-        assert maps[0] is not None
-        assert_close(found, factor * maps[0], 1e-9)
 
 
 def test_several_calls_of_one_module_are_one_map() -> None:
