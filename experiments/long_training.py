@@ -52,6 +52,7 @@ class Setting(NamedTuple):
     heads: int = 2
     learning_rate: float = 1.0  # times that of the plan
     frequency_rate: float = 0.1  # of the kernels, times that of the other parameters
+    gradient_scale: float = 1.0  # of the kernels' gradients, before all are clipped together
     reach: float = 8.0  # of places in the implicit kernel, see PlacedAttention; 0: rotary places
 
 
@@ -162,6 +163,13 @@ class Training:
         groups = ikattn.parameter_groups(
             model, lr=rate, frequency_lr=rate * setting.frequency_rate, weight_decay=WEIGHT_DECAY
         )
+        self.gradient_scale = setting.gradient_scale
+        self.kernels = [
+            parameter
+            for part in model.modules()
+            if isinstance(part, Direct)
+            for parameter in part.parameters()
+        ]
         self.optimizer = torch.optim.AdamW(groups)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: rate_at(step, plan.steps)
@@ -179,6 +187,9 @@ class Training:
         )
         self.optimizer.zero_grad()
         loss.backward()
+        for parameter in self.kernels:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.gradient_scale)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
         if not norm.isfinite():
             raise FloatingPointError(f"the loss is {loss.item()}, its gradient's norm {norm}")
