@@ -25,11 +25,10 @@ struct LinearTimeCost {
 
   LinearTimeCost(const AttentionParams& params, bool backward) {
     const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
-    // Of a narrow row whole vectors are multiplied, but half ones with the weights of pairs: in
-    // lanes of AVX-512, where it was measured.
-    const double features = F < 16 ? 16.0 : F;
-    const double d_v = params.d_v < 16 ? 16.0 : static_cast<double>(params.d_v);
-    const double values = params.d_v <= 8 ? 8.0 : d_v;
+    // Of a narrow row pairs multiply whole vectors, or half ones with the weights: in lanes of
+    // AVX-512, where it was measured. Linear time fills its vectors with entries and tokens.
+    const double features = F < 16 ? 16.0 : F, d_v = static_cast<double>(params.d_v);
+    const double values = d_v <= 8 ? 8.0 : d_v < 16 ? 16.0 : d_v;
     const double L = static_cast<double>(params.L), S = static_cast<double>(params.S);
     const double seen = params.is_causal && L < S ? L : S;  // keys
     // Query heads that share a key head share its sums.
