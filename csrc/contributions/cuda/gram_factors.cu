@@ -1,6 +1,6 @@
 // The triangular factor of a token's transformed vectors in float32, as the root of their Gram
 // matrix in float64: that has twice the digits which the square of a norm needs, so that |R a| is
-// as accurate as a sum of the vectors in float32, also where the heads cancel.
+// nearly as accurate as a sum of the vectors in float32, also where the heads cancel.
 //
 // Vectors never leave the chip. A block makes those of 32 tokens, 16 or 32 dimensions at a time, as
 // products of TF32 on tensor cores: both sides are two numbers, which hold 23 of 24 bits, or one
@@ -98,7 +98,7 @@ struct FourNumbers {
     for (int i = 0; i < 4; ++i) {
       const float first = kNumbers == 1 ? x[i] : first_number(x[i]);
       number[0][i] = __float_as_uint(first);
-      number[1][i] = __float_as_uint(x[i] - first);
+      number[1][i] = kNumbers == 1 ? 0 : __float_as_uint(tf32_rounded(x[i] - first));
     }
   }
 };
