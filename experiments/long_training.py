@@ -164,12 +164,8 @@ class Training:
             model, lr=rate, frequency_lr=rate * setting.frequency_rate, weight_decay=WEIGHT_DECAY
         )
         self.gradient_scale = setting.gradient_scale
-        self.kernels = [
-            parameter
-            for part in model.modules()
-            if isinstance(part, Direct)
-            for parameter in part.parameters()
-        ]
+        kernels = (group["params"] for group in groups if group["name"] == "kernels")
+        self.kernels: list[nn.Parameter] = next(kernels, [])  # softmax attention has none
         self.optimizer = torch.optim.AdamW(groups)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: rate_at(step, plan.steps)

@@ -103,7 +103,8 @@ def has_other_keys(
 
 def _ends_with(y: Tensor, x: Tensor) -> bool:
     """Whether the last tokens of a sequence are those of another."""
-    return y.size(2) == x.size(2) and torch.equal(y[:, -1], x[:, -1])
+    is_alike = (y.size(2), y.dtype, y.device) == (x.size(2), x.dtype, x.device)
+    return is_alike and torch.equal(y[:, -1], x[:, -1])
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
