@@ -2,7 +2,8 @@
 
 A recorded forward pass with the comparisons, and without: a row of the heads, of the projection, of
 both norms and of the second half is then neither kept nor compared. Where the output of the
-attention flows is followed in both, for maps need it. CPU time, the least of many passes in turns.
+attention flows is followed in both, for maps need it. CPU time of passes in turns, the median of
+their differences.
 
 python benchmarks/recording_checks.py            # 32, 128 and 512 tokens, one thread
 """
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -48,28 +50,33 @@ def nothing_is_compared() -> Iterator[None]:
 
 
 @torch.no_grad()
-def seconds(model: Any, ids: torch.Tensor, passes: int) -> float:
-    """Of the fastest recorded pass, after two in which the recording learns the model."""
-    best = float("inf")
+def passes(model: Any, ids: torch.Tensor) -> list[tuple[float, float]]:
+    """Seconds with comparisons and without, of passes in turns, in a recording of its own."""
+
+    def seconds() -> float:
+        begin = time.thread_time()
+        model(ids)
+        return time.thread_time() - begin
+
+    pairs = []
     with ikattn.record(model, maps=MAPS):
-        for number in range(passes + 2):
-            begin = time.thread_time()
-            model(ids)
-            best = min(best, time.thread_time() - begin) if number > 1 else best
-    return best
+        for number in range(7):
+            checked = seconds()
+            with nothing_is_compared():
+                unchecked = seconds()
+            if number > 1:  # in the first ones the recording learns the model
+                pairs.append((checked, unchecked))
+    return pairs
 
 
 def measure(model: Any, length: int, rounds: int) -> str:
     ids = torch.randint(1000, 20000, (1, length))
-    checked, unchecked = [], []
-    for _ in range(rounds):
-        checked.append(seconds(model, ids, 3))
-        with nothing_is_compared():
-            unchecked.append(seconds(model, ids, 3))
-    whole, rest = min(checked), min(unchecked)
+    pairs = [pair for _ in range(rounds) for pair in passes(model, ids)]
+    whole = median(checked for checked, _ in pairs)
+    checks = median(checked - unchecked for checked, unchecked in pairs)
     return (
-        f"{length} tokens: recorded {1e3 * whole:.1f} ms, {1e3 * rest:.1f} without checks, which "
-        f"take {1e3 * (whole - rest) / LAYERS:.2f} ms a layer, {100 * (1 - rest / whole):.1f} %"
+        f"{length} tokens: recorded {1e3 * whole:.1f} ms, of which checks take "
+        f"{1e3 * checks / LAYERS:.2f} ms a layer, {100 * checks / whole:.1f} %"
     )
 
 

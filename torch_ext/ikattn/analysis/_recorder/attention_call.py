@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -90,6 +90,11 @@ class AttentionCall:
         changes = (self.softcap, self.sinks, self.softmax_heads)
         return any(change is not None for change in changes)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether all weights have been made, and are held."""
+        return "weights" in vars(self)
+
     @cached_property
     def weights(self) -> Tensor:
         """The normalised weights, before dropout, ``[B, H, L, S]``; 0 for who sees no key."""
@@ -136,18 +141,23 @@ class AttentionCall:
         """The weighted values with their heads merged, ``[B, L, H d_v]``."""
         B, H, L, S = self.sizes
         rows = max(1, MOST_WEIGHTS // max(1, B * H * S))
-        if rows < L and "weights" not in vars(self):
+        if rows < L and not self.has_weights:
             blocks = [self.narrow(i, min(i + rows, L)) for i in range(0, L, rows)]
             return torch.cat([block.context() for block in blocks], 1)
         return _weighted(self.weights, self.value)
 
     def context_of_row(self, b: int, place: slice | Tensor) -> Tensor:
         """``context`` of one query of item b alone: a slice of one, or its number, [1]."""
-        if "weights" not in vars(self):
+        if not self.has_weights:
             return self.row(b, place).context()
-        own = self.weights[b : b + 1]
-        own = own.index_select(2, place) if isinstance(place, Tensor) else own[:, :, place]
-        return _weighted(own, self.value[b : b + 1])
+        weights, value = self.weights_of_row(b, place)
+        return (weights @ value).view(1, 1, -1)
+
+    def weights_of_row(self, b: int, place: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Of one query of item b, ``[G, H / G, S]``, and its values, ``[G, S, d_v]``."""
+        own, value = self.weights[b], self.value[b]
+        own = own.index_select(1, place) if isinstance(place, Tensor) else own[:, place]
+        return own.reshape(value.size(0), -1, own.size(-1)), value
 
     def row(self, b: int, place: slice | Tensor) -> AttentionCall:
         """The run of one query of item b alone: a slice of one, or its number, [1]."""
@@ -230,7 +240,7 @@ class AttentionCall:
             "key_padding": self.key_padding,
             "diagonal": self.diagonal,
         }
-        holds_weights = "per_head" in names or "weights" in vars(self) or self.has_own_softmax
+        holds_weights = "per_head" in names or self.has_weights or self.has_own_softmax
         are_few = math.prod(self.sizes) <= MOST_WEIGHTS and not self.streams
         if holds_weights or are_few:
             return contributions(self.weights, self.value, out_proj_weight, **block)
@@ -276,6 +286,47 @@ class AttentionCall:
         is_causal = self.causal == 0  # as the operators have it: the first query sees one key
         mask = self.attn_mask if is_causal else self._mask()
         return {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
+
+
+def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls one after the other, as one: queries see the keys of their own call.
+
+    Raises:
+        NotImplementedError: Calls of different items, or with masks of their own.
+    """
+    first = calls[0]
+    simple = all(
+        call.query.size(0) == first.query.size(0)
+        and call.attn_mask is None
+        and call.causal is None
+        and call.key_bias is None
+        and call.frequencies is None
+        and call.sizes[2] == call.sizes[3]
+        for call in calls
+    )
+    if not simple:
+        raise NotImplementedError(
+            "record: a module that calls its attention function several times in one forward can "
+            f"be recorded where the calls are of consecutive tokens, without masks; got "
+            f"{len(calls)} calls of {[tuple(call.query.shape) for call in calls]}"
+        )
+    sizes = [call.sizes[2] for call in calls]
+    part = torch.repeat_interleave(
+        torch.arange(len(sizes), device=first.query.device),
+        torch.tensor(sizes, device=first.query.device),
+    )
+    return AttentionCall(
+        query=torch.cat([call.query for call in calls], 2),
+        key=torch.cat([call.key for call in calls], 2),
+        value=torch.cat([call.value for call in calls], 2),
+        kind=first.kind,
+        kernel=first.kernel,
+        p=first.p,
+        scaling=first.scaling,
+        attn_mask=(part[:, None] == part)[None, None],
+        softcap=first.softcap,
+        sinks=first.sinks,
+    )
 
 
 def _weighted(weights: Tensor, value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ikattn.analysis._recorder.distances import Distance, numbers_of
+from ikattn.analysis._recorder.distances import Distance, offs_of
 
 __all__ = ["Claim", "Settlement", "settle"]
 
@@ -45,8 +45,8 @@ class Settlement:
 
     def __init__(self, claims: list[Claim], to_cpu: Callable[[Tensor], Tensor]) -> None:
         self._claims, claims[:] = list(claims), []
-        alike = numbers_of(claim.distance for claim in self._claims)
-        self._copies = [(own, to_cpu(numbers)) for own, numbers in alike]
+        alike = offs_of(claim.distance for claim in self._claims)
+        self._copies = [(own, to_cpu(offs)) for own, offs in alike]
 
     def check(self) -> None:
         """Looks at the numbers, which must have arrived.
@@ -54,18 +54,19 @@ class Settlement:
         Raises:
             RuntimeError: That of the first claim which does not hold.
         """
-        found: dict[int, list[list[float]]] = {}
-        for own, copy in self._copies:
-            found.update(zip(own, copy.tolist(), strict=True))
-        error: RuntimeError | None = None
-        for number, claim in enumerate(self._claims):
-            off = claim.distance.off_of(found[number])
-            if off > claim.distance.tolerance:
-                if claim.at_fault is not None:
-                    claim.at_fault()
-                error = error or claim.error(off)
-        if error is not None:
-            raise error
+        wrong = {
+            number: off
+            for own, copy in self._copies
+            for number, off in zip(own, copy.tolist(), strict=True)
+            if off > self._claims[number].distance.tolerance
+        }
+        for number in wrong:
+            at_fault = self._claims[number].at_fault
+            if at_fault is not None:
+                at_fault()
+        if wrong:
+            first = min(wrong)
+            raise self._claims[first].error(wrong[first])
 
 
 def settle(claims: list[Claim]) -> None:

@@ -7,7 +7,6 @@ for each.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ __all__ = [
     "Rows",
     "SumOfRows",
     "distance",
-    "numbers_of",
+    "offs_of",
 ]
 
 # How far off, over the largest number, a row may be that the model and we both compute, where each
@@ -38,7 +37,7 @@ TOLERANCES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Distance(ABC):
     """How far rows are apart.
 
@@ -51,7 +50,7 @@ class Distance(ABC):
     zeros_count: bool
 
     @abstractmethod
-    def kind(self) -> Hashable:
+    def kind(self) -> tuple[Hashable, ...]:
         """The same for those that can be computed together."""
 
     @staticmethod
@@ -59,31 +58,19 @@ class Distance(ABC):
     def together(alike: Sequence[Any]) -> Tensor:
         """Of n of a kind ``[n, 3, rows]``: the largest difference, number found, and expected."""
 
-    def off_of(self, numbers: list[list[float]]) -> float:
-        """The largest difference over the largest number, of rows that are expected finite."""
-        rows = [
-            row
-            for row in zip(*numbers, strict=True)
-            if math.isfinite(row[2]) and (self.zeros_count or row[2] > 0)
-        ]
-        if any(map(math.isnan, (number for row in rows for number in row))):
-            return math.nan
-        size = max((number for row in rows for number in row[1:]), default=0.0)
-        return max((row[0] for row in rows), default=0.0) / max(size, 1e-30)
-
     @property
     def is_too_far(self) -> bool:
         """Whether they are farther apart than rounding allows; not where numbers are NaN."""
-        return self.off_of(self.together([self])[0].tolist()) > self.tolerance
+        return float(_off([self])) > self.tolerance
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Numbers(Distance):
     """A distance that has been computed: ``[3, rows]``."""
 
     numbers: Tensor
 
-    def kind(self) -> Hashable:
+    def kind(self) -> tuple[Hashable, ...]:
         return Numbers, *_like(self.numbers)
 
     @staticmethod
@@ -91,14 +78,14 @@ class Numbers(Distance):
         return torch.stack([each.numbers for each in alike])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Rows(Distance):
     """Rows ``[rows, D]`` as they were found, and as they are expected."""
 
     found: Tensor
     expected: Tensor
 
-    def kind(self) -> Hashable:
+    def kind(self) -> tuple[Hashable, ...]:
         return Rows, *_like(self.found)
 
     @staticmethod
@@ -107,7 +94,7 @@ class Rows(Distance):
         return _apart(found, torch.stack([each.expected for each in alike]))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class NormedRows(Distance):
     """Rows that a norm was given and has made, and the linear map that it is taken for.
 
@@ -127,10 +114,10 @@ class NormedRows(Distance):
     bias: Tensor | None
     centered: bool
 
-    def kind(self) -> Hashable:
-        tensors = (self.given, self.made, self.scale, self.weight, self.bias)
-        likes = (None if x is None else _like(x) for x in tensors)
-        return NormedRows, self.centered, *likes
+    def kind(self) -> tuple[Hashable, ...]:
+        bias = None if self.bias is None else self.bias.dtype
+        types = (self.made.dtype, self.scale.dtype, self.weight.dtype, bias)
+        return NormedRows, self.centered, self.made.shape, *types, *_like(self.given)
 
     @staticmethod
     def together(alike: Sequence[NormedRows]) -> Tensor:
@@ -147,7 +134,7 @@ class NormedRows(Distance):
         return _apart(made, expected.to(made.dtype))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class SumOfRows(Distance):
     """Rows ``[rows, D]`` that should be the sum of two others."""
 
@@ -155,7 +142,7 @@ class SumOfRows(Distance):
     before: Tensor
     added: Tensor
 
-    def kind(self) -> Hashable:
+    def kind(self) -> tuple[Hashable, ...]:
         return SumOfRows, *_like(self.total)
 
     @staticmethod
@@ -171,7 +158,7 @@ class SumOfRows(Distance):
         return torch.stack([off, one, one + 0 * off], 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class NearestRows(Distance):
     """Rows ``[rows, D]`` that should be the sum of others and of one of k candidates."""
 
@@ -179,7 +166,7 @@ class NearestRows(Distance):
     before: Tensor
     candidates: tuple[Tensor, ...]
 
-    def kind(self) -> Hashable:
+    def kind(self) -> tuple[Hashable, ...]:
         return NearestRows, len(self.candidates), *_like(self.total)
 
     @staticmethod
@@ -220,15 +207,27 @@ def distance(
 
 
 @torch.no_grad()
-def numbers_of(distances: Iterable[Distance]) -> list[tuple[list[int], Tensor]]:
-    """The numbers of all distances, those of a kind together: which, and ``[n, 3, rows]``."""
-    alike: dict[Hashable, list[tuple[int, Distance]]] = {}
+def offs_of(distances: Iterable[Distance]) -> list[tuple[list[int], Tensor]]:
+    """How far off all distances are, those of a kind together: which, and ``[n]``.
+
+    That is the largest difference over the largest number, of rows that are expected finite.
+    """
+    alike: dict[Hashable, tuple[list[int], list[Distance]]] = {}
     for number, each in enumerate(distances):
-        alike.setdefault(each.kind(), []).append((number, each))
-    return [
-        ([number for number, _ in kind], kind[0][1].together([each for _, each in kind]))
-        for kind in alike.values()
-    ]
+        own, kind = alike.setdefault((each.zeros_count, *each.kind()), ([], []))
+        own.append(number)
+        kind.append(each)
+    return [(own, _off(kind)) for own, kind in alike.values()]
+
+
+def _off(alike: Sequence[Distance]) -> Tensor:
+    """Of distances of a kind, ``[n]``; NaN where numbers of rows that count are NaN."""
+    apart, found, expected = alike[0].together(alike).unbind(1)
+    counts = expected.isfinite()
+    if not alike[0].zeros_count:
+        counts = counts & (expected > 0)
+    size = torch.maximum(found, expected).where(counts, 0.0).amax(-1)
+    return apart.where(counts, 0.0).amax(-1) / size.clamp_min(1e-30)
 
 
 def _like(x: Tensor) -> tuple[Hashable, ...]:

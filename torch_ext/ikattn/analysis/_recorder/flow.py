@@ -69,7 +69,8 @@ def rows_of(x: Tensor) -> Tensor:
     """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy."""
     if x.is_nested:
         x = x.unbind()[0]
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     if type(x) is Tensor and x.layout == torch.strided and x.numel():
         D = x.size(-1)
         if x.is_contiguous():

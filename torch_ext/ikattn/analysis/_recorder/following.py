@@ -17,7 +17,7 @@ from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.distances import TOLERANCES, Distance
-from ikattn.analysis._recorder.flow import rows_of
+from ikattn.analysis._recorder.flow import rows_of, see
 from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.plan import Plan
@@ -82,7 +82,7 @@ class Follower:
         elif run.stage == "sum":
             if any(module is each.module for each in call.running):
                 return
-            if run.is_sum(x, module, call.claims, is_input=True):
+            if run.is_sum(x, module, call.see, call.claims, is_input=True):
                 self._summed(call, run, module, x)
             elif module is run.plan.parts.norm:
                 self._no_sum(call, run, module, x)
@@ -122,7 +122,7 @@ class Follower:
             if not is_around:
                 run.follow(module, x, out)
                 return
-            if run.is_sum(out, module, call.claims, is_input=False):
+            if run.is_sum(out, module, call.see, call.claims, is_input=False):
                 self._summed(call, run, None, out)
                 return
             if module is self._limit_of(run):
@@ -144,7 +144,7 @@ class Follower:
             is_last = last is not None and last[2].shape == out.shape
             if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
                 norm, norm_input, norm_output = last
-                apart = run.second_half(norm_input)
+                apart = run.second_half(call.see(norm_input))
                 if run.plan.module.training or apart is None or not apart.is_too_far:
                     parts = replace(run.plan.parts, second_norm=norm)
                     run.plan, run.stage = replace(run.plan, parts=parts), "second norm"
@@ -161,22 +161,22 @@ class Follower:
         self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor
     ) -> Projection:
         """What an out-projection computes, cached for the recording unless it has a gradient."""
-        step = (
-            f"its out-projection, a {describe(module)}, makes something else of its heads than the "
-            "linear map that it is taken for"
-        )
         plain = plain_projection(module)
         run.is_probed = plain is None
         known = plain or self._projections.get(module)
-        apart = None if known is None else self._apart(run, module, known, x, y)
+        apart = None if known is None else self._apart(call, run, module, known, x, y)
         has_changed = run.is_probed and apart is not None and apart.is_too_far
         if known is None or has_changed:
             with self._maker.grad_mode(), without_autocast(x.device):
                 known = effective_projection(module, x.size(-1), x)
             if self._maker.detach:
                 self._projections[module] = known
-            apart = self._apart(run, module, known, x, y)
+            apart = self._apart(call, run, module, known, x, y)
         if apart is not None:
+            step = (
+                f"its out-projection, a {describe(module)}, makes something else of its heads than "
+                "the linear map that it is taken for"
+            )
             call.claim(run.claim(step, apart))
         return known
 
@@ -192,7 +192,7 @@ class Follower:
         return known
 
     def _apart(
-        self, run: Run, module: nn.Module, projection: Projection, x: Tensor, y: Tensor
+        self, call: Call, run: Run, module: nn.Module, projection: Projection, x: Tensor, y: Tensor
     ) -> Distance | None:
         """How far a projection of heads ``x`` is from ``y``; None where nothing is left to see."""
         if not x.numel():
@@ -200,7 +200,8 @@ class Follower:
         with torch.no_grad(), without_autocast(x.device):
             if not (self._checks_all or takes_waiting(x)):
                 tolerance = TOLERANCES.get(run.type_of_projection(x, y), 1e-1)
-                if self._sketches.agrees(module, projection, rows_of(x), rows_of(y), tolerance):
+                rows = rows_of(x), call.see(y).rows
+                if self._sketches.agrees(module, projection, *rows, tolerance):
                     return None
             return run.projected(projection, x, y, self._checks_all)
 
@@ -221,7 +222,7 @@ class Follower:
             # made here, where what they are made of is let go
             run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
             self._maker.claim_heads(call, run)
-        run.begin_sum(y)
+        run.begin_sum(call.see(y))
 
     def _limit_of(self, run: Run) -> nn.Module | None:
         """The module around the layer at whose end its sum must have been formed."""
@@ -255,7 +256,7 @@ class Follower:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(before, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
-                call.claim(run.norm_claim(norm, stats, before, after))
+                call.claim(run.norm_claim(norm, stats, see(before), see(after)))
             run.around.output_norm = stats
         if parts.block == "found":
             is_norm = module is not None and "Norm" in type(module).__name__
@@ -314,7 +315,7 @@ class Follower:
         run.norm_input = None
         if not x.is_nested and x.numel():
             with torch.no_grad(), without_autocast(x.device):
-                call.claim(run.norm_claim(norm, stats, x, out))
+                call.claim(run.norm_claim(norm, stats, call.see(x), call.see(out)))
         parts = run.plan.parts
         if stage == "norm":
             run.around.norm = stats
@@ -324,7 +325,7 @@ class Follower:
             run.around.second_norm = stats
             if not run.plan.module.training and not x.is_nested and x.numel():
                 with torch.no_grad():
-                    apart = run.second_half(x)
+                    apart = run.second_half(call.see(x))
                 if apart is not None:
                     step = (
                         "what its block's second norm was given is not the output of the first "
@@ -334,11 +335,11 @@ class Follower:
         wanted = () if run.is_found else run.plan.maps(run.attention.kind)
         if stage == "norm" and "second_norm" in awaited_norms(parts, wanted):
             run.stage, run.others = "second norm", []
-            run.norm_output = None if x.is_nested or not x.numel() else rows_of(out)
+            run.norm_output = None if x.is_nested or not x.numel() else call.see(out).rows
             return
         asked = {*run.plan.asked.required, *run.plan.asked.where_defined}
         if stage == "norm" and run.is_found and {"encoder", "mixing_ratio"} & asked:
-            run.stage, run.others, run.norm_output = "end of block", [], rows_of(out)
+            run.stage, run.others, run.norm_output = "end of block", [], call.see(out).rows
             return
         self._maker.finish(call, run, parts)
 
@@ -364,7 +365,7 @@ class Follower:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
             with torch.no_grad(), without_autocast(x.device):
-                claim = run.norm_claim(norm, stats, x, out)
+                claim = run.norm_claim(norm, stats, call.see(x), call.see(out))
             if is_known:
                 fault = partial(self._known_readers.discard, norm)
                 call.claim(claim._replace(at_fault=fault))

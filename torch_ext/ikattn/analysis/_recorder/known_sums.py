@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.distances import Distance, SumOfRows
-from ikattn.analysis._recorder.flow import Seen, rows_of
+from ikattn.analysis._recorder.flow import Seen
 
 __all__ = ["KnownSum", "forget", "known_sum", "remember", "sum_distance", "takes_waiting"]
 
@@ -56,7 +56,7 @@ def forget(layer: nn.Module) -> None:
 
 
 @torch.no_grad()
-def sum_distance(x: Tensor, y: Tensor, residual: Seen, added: Tensor) -> Distance:
+def sum_distance(x: Seen, y: Tensor, residual: Seen, added: Tensor) -> Distance:
     """How far ``x`` is from a residual plus rows of the attention's output.
 
     Args:
@@ -65,6 +65,5 @@ def sum_distance(x: Tensor, y: Tensor, residual: Seen, added: Tensor) -> Distanc
         residual: What it is added to.
         added: Two rows ``[2, D]`` of y, or of what modules made of it.
     """
-    total = rows_of(x)
-    before, rows = residual.rows.to(total.dtype), added.to(total.dtype)
-    return SumOfRows(8 * torch.finfo(y.dtype).eps, True, total, before, rows)
+    before, rows = residual.rows.to(x.rows.dtype), added.to(x.rows.dtype)
+    return SumOfRows(8 * torch.finfo(y.dtype).eps, True, x.rows, before, rows)

@@ -13,7 +13,7 @@ Sizes: B batch, L queries, S keys, H heads, d_v head size of value, D model size
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.attention_call import AttentionCall, joined
 from ikattn.analysis._recorder.claims import Claim
 from ikattn.analysis._recorder.distances import (
     TOLERANCES,
@@ -56,11 +56,18 @@ from ikattn.analysis._recorder.projection import Projection, describe
 from ikattn.analysis._recorder.run_maps import Surroundings
 from ikattn.analysis.contributions import Contributions, NormStats
 
-__all__ = ["Run", "Variant", "joined"]
+__all__ = ["Run", "Variant"]
 
 Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
 ]
+
+
+_HEADS = "weights times values are not the heads it computed"
+_HEADS_HINT = (
+    ". The attention differs from softmax(query . key) as it was told: something changed logits, "
+    "weights or values in between"
+)
 
 
 class ARow(NamedTuple):
@@ -209,14 +216,10 @@ class Run:
     def _heads_claim(
         self, found: Tensor, expected: Tensor, dtype: torch.dtype, *, at_once: bool
     ) -> Claim:
-        hint = (
-            ". The attention differs from softmax(query . key) as it was told: something "
-            "changed logits, weights or values in between"
-        )
         # rows that see no key the model may make anything of
         found = found.to(expected.dtype)
         apart = distance(found, expected, dtype, zeros_count=False, at_once=at_once)
-        return self.claim("weights times values are not the heads it computed", apart, hint)
+        return self.claim(_HEADS, apart, _HEADS_HINT)
 
     def a_row(self) -> ARow:
         """The last query of the first item that is no padding; the host need not know which."""
@@ -249,8 +252,8 @@ class Run:
 
     # --- 3
 
-    def begin_sum(self, y: Tensor) -> None:
-        self.variants = [Variant(y, rows_of(y))]
+    def begin_sum(self, y: Seen) -> None:
+        self.variants = [Variant(y.tensor, y.rows)]
         self.stage = "sum"
 
     def follow(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
@@ -281,26 +284,35 @@ class Run:
         self.last_other = see(out)
         self.others.append(self.last_other.rows)
 
-    def second_half(self, x: Tensor) -> Distance | None:
+    def second_half(self, x: Seen) -> Distance | None:
         """How far ``x`` is from the first norm's output plus a module's; None: nothing is known."""
         if self.norm_output is None or not self.variants:
             return None
-        tolerance = 8 * torch.finfo(x.dtype).eps
-        return NearestRows(tolerance, True, rows_of(x), self.norm_output, tuple(self.others))
+        tolerance = 8 * torch.finfo(x.tensor.dtype).eps
+        return NearestRows(tolerance, True, x.rows, self.norm_output, tuple(self.others))
 
-    def is_sum(self, x: Tensor, module: nn.Module, claims: list[Claim], *, is_input: bool) -> bool:
+    def is_sum(
+        self,
+        x: Tensor,
+        module: nn.Module,
+        look: Callable[[Tensor], Seen],
+        claims: list[Claim],
+        *,
+        is_input: bool,
+    ) -> bool:
         """Whether a tensor is the sum of residual and output; keeps what it is a sum of.
 
         Args:
             x: What a module was called with, or has made.
             module: The module.
+            look: Notes a tensor.
             claims: Take what is not looked at yet.
             is_input: Whether ``module`` was called with it; else other branches may be in the sum.
         """
         y = self.variants[0]
         if not may_be_sum(x, y.tensor):
             return False
-        known = self._known(x, module, claims, is_input)
+        known = self._known(x, module, look, claims, is_input)
         if known is not None:
             found, is_as_it_was = known
         else:
@@ -345,7 +357,12 @@ class Run:
         return True
 
     def _known(
-        self, x: Tensor, module: nn.Module, claims: list[Claim], is_input: bool
+        self,
+        x: Tensor,
+        module: nn.Module,
+        look: Callable[[Tensor], Seen],
+        claims: list[Claim],
+        is_input: bool,
     ) -> tuple[Sum, bool] | None:
         """The sum as it was found in a call before, and whether its residual is as it was.
 
@@ -362,13 +379,14 @@ class Run:
         if residual.rows.size(-1) != y.size(-1):
             return None
         added = self.variants[known.variant].rows
+        seen = look(x)
         if not takes_waiting(x):
             total = (residual.rows.to(added.dtype) + added).to(y.dtype)
-            is_same = torch.equal(total, rows_of(x).to(y.dtype))
+            is_same = torch.equal(total, seen.rows.to(y.dtype))
             return (Sum(residual, known.variant), residual.is_as_it_was) if is_same else None
         fault = partial(_forget, weakref.ref(layer))
         step = "its output and its residual, as they were found in a call before, are not their sum"
-        apart = sum_distance(x, y, residual, added)
+        apart = sum_distance(seen, y, residual, added)
         claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
         is_as_it_was = known.is_as_it_was
         if residual.version >= 0:
@@ -421,15 +439,15 @@ class Run:
 
     # --- 4
 
-    def norm_claim(self, norm: nn.Module, stats: NormStats, x: Tensor, out: Tensor) -> Claim:
+    def norm_claim(self, norm: nn.Module, stats: NormStats, x: Seen, out: Seen) -> Claim:
         """That a norm acts as ``stats`` say."""
         bias = getattr(norm, "bias", None)
         apart = NormedRows(
-            TOLERANCES.get(out.dtype, 1e-1),
+            TOLERANCES.get(out.tensor.dtype, 1e-1),
             True,
-            given=rows_of(x),
-            made=rows_of(out),
-            scale=rows_of(stats.scale.detach().unsqueeze(-1)),
+            given=x.rows,
+            made=out.rows,
+            scale=rows_of(stats.scale.unsqueeze(-1)),
             # copies: sharded or offloaded parameters may be gone when they are looked at
             weight=widened(stats.weight.detach().clone()),
             bias=widened(bias.detach().clone()) if isinstance(bias, Tensor) else None,
@@ -442,44 +460,3 @@ def _forget(layer: weakref.ref[nn.Module]) -> None:
     module = layer()
     if module is not None:
         forget(module)
-
-
-def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
-    """Calls one after the other, as one: queries see the keys of their own call.
-
-    Raises:
-        NotImplementedError: Calls of different items, or with masks of their own.
-    """
-    first = calls[0]
-    simple = all(
-        call.query.size(0) == first.query.size(0)
-        and call.attn_mask is None
-        and call.causal is None
-        and call.key_bias is None
-        and call.frequencies is None
-        and call.sizes[2] == call.sizes[3]
-        for call in calls
-    )
-    if not simple:
-        raise NotImplementedError(
-            "record: a module that calls its attention function several times in one forward can "
-            f"be recorded where the calls are of consecutive tokens, without masks; got "
-            f"{len(calls)} calls of {[tuple(call.query.shape) for call in calls]}"
-        )
-    sizes = [call.sizes[2] for call in calls]
-    part = torch.repeat_interleave(
-        torch.arange(len(sizes), device=first.query.device),
-        torch.tensor(sizes, device=first.query.device),
-    )
-    return AttentionCall(
-        query=torch.cat([call.query for call in calls], 2),
-        key=torch.cat([call.key for call in calls], 2),
-        value=torch.cat([call.value for call in calls], 2),
-        kind=first.kind,
-        kernel=first.kernel,
-        p=first.p,
-        scaling=first.scaling,
-        attn_mask=(part[:, None] == part)[None, None],
-        softcap=first.softcap,
-        sinks=first.sinks,
-    )

@@ -69,7 +69,12 @@ class Sketches:
             self._known[module] = state, sketch
         off = torch.addmm(sketch.bias, x.to(sketch.bias.dtype), sketch.weight)
         off = off.addmm(y.to(off.dtype), sketch.signs, beta=-1)
-        return float(off.abs().amax()) <= tolerance * float(y.abs().amax())
+        return _largest(off) <= tolerance * _largest(y)
+
+
+def _largest(x: Tensor) -> float:
+    """The largest number, as a float; NaN where one is NaN."""
+    return float(torch.linalg.vector_norm(x, torch.inf))
 
 
 def _state_of(projection: Projection) -> object:
