@@ -107,10 +107,11 @@ full-floors: $(stamps)/integrations
 	  torch_geometric==2.8.0 lightning==2.6.0 safetensors==0.5.0 tqdm==4.66.0
 	PYTHONPATH=build/floors $(pytest) tests/python/analysis tests/python/integrations
 
-# Models of timm and diffusers. Their torchvision must be of this torch, and stays out of .venv.
+# Models of vision libraries. Their torchvision must be of this torch, and stays out of .venv.
 full-vision: $(stamps)/integrations
 	rm -rf build/vision
-	$(pip) --no-deps --target build/vision 'timm>=1.0.31' 'torchvision==0.28.*' 'diffusers>=0.42'
+	$(pip) --no-deps --target build/vision 'timm>=1.0.31' 'torchvision==0.28.*' 'diffusers>=0.42' \
+	  'open_clip_torch>=3.3' ftfy wcwidth
 	PYTHONPATH=build/vision $(pytest) tests/python/analysis/test_record_vision.py \
 	  tests/python/integrations/test_integrations_timm.py
 

@@ -271,3 +271,15 @@ def test_an_out_projection_may_change_between_calls() -> None:
         assert found is not None
         assert maps[0] is not None
         assert_close(found, factor * maps[0], 1e-9)
+
+
+@torch.no_grad()
+def test_attention_that_runs_again_before_its_sum_has_no_block() -> None:
+    class Twice(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.attn(self.attn(self.ln_1(x)))  # type: ignore[no-any-return]
+
+    with record(nn.Sequential(block := Twice().eval()), maps="all") as recording:
+        block(torch.randn(B, L, D))
+    blocks = {name: layer.block for name, layer in recording.layers.items()}
+    assert blocks == {"0.attn": "none", "0.attn#2": "pre"}

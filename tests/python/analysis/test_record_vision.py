@@ -1,4 +1,4 @@
-"""Recordings of timm's and diffusers' models, each against the explicit sum in float64."""
+"""Recordings of models of vision libraries, each against the explicit sum in float64."""
 
 from __future__ import annotations
 
@@ -152,3 +152,54 @@ def test_diffusers_attention_is_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         assert_close(maps.summed, pairs(*call, projection).norm(dim=-1), 1e-10, layer)
         is_cross = layer.endswith("attn2")
         assert recording.layers[layer].kind == ("cross" if is_cross else "self")
+
+
+def torchvision_vit() -> tuple[nn.Module, list[Any], tuple[Tensor, ...]]:
+    vision: Any = import_vision("torchvision.models.vision_transformer")
+    model = vision.VisionTransformer(32, 8, 2, 3, 24, 48).eval()
+    return model, list(model.encoder.layers), (torch.randn(2, 3, 32, 32),)
+
+
+def open_clip_clip() -> tuple[nn.Module, list[Any], tuple[Tensor, ...]]:
+    clip: Any = import_vision("open_clip").model
+    seen = clip.CLIPVisionCfg(layers=2, width=64, image_size=32, patch_size=16, ls_init_value=0.5)
+    read = clip.CLIPTextCfg(context_length=5, vocab_size=100, width=32, heads=2, layers=2)
+    model = clip.CLIP(embed_dim=32, vision_cfg=seen, text_cfg=read).eval()
+    blocks = [*model.visual.transformer.resblocks, *model.transformer.resblocks]
+    return model, blocks, (torch.randn(5, 3, 32, 32), torch.randint(1, 99, (5, 5)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [torchvision_vit, open_clip_clip])
+def test_maps_around_torchs_attention(make: Any) -> None:
+    torch.manual_seed(1)
+    model, blocks, inputs = make()
+    given: list[Tensor] = []  # of each block what its norms and its attention were given, in turn
+    masks: list[Tensor | None] = []
+    for block in blocks:
+        attention = next(part for part in block.modules() if type(part) is nn.MultiheadAttention)
+        attention.in_proj_bias.normal_()
+        attention.register_forward_pre_hook(
+            lambda module, args, options: masks.append(options.get("attn_mask")), with_kwargs=True
+        )
+        for part in (block.ln_1, attention, block.ln_2):
+            part.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with record(model, maps="all", check="all") as recording:
+        model(*inputs)
+    for number, (block, maps) in enumerate(
+        zip(blocks, recording.batches[0].layers.values(), strict=True)
+    ):
+        attention = next(part for part in block.modules() if type(part) is nn.MultiheadAttention)
+        x, read, total = given[3 * number : 3 * number + 3]
+        projected = F.linear(read, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (attention.num_heads, -1)) for part in projected)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = pairs(weights_of(q, k, v, masks[number]), v, attention.out_proj.weight)
+        assert_close(maps.summed, y.norm(dim=-1), 1e-10)
+        y = y * getattr(getattr(block, "ls_1", None), "gamma", 1.0)
+        own = torch.arange(y.size(1))
+        y[:, own, own] += x
+        assert_close(maps.with_residual, y.norm(dim=-1), 1e-8)
+        scale = (total.var(-1, correction=0) + block.ln_2.eps).sqrt()[..., None, None]
+        y = (y - y.mean(-1, keepdim=True)) * block.ln_2.weight / scale
+        assert_close(maps.encoder, y.norm(dim=-1), 1e-8)

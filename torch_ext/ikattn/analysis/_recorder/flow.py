@@ -103,7 +103,7 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
 
 def may_be_sum(x: Tensor, y: Tensor) -> bool:
     """Whether ``x`` is another tensor than ``y``, with as many rows of the same size."""
-    is_other = x.data_ptr() != y.data_ptr()
+    is_other = x.data_ptr() != y.data_ptr() and x.device == y.device
     return is_other and x.size(-1) == y.size(-1) and x.numel() == y.numel() and y.numel() > 0
 
 
@@ -127,10 +127,15 @@ def find_sum(
     Returns:
         None where nothing adds up, on both rows as far as they are finite.
     """
-    residuals = [seen for seen in residuals if seen.rows.size(-1) == y.size(-1)]
+    residuals = [
+        seen
+        for seen in residuals
+        if seen.rows.size(-1) == y.size(-1) and seen.rows.device == y.device
+    ]
     if not residuals:
         return None
     total = rows_of(x)
+    others = [rows for rows in others if rows.device == y.device]
     before = torch.stack([seen.rows.to(total.dtype) for seen in residuals])  # [C, 2, D]
     added = torch.stack([rows.to(total.dtype) for rows in variants])  # [V, 2, D]
     rest = total - before[:, None] - added  # [C, V, 2, D]

@@ -30,6 +30,7 @@ from ikattn.analysis._recorder.projection import (
 from ikattn.analysis._recorder.run_maps import awaited_norms
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sketches import Sketches
+from ikattn.analysis._recorder.torch_blocks import block_of, second_half, why_no_norm, why_no_sum
 from ikattn.analysis.contributions import NormStats
 
 __all__ = ["Follower"]
@@ -82,7 +83,7 @@ class Follower:
         elif run.stage == "sum":
             if any(module is each.module for each in call.running):
                 return
-            if run.is_sum(x, module, call.see, call.claims, is_input=True):
+            if self._is_sum(call, run, module, x, is_input=True):
                 self._summed(call, run, module, x)
             elif module is run.plan.parts.norm:
                 self._no_sum(call, run, module, x)
@@ -122,7 +123,7 @@ class Follower:
             if not is_around:
                 run.follow(module, x, out)
                 return
-            if run.is_sum(out, module, call.see, call.claims, is_input=False):
+            if self._is_sum(call, run, module, out, is_input=False):
                 self._summed(call, run, None, out)
                 return
             if module is self._limit_of(run):
@@ -143,12 +144,11 @@ class Follower:
             last = run.last_norm
             is_last = last is not None and last[2].shape == out.shape
             if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
-                norm, norm_input, norm_output = last
-                apart = run.second_half(call.see(norm_input))
-                if run.plan.module.training or apart is None or not apart.is_too_far:
-                    parts = replace(run.plan.parts, second_norm=norm)
+                found = self._second_norm(run)
+                if found is not None:
+                    parts = replace(run.plan.parts, second_norm=found[0])
                     run.plan, run.stage = replace(run.plan, parts=parts), "second norm"
-                    self._normed(call, run, norm, norm_input, norm_output)
+                    self._normed(call, run, *found)
                     return
             if module is run.plan.ancestors[:3][-1]:
                 self._maker.finish(call, run, run.plan.parts)
@@ -156,6 +156,17 @@ class Follower:
             run.last_norm = (module, x, out)
         else:
             run.note_other(out)
+
+    @staticmethod
+    def _second_norm(run: Run) -> tuple[nn.Module, Tensor, Tensor] | None:
+        """The norm that ran last, with its input and output, if it may be the second half's."""
+        assert run.last_norm is not None
+        if run.order is not None:
+            return second_half(run)
+        apart = run.second_half(see(run.last_norm[1]))
+        if run.plan.module.training or apart is None or not apart.is_too_far:
+            return run.last_norm
+        return None
 
     def _projection_of(
         self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor
@@ -214,6 +225,9 @@ class Follower:
         if parts.block == "none":
             self._maker.finish(call, run, parts)
             return
+        if y.is_nested and parts.block == "found":
+            self._without_block(call, run, "its output is nested, and its rows are not followed")
+            return
         if y.is_nested:
             run.stage, run.norm = "norm", parts.norm  # no sum to find: the parts name the norm
             return
@@ -223,6 +237,21 @@ class Follower:
             run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
             self._maker.claim_heads(call, run)
         run.begin_sum(call.see(y))
+
+    @staticmethod
+    def _is_sum(call: Call, run: Run, module: nn.Module, x: Tensor, *, is_input: bool) -> bool:
+        """``run.is_sum``, and around torch's attention so in every row."""
+        if run.order is None:
+            return run.is_sum(x, module, call.see, call.claims, is_input=is_input)
+        before, run.why_no_block, run.output_norm = run.why_no_block, "", None
+        if not run.is_sum(x, module, call.see, call.claims, is_input=is_input):
+            run.why_no_block = before
+            return False
+        if run.why_no_block:
+            return True
+        why = why_no_sum(run, x)
+        run.why_no_block = why and (before or why)  # the first is of the likeliest sum
+        return not why
 
     def _limit_of(self, run: Run) -> nn.Module | None:
         """The module around the layer at whose end its sum must have been formed."""
@@ -254,22 +283,36 @@ class Follower:
         if run.output_norm is not None:
             norm, before, after = run.output_norm
             with self._maker.grad_mode():
-                stats = NormStats.of(norm, as_batch(before, run, call.padded_length))
-            with torch.no_grad(), without_autocast(x.device):
-                call.claim(run.norm_claim(norm, stats, see(before), see(after)))
+                if run.order is not None:
+                    given = run.order.items_first(run.order.three_axes)
+                else:
+                    given = as_batch(before, run, call.padded_length)
+                stats = NormStats.of(norm, given)
+            if run.order is None:  # else the sum has told it in every row
+                with torch.no_grad(), without_autocast(x.device):
+                    call.claim(run.norm_claim(norm, stats, see(before), see(after)))
             run.around.output_norm = stats
         if parts.block == "found":
             is_norm = module is not None and "Norm" in type(module).__name__
             is_post = is_norm and run.is_post_norm()
+            if run.order is not None:
+                is_one = is_norm and module is not None and not list(module.children())
+                block = block_of(run, module if is_one else None)
+                if block is None:
+                    why = "whether a norm stands before the attention or after the sum is not seen"
+                    self._without_block(call, run, why)
+                    return
+                is_post = block == "post"
             parts = replace(
                 parts, block="post" if is_post else "pre", norm=module if is_post else None
             )
             run.plan, run.is_found = replace(run.plan, parts=parts), True
         if parts.block == "pre" or parts.norm is None:
-            if run.plan.wants("alti"):
+            may_be_post = run.order is not None and not run.order.is_normed
+            if run.plan.wants("alti") and not may_be_post:
                 run.around.output = as_batch(x, run, call.padded_length)
             wanted = () if run.maps is not None else run.plan.maps(run.attention.kind)
-            if run.has_other or not awaited_norms(parts, wanted):
+            if run.has_other or not (may_be_post or awaited_norms(parts, wanted)):
                 self._maker.finish(call, run, parts)
                 return
             run.stage, run.norm_input = "reading norm", x
@@ -279,6 +322,11 @@ class Follower:
         run.norm, run.stage = parts.norm, "norm"
         if module is parts.norm:
             run.norm_input = x
+
+    def _without_block(self, call: Call, run: Run, why: str) -> None:
+        """Makes the maps of a run whose block is not known, and why."""
+        run.why_no_block = why
+        self._maker.finish(call, run, replace(run.plan.parts, block="none", norm=None))
 
     def _no_sum(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
         """The block has gone on, and nothing was the residual plus the attention's output."""
@@ -307,6 +355,11 @@ class Follower:
     def _normed(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """A norm that was awaited has run."""
         stage = run.stage
+        if run.order is not None and stage == "norm":
+            why = why_no_norm(run, norm, x, out)
+            if why:
+                self._without_block(call, run, why)
+                return
         with self._maker.grad_mode():
             if run.maps is None:
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
@@ -340,6 +393,8 @@ class Follower:
         asked = {*run.plan.asked.required, *run.plan.asked.where_defined}
         if stage == "norm" and run.is_found and {"encoder", "mixing_ratio"} & asked:
             run.stage, run.others, run.norm_output = "end of block", [], call.see(out).rows
+            if run.order is not None:
+                run.order.first_half, run.order.others = out, []
             return
         self._maker.finish(call, run, parts)
 
@@ -349,8 +404,16 @@ class Follower:
         is_norm = "Norm" in type(module).__name__ and not list(module.children())
         if total is None or parts.second_norm is not None or not is_norm:
             return
-        if x.data_ptr() == total.data_ptr() and x.shape == total.shape:
+        if x.data_ptr() != total.data_ptr() or x.shape != total.shape:
+            return
+        order = run.order
+        if order is not None and (order.total is None or not order.total.is_as_it_was):
+            return
+        if order is None or order.is_normed:
             run.plan = replace(run.plan, parts=replace(parts, second_norm=module))
+        else:  # the attention read what it is added to: the norm stands after it
+            run.plan = replace(run.plan, parts=replace(parts, block="post", norm=module))
+            run.norm, run.stage = module, "norm"
 
     def leave_unread(self, call: Call, run: Run) -> None:
         """No norm has read the sum of a "pre" block."""
@@ -359,6 +422,9 @@ class Follower:
 
     def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """The norm before the second half of a "pre" block has run; one of another kind is left."""
+        if run.order is not None and why_no_norm(run, norm, x, out):
+            self.leave_unread(call, run)
+            return
         is_required = "encoder" in run.plan.asked.required
         is_known = is_required or (takes_waiting(x) and norm in self._known_readers)
         try:

@@ -169,6 +169,8 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
         RuntimeError: It has other sizes than the attention's queries.
     """
     B, _, L, _ = run.attention.sizes
+    if run.order is not None and run.order.shape is not None:
+        return run.order.as_batch(x)
     if x.is_nested:
         sizes = None if padded is None else (B, padded, x.size(2))
         x = torch.nested.to_padded_tensor(x, 0.0, sizes)

@@ -38,7 +38,8 @@ from ikattn.analysis._recorder.projection import (
 from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sdpa import sdpa_call
-from ikattn.analysis._recorder.torch_attention import out_projection_of, torch_call
+from ikattn.analysis._recorder.token_order import TokenOrder
+from ikattn.analysis._recorder.torch_attention import inputs_of, out_projection_of, torch_call
 from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis._recorder.transformers_attention import interface_call
 from ikattn.analysis.maps import Batch, Layer
@@ -312,9 +313,15 @@ class Recorder:
                 call.padded_length,
             )
         drops = module.training and module.dropout > 0
+        if plan.parts.block == "found" and not plan.needs_block(attention.kind):
+            plan = replace(plan, parts=replace(plan.parts, block="none"))  # nothing to follow
         run = self._begin(call, plan, attention, None, drops)
         y = output[0] if isinstance(output, tuple) else output
         run.projection = out_projection_of(module)
+        if plan.parts.block == "found" and not y.is_nested and y.numel():
+            inputs = [x for x in inputs_of(module, args, kwargs) if x.numel()]
+            run.order = TokenOrder.of(y, module.batch_first, inputs, call.norms)
+            run.residuals[1:1] = run.order.inputs[1:]  # positions may be in the first alone
         if y.is_nested or attention.query.numel() == 0 or y.numel() == 0:
             self._follower.projected(call, run, y)
             return
@@ -415,15 +422,15 @@ class Recorder:
             if run.stage == "reading norm":
                 self._follower.leave_unread(call, run)
                 continue
-            if run.plan.module is module:
-                raise RuntimeError(
-                    f"record: {plan.name} ran again before the norm after it; its resolver must be "
-                    "wrong"
-                )
             if run.plan.parts.block == "found" and run.stage == "sum":
                 self._maker.finish(call, run, replace(run.plan.parts, block="none"))
             elif run.stage == "end of block":  # another attention stands before it
                 self._maker.finish(call, run, run.plan.parts)
+            elif run.plan.module is module:
+                raise RuntimeError(
+                    f"record: {plan.name} ran again before the norm after it; its resolver must be "
+                    "wrong"
+                )
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"
         if attention.kind == "self":

@@ -54,6 +54,7 @@ from ikattn.analysis._recorder.known_sums import (
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
 from ikattn.analysis._recorder.run_maps import Surroundings
+from ikattn.analysis._recorder.token_order import TokenOrder
 from ikattn.analysis.contributions import Contributions, NormStats
 
 __all__ = ["Run", "Variant"]
@@ -147,6 +148,9 @@ class Run:
     is_turned: bool = False  # its sum is [L, B, D]
     is_found: bool = False  # its block was found by what flows
     has_other: bool = False  # its sum has another module's output in it, as in parallel blocks
+    variant: int = 0  # which of the variants is in its sum
+    is_alone: bool = True  # by two rows no other residual would do
+    order: TokenOrder | None = None  # around nn.MultiheadAttention whose block is to be found
 
     @property
     def attention(self) -> AttentionCall:
@@ -283,6 +287,8 @@ class Run:
             return
         self.last_other = see(out)
         self.others.append(self.last_other.rows)
+        if self.order is not None:
+            self.order.note(out)
 
     def second_half(self, x: Seen) -> Distance | None:
         """How far ``x`` is from the first norm's output plus a module's; None: nothing is known."""
@@ -318,7 +324,7 @@ class Run:
         else:
             rows = [variant.rows for variant in self.variants]
             others = () if is_input else self.others
-            is_unknown = self.plan.parts.block == "found"
+            is_unknown = self.plan.parts.block == "found" and self.order is None
             sum_ = find_sum(x, y.tensor, rows, self.residuals, others)
             if sum_ is None or (is_unknown and not sum_.is_alone):
                 return False  # not alone: the first and last token are too small to tell
@@ -326,12 +332,14 @@ class Run:
             added = self.variants[found.variant].tensor
             is_written_into = added.data_ptr() == x.data_ptr()
             in_every_row = is_as_it_was and not (found.has_other or is_written_into)
-            order = order_of_rows(x, added, found, in_every_row=in_every_row)
-            if order is None:
-                return False
-            self.is_turned = (order == "turned") != self._projects_turned(added)
+            if self.order is None:  # else its rows are compared when all of the sum is known
+                order = order_of_rows(x, added, found, in_every_row=in_every_row)
+                if order is None:
+                    return False
+                self.is_turned = (order == "turned") != self._projects_turned(added)
             self._remember(module, found, is_as_it_was, is_input)
         variant, scale = self.variants[found.variant], found.scale
+        self.variant, self.is_alone = found.variant, found.is_alone
         if found.variant:
             chain = [each.by for each in self.variants[1 : found.variant + 1]]
             between = [by for by in chain if by is not None and not isinstance(by, nn.Dropout)]
@@ -350,7 +358,7 @@ class Run:
         self.has_other = found.has_other
         self.residual = found.residual
         residual = found.residual.tensor
-        if not is_as_it_was:  # somebody has written into it since
+        if not is_as_it_was and self.order is None:  # somebody has written into it since
             added = variant.tensor if found.variant else y.tensor
             residual = x - (added if found.variant or scale is None else added * scale)
         self.around.residual = residual

@@ -41,7 +41,7 @@ def torch_call(
         padded_length: What nested inputs are padded to; None: the longest.
     """
     given = _signature.bind(module, *args, **kwargs).arguments
-    query, key, value = given["query"], given["key"], given["value"]
+    query, key, value = inputs_of(module, args, kwargs)
     if kind is None:
         kind = "self" if _are_same_tokens(query, key) else "cross"
     masks = Masks(given.get("key_padding_mask"), given.get("attn_mask"))
@@ -77,6 +77,14 @@ def torch_call(
         if kind == "self":
             call.query_padding = call.key_padding[:, : q.size(2)]
     return call
+
+
+def inputs_of(
+    module: StockMultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value that the forward of a module was called with."""
+    given = _signature.bind(module, *args, **kwargs).arguments
+    return given["query"], given["key"], given["value"]
 
 
 def out_projection_of(module: StockMultiheadAttention) -> Projection:

@@ -28,7 +28,8 @@ def torch_attention(module: nn.Module, ancestors: Sequence[nn.Module]) -> Attent
         if module is layer.self_attn:  # the cross-attention stands before the next norm
             return _in_torch_layer(module, layer, "self", "decoder", layer.norm1, None)
         return _in_torch_layer(module, layer, "cross", "decoder", layer.norm2, layer.norm3)
-    return AttentionParts("torch", module.out_proj)
+    # one that is all of a model has no block
+    return AttentionParts("torch", module.out_proj, "found" if ancestors else "none")
 
 
 def _is_stock(layer: object, kind: type[nn.Module]) -> bool:
