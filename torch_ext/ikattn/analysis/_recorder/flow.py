@@ -139,7 +139,7 @@ def find_sum(
     before = torch.stack([seen.rows.to(total.dtype) for seen in residuals])  # [C, 2, D]
     added = torch.stack([rows.to(total.dtype) for rows in variants])  # [V, 2, D]
     rest = total - before[:, None] - added  # [C, V, 2, D]
-    size = (before.abs()[:, None] + added.abs()).amax(-1) + total.abs().amax(-1)
+    size = before.abs()[:, None] + added.abs() + total.abs()
     fitting = _fits(rest, size, y.dtype).tolist()
     found = [candidate for candidate, row in enumerate(fitting) if any(row)]
     if found:
@@ -149,7 +149,8 @@ def find_sum(
         return Sum(residuals[found[0]], variant, is_alone=is_alone)
     if others:
         branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]
-        fits = _fits(rest[:, :, None] - branches, size[:, :, None], y.dtype).any(2)  # [C, V]
+        fits = _fits(rest[:, :, None] - branches, size[:, :, None] + branches.abs(), y.dtype)
+        fits = fits.any(2)  # [C, V]
         for candidate, row in enumerate(fits.tolist()):
             if any(row):
                 return Sum(residuals[candidate], row.index(True), has_other=True)
@@ -205,8 +206,11 @@ def _differs_nowhere(
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of rests [.., 2, D] and sizes [.., 2]: which are rounding alone; rows of NaN do not count."""
-    allowed = 8 * torch.finfo(dtype).eps * size.unsqueeze(-1)
+    """Of rests [.., 2, D]: which are the rounding of numbers of a size; NaN does not count.
+
+    Number by number, so that a large one beside others does not hide what these are.
+    """
+    allowed = 2 * torch.finfo(dtype).eps * size
     is_nan = rest.isnan()
     fits = (rest.abs() <= allowed) | is_nan
     return fits.flatten(-2).all(-1) & ~is_nan.flatten(-2).all(-1)
