@@ -283,3 +283,48 @@ def test_attention_that_runs_again_before_its_sum_has_no_block() -> None:
         block(torch.randn(B, L, D))
     blocks = {name: layer.block for name, layer in recording.layers.items()}
     assert blocks == {"0.attn": "none", "0.attn#2": "pre"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_rounding_beside_large_numbers_hides_no_scale(dtype: torch.dtype, kind: str) -> None:
+    scale = LayerScale()
+    scale.gamma.mul_(0.1)
+    block = Block(scale) if kind == "module" else Functional()
+    model, x = nn.Sequential(block).eval(), torch.randn(B, L, D)
+    x[..., 3] *= 20  # in whose rounding the attention's output would be lost
+    own = []
+    for each in (torch.float64, dtype):
+        with record(model.to(each), maps="all") as recording:
+            model(x.to(each))
+        own.append(recording["0.attn"].with_residual)
+    expected, found = own
+    assert expected is not None
+    if kind == "function" and dtype != torch.float32:
+        assert found is None  # 16 bits do not tell what is no module
+        return
+    assert found is not None
+    limit = 0.1 if dtype != torch.float32 else 1e-4
+    others = expected - expected.diagonal(dim1=-2, dim2=-1).diag_embed()
+    off = (found - expected).abs() - (found - expected).abs().diagonal(
+        dim1=-2, dim2=-1
+    ).diag_embed()
+    assert off.max() <= limit * others.max()
+
+
+class Depth(nn.Module):
+    """Leaves out the output of some items, as stochastic depth does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([2.0, 0.0, 2.0]).view(3, 1, 1)
+
+
+@torch.no_grad()
+def test_a_scale_of_first_and_last_items_alone_is_none() -> None:
+    model = nn.Sequential(Block(Depth())).eval()
+    with record(model, maps="all") as recording:
+        model(torch.randn(3, L, D))
+    maps = recording["0.attn"]
+    assert maps.summed is not None
+    assert maps.with_residual is None

@@ -19,10 +19,11 @@ from ikattn._precision import widened
 __all__ = [
     "Seen",
     "Sum",
+    "are_alike",
     "find_sum",
     "first_tensor",
     "may_be_sum",
-    "multiple_of",
+    "multiplied",
     "order_of_rows",
     "rows_of",
     "same_rows",
@@ -231,15 +232,15 @@ def _find_scaled(
         rest = total - before[index]
         if not bool(rest.isfinite().all()) or not bool(rows.isfinite().all()):
             continue
-        scale = multiple_of(rest, rows, y.dtype, float(before[index].abs().max()))
+        scale = _multiple_of(rest, rows, y.dtype, float(before[index].abs().max()))
         if scale is not None:
             return Sum(seen, 0, scale)
     return None
 
 
 @torch.no_grad()
-def multiple_of(
-    rest: Tensor, rows: Tensor, dtype: torch.dtype, size: float = 0.0
+def _multiple_of(
+    rest: Tensor, rows: Tensor, dtype: torch.dtype, size: float
 ) -> float | Tensor | None:
     """What two rows [2, D] have been multiplied with: a number, [D], or None where it is neither.
 
@@ -264,3 +265,47 @@ def multiple_of(
         return None
     scale: Tensor = (rest * rows).sum(0) / rows.square().sum(0).clamp_min(1e-30)
     return scale
+
+
+@torch.no_grad()
+def multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> float | Tensor | None:
+    """What every row of ``y`` has been multiplied with to be ``x``, both ``[.., D]``.
+
+    Args:
+        x: The products.
+        y: The rows.
+        dtype: In which they were computed.
+
+    Returns:
+        A number, ``[D]``, or None where it is neither, or rows are too much alike to tell. Rows
+        that are not finite do not count.
+    """
+    made, rows = (widened(each.detach()).reshape(-1, y.size(-1)) for each in (x, y))
+    is_finite = (made.isfinite() & rows.isfinite()).all(-1, keepdim=True)
+    made, rows = made.where(is_finite, 0.0), rows.where(is_finite, 0.0)
+    products, squares = (made * rows).sum(0), rows.square().sum(0)
+    limits = torch.finfo(dtype)
+
+    def is_made_by(scale: Tensor) -> bool:
+        expected = rows * scale
+        allowed = 4 * limits.eps * (expected.abs() + limits.tiny)
+        return not bool(((made - expected).abs() > allowed).any())
+
+    total = squares.sum()
+    if not bool(total > 0):
+        return None
+    number = products.sum() / total
+    if is_made_by(number):
+        return float(number)
+    scale = products / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+    return scale if is_made_by(scale) and not are_alike(rows, dtype) else None
+
+
+def are_alike(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rows ``[N, D]`` are multiples of one; any linear map then multiplies each number."""
+    rows = rows.nan_to_num(0.0)
+    largest = rows[rows.square().sum(-1).argmax()]
+    along = largest / largest.norm().clamp_min(torch.finfo(rows.dtype).tiny)
+    rest = rows - (rows @ along)[:, None] * along
+    rounding = min(1000 * torch.finfo(dtype).eps, 0.05)
+    return not bool(rest.abs().amax() > rounding * largest.abs().amax())

@@ -13,9 +13,10 @@ Sizes: B batch, L queries, S keys, H heads, d_v head size of value, D model size
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ from ikattn.analysis._recorder.flow import (
     Sum,
     find_sum,
     may_be_sum,
-    multiple_of,
+    multiplied,
     order_of_rows,
     rows_of,
     same_rows,
@@ -97,9 +98,17 @@ class NotedHeads(NamedTuple):
 class Variant:
     """The attention's output, or what modules have made of it on its way to the sum."""
 
-    tensor: Tensor  # [.., D]
-    rows: Tensor  # [2, D]
+    seen: Seen
     by: nn.Module | None = None
+    of: Tensor | None = None  # what ``by`` was called with: the variant before it
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.seen.tensor
+
+    @property
+    def rows(self) -> Tensor:
+        return self.seen.rows
 
 
 @dataclass(eq=False)
@@ -257,7 +266,7 @@ class Run:
     # --- 3
 
     def begin_sum(self, y: Seen) -> None:
-        self.variants = [Variant(y.tensor, y.rows)]
+        self.variants = [Variant(y)]
         self.stage = "sum"
 
     def follow(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
@@ -267,7 +276,7 @@ class Run:
             return
         if x.data_ptr() == last.data_ptr() and x.numel() == last.numel():
             if out.data_ptr() != x.data_ptr():
-                self.variants.append(Variant(out, rows_of(out), module))
+                self.variants.append(Variant(see(out), module, x))
         else:
             self._note(out)
 
@@ -344,7 +353,7 @@ class Run:
             chain = [each.by for each in self.variants[1 : found.variant + 1]]
             between = [by for by in chain if by is not None and not isinstance(by, nn.Dropout)]
             if between:
-                scale = multiple_of(variant.rows, y.rows, y.tensor.dtype)
+                scale = _multiplied(self.variants[: found.variant + 1])
             if len(between) == 1 and scale is None and "Norm" in type(between[0]).__name__:
                 before = self.variants[chain.index(between[0])]
                 self.output_norm = between[0], before.tensor, variant.tensor
@@ -462,6 +471,23 @@ class Run:
             centered=stats.centered,
         )
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
+
+
+def _multiplied(chain: Sequence[Variant]) -> float | Tensor | None:
+    """What modules have multiplied the output with; None where one does not multiply."""
+    whole: float | Tensor = 1.0
+    for before, after in pairwise(chain):
+        if after.of is None or isinstance(after.by, nn.Dropout):
+            continue
+        dtype = after.tensor.dtype
+        if before.seen.is_as_it_was and after.seen.is_as_it_was:
+            scale = multiplied(after.tensor, after.of, dtype)
+        else:  # of what was written into since, there are two rows
+            scale = multiplied(after.rows, before.rows, dtype)
+        if scale is None:
+            return None
+        whole = whole * scale
+    return whole
 
 
 def _forget(layer: weakref.ref[nn.Module]) -> None:

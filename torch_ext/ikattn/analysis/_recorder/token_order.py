@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.flow import Seen, see
+from ikattn.analysis._recorder.flow import Seen, are_alike, see
 from ikattn.analysis.contributions import NormStats
 
 __all__ = ["Added", "TokenOrder", "normed"]
@@ -144,7 +144,7 @@ class TokenOrder:
             except RuntimeError:
                 return "its residual has other sizes than the sum"
         D = y.size(-1)
-        if isinstance(added.scale, Tensor) and _are_alike(_rows(y, D), y.dtype):
+        if isinstance(added.scale, Tensor) and are_alike(_rows(y, D), y.dtype):
             return "its rows are too much alike to tell what they were multiplied with"
         total, before = _rows(x, D), _rows(residual, D)
         made = _made(widened(self.three_axes.detach()), added)
@@ -241,16 +241,6 @@ class _Sums(NamedTuple):
 def _is_plain(x: Tensor) -> bool:
     is_known = type(x) in (Tensor, nn.Parameter)
     return is_known and x.layout == torch.strided and not x.is_nested
-
-
-def _are_alike(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows ``[N, D]`` are multiples of one; any linear map then multiplies each number."""
-    rows = rows.nan_to_num(0.0)
-    largest = rows[rows.square().sum(-1).argmax()]
-    along = largest / largest.norm().clamp_min(torch.finfo(rows.dtype).tiny)
-    rest = rows - (rows @ along)[:, None] * along
-    rounding = min(1000 * torch.finfo(dtype).eps, 0.05)
-    return not bool(rest.abs().amax() > rounding * largest.abs().amax())
 
 
 def _rows(x: Tensor, D: int) -> Tensor:
