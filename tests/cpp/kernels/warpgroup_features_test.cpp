@@ -36,7 +36,8 @@ MadeFeatures features_of(Call& call, const FeaturePass& pass, bool warpgroups) {
   const Case& c = pass.c;
   interpreter::set_warpgroups(warpgroups);
   const auto launches = [] { return interpreter::launches_of("hopper_feature_kernel"); };
-  const int before = launches();
+  const auto splits = [] { return interpreter::launches_of("frequency_number_kernel"); };
+  const int before = launches(), splits_before = splits();
   AttentionParams params;
   call.set(params);
   cuda::Route route;
@@ -44,7 +45,11 @@ MadeFeatures features_of(Call& call, const FeaturePass& pass, bool warpgroups) {
   route.int8_scores = pass.int8;
   const cuda::DeviceExecutor executor = device_executor(call.memory);
   cuda::AngleOperands operands;
-  EXPECT_STREQ(cuda::prepare_turns(params, executor, pass.for_backward, operands), nullptr);
+  EXPECT_STREQ(cuda::prepare_turns(params, executor,
+                                   pass.for_backward ? cuda::NumberReaders::kBackward
+                                                     : cuda::NumberReaders::kFeatures,
+                                   operands),
+               nullptr);
   const bool norms = pass.for_backward || cuda::needs_value_norms(params, route, false);
   cuda::SplitLogits<float> logits;
   if (cuda::features_make_logits(params, route, pass.for_backward)) {
@@ -59,6 +64,8 @@ MadeFeatures features_of(Call& call, const FeaturePass& pass, bool warpgroups) {
   interpreter::set_warpgroups(false);
   const bool fits = warpgroups && c.M <= 64 && c.d <= 128;
   EXPECT_EQ(launches() > before, fits);
+  // In the forward the kernel of features splits frequencies itself.
+  EXPECT_EQ(splits() - splits_before, fits && !pass.for_backward ? 0 : 1);
   const int64_t queries = c.B * c.H * c.L, keys = c.B * c.key_heads() * c.S;
   const int64_t width = cuda::padded_columns(2 * c.M), columns = cuda::Int8Features::kColumns;
   return {bytes_of(tokens.phi_q, queries * width),
@@ -83,10 +90,11 @@ void expect_the_same_features(Call& call, const FeaturePass& pass) {
   EXPECT_EQ(got.state, expected.state);
 }
 
-// Hidden keys that hold anything, and tokens of either side that are not finite.
+// Hidden keys that hold anything; tokens of either side, and a frequency, that are not finite.
 void spoil(Call& call, const Case& c) {
   write(call.query.array, (c.L - 1) * c.d, INFINITY);
   write(call.key.array, (c.S - 2) * c.d + 1, NAN);
+  if (c.frequency_batches > 1) write(call.w1.array, 1, INFINITY);  // of one head
   if (!c.bias) return;
   write(call.bias.array, 3, -INFINITY);
   write(call.key.array, 3 * c.d, NAN);
@@ -115,7 +123,8 @@ TEST_F(WarpgroupFeaturesOnDevice, AreThoseOfMmaSync) {
        .L = 20,
        .S = 40,
        .frequency_heads = 4,
-       .frequency_batches = 2},
+       .frequency_batches = 2,
+       .half_sides = true},
       {.name = "tiles", .B = 1, .H = 1, .G = 1, .L = 530, .S = 257, .d = 8, .frequency_heads = 1},
       {.name = "one", .B = 1, .H = 1, .G = 1, .L = 1, .S = 2, .d = 1, .frequency_heads = 1},
       {.name = "p_3", .L = 20, .S = 40, .d = 8, .d_v = 8, .M = 8, .p = 3},

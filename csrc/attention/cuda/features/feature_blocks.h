@@ -17,7 +17,6 @@ struct FeatureWork {
   AttentionParams params;
   KeyForms forms;
 };
-bool goes_to_warpgroups(const FeatureWork& work);
 const char* features_by_warpgroups(const FeatureWork& work, FeatureForm form, Stream stream);
 
 namespace {

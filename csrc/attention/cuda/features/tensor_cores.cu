@@ -84,7 +84,7 @@ const char* queue_of_16_bits(const FeatureSides& both, const AngleOperands& oper
       params, {ranges(0), ranges(1)}, forms == nullptr ? nullptr : operands.shares_taken());
   const FeatureWork work = {both,  operands.split, tiles_each,
                             order, params,         forms == nullptr ? KeyForms() : *forms};
-  if (goes_to_warpgroups(work)) return features_by_warpgroups(work, kForm, stream);
+  if (goes_to_warpgroups(operands)) return features_by_warpgroups(work, kForm, stream);
   return launch(split_feature_kernel<T, kSets, kWidth, kForm>, dim3(order.blocks()),
                 dim3(kSplitThreads), SplitTile<T, kSets>::kBytes, stream, work);
 }

@@ -55,18 +55,22 @@ class WarpTokens {
   __device__ __forceinline__ void begin(const FeatureSource& source, const T* x, int first) const {
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int lane = thread % 32, chunk = lane % 8;
-    const uint32_t place = place_of(thread);
-    const int64_t row = first + thread / 32 % 4 * 16 + lane / 8;
-    const int64_t stride = source.x.stride[2];
+    const int row = first + static_cast<int>(thread / 32 % 4 * 16) + lane / 8;
+    const int rows = static_cast<int>(source.N) - row;  // from this one on
+    const int64_t step_size = 4 * source.x.stride[2];
+    uint32_t to = place_of(thread) + swizzled(lane / 8, chunk, 128);
 #pragma unroll 1
-    for (int slice = 0; slice < slices_; ++slice) {
+    for (int slice = 0; slice < slices_; ++slice, to += kSliceBytes) {
       const int column = slice * kBoxDimensions + chunk * 8;
       const int columns = max(0, min(static_cast<int>(source.d) - column, 8));
+      const T* from = x + row * source.x.stride[2] + column;
 #pragma unroll
       for (int step = 0; step < 16; step += 4) {
-        const bool there = columns > 0 && row + step < source.N;
-        cp_async_16(place + slice * kSliceBytes + swizzled(lane / 8 + step, chunk, 128),
-                    there ? x + (row + step) * stride + column : x, there ? columns * 2 : 0);
+        const bool there = columns > 0 && step < rows;
+        // Four rows further on, the chunk is turned by another bit.
+        const uint32_t place = (to + step * 128) ^ (step % 8 == 0 ? 0 : 64);
+        cp_async_16(place, there ? from : x, there ? columns * 2 : 0);
+        from += step_size;
       }
     }
     cp_async_commit();

@@ -4,7 +4,10 @@
 // frequencies in shared memory for all tiles of a block.
 //
 // Compiled for sm_90a alone.
+#include <algorithm>
+
 #include "attention/cuda/features/feature_blocks.h"
+#include "attention/cuda/features/split_weights.h"
 #include "attention/cuda/features/warpgroup_angles.h"
 
 namespace ikattn::cuda {
@@ -29,15 +32,19 @@ class AngleSteps {
   // Begins to copy frequencies, and the first tokens. By the whole block, which meets.
   __device__ __forceinline__ AngleSteps(const FeatureSource& source,
                                         const SplitFrequencies& frequencies, unsigned bh, int first,
-                                        uint32_t base)
-      : source_(source), base_(base), tokens_(base + kFrequencyBytes, kSlices) {
+                                        Shared<unsigned char> shared)
+      : source_(source), base_(shared_address(shared)), tokens_(base_ + kFrequencyBytes, kSlices) {
     const unsigned heads = static_cast<unsigned>(source.heads);
     const int64_t which = source.frequency_batch(bh / heads) * source.frequency_heads +
                           source.frequency_head(bh % heads);
     x_rows_ = WarpTokens<T>::rows_of(source, bh / heads, source.x_head(bh % heads));
-    unit_ = frequencies.units[2 * which];
-    begin_frequencies<T, kRows, kSets, 16, kSplitThreads>(frequencies, which, kSets, base);
     begin_tokens(first);
+    if (frequencies.data == nullptr) {
+      unit_ = split_own(which, shared);
+    } else {
+      unit_ = frequencies.units[2 * which];
+      begin_frequencies<T, kRows, kSets, 16, kSplitThreads>(frequencies, which, kSets, base_);
+    }
     cp_async_wait<0>();
     fence_async();
     __syncthreads();
@@ -67,6 +74,32 @@ class AngleSteps {
   }
 
  private:
+  // The numbers of the head's frequencies, in the order that begin_frequencies() leaves. Returns
+  // their unit.
+  __device__ __forceinline__ float split_own(int64_t which, Shared<unsigned char> shared) const {
+    const HeadFrequencies head(source_, which);
+    float scale = 1;
+    if constexpr (std::is_same_v<T, Half>) {
+      scale =
+          fitting_power(head.template largest<kSplitThreads>(kSets, shared_cast<float>(shared)));
+      __syncthreads();  // it lies where numbers will
+    }
+#pragma unroll 2
+    for (int index = threadIdx.x; index < kSlices * 8 * kRows; index += kSplitThreads) {
+      const int row = index % kRows, chunk = index / kRows % 8, slice = index / kRows / 8;
+      const int m = row / (16 * kSets) * 16 + frequency_of_row(row % 16);
+      float w[8];
+      uint4 numbers[2];
+      head.load(row / 16 % kSets, m, slice * kBoxDimensions + chunk * 8, w);
+      split_eight<T>(w, scale, numbers);
+#pragma unroll
+      for (int number = 0; number < 2; ++number) {
+        store_vector(shared + ((slice * 2 + number) * kNumberBytes + swizzled(row, chunk, 128)),
+                     numbers[number]);
+      }
+    }
+    return 1 / scale;
+  }
   __device__ __forceinline__ void begin_tokens(int first) const {
     tokens_.begin(source_, x_rows_, first + static_cast<int>(threadIdx.x) / 128 * kGroupRows);
   }
@@ -94,7 +127,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2) hopper_feature_kernel(Featur
   const int end = static_cast<int>(min(int64_t{range.end} * kSplitTokens, source.N));
   int first = range.first * kSplitTokens;
   if (first >= end) return;  // the whole block
-  Steps steps(source, work.frequencies, share.bh, first, shared_address(shared));
+  Steps steps(source, work.frequencies, share.bh, first, shared);
   const auto behind = [&](int tokens) { return first + tokens < end ? first + tokens : -1; };
   float even[Steps::kCount], odd[Steps::kCount];
   steps.take_tokens(behind(Steps::kTokens));
@@ -147,12 +180,11 @@ const char* queue(const FeatureWork& work, Stream stream) {
 
 }  // namespace
 
-bool goes_to_warpgroups(const FeatureWork& work) {
-  const auto fits = [](const FeatureSide& side) {
-    return side.source.N <= kMostTokens && side.rows.width <= 128;
-  };
-  return has_warpgroups() && work.frequencies.slices <= kMostSlices && fits(work.both.sides[0]) &&
-         fits(work.both.sides[1]);
+bool goes_to_warpgroups(const AngleOperands& operands) {
+  const FeatureSource& queries = operands.queries;
+  return has_warpgroups() && queries.x.type != ElementType::kFloat32 &&
+         padded_columns(2 * queries.M) <= 128 && operands.split.slices <= kMostSlices &&
+         std::max(queries.N, operands.keys.N) <= kMostTokens;
 }
 
 const char* features_by_warpgroups(const FeatureWork& work, FeatureForm form, Stream stream) {
