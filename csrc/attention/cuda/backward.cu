@@ -69,7 +69,9 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   AngleOperands operands;
   FoldedTokens tokens;
   FoldedRows rows;
-  if (const char* error = prepare_turns(params, executor, true, operands)) return error;
+  if (const char* error = prepare_turns(params, executor, NumberReaders::kBackward, operands)) {
+    return error;
+  }
   if (const char* error = fold_tokens(params, executor, operands, keys, route, true, tokens)) {
     return error;
   }

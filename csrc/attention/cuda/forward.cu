@@ -28,7 +28,8 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
                                     FoldedTokens& tokens) {
   const Stream stream = executor.stream;
   AngleOperands operands;
-  if (const char* error = prepare_turns(params, executor, false, operands)) return error;
+  const NumberReaders readers = route.is_short ? NumberReaders::kForward : NumberReaders::kFeatures;
+  if (const char* error = prepare_turns(params, executor, readers, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, logits, route, false, tokens)) {
     return error;
   }

@@ -9,6 +9,7 @@
 
 #include "attention/cuda/hopper/pipeline.h"
 #include "hardware/managed.h"
+#include "support/cuda/narrow_products.h"
 #include "support/cuda/turned_products.h"
 
 namespace ikattn::cuda {
@@ -61,6 +62,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
         wgmma_turned<T>(boxes[box], Left::by_rows(wgmma_operand(left), warpgroup, k),
                         Right::by_rows(wgmma_operand(right), box, k), true);
       }
+    }
+  } else if constexpr (kForm == Form::kByColumns && N < 64) {
+#pragma unroll
+    for (int k = 0; k < K / 16; ++k) {
+      wgmma_narrow<T>(sums, held[k], Right::by_columns(wgmma_operand(right), k), k > 0);
     }
   } else if constexpr (kForm == Form::kByColumns) {
     begin_by_columns<T, N, K>(sums, held, right);
@@ -133,6 +139,8 @@ template <typename T>
 bool are_right() {
   return is_right<T, Form::kByColumns, 128, 64>("by columns") &
          is_right<T, Form::kByColumns, 128, 128>("by columns") &
+         is_right<T, Form::kByColumns, 16, 64>("by columns") &
+         is_right<T, Form::kByColumns, 32, 64>("by columns") &
          is_right<T, Form::kByColumns, 64, 64>("by columns") &
          is_right<T, Form::kByColumns, 64, 128>("by columns") &
          is_right<T, Form::kByColumnsBothShared, 64, 64>("by columns, both shared") &

@@ -25,7 +25,7 @@ struct FrequencyRows {
 // The first planes are numbers of the tokens' type that add up to the frequency, the largest first;
 // beside those of bfloat16 there is one of Half, which gradients are multiplied with.
 struct SplitFrequencies {
-  const void* data;
+  const void* data;  // nullptr: the kernel of features splits them itself
   // [frequency_batches, frequency_heads, 2]  powers of two that products with the numbers, and with
   // Half, are multiplied with
   const float* units;
@@ -53,7 +53,13 @@ struct AngleOperands {
 
   unsigned* shares_taken() const;
 };
+// Whether the features of a call are made by warpgroup_features.cu: tokens of 16 bits, at most 64
+// frequencies and 128 dimensions, on Hopper.
+bool goes_to_warpgroups(const AngleOperands& operands);
+// Who reads the numbers of frequencies: the kernel of features alone, which on Hopper splits them
+// itself; other kernels of a forward; those of a backward.
+enum class NumberReaders { kFeatures, kForward, kBackward };
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          bool for_backward, AngleOperands& operands);
+                          NumberReaders readers, AngleOperands& operands);
 
 }  // namespace ikattn::cuda

@@ -202,13 +202,6 @@ __host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
 }
 __host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 32 : 64; }
 
-// Which of 32 frequencies has a row of SplitFrequencies: a product's lanes have columns 2t and 2t +
-// 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
-__device__ __forceinline__ int frequency_of_row(int row) {
-  const int column = row % 8, tile = row / 8 % 2;
-  return row / 16 * 16 + column / 2 * 4 + tile * 2 + column % 2;
-}
-
 // Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
 template <typename Launch>
 const char* launch_turns(const FeatureSource& source, const Launch& launch) {

@@ -5,10 +5,11 @@
 #include "support/cuda/intrinsics.h"
 
 namespace ikattn::cuda {
-namespace {
 
 // Half; integers of 8 bits; or these, and the same as Half, multiplied as others are.
 enum class FeatureForm { kHalf, kInt8, kBoth };
+
+namespace {
 
 // Floats near this one are integers, and their last bits those of what was added to it.
 constexpr float kInteger = 0x1.8p23f;

@@ -1,6 +1,8 @@
 // Tokens and frequencies as the products on tensor cores read them.
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/features/key_forms.h"
+#include "attention/cuda/features/split_weights.h"
+#include "support/cuda/zeros.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -36,67 +38,39 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
                             ProgressWords progress) {
   IKATTN_SHARED(float, maxima, kCopyThreads / 32);
   constexpr int kTileSize = kAngleFrequencies * kSliceColumns;
+  static_assert(kTileSize == kCopyThreads * 8);
   const int tiles = pieces * slices * sets, tile = static_cast<int>(blockIdx.x) % tiles;
   const int set = tile % sets, slice = tile / sets % slices, piece = tile / sets / slices;
   const int64_t which = blockIdx.x / static_cast<unsigned>(tiles);
-  const int64_t batch = which / source.frequency_heads, head = which % source.frequency_heads;
-  const int d = static_cast<int>(source.d), M = static_cast<int>(source.M);
   for (int64_t word = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; word < progress.count;
        word += int64_t{gridDim.x} * kCopyThreads) {
     progress.words[word] = 0;
   }
-  const auto load = [&](int of_set, int c, int m) {
-    const Array& w = of_set == 0 ? source.w1 : source.w2;
-    const int64_t from =
-        batch * w.stride[0] + head * w.stride[1] + c * w.stride[2] + m * w.stride[3];
-    return c < d && m < M ? load_element<float>(w, from) : 0.0f;
-  };
+  const HeadFrequencies head(source, which);
   const bool is_scaled = std::is_same_v<T, Half> || for_backward;
-  float most = 0;
-  for (int of_set = 0; is_scaled && of_set < sets; ++of_set) {
-    for (int m = threadIdx.x % 32; m < M; m += 32) {
-      for (int c0 = threadIdx.x / 32; c0 < d; c0 += kCopyThreads) {
-        float sizes[8];  // all under way before one is looked at
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          sizes[i] = fabsf(load(of_set, c0 + i * (kCopyThreads / 32), m));
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (is_finite(sizes[i])) most = fmaxf(most, sizes[i]);
-        }
-      }
-    }
-  }
-  most = max_of_lanes(most);
-  if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = most;
-  __syncthreads();
-  for (int warp = 0; warp < kCopyThreads / 32; ++warp) {
-    const float other = maxima[warp];
-    most = other > most ? other : most;
-  }
-  const float fit = fitting_power(most), scale = std::is_same_v<T, Half> ? fit : 1.0f;
+  const float fit =
+      fitting_power(is_scaled ? head.template largest<kCopyThreads>(sets, maxima) : 0.0f);
+  const float scale = std::is_same_v<T, Half> ? fit : 1.0f;
   if (threadIdx.x == 0 && tile == 0) {
     units[2 * which] = 1 / scale;
     units[2 * which + 1] = 1 / fit;
   }
+  const int row = threadIdx.x % kAngleFrequencies, chunk = threadIdx.x / kAngleFrequencies;
+  float w[8];
+  head.load(set, piece * kAngleFrequencies + frequency_of_row(row),
+            slice * kSliceColumns + chunk * 8, w);
   uint16_t* out = data +
                   ((which * pieces + piece) * slices + slice) * kPlanesOf<T> * sets * kTileSize +
-                  set * kTileSize;
+                  set * kTileSize + row * kSliceColumns + chunk * 8;
+  uint4 numbers[2];
+  split_eight<T>(w, scale, numbers);
 #pragma unroll
-  for (int index = threadIdx.x; index < kTileSize; index += kCopyThreads) {
-    const int c = index % kSliceColumns, m = frequency_of_row(index / kSliceColumns);
-    const float w = load(set, slice * kSliceColumns + c, piece * kAngleFrequencies + m);
-    float rest = w * scale;
-#pragma unroll
-    for (int number = 0; number < kPartsOfFrequency<T>; ++number) {
-      const T rounded = from_float<T>(rest);
-      out[number * sets * kTileSize + index] = rounded.bits;
-      rest -= to_float(rounded);
-    }
-    if (kHalfPlane<T> != 0 && for_backward) {
-      out[kHalfPlane<T> * sets * kTileSize + index] = to_half(w * fit).bits;
-    }
+  for (int number = 0; number < kPartsOfFrequency<T>; ++number) {
+    store_vector(out + number * sets * kTileSize, numbers[number]);
+  }
+  if (kHalfPlane<T> != 0 && for_backward) {
+    split_eight<Half>(w, fit, numbers);
+    store_vector(out + kHalfPlane<T> * sets * kTileSize, numbers[0]);
   }
 }
 
@@ -135,6 +109,27 @@ const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source
   });
 }
 
+// Leaves numbers for whoever reads them, and clears operands.progress, of so many bytes.
+template <typename T>
+const char* split_frequencies(const DeviceExecutor& executor, bool for_backward,
+                              int64_t progress_bytes, AngleOperands& operands) {
+  const FeatureSource& source = operands.queries;
+  SplitFrequencies& split = operands.split;
+  const int sets = source.stationary() ? 1 : 2;
+  const int64_t heads = source.frequency_batches * source.frequency_heads;
+  const int64_t tiles = heads * split.pieces * split.slices * sets;
+  float* units = executor.take<float>(2 * heads);
+  uint16_t* data =
+      executor.take<uint16_t>(tiles * kPlanesOf<T> * kAngleFrequencies * int64_t{kSliceColumns});
+  split.units = units;
+  split.data = data;
+  const ProgressWords progress = {reinterpret_cast<uint32_t*>(operands.progress),
+                                  progress_bytes / int64_t{sizeof(uint32_t)}};
+  return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)), dim3(kCopyThreads),
+                0, executor.stream, source, sets, split.pieces, split.slices, for_backward, data,
+                units, progress);
+}
+
 }  // namespace
 
 unsigned* AngleOperands::shares_taken() const {
@@ -142,7 +137,7 @@ unsigned* AngleOperands::shares_taken() const {
 }
 
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          bool for_backward, AngleOperands& operands) {
+                          NumberReaders readers, AngleOperands& operands) {
   operands = {};
   operands.queries = source_of(params, false);
   operands.keys = source_of(params, true);
@@ -150,37 +145,29 @@ const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& e
   if (const char* error = prepare_tokens(executor, operands.queries)) return error;
   if (const char* error = prepare_tokens(executor, operands.keys)) return error;
   const int sets = params.w2 ? 2 : 1;
-  const int64_t heads = params.frequency_batches * params.frequency_heads;
   const bool is_float = source.x.type == ElementType::kFloat32;
+  const bool for_backward = readers == NumberReaders::kBackward;
   if (!is_float) {
-    SplitFrequencies& split = operands.split;
-    split.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kAngleFrequencies);
-    split.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
-    float* units = executor.take<float>(2 * heads);
-    split.units = units;
-    const int64_t tiles = heads * split.pieces * split.slices * sets;
+    operands.split.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kAngleFrequencies);
+    operands.split.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
     const int64_t places = params.B * params.key_heads + 1;
+    const int64_t bytes = places * int64_t{sizeof(HeadProgress)};
     operands.progress = executor.take<HeadProgress>(places);
-    const ProgressWords progress = {reinterpret_cast<uint32_t*>(operands.progress),
-                                    places * int64_t{sizeof(HeadProgress) / sizeof(uint32_t)}};
-    const auto make_numbers = [&]<typename T>() {
-      uint16_t* data = executor.take<uint16_t>(tiles * kPlanesOf<T> * kAngleFrequencies *
-                                               int64_t{kSliceColumns});
-      split.data = data;
-      return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)),
-                    dim3(kCopyThreads), 0, executor.stream, source, sets, split.pieces,
-                    split.slices, for_backward, data, units, progress);
-    };
-    const char* error = source.x.type == ElementType::kBFloat16
-                            ? make_numbers.template operator()<BFloat16>()
-                            : make_numbers.template operator()<Half>();
+    const char* error = nullptr;
+    if (readers == NumberReaders::kFeatures && goes_to_warpgroups(operands)) {
+      error = queue_zeros(operands.progress, bytes, executor.stream);
+    } else if (source.x.type == ElementType::kBFloat16) {
+      error = split_frequencies<BFloat16>(executor, for_backward, bytes, operands);
+    } else {
+      error = split_frequencies<Half>(executor, for_backward, bytes, operands);
+    }
     if (error != nullptr) return error;
   }
   if (!is_float && (!for_backward || goes_in_one_pass(source))) return nullptr;
   FrequencyRows& rows = operands.frequencies;
   rows.rows = ceil_div(params.M, kSliceColumns) * kSliceColumns;
   rows.columns = ceil_div(params.d, kSliceColumns) * kSliceColumns;
-  const int64_t count = heads * sets * rows.set_size();
+  const int64_t count = source.frequency_batches * source.frequency_heads * sets * rows.set_size();
   float* data = executor.take<float>(count);
   rows.data = data;
   return launch(frequency_rows_kernel, copy_blocks(count), dim3(kCopyThreads), 0, executor.stream,

@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   const FeatureSource& of_keys = operands.keys;
   const int64_t which =
       of_keys.frequency_batch(b) * of_keys.frequency_heads + of_keys.frequency_head(key_head);
-  begin_frequencies<T, F>(operands.split, which, of_keys.stationary() ? 1 : 2,
-                          base + places.frequencies);
+  begin_frequencies<T, F, 2, kAngleFrequencies, kProductThreads>(
+      operands.split, which, of_keys.stationary() ? 1 : 2, base + places.frequencies);
   const float unit = operands.split.units[2 * which];
   // The second warpgroup makes the features of more keys: then it begins its queries later, and
   // the two do not want the same at the same time.
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   for (int j0 = first_keys; j0 < end_keys; j0 += kGroupRows) {
     float scales[2], angles[F / 2], not_finite[2] = {};
     load_scales(params, tokens, bk, j0, scales);
-    own.template make_angles<F>(base + places.frequencies, angles);
+    make_angles<F>(own, slices, base + places.frequencies, angles);
     if (j0 + kGroupRows < end_keys) {
       own.begin(of_keys, b, of_keys.x_head(key_head), j0 + kGroupRows);
     }
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     {
       const float scales[2] = {1, 1};
       float angles[F / 2];
-      own.template make_angles<F>(base + places.frequencies, angles);
+      make_angles<F>(own, slices, base + places.frequencies, angles);
       if (item + shares < end) begin_queries(item + shares);
       make_features<kInt8, F>(angles, M, unit, scales, phi_q, poison);
     }

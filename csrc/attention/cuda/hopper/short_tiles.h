@@ -2,14 +2,11 @@
 // and which queries a block has.
 #pragma once
 
-#include "attention/cuda/features/angle_operands.h"
 #include "attention/cuda/features/feature_values.h"
+#include "attention/cuda/features/warpgroup_angles.h"
 #include "attention/cuda/hopper/weights.h"
 
 namespace ikattn::cuda {
-
-constexpr int kGroupRows = 64;                                  // tokens of a warpgroup at a time
-constexpr uint32_t kSliceBytes = kGroupRows * kBoxColumns * 2;  // of these, in a slice
 
 // Where things lie in shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
 //   F, V: columns of features and values; slices: of the tokens' dimensions; tiles: of kKeys keys
@@ -73,81 +70,25 @@ __device__ __forceinline__ void load_scales(const AttentionParams& params,
   }
 }
 
-// A warp's 16 tokens of the 64 that its warpgroup takes. It copies them itself.
-template <typename T>
-class WarpTokens {
- public:
-  // base: of the tokens of all warpgroups in shared memory.
-  __device__ __forceinline__ WarpTokens(uint32_t base, int slices) : base_(base), slices_(slices) {}
-
-  // Begins to copy those of a head from the `first`-th of its warpgroup on; zeros beyond the last.
-  //   x_head: of those that tokens have
-  __device__ __forceinline__ void begin(const FeatureSource& source, int64_t b, int64_t x_head,
-                                        int first) const {
-    const unsigned thread = unknown_to_compiler(threadIdx.x);
-    const int lane = thread % 32, chunk = lane % 8;
-    const uint32_t place = place_of(thread);
-    const int64_t row = first + thread / 32 % 4 * 16 + lane / 8;
-    const int64_t stride = source.x.stride[2];
-    const T* x =
-        static_cast<const T*>(source.x.data) + b * source.x.stride[0] + x_head * source.x.stride[1];
+// Products of a warp's tokens with both frequencies, [64][F]; where they lay others may be copied.
+//   w: the frequencies' place
+template <int F, typename T>
+__device__ __forceinline__ void make_angles(const WarpTokens<T>& tokens, int slices, uint32_t w,
+                                            float (&angles)[F / 2]) {
+  w = unknown_to_compiler(w);
+  tokens.wait();
 #pragma unroll 1
-    for (int slice = 0; slice < slices_; ++slice) {
-      const int column = slice * kBoxColumns + chunk * 8;
-      const int columns = max(0, min(static_cast<int>(source.d) - column, 8));
-#pragma unroll
-      for (int step = 0; step < 16; step += 4) {
-        const bool there = columns > 0 && row + step < source.N;
-        cp_async_16(place + slice * kSliceBytes + swizzled(lane / 8 + step, chunk, 128),
-                    there ? x + (row + step) * stride + column : x, there ? columns * 2 : 0);
-      }
-    }
-    cp_async_commit();
+  for (int slice = 0; slice < slices; ++slice) {
+    uint32_t x[4][4];
+    tokens.load(slice, x);
+    wgmma_fence();
+    begin_angles<T>(x, w + slice * (2 * F * 128), F * 128, slice > 0, angles);
+    wgmma_commit();
+    wgmma_wait<0>();
   }
-  // Their products with both frequencies, [64][F]; where they lay others may be copied.
-  //   w: the frequencies' place
-  template <int F>
-  __device__ __forceinline__ void make_angles(uint32_t w, float (&angles)[F / 2]) const {
-    const unsigned thread = unknown_to_compiler(threadIdx.x);
-    const uint32_t first = place_of(thread) + swizzled(thread % 16, thread / 16 % 2, 128);
-    w = unknown_to_compiler(w);
-    cp_async_wait<0>();
-    __syncwarp();
-#pragma unroll 1
-    for (int slice = 0; slice < slices_; ++slice) {
-      uint32_t x[4][4];
-#pragma unroll
-      for (uint32_t k = 0; k < 4; ++k) {
-        // The next chunks of a row differ by these bits, whatever it was turned by.
-        ldmatrix_x4(x[k], (first ^ (k * 32)) + slice * kSliceBytes);
-      }
-      wgmma_fence();
-      // The small numbers first.
-#pragma unroll
-      for (int number = 1; number >= 0; --number) {
-        const uint64_t right = wgmma_operand(w + (slice * 2 + number) * (F * 128));
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma_by_columns<T>(angles, x[k], wgmma_operand_after(right, k * 32),
-                              slice > 0 || number == 0 || k > 0);
-        }
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-    }
-    sums_are_there(angles);
-    __syncwarp();  // no lane reads the tokens any more
-  }
-
- private:
-  // Of the warp of a thread.
-  __device__ __forceinline__ uint32_t place_of(unsigned thread) const {
-    return base_ + thread / 128 * slices_ * kSliceBytes + thread / 32 % 4 * (16 * 128);
-  }
-
-  uint32_t base_;
-  int slices_;
-};
+  sums_are_there(angles);
+  __syncwarp();  // no lane reads the tokens any more
+}
 
 // Features of a thread's two rows as A, of which a step has 32 bytes of a row: the cosines of 16
 // frequencies as integers, and their sines; in Half cosines and sines have a step each. The order
@@ -346,24 +287,6 @@ class ShortValues {
   int index_ = 0, released_ = 0;
   uint32_t parity_ = 0, released_parity_ = 0, meeting_ = 0;
 };
-
-// Begins to copy a head's frequencies: of each number F rows, of each 32 frequencies w1 and then
-// w2, which one set of frequencies stands for, too. By the whole block.
-template <typename T, int F>
-__device__ __forceinline__ void begin_frequencies(const SplitFrequencies& split, int64_t which,
-                                                  int sets, uint32_t to) {
-  constexpr int kBlock = kAngleFrequencies * kBoxColumns;
-  const T* from = static_cast<const T*>(split.data) +
-                  which * (F / 64 * split.slices * kPlanesOf<T> * sets) * kBlock;
-  for (int index = threadIdx.x; index < split.slices * 2 * F * 8; index += kProductThreads) {
-    const int chunk = index % 8, row = index / 8 % F, number = index / 8 / F % 2;
-    const int slice = index / 8 / F / 2, set = sets == 1 ? 0 : row / 32 % 2;
-    const int plane = (row / 64 * split.slices + slice) * kPlanesOf<T> + number;
-    cp_async_16(to + (slice * 2 + number) * (F * 128) + swizzled(row, chunk, 128),
-                from + (plane * sets + set) * kBlock + row % 32 * kBoxColumns + chunk * 8);
-  }
-  cp_async_commit();
-}
 
 }  // namespace
 }  // namespace ikattn::cuda
