@@ -328,3 +328,20 @@ def test_a_scale_of_first_and_last_items_alone_is_none() -> None:
     maps = recording["0.attn"]
     assert maps.summed is not None
     assert maps.with_residual is None
+
+
+@torch.no_grad()
+def test_a_norm_that_reads_a_changed_sum_is_not_the_block_s() -> None:
+    class Changed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attn(self.ln_1(x))
+            self.between(x)  # sees the sum
+            x += 1
+            return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+    block = Changed().eval()
+    with record(nn.Sequential(block), maps="all") as recording:
+        block(torch.randn(B, L, D))
+    maps = recording["0.attn"]
+    assert maps.with_residual is not None
+    assert maps.encoder is None

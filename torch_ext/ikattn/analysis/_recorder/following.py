@@ -315,7 +315,7 @@ class Follower:
             if run.has_other or not (may_be_post or awaited_norms(parts, wanted)):
                 self._maker.finish(call, run, parts)
                 return
-            run.stage, run.norm_input = "reading norm", x
+            run.stage, run.norm_input, run.total = "reading norm", x, call.see(x)
             if module is not None:
                 self._is_read(run, module, x)
             return
@@ -404,12 +404,14 @@ class Follower:
         is_norm = "Norm" in type(module).__name__ and not list(module.children())
         if total is None or parts.second_norm is not None or not is_norm:
             return
-        if x.data_ptr() != total.data_ptr() or x.shape != total.shape:
+        is_same = (x.data_ptr(), x.shape, x.stride()) == (
+            total.data_ptr(),
+            total.shape,
+            total.stride(),
+        )
+        if not is_same or run.total is None or not run.total.is_as_it_was:
             return
-        order = run.order
-        if order is not None and (order.total is None or not order.total.is_as_it_was):
-            return
-        if order is None or order.is_normed:
+        if run.order is None or run.order.is_normed:
             run.plan = replace(run.plan, parts=replace(parts, second_norm=module))
         else:  # the attention read what it is added to: the norm stands after it
             run.plan = replace(run.plan, parts=replace(parts, block="post", norm=module))

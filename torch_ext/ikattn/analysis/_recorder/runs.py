@@ -148,6 +148,7 @@ class Run:
     residual: Seen | None = None
     norm: nn.Module | None = None
     norm_input: Tensor | None = None
+    total: Seen | None = None  # the sum, as it was when it was found
     norm_output: Tensor | None = None  # rows of the first norm's output
     last_norm: tuple[nn.Module, Tensor, Tensor] | None = None  # that ran, its input and output
     around: Surroundings = field(default_factory=Surroundings)

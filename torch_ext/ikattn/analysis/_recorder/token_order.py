@@ -58,7 +58,6 @@ class TokenOrder:
         shape: Of the sum; None: it is not proven yet.
         is_turned: Whether the sum's rows are those of the output with P and Q exchanged.
         is_normed: Whether the module was given what a norm has made of the residual.
-        total: The sum, as it was then.
         first_half: What the norm after it has made, in the order of the sum.
         sums: Of the output's rows, where it counts no versions.
     """
@@ -71,7 +70,6 @@ class TokenOrder:
     shape: torch.Size | None = None
     is_turned: bool = False
     is_normed: bool = False
-    total: Seen | None = None
     first_half: Tensor | None = None
     sums: Tensor | None = None
 
@@ -160,7 +158,7 @@ class TokenOrder:
         order = _order(made, x, fitting)
         if order is None:
             return "neither numbers nor sizes tell items from tokens"
-        self.shape, self.is_turned, self.total = x.shape, order, see(x)
+        self.shape, self.is_turned = x.shape, order
         return ""
 
     def before(self, x: Tensor, added: Added, *, is_turned: bool) -> Tensor:

@@ -77,7 +77,7 @@ def _recovered(run: Run, x: Tensor, added: Added) -> Tensor | None:
     if not fitting or (len(fitting) == 2 and 1 not in order.three_axes.shape[:2]):
         order.shape = None
         return None
-    order.is_turned, order.total = min(fitting), see(x)
+    order.is_turned = min(fitting)
     return fitting[order.is_turned]
 
 
