@@ -128,7 +128,9 @@ def test_a_module_that_is_called_with_heads_has_the_keys_of_the_one_around_it() 
     assert recording.layers["attend"].kind == "self"
 
 
-@pytest.mark.parametrize("kind", ["place", "same", "cache", "mask", "context", "normed context"])
+@pytest.mark.parametrize(
+    "kind", ["place", "same", "cache", "mask", "context", "normed context", "nested context"]
+)
 @torch.no_grad()
 def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
     class Own(nn.Module):
@@ -136,6 +138,9 @@ def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
             super().__init__()
             self.norm = nn.LayerNorm(D)
             self.q, self.k, self.v, self.proj = (nn.Linear(D, D) for _ in range(4))
+            if kind == "nested context":
+                for name in ("q", "k", "v", "proj"):
+                    setattr(self, name, nn.Sequential(getattr(self, name)))
 
         def forward(self, x: Tensor, other: Tensor, value: Tensor | None = None) -> Tensor:
             if kind in ("place", "mask"):

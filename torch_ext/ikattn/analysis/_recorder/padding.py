@@ -80,7 +80,8 @@ def has_other_keys(
         return True
     if not looks_at_inputs:
         return False
-    widths = {part.in_features for part in entered.module.children() if isinstance(part, nn.Linear)}
+    parts = entered.module.modules()
+    widths = {part.in_features for part in parts if isinstance(part, nn.Linear)}
     inputs = [y for y in (*entered.args, *entered.kwargs.values()) if isinstance(y, Tensor)]
     if sum(y.data_ptr() == x.data_ptr() and y.shape == x.shape for y in inputs) > 1:
         return False  # queries and keys are of one tensor
