@@ -325,9 +325,18 @@ class Depth(nn.Module):
         return x * torch.tensor([2.0, 0.0, 2.0]).view(3, 1, 1)
 
 
+class Into(Block):
+    """Adds the residual into what was multiplied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.attn(self.ln_1(x))).add_(x)
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
-def test_a_scale_of_first_and_last_items_alone_is_none() -> None:
-    model = nn.Sequential(Block(Depth())).eval()
+@pytest.mark.parametrize("kind", [Block, Into])
+def test_a_scale_of_first_and_last_items_alone_is_none(kind: type[Block]) -> None:
+    model = nn.Sequential(kind(Depth())).eval()
     with record(model, maps="all") as recording:
         model(torch.randn(3, L, D))
     maps = recording["0.attn"]
@@ -350,3 +359,30 @@ def test_a_norm_that_reads_a_changed_sum_is_not_the_block_s() -> None:
     maps = recording["0.attn"]
     assert maps.with_residual is not None
     assert maps.encoder is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("change", ["faint", "large"])
+def test_channels_of_any_size_have_their_scale(change: str, dtype: torch.dtype) -> None:
+    block = Block(LayerScale())
+    proj = block.attn.proj
+    if change == "faint":  # as weight decay leaves it
+        proj.weight[3] *= 1e-30
+        proj.bias[3] *= 1e-30
+    else:
+        proj.bias[3] += 30
+    model = nn.Sequential(block).eval().to(dtype)
+    with record(model, maps="all") as recording:
+        model(torch.randn(B, L, D, dtype=dtype))
+    assert recording.layers["0.attn"].block == "pre"
+
+
+@torch.no_grad()
+def test_attention_over_no_keys_has_empty_maps() -> None:
+    attention = Given().eval()
+    with record(attention, maps=["summed"]) as recording:
+        attention(torch.randn(B, L, D), torch.randn(B, 0, D))
+    (maps,) = recording.batches[0].layers.values()
+    assert maps.summed is not None
+    assert maps.summed.shape == (B, L, 0)

@@ -150,14 +150,11 @@ class AttentionCall:
         """``context`` of one query of item b alone: a slice of one, or its number, [1]."""
         if not self.has_weights:
             return self.row(b, place).context()
-        weights, value = self.weights_of_row(b, place)
-        return (weights @ value).view(1, 1, -1)
-
-    def weights_of_row(self, b: int, place: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Of one query of item b, ``[G, H / G, S]``, and its values, ``[G, S, d_v]``."""
         own, value = self.weights[b], self.value[b]
         own = own.index_select(1, place) if isinstance(place, Tensor) else own[:, place]
-        return own.reshape(value.size(0), -1, own.size(-1)), value
+        groups = value.size(0)  # whose heads are rows of one product
+        own = own.reshape(groups, own.size(0) // groups, own.size(-1))
+        return torch.bmm(own, value).view(1, 1, -1)
 
     def row(self, b: int, place: slice | Tensor) -> AttentionCall:
         """The run of one query of item b alone: a slice of one, or its number, [1]."""

@@ -223,6 +223,8 @@ def offs_of(distances: Iterable[Distance]) -> list[tuple[list[int], Tensor]]:
 def _off(alike: Sequence[Distance]) -> Tensor:
     """Of distances of a kind, ``[n]``; NaN where numbers of rows that count are NaN."""
     apart, found, expected = alike[0].together(alike).unbind(1)
+    if apart.size(-1) == 0:  # no rows
+        return apart.new_zeros(apart.size(0))
     counts = expected.isfinite()
     if not alike[0].zeros_count:
         counts = counts & (expected > 0)

@@ -19,11 +19,11 @@ from ikattn._precision import widened
 __all__ = [
     "Seen",
     "Sum",
-    "are_alike",
+    "address_of",
     "find_sum",
     "first_tensor",
+    "has_rows_like",
     "may_be_sum",
-    "multiplied",
     "order_of_rows",
     "rows_of",
     "same_rows",
@@ -104,8 +104,22 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
 
 def may_be_sum(x: Tensor, y: Tensor) -> bool:
     """Whether ``x`` is another tensor than ``y``, with as many rows of the same size."""
-    is_other = x.data_ptr() != y.data_ptr() and x.device == y.device
-    return is_other and x.size(-1) == y.size(-1) and x.numel() == y.numel() and y.numel() > 0
+    has_sizes = has_rows_like(x, y) and y.numel() > 0 and x.device == y.device
+    return has_sizes and None is not address_of(x) != address_of(y)
+
+
+def has_rows_like(x: Tensor, y: Tensor) -> bool:
+    """Whether ``x`` has as many rows of the same size, where numbers can be looked at."""
+    is_alike = x.size(-1) == y.size(-1) and x.numel() == y.numel()
+    return is_alike and x.layout == torch.strided
+
+
+def address_of(x: Tensor) -> int | None:
+    """Where the numbers of a tensor are; None where that is not known, as in torch.func.grad."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return None
 
 
 @torch.no_grad()
@@ -265,47 +279,3 @@ def _multiple_of(
         return None
     scale: Tensor = (rest * rows).sum(0) / rows.square().sum(0).clamp_min(1e-30)
     return scale
-
-
-@torch.no_grad()
-def multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> float | Tensor | None:
-    """What every row of ``y`` has been multiplied with to be ``x``, both ``[.., D]``.
-
-    Args:
-        x: The products.
-        y: The rows.
-        dtype: In which they were computed.
-
-    Returns:
-        A number, ``[D]``, or None where it is neither, or rows are too much alike to tell. Rows
-        that are not finite do not count.
-    """
-    made, rows = (widened(each.detach()).reshape(-1, y.size(-1)) for each in (x, y))
-    is_finite = (made.isfinite() & rows.isfinite()).all(-1, keepdim=True)
-    made, rows = made.where(is_finite, 0.0), rows.where(is_finite, 0.0)
-    products, squares = (made * rows).sum(0), rows.square().sum(0)
-    limits = torch.finfo(dtype)
-
-    def is_made_by(scale: Tensor) -> bool:
-        expected = rows * scale
-        allowed = 4 * limits.eps * (expected.abs() + limits.tiny)
-        return not bool(((made - expected).abs() > allowed).any())
-
-    total = squares.sum()
-    if not bool(total > 0):
-        return None
-    number = products.sum() / total
-    if is_made_by(number):
-        return float(number)
-    scale = products / squares.clamp_min(torch.finfo(squares.dtype).tiny)
-    return scale if is_made_by(scale) and not are_alike(rows, dtype) else None
-
-
-def are_alike(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows ``[N, D]`` are multiples of one; any linear map then multiplies each number."""
-    rows = rows.nan_to_num(0.0)
-    largest = rows[rows.square().sum(-1).argmax()]
-    along = largest / largest.norm().clamp_min(torch.finfo(rows.dtype).tiny)
-    rest = rows - (rows @ along)[:, None] * along
-    rounding = min(1000 * torch.finfo(dtype).eps, 0.05)
-    return not bool(rest.abs().amax() > rounding * largest.abs().amax())

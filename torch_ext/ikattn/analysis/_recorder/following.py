@@ -17,7 +17,7 @@ from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.distances import TOLERANCES, Distance
-from ikattn.analysis._recorder.flow import rows_of, see
+from ikattn.analysis._recorder.flow import rows_of, same_rows, see
 from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.plan import Plan
@@ -143,7 +143,7 @@ class Follower:
         if module in run.plan.ancestors:
             last = run.last_norm
             is_last = last is not None and last[2].shape == out.shape
-            if last is not None and is_last and torch.equal(rows_of(last[2]), rows_of(out)):
+            if last is not None and is_last and same_rows(out, rows_of(last[2])):
                 found = self._second_norm(run)
                 if found is not None:
                     parts = replace(run.plan.parts, second_norm=found[0])

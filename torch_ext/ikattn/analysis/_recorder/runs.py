@@ -13,10 +13,9 @@ Sizes: B batch, L queries, S keys, H heads, d_v head size of value, D model size
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -36,9 +35,10 @@ from ikattn.analysis._recorder.distances import (
 from ikattn.analysis._recorder.flow import (
     Seen,
     Sum,
+    address_of,
     find_sum,
+    has_rows_like,
     may_be_sum,
-    multiplied,
     order_of_rows,
     rows_of,
     same_rows,
@@ -52,13 +52,14 @@ from ikattn.analysis._recorder.known_sums import (
     sum_distance,
     takes_waiting,
 )
+from ikattn.analysis._recorder.multipliers import Variant, multiplier_of
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import Projection, describe
 from ikattn.analysis._recorder.run_maps import Surroundings
 from ikattn.analysis._recorder.token_order import TokenOrder
 from ikattn.analysis.contributions import Contributions, NormStats
 
-__all__ = ["Run", "Variant"]
+__all__ = ["Run"]
 
 Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
@@ -70,6 +71,10 @@ _HEADS_HINT = (
     ". The attention differs from softmax(query . key) as it was told: something changed logits, "
     "weights or values in between"
 )
+
+
+# Modules one after the other that may stand between an attention's output and the sum.
+MOST_VARIANTS = 8
 
 
 class ARow(NamedTuple):
@@ -92,23 +97,6 @@ class NotedHeads(NamedTuple):
     row: ARow
     found: Tensor
     dtype: torch.dtype
-
-
-@dataclass
-class Variant:
-    """The attention's output, or what modules have made of it on its way to the sum."""
-
-    seen: Seen
-    by: nn.Module | None = None
-    of: Tensor | None = None  # what ``by`` was called with: the variant before it
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.seen.tensor
-
-    @property
-    def rows(self) -> Tensor:
-        return self.seen.rows
 
 
 @dataclass(eq=False)
@@ -273,10 +261,11 @@ class Run:
     def follow(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """Notes what a module made of a tensor: of the output so far, or of something else."""
         last = self.variants[-1].tensor
-        if out.size(-1) != last.size(-1) or out.numel() != last.numel():
+        if not has_rows_like(out, last):
             return
-        if x.data_ptr() == last.data_ptr() and x.numel() == last.numel():
-            if out.data_ptr() != x.data_ptr():
+        here = address_of(x)
+        if here == address_of(last) and x.numel() == last.numel():
+            if here != address_of(out) and len(self.variants) < MOST_VARIANTS:
                 self.variants.append(Variant(see(out), module, x))
         else:
             self._note(out)
@@ -286,7 +275,7 @@ class Run:
         if not self.variants:
             return
         y = self.variants[0].tensor
-        if out.size(-1) == y.size(-1) and out.numel() == y.numel():
+        if has_rows_like(out, y):
             self._note(out)
 
     def _note(self, out: Tensor) -> None:
@@ -354,7 +343,9 @@ class Run:
             chain = [each.by for each in self.variants[1 : found.variant + 1]]
             between = [by for by in chain if by is not None and not isinstance(by, nn.Dropout)]
             if between:
-                scale = _multiplied(self.variants[: found.variant + 1])
+                scale = multiplier_of(self.variants[: found.variant + 1])
+                if scale is not None and not self._adds_up_written_into(x, found, scale):
+                    scale = None
             if len(between) == 1 and scale is None and "Norm" in type(between[0]).__name__:
                 before = self.variants[chain.index(between[0])]
                 self.output_norm = between[0], before.tensor, variant.tensor
@@ -416,6 +407,14 @@ class Run:
             claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
         return Sum(residual, known.variant), is_as_it_was
 
+    def _adds_up_written_into(self, x: Tensor, found: Sum, scale: float | Tensor) -> bool:
+        """Of a sum that was written into what is added: whether it is one in every row."""
+        if self.variants[found.variant].seen.is_as_it_was:
+            return True
+        whole = Sum(found.residual, 0, scale)
+        y, is_there = self.variants[0].tensor, found.residual.is_as_it_was
+        return is_there and order_of_rows(x, y, whole, in_every_row=True) is not None
+
     def _may_be_known(self) -> bool:
         """Whether a sum is looked for where it was; in training dropout may hide it."""
         is_named = self.plan.parts.block != "found"
@@ -472,23 +471,6 @@ class Run:
             centered=stats.centered,
         )
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
-
-
-def _multiplied(chain: Sequence[Variant]) -> float | Tensor | None:
-    """What modules have multiplied the output with; None where one does not multiply."""
-    whole: float | Tensor = 1.0
-    for before, after in pairwise(chain):
-        if after.of is None or isinstance(after.by, nn.Dropout):
-            continue
-        dtype = after.tensor.dtype
-        if before.seen.is_as_it_was and after.seen.is_as_it_was:
-            scale = multiplied(after.tensor, after.of, dtype)
-        else:  # of what was written into since, there are two rows
-            scale = multiplied(after.rows, before.rows, dtype)
-        if scale is None:
-            return None
-        whole = whole * scale
-    return whole
 
 
 def _forget(layer: weakref.ref[nn.Module]) -> None:

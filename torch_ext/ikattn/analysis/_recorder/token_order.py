@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.flow import Seen, are_alike, see
+from ikattn.analysis._recorder.flow import Seen, see
+from ikattn.analysis._recorder.multipliers import are_alike
 from ikattn.analysis.contributions import NormStats
 
 __all__ = ["Added", "TokenOrder", "normed"]
 
 _SINGLE = torch.finfo(torch.float32).eps
+MOST_OTHERS = 8  # outputs of modules that are kept to be compared in every row
 
 
 class Added(NamedTuple):
@@ -121,7 +123,8 @@ class TokenOrder:
 
     def note(self, out: Tensor) -> None:
         """Takes up what a module has made."""
-        if _is_plain(out) and out.device == self.output.tensor.device:
+        is_one = _is_plain(out) and out.device == self.output.tensor.device
+        if is_one and len(self.others) < MOST_OTHERS:
             self.others.append(out)
 
     @torch.no_grad()
