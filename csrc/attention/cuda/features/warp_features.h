@@ -176,6 +176,7 @@ class WarpFeatures {
         store_vector(to + column, make_uint4(0, 0, 0, 0));
       }
     }
+    __syncwarp();  // lanes of no token come to the next product with the others
   }
 
  private:

@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2) hopper_feature_kernel(Featur
     const bool has_tokens = own < source.N;  // the whole warp
     WarpFeatures<kSets, true, kWidth, kForm, 1> features(rows, share.bh, has_tokens ? own : 0,
                                                          source.N);
+    __syncwarp();  // lanes come to the products together
     const auto store = [&](int step, const float (&angles)[Steps::kCount]) {
       if (!has_tokens) return;
       features.store(16 * step, static_cast<int>(source.M), steps.unit(),
