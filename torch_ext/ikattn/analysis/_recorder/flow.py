@@ -104,8 +104,10 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
 
 def may_be_sum(x: Tensor, y: Tensor) -> bool:
     """Whether ``x`` is another tensor than ``y``, with as many rows of the same size."""
-    has_sizes = has_rows_like(x, y) and y.numel() > 0 and x.device == y.device
-    return has_sizes and None is not address_of(x) != address_of(y)
+    if not has_rows_like(x, y) or y.numel() == 0 or x.device != y.device:
+        return False
+    here = address_of(x)
+    return here is not None and here != address_of(y)
 
 
 def has_rows_like(x: Tensor, y: Tensor) -> bool:
