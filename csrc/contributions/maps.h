@@ -30,6 +30,9 @@ struct Keys {
   std::array<at::Tensor, 2> weights;                         // [D], of the norms
   // [B, blocks, triangle(H), 64]; variants as in FactorParams, undefined where no map needs them
   std::array<at::Tensor, 3> factors;
+  // Whether pairs of given weights follow; of CUDA then what PairParams has of every variant.
+  bool wants_fragments = false;
+  std::array<at::Tensor, 3> fragments;
   at::Tensor value_norms;  // [B, H, S]
 };
 
@@ -84,12 +87,13 @@ inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
 }
 
 template <typename Device>
-Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
-                  at::ScalarType type) {
+Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes, at::ScalarType type,
+                  bool wants_fragments = false) {
   const auto [B, H, G, L, S, d_v, D] = sizes;
   const Block& block = call.block;
   const auto options = call.value.options().dtype(type);
   Keys keys = stored_keys(call, type);
+  keys.wants_fragments = wants_fragments;
   FactorParams params;
   params.B = B;
   params.H = H;
@@ -108,7 +112,9 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes,
     for (int variant = 0; variant < 3; ++variant) {
       if (!needs_variant(block, variant)) continue;
       needed = true;
-      keys.factors[variant] = at::zeros({B, blocks, triangle(H), kFactorBlock}, options);
+      const std::array<int64_t, 4> shape = {B, blocks, triangle(H), kFactorBlock};
+      keys.factors[variant] =
+          S % kFactorBlock == 0 ? at::empty(shape, options) : at::zeros(shape, options);
       params.factors[variant] = keys.factors[variant].mutable_data_ptr();
     }
   });
@@ -129,6 +135,9 @@ inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys&
   for (int variant = 0; variant < 3; ++variant) {
     if (!norms[variant].defined()) continue;
     params.factors[params.variants] = keys.factors[variant].const_data_ptr();
+    if (keys.fragments[variant].defined()) {
+      params.fragments[params.variants] = keys.fragments[variant].const_data_ptr();
+    }
     params.norms[params.variants++] = array_of(norms[variant]);
   }
 }
@@ -259,7 +268,9 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   const ContributionSizes sizes = check_contributions(call);
   const Block& block = call.block;
   const bool needs_own = needs_own_pairs(block);
-  Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call));
+  bool is_streamed = false;
+  if constexpr (StreamsPairs<Device>) is_streamed = Device::why_in_blocks(call, sizes) == nullptr;
+  Keys keys = prepare_keys<Device>(call, sizes, arithmetic_type(call), !is_streamed);
   MapTensors maps;
   maps[kValueNorms] = keys.value_norms;
   if (std::none_of(block.maps.begin() + kSummed, block.maps.end(), std::identity())) return maps;
@@ -273,7 +284,7 @@ MapTensors contribution_maps_of(const ContributionCall& call) {
   });
 
   if constexpr (StreamsPairs<Device>) {
-    if (Device::why_in_blocks(call, sizes) == nullptr) {
+    if (is_streamed) {
       const StreamedRows rows = Device::streamed_norms(call, keys, sizes, norms_in(maps));
       copy_norms(maps);
       at::Tensor others = rows.others;

@@ -51,6 +51,8 @@ struct PairParams {
   Array key_padding;    // [B, S]
   int variants = 0;
   const void* factors[3] = {nullptr, nullptr, nullptr};
+  // CUDA in float32: the factors once more, as products of Half read them
+  const void* fragments[3] = {nullptr, nullptr, nullptr};
   Array norms[3];  // [B, rows, S], compute type
 };
 

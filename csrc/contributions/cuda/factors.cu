@@ -98,7 +98,7 @@ const char* token_factors(const FactorsOfVectors& params, void* scratch, Stream 
 }  // namespace
 
 template <typename T>
-const char* pair_norms(const PairParams& params, void* scratch, Stream stream);
+const char* pair_norms(const PairParams& params, Stream stream);
 const char* pair_gradients(const PairGradientParams& params, double* scratch, Stream stream);
 
 const ContributionKernels contribution_kernels = {

@@ -7,7 +7,7 @@
 // those before are multiplied. A warp takes four keys, of many heads two.
 #include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/pairs.h"
-#include "support/cuda/warps.h"
+#include "contributions/cuda/row_scale.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -140,42 +140,28 @@ struct GivenWeights {
     uint32_t bits = 0;
 #pragma unroll
     for (int m = 0; m < 4 * kHeadTiles; ++m) {
-      bits = max(bits, __float_as_uint(weight(r, m, c)) & 0x7fffffffu);
+      bits = max(bits, magnitude_bits(weight(r, m, c)));
     }
     return max_of_lanes<4>(bits);
-  }
-};
-
-// A power of two that makes the largest weight of a pair one from 2^14 to below 2^15, but for those
-// below 2^-112, and its inverse.
-struct PairScale {
-  float scale, inverse;
-
-  __device__ __forceinline__ explicit PairScale(uint32_t largest) {
-    const uint32_t exponent = min(max(largest >> 23, 15u), 254u);
-    scale = __uint_as_float((268u - exponent) << 23);
-    inverse = __uint_as_float((exponent - 14u) << 23);
   }
 };
 
 // The k-th 16 heads of a key's weights as left operands: leading numbers of Half, then the rest.
 template <int kParts, typename W, int kHeadTiles>
 __device__ __forceinline__ void left_operands(const GivenWeights<W, kHeadTiles>& weights, int k,
-                                              int c, const PairScale (&scales)[2],
+                                              int c, const RowScale (&scales)[2],
                                               uint32_t (&parts)[kParts][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int m = 4 * k + 2 * half;
-      const float x = weights.weight(r, m, c) * scales[r].scale;
-      const float y = weights.weight(r, m + 1, c) * scales[r].scale;
-      const uint32_t leading = pack_f16x2(x, y);
-      parts[0][2 * half + r] = leading;
-      if constexpr (kParts == 2) {
-        const float2 two = unpack<Half>(leading);
-        parts[1][2 * half + r] = pack_f16x2(x - two.x, y - two.y);
-      }
+      const float scale = scales[r].scale;
+      uint32_t numbers[kParts];
+      split_pair<kParts>(weights.weight(r, m, c) * scale, weights.weight(r, m + 1, c) * scale,
+                         numbers);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) parts[part][2 * half + r] = numbers[part];
     }
   }
 }
@@ -185,7 +171,7 @@ __device__ __forceinline__ void left_operands(const GivenWeights<W, kHeadTiles>&
 template <typename W, int kHeadTiles>
 __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& weights,
                                             const uint32_t* fragments, int c,
-                                            const PairScale (&scales)[2], float (&squares)[2]) {
+                                            const RowScale (&scales)[2], float (&squares)[2]) {
   constexpr int kParts = sizeof(W) == 4 ? 2 : 1;
   constexpr int kTiles = static_cast<int>(fragment_tiles(kHeadTiles));
   const uint32_t* own = fragments + threadIdx.x % 32 * 2;
@@ -249,31 +235,33 @@ __device__ __forceinline__ void store_norms(const PairParams& params, const Give
 
 // The norms of 16 queries and a warp's keys, of all variants.
 template <typename W, int kHeadTiles>
-__device__ __forceinline__ void make_norms(const PairParams& params, const GivenFactors& given,
-                                           const GivenPlace& at, int64_t i0,
-                                           Shared<const unsigned char> stage) {
+__device__ __forceinline__ void make_norms(const PairParams& params, const GivenPlace& at,
+                                           int64_t i0, Shared<const unsigned char> stage) {
   constexpr int kWarpKeys = GivenTile<W, kHeadTiles>::kWarpKeys;
   const int t = threadIdx.x % 4;
   const int64_t first = at.j0 + threadIdx.x / 32 * kWarpKeys;
   const GivenWeights<W, kHeadTiles> weights(params.H, stage);
 #pragma unroll 1
   for (int variant = 0; variant < params.variants; ++variant) {
+    const auto* fragments = static_cast<const uint32_t*>(variant == 0   ? params.fragments[0]
+                                                         : variant == 1 ? params.fragments[1]
+                                                                        : params.fragments[2]);
+    const float* units = units_of(fragments, params.B * params.S, params.H);
     float own[2] = {};  // of the lane's key, first + t
 #pragma unroll
     for (int c = 0; c < kWarpKeys; ++c) {
       const uint32_t largest[2] = {weights.largest(0, c), weights.largest(1, c)};
       // Keys without weight are nothing, whatever they hold.
       if (!__any_sync(0xffffffffu, (largest[0] | largest[1]) != 0)) continue;
-      const PairScale scales[2] = {PairScale(largest[0]), PairScale(largest[1])};
+      const RowScale scales[2] = {RowScale(largest[0]), RowScale(largest[1])};
       const int64_t token = at.b * params.S + min(first + c, params.S - 1);
-      const uint32_t* fragments = given.fragments + variant * given.variant_words +
-                                  token * GivenTile<W, kHeadTiles>::kFactorWords;
-      const float unit = given.units[variant * params.B * params.S + token];
+      const float unit = units[token];
       float squares[2];
-      square_sums(weights, fragments, c, scales, squares);
+      square_sums(weights, fragments + token * GivenTile<W, kHeadTiles>::kFactorWords, c, scales,
+                  squares);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float norm = sqrtf(squares[r]) * unit * scales[r].inverse;
+        float norm = sqrtf(squares[r]) * unit * scales[r].inverse();
         const bool is_faint = squares[r] < kFaintSquare;
         if (largest[r] >= kInfinityBits || unit - unit != 0 || is_faint) norm = NAN;
         if (t == c) own[r] = largest[r] == 0 ? 0.0f : norm;
@@ -286,7 +274,7 @@ __device__ __forceinline__ void make_norms(const PairParams& params, const Given
 // Dynamic shared memory: weights [2 stages][head][query][key].
 template <typename W, int kHeadTiles>
 __global__ void __launch_bounds__(GivenTile<W, kHeadTiles>::kThreads, 2)
-    given_pair_kernel(PairParams params, GivenFactors factors, bool in_pieces) {
+    given_pair_kernel(PairParams params, bool in_pieces) {
   using Tile = GivenTile<W, kHeadTiles>;
   Shared<unsigned char> weights = dynamic_shared<unsigned char>();
   const int64_t stage_bytes = Tile::stage_bytes(params.H);
@@ -303,28 +291,28 @@ __global__ void __launch_bounds__(GivenTile<W, kHeadTiles>::kThreads, 2)
       cp_async_wait<0>();
     }
     __syncthreads();
-    make_norms<W, kHeadTiles>(params, factors, at, i0, weights + stage * stage_bytes);
+    make_norms<W, kHeadTiles>(params, at, i0, weights + stage * stage_bytes);
     __syncthreads();
   }
 }
 
 template <typename W, int kHeadTiles>
-const char* launch_given(const PairParams& params, const GivenFactors& factors, Stream stream) {
+const char* launch_given(const PairParams& params, Stream stream) {
   using Tile = GivenTile<W, kHeadTiles>;
   const int64_t key_blocks = (params.S + Tile::kKeys - 1) / Tile::kKeys;
   const int64_t row_blocks = (params.rows + kBlockQueries - 1) / kBlockQueries;
   return launch(given_pair_kernel<W, kHeadTiles>,
                 dim3(static_cast<unsigned>(params.B * row_blocks * key_blocks)),
-                dim3(Tile::kThreads), 2 * Tile::stage_bytes(params.H), stream, params, factors,
+                dim3(Tile::kThreads), 2 * Tile::stage_bytes(params.H), stream, params,
                 is_in_pieces<W>(params.weights));
 }
 
 template <typename W>
-const char* launch_heads(const PairParams& params, const GivenFactors& factors, Stream stream) {
-  return params.H <= 16   ? launch_given<W, 1>(params, factors, stream)
-         : params.H <= 32 ? launch_given<W, 2>(params, factors, stream)
-         : params.H <= 48 ? launch_given<W, 3>(params, factors, stream)
-                          : launch_given<W, 4>(params, factors, stream);
+const char* launch_heads(const PairParams& params, Stream stream) {
+  return params.H <= 16   ? launch_given<W, 1>(params, stream)
+         : params.H <= 32 ? launch_given<W, 2>(params, stream)
+         : params.H <= 48 ? launch_given<W, 3>(params, stream)
+                          : launch_given<W, 4>(params, stream);
 }
 
 }  // namespace
@@ -333,36 +321,18 @@ bool takes_given_pairs(const PairParams& params, bool in_float64) {
   return !in_float64 && params.H <= kMostGivenHeads && params.weights.type != ElementType::kFloat64;
 }
 
-int64_t pair_norm_scratch(const PairParams& params, bool in_float64) {
-  if (!takes_given_pairs(params, in_float64)) return 0;
-  return params.variants * params.B * params.S * (fragment_words(params.H, true) + 1) * 4;
+int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S) {
+  return B * S * (fragment_words(H, true) + 1);
 }
 
-const char* given_pair_norms(const PairParams& params, void* scratch, Stream stream) {
-  GivenFactors factors;
-  factors.variant_words = params.B * params.S * fragment_words(params.H, true);
-  auto* fragments = static_cast<uint32_t*>(scratch);
-  auto* units = reinterpret_cast<float*>(fragments + params.variants * factors.variant_words);
-  factors.fragments = fragments;
-  factors.units = units;
-  for (int variant = 0; variant < params.variants; ++variant) {
-    const FragmentParams of_variant{params.B,
-                                    params.H,
-                                    params.S,
-                                    true,
-                                    static_cast<const float*>(params.factors[variant]),
-                                    fragments + variant * factors.variant_words,
-                                    units + variant * params.B * params.S};
-    const char* error = streamed_kernels.factor_fragments(of_variant, stream);
-    if (error != nullptr) return error;
-  }
+const char* given_pair_norms(const PairParams& params, Stream stream) {
   switch (params.weights.type) {
     case ElementType::kFloat32:
-      return launch_heads<float>(params, factors, stream);
+      return launch_heads<float>(params, stream);
     case ElementType::kBFloat16:
-      return launch_heads<BFloat16>(params, factors, stream);
+      return launch_heads<BFloat16>(params, stream);
     default:
-      return launch_heads<Half>(params, factors, stream);
+      return launch_heads<Half>(params, stream);
   }
 }
 

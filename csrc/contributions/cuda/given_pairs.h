@@ -1,6 +1,8 @@
 // Norms of pairs whose weights are given, on tensor cores.
 #pragma once
 
+#include <type_traits>
+
 #include "contributions/cuda/streamed/streamed.h"
 
 namespace ikattn::cuda {
@@ -8,15 +10,15 @@ namespace ikattn::cuda {
 // Beyond them CUDA cores take the call, whose factors come of no Gram matrix either.
 constexpr int64_t kMostGivenHeads = 64;
 
-// The factors of all variants, one after the other, as factor_fragments() makes them of two parts.
-struct GivenFactors {
-  const uint32_t* fragments = nullptr;  // [variants, B, S, 2, tiles, 32, 2]
-  const float* units = nullptr;         // [variants, B, S]
-  int64_t variant_words = 0;
-};
+// The fragments of a variant: those of all keys as factor_fragments() makes them of two parts,
+// [keys, 2, tiles, 32, 2], and behind them the units, [keys].
+template <typename Word>
+IKATTN_HOST_DEVICE inline auto units_of(Word* fragments, int64_t keys, int64_t H) {
+  using Float = std::conditional_t<std::is_const_v<Word>, const float, float>;
+  return reinterpret_cast<Float*>(fragments + keys * fragment_words(H, true));
+}
 
 bool takes_given_pairs(const PairParams& params, bool in_float64);
-// scratch: as in ContributionKernels
-const char* given_pair_norms(const PairParams& params, void* scratch, Stream stream);
+const char* given_pair_norms(const PairParams& params, Stream stream);
 
 }  // namespace ikattn::cuda

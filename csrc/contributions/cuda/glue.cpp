@@ -8,8 +8,7 @@ namespace ikattn {
 namespace {
 
 struct Cuda {
-  static void factors(const FactorParams& common, const Keys& keys,
-                      const ContributionSizes& sizes) {
+  static void factors(const FactorParams& common, Keys& keys, const ContributionSizes& sizes) {
     if (cuda::takes_gram_matrices(sizes.H, keys.value.scalar_type() == at::kDouble)) {
       factors_by_grams(common, keys, sizes);
     } else {
@@ -30,7 +29,7 @@ struct Cuda {
     return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
   }
   // What the norms make of vectors is linear, so the projection has passed through them.
-  static void factors_by_grams(const FactorParams& common, const Keys& keys,
+  static void factors_by_grams(const FactorParams& common, Keys& keys,
                                const ContributionSizes& sizes) {
     const auto [B, H, G, L, S, d_v, D] = sizes;
     const at::Tensor value = in_pieces(keys.value);
@@ -55,6 +54,13 @@ struct Cuda {
       params.factors = static_cast<float*>(common.factors[variant]);
       params.value_norms = variant == 0 ? static_cast<float*>(common.value_norms) : nullptr;
       if (params.factors == nullptr && params.value_norms == nullptr) continue;
+      params.fragments = nullptr;
+      if (params.factors != nullptr && keys.wants_fragments) {
+        keys.fragments[variant] = with_memory_for("contributions", "factors in Half", [&] {
+          return at::empty({cuda::factor_fragment_words(B, H, S)}, value.options().dtype(at::kInt));
+        });
+        params.fragments = static_cast<uint32_t*>(keys.fragments[variant].mutable_data_ptr());
+      }
       const at::Tensor projection =
           in_pieces(normed.to(at::kFloat).reshape({D, H, d_v})).contiguous();
       params.projection = projection.const_data_ptr<float>();
@@ -105,10 +111,8 @@ struct Cuda {
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double) {
     cuda::Call call("contributions", like);
-    void* scratch =
-        call.allocate(cuda::pair_norm_scratch(params, like.scalar_type() == at::kDouble));
     const auto kernel = cuda::contribution_kernels.pair_norms[compute_index(like)];
-    call.check(kernel(params, scratch, call.stream()));
+    call.check(kernel(params, call.stream()));
   }
   static const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
     return cuda::why_norms_in_blocks(call, sizes);

@@ -17,9 +17,11 @@ struct TokenGramParams {
   const float* projection = nullptr;  // [D, H, width], at a multiple of 16 bytes
   // Whether they are numbers of 16 bits in float32.
   bool value_is_short = false, projection_is_short = false;
-  double* parts = nullptr;       // scratch [gram_parts(D), B, tokens, triangle(H)]
-  float* factors = nullptr;      // [B, blocks, triangle(H), 64]; nullptr: not wanted
-  float* value_norms = nullptr;  // [B, H, S]; nullptr: not wanted
+  double* parts = nullptr;        // scratch [gram_parts(D), B, tokens, triangle(H)]
+  int64_t parts_of_block = 1;     // parts that a block makes; set behind the entry point
+  float* factors = nullptr;       // [B, blocks, triangle(H), 64]; nullptr: not wanted
+  uint32_t* fragments = nullptr;  // the same as PairParams have it; nullptr: not wanted
+  float* value_norms = nullptr;   // [B, H, S]; nullptr: not wanted
 };
 
 constexpr int kGramWidth = 16;
@@ -40,8 +42,8 @@ struct ContributionKernels {
   const char* (*gram_factors)(const TokenGramParams&, Stream);
   // scratch: as large as params.vectors
   const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);
-  // scratch: pair_norm_scratch() bytes
-  const char* (*pair_norms[2])(const PairParams&, void* scratch, Stream);
+  // In float32, where takes_gram_matrices() has it, with fragments.
+  const char* (*pair_norms[2])(const PairParams&, Stream);
   // scratch: pair_gradient_scratch() elements
   const char* (*pair_gradients)(const PairGradientParams&, double* scratch, Stream);
 };
@@ -51,7 +53,8 @@ extern const ContributionKernels contribution_kernels;
 // Whether factors come of Gram matrices: in float32, of so many heads as have room beside others.
 inline bool takes_gram_matrices(int64_t H, bool in_float64) { return !in_float64 && H <= 64; }
 
-int64_t pair_norm_scratch(const PairParams& params, bool in_float64);
+// Words of the fragments of one variant.
+int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S);
 int64_t pair_gradient_scratch(const PairGradientParams& params);
 
 }  // namespace ikattn::cuda

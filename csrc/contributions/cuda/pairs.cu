@@ -84,16 +84,16 @@ const char* launch_pairs(const PairParams& params, Stream stream) {
 }  // namespace
 
 template <typename T>
-const char* pair_norms(const PairParams& params, void* scratch, Stream stream) {
+const char* pair_norms(const PairParams& params, Stream stream) {
   constexpr bool kInFloat64 = sizeof(T) == 8;
-  if (takes_given_pairs(params, kInFloat64)) return given_pair_norms(params, scratch, stream);
+  if (takes_given_pairs(params, kInFloat64)) return given_pair_norms(params, stream);
   if (shared_of_warp<T>(params.H, 4, 1) <= kMostShared) return launch_pairs<T, 4>(params, stream);
   if (shared_of_warp<T>(params.H, 1, 1) <= kMostShared) return launch_pairs<T, 1>(params, stream);
   return kInFloat64 ? "there must be at most 384 heads in float64"
                     : "there must be at most 768 heads";
 }
 
-template const char* pair_norms<float>(const PairParams&, void*, Stream);
-template const char* pair_norms<double>(const PairParams&, void*, Stream);
+template const char* pair_norms<float>(const PairParams&, Stream);
+template const char* pair_norms<double>(const PairParams&, Stream);
 
 }  // namespace ikattn::cuda

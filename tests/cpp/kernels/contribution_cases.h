@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "contributions/cpu/kernel.h"
+#include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/kernels.h"
 #include "kernels/memory.h"
 #include "support/cuda/float16.h"
@@ -127,6 +128,7 @@ struct Call {
 
   std::vector<T> vectors, units, weights, norm_weights[2], factors[3], norms[3], value_norms;
   std::vector<uint8_t> query_padding, key_padding;
+  std::vector<uint32_t> fragments[3];  // in float32, of make_factors()
 
  private:
   // Of values that are the vectors, and unit matrices through the norms.
@@ -160,6 +162,8 @@ struct Call {
         std::copy_n(unit.begin() + row / H * D, D, projection.begin() + row * width);
       }
       params.projection = projection.data();
+      fragments[variant].assign(cuda::factor_fragment_words(B, H, S) + 1, 0);
+      params.fragments = params.factors == nullptr ? nullptr : fragments[variant].data();
       const char* error = cuda::contribution_kernels.gram_factors(params, nullptr);
       if (error != nullptr) return error;
     }
@@ -184,6 +188,15 @@ struct Call {
   Case case_;
 };
 
+// A variant's fragments, by the kernel that makes them of factors alone.
+inline std::vector<uint32_t> fragments_of(int64_t B, int64_t H, int64_t S, const float* factors) {
+  std::vector<uint32_t> fragments(cuda::factor_fragment_words(B, H, S) + 1);
+  const cuda::FragmentParams params{
+      B, H, S, true, factors, fragments.data(), cuda::units_of(fragments.data(), B * S, H)};
+  EXPECT_STREQ(cuda::streamed_kernels.factor_fragments(params, nullptr), nullptr);
+  return fragments;
+}
+
 inline Call<double> truth_of(const Case& c) {
   Call<double> call(c);
   Memory memory;
@@ -193,9 +206,17 @@ inline Call<double> truth_of(const Case& c) {
   return call;
 }
 
-inline const char* norms_of(const PairParams& params, int index = 0) {
-  std::vector<uint8_t> scratch(cuda::pair_norm_scratch(params, index == 1) + 1);
-  return cuda::contribution_kernels.pair_norms[index](params, scratch.data(), nullptr);
+// Of factors as they are: in float32 as fragments, too.
+inline const char* norms_of(const PairParams& given, int index = 0) {
+  PairParams params = given;
+  std::vector<uint32_t> fragments[3];
+  for (int variant = 0; cuda::takes_given_pairs(params, index == 1) && variant < params.variants;
+       ++variant) {
+    fragments[variant] = fragments_of(params.B, params.H, params.S,
+                                      static_cast<const float*>(params.factors[variant]));
+    params.fragments[variant] = fragments[variant].data();
+  }
+  return cuda::contribution_kernels.pair_norms[index](params, nullptr);
 }
 
 template <typename T>

@@ -1,7 +1,6 @@
 // What the pairs' kernels read in another form than callers have it: masks as bits, and factors as
 // right operands of products.
-#include "contributions/cuda/streamed/streamed.h"
-#include "support/cuda/elements.h"
+#include "contributions/cuda/streamed/fragments.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -57,42 +56,26 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
     largest = larger(largest, parts[other * kFactorBlock + own_key]);
   }
   if (j >= params.S) return;
-  // Where a factor is not finite, ones tell whether the key is weighed, and the unit what then is.
-  const bool is_finite = largest - largest == 0;
-  const int exponent = is_finite && largest > 0 ? ilogbf(largest) : 0;
-  const double to_half = ldexp(1.0, 14 - exponent);  // the largest becomes one below 2^15
-  if (part == 0) {
-    params.units[b * params.S + j] = is_finite ? ldexpf(1.0f, exponent - 14) : largest;
-  }
+  const FactorScale scale(largest);
+  if (part == 0) params.units[b * params.S + j] = scale.unit;
   const int tiles = static_cast<int>(head_tiles(H)), splits = params.is_split ? 2 : 1;
   const int count = static_cast<int>(fragment_tiles(tiles));
   uint32_t* fragments = params.fragments + (b * params.S + j) * splits * count * 64;
-  const bool is_reversed = params.is_reversed;
+  const auto factor = [&](int entry) { return factors[int64_t{entry} * kFactorBlock]; };
   int tile = 0;
-  for (int n = 0; n < 2 * tiles; ++n) {  // 8 rows, and 16 heads; or 8 heads, and 16 rows
-    const int first = is_reversed ? 0 : n / 2, end = is_reversed ? n / 2 + 1 : tiles;
+  for (int n = 0; n < 2 * tiles; ++n) {
+    const int first = params.is_reversed ? 0 : n / 2, end = params.is_reversed ? n / 2 + 1 : tiles;
     for (int k = first; k < end; ++k, ++tile) {
-      uint32_t leading[4], rest[4];  // of a lane and its right neighbour
+      uint2 own[4];  // of a lane and its right neighbour
 #pragma unroll
-      for (int index = 0; index < 4; ++index) {
-        const int lane = 2 * part + index / 2, outer = 8 * n + lane / 4;
-        const int inner = 16 * k + lane % 4 * 2 + index % 2 * 8;
-        float x[2] = {};
-        for (int c = 0; c < 2; ++c) {
-          const int row = is_reversed ? inner + c : outer, head = is_reversed ? outer : inner + c;
-          if (row > head || head >= H) continue;
-          const int entry = row * H - row * (row - 1) / 2 + head - row;
-          const double factor = static_cast<double>(factors[int64_t{entry} * kFactorBlock]);
-          x[c] = is_finite ? static_cast<float>(factor * to_half) : 1.0f;
-        }
-        leading[index] = pack_f16x2(x[0], x[1]);
-        const float2 two = unpack<Half>(leading[index]);
-        rest[index] = pack_f16x2(x[0] - two.x, x[1] - two.y);
+      for (int i = 0; i < 4; ++i) {
+        own[i] =
+            fragment_register(scale, H, params.is_reversed, n, k, 2 * part + i / 2, i % 2, factor);
       }
-      uint32_t* own = fragments + tile * 64 + 4 * part;
-      store_vector(own, make_uint4(leading[0], leading[1], leading[2], leading[3]));
+      uint32_t* to = fragments + tile * 64 + 4 * part;
+      store_vector(to, make_uint4(own[0].x, own[1].x, own[2].x, own[3].x));
       if (!params.is_split) continue;
-      store_vector(own + count * 64, make_uint4(rest[0], rest[1], rest[2], rest[3]));
+      store_vector(to + count * 64, make_uint4(own[0].y, own[1].y, own[2].y, own[3].y));
     }
   }
 }

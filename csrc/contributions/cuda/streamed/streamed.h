@@ -88,13 +88,17 @@ struct StreamedGradientParams : StreamedParams {
   float* grad_logits = nullptr;        // [B, H, ceil(queries / kStripRows), keys], sums
 };
 
+// Where a factor's element lies, of the matrix row by row.
+IKATTN_HOST_DEVICE constexpr int factor_entry(int H, int row, int head) {
+  return row * H - row * (row - 1) / 2 + head - row;
+}
 IKATTN_HOST_DEVICE constexpr int64_t head_tiles(int64_t H) { return (H + 15) / 16; }
 // Tiles of 8 rows and 16 heads of an upper triangular matrix, but for those of zeros.
 IKATTN_HOST_DEVICE constexpr int64_t fragment_tiles(int64_t head_tiles) {
   return head_tiles * (head_tiles + 1);
 }
 // Words of a key's fragments.
-constexpr int64_t fragment_words(int64_t H, bool is_split) {
+IKATTN_HOST_DEVICE constexpr int64_t fragment_words(int64_t H, bool is_split) {
   return (is_split ? 2 : 1) * fragment_tiles(head_tiles(H)) * 64;
 }
 
