@@ -2,7 +2,8 @@
 //
 // Vectors never leave the chip. A block makes those of 32 tokens, 16 dimensions at a time, as
 // products of Half on tensor cores. Both sides are two numbers over a power of two for each row of
-// a head, or one where they were given in 16 bits; what is small times small is left out. The Gram
+// a head, or one where they were given in 16 bits; what is small times small is left out. Rows
+// whose elements differ by more than Half has digits for are multiplied in float32. The Gram
 // matrices are sums of products in float64, exact but for the sum. Up to 16 heads half of the warps
 // make vectors while the others multiply those before. Blocks share the dimensions.
 #include <algorithm>
@@ -75,25 +76,30 @@ __device__ __forceinline__ float4 load_four(const float* row, int r) {
   return row != nullptr ? load_vector<float4>(row + r) : make_float4(0, 0, 0, 0);
 }
 
-// Of a row that the four lanes of a `t` share; they all come.
+// Of a row that the four lanes of a `t` share, as kNumbers of Half; they all come.
+template <int kNumbers>
 __device__ __forceinline__ RowScale scale_of_row(const float* row, int width) {
-  uint32_t largest = 0;
+  RowRange range;
   for (int r = threadIdx.x % 4 * 4; r < width; r += kGramWidth) {
     const float4 four = load_four(row, r);
-    largest = max(max(largest, max(magnitude_bits(four.x), magnitude_bits(four.y))),
-                  max(magnitude_bits(four.z), magnitude_bits(four.w)));
+    range.add(four.x);
+    range.add(four.y);
+    range.add(four.z);
+    range.add(four.w);
   }
-  return RowScale(max_of_lanes<4>(largest));
+  range.combine<4>();
+  return RowScale(range.largest, range.is_wide<kNumbers>());
 }
 
 // The values' scales, [slot][token], by the whole block.
+template <int kNumbers>
 __device__ __forceinline__ void find_value_scales(const GramBlock& block, Shared<float> scales) {
   const int lane = threadIdx.x % 32, width = static_cast<int>(block.params.width);
 #pragma unroll 1
   for (int item = threadIdx.x / 32; item < block.heads() * kTokens / 8; item += kWarps) {
     const int slot = item / (kTokens / 8), token = item % (kTokens / 8) * 8 + lane / 4;
     const float* row = token < block.tokens() ? block.value(block.head(slot), token) : nullptr;
-    const RowScale scale = scale_of_row(row, width);
+    const RowScale scale = scale_of_row<kNumbers>(row, width);
     if (lane % 4 == 0) scales[slot * kTokens + token] = scale.scale;
   }
 }
@@ -107,6 +113,21 @@ struct FourNumbers {
   __device__ __forceinline__ FourNumbers(const float4& four, float scale) {
     split_pair<kNumbers>(four.x * scale, four.y * scale, two[0]);
     split_pair<kNumbers>(four.z * scale, four.w * scale, two[1]);
+  }
+};
+
+// A head's values of a lane's tokens, every eighth of the block.
+struct ValueRows {
+  const float* first;
+  int64_t step;
+  int tokens;  // up to the block's last
+
+  __device__ __forceinline__ ValueRows(const GramBlock& block, int h, int g)
+      : first(block.value(h, g)),
+        step(8 * block.params.value.stride[2]),
+        tokens(block.tokens() - g) {}
+  __device__ __forceinline__ float4 operator()(int i, int r) const {
+    return load_four(8 * i < tokens ? first + i * step : nullptr, r);
   }
 };
 
@@ -124,17 +145,14 @@ struct HeadVectors {
     // Or addresses would be in registers from one step to the next.
     const int g = unknown_to_compiler(threadIdx.x) % 32 / 4, h = block.head(slot);
     const int width = static_cast<int>(block.params.width);
-    const float *values = block.value(h, g), *columns[2];
-    const int tokens = block.tokens() - g;  // of the lane, every eighth
-    const int64_t step = 8 * block.params.value.stride[2];
+    const ValueRows values(block, h, g);
+    const float* columns[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       columns[n] = block.projection(h, c0 + g + 8 * n);
-      of_dimensions[n] = scale_of_row(columns[n], width);  // L1 has it when it is read again
+      // L1 has it when it is read again.
+      of_dimensions[n] = scale_of_row<kProjectionNumbers>(columns[n], width);
     }
-    const auto four_values = [&](int i, int r) {
-      return load_four(8 * i < tokens ? values + i * step : nullptr, r);
-    };
 #pragma unroll 1
     for (int r = threadIdx.x % 4 * 4; r < width; r += kGramWidth) {
       const FourNumbers<kProjectionNumbers> sides[2] = {
@@ -144,8 +162,8 @@ struct HeadVectors {
       for (int m = 0; m < 2; ++m) {
         // Read again where they are needed, for registers are few.
         Shared<const float> own = of_tokens + unknown_to_compiler(16 * m);
-        const FourNumbers<kValueNumbers> rows[2] = {{four_values(2 * m, r), own[0]},
-                                                    {four_values(2 * m + 1, r), own[8]}};
+        const FourNumbers<kValueNumbers> rows[2] = {{values(2 * m, r), own[0]},
+                                                    {values(2 * m + 1, r), own[8]}};
         add(rows, sides, sums[m]);
       }
     }
@@ -174,6 +192,36 @@ struct HeadVectors {
               sums[row / 2][n][row % 2 * 2 + i] * (first * halves[i][0]) * (second * halves[i][1]);
         }
         store_vector(vectors + place_of(slot, g + 8 * row, 8 * n + 2 * t), make_float2(x[0], x[1]));
+      }
+    }
+  }
+
+  // Of wide rows, behind store(): sums of float32 take the place of products. Those of a token do
+  // not depend on others.
+  __device__ __forceinline__ void mend_wide_rows(const GramBlock& block, int slot, int c0,
+                                                 Shared<float> vectors) const {
+    bool is_wide = of_dimensions[0].is_wide() || of_dimensions[1].is_wide();
+#pragma unroll
+    for (int row = 0; row < 4; ++row) is_wide = is_wide || of_tokens[8 * row] < 0;
+    if (!__any_sync(0xffffffffu, is_wide)) return;
+    const int lane = unknown_to_compiler(threadIdx.x) % 32, g = lane / 4, h = block.head(slot);
+    const ValueRows values(block, h, g);
+#pragma unroll 1
+    for (int index = 0; index < 4; ++index) {
+      const int column = index / 2 * 8 + lane % 4 * 2 + index % 2;
+      const float scales[2] = {__shfl_sync(0xffffffffu, of_dimensions[0].scale, column % 8 * 4),
+                               __shfl_sync(0xffffffffu, of_dimensions[1].scale, column % 8 * 4)};
+      const float* side = block.projection(h, c0 + column);
+#pragma unroll 1
+      for (int row = 0; row < 4; ++row) {
+        if (scales[index / 2] > 0 && of_tokens[8 * row] > 0) continue;
+        float sum = 0;
+#pragma unroll 1
+        for (int r = 0; r < static_cast<int>(block.params.width); r += 4) {
+          const float4 x = values(row, r), y = load_four(side, r);
+          sum = fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
+        }
+        vectors[place_of(slot, g + 8 * row, column)] = sum;
       }
     }
   }
@@ -283,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
   const int warp = threadIdx.x / 32, heads = block.heads();
   const int making = Steps<kIsOneGroup>::turn_of_making();
   TokenGram<kIsOneGroup> grams[kOfWarp];
-  find_value_scales(block, scales);
+  find_value_scales<kValueNumbers>(block, scales);
   __syncthreads();
 #pragma unroll 1
   for (int c0 = begin - kColumns; c0 < end; c0 += kColumns) {
@@ -294,7 +342,9 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
 #pragma unroll 1
         for (int slot = unknown_to_compiler(warp); slot < heads && next < end; slot += kWarps) {
           const HeadVectors<kValueNumbers, kProjectionNumbers> own(block, slot, next, scales);
-          own.store(slot, Steps<kIsOneGroup>::vectors(heads, next));
+          Shared<float> vectors = Steps<kIsOneGroup>::vectors(heads, next);
+          own.store(slot, vectors);
+          own.mend_wide_rows(block, slot, next, vectors);
         }
       } else if (c0 >= begin) {
         Shared<const float> vectors = Steps<kIsOneGroup>::vectors(heads, c0);

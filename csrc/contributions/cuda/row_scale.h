@@ -12,16 +12,42 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
 
+// Of a row's elements the largest magnitude, and the smallest that is not zero, less one, as bits.
+struct RowRange {
+  uint32_t largest = 0, smallest = ~0u;
+
+  __device__ __forceinline__ void add(float x) {
+    largest = max(largest, magnitude_bits(x));
+    smallest = min(smallest, magnitude_bits(x) - 1);  // zero is the largest of all then
+  }
+  // Of all that the `kLanes` neighbours have.
+  template <int kLanes>
+  __device__ __forceinline__ void combine() {
+    largest = max_of_lanes<kLanes>(largest);
+    smallest = ~max_of_lanes<kLanes>(~smallest);
+  }
+  // Whether elements differ by more than kNumbers of Half have digits for. An element 2^20 times
+  // smaller than the largest keeps 19 bits. In one number an element of bfloat16 that is 2^28 times
+  // smaller keeps all.
+  template <int kNumbers>
+  __device__ __forceinline__ bool is_wide() const {
+    constexpr uint32_t kReach = kNumbers == 2 ? 20 : 28;
+    const bool is_finite = largest < 0x7f800000u;
+    return largest != 0 && is_finite && largest >> 23 > ((smallest + 1) >> 23) + kReach;
+  }
+};
+
 // A power of two that makes the largest of a row one from 2^14 to below 2^15, but for those below
-// 2^-112, and its inverse. Both are normal numbers of float32.
+// 2^-112, and its inverse. Both are normal numbers of float32. Of a wide row it is negative.
 struct RowScale {
   float scale;
 
   RowScale() = default;
-  // largest: magnitude_bits()
-  __device__ __forceinline__ explicit RowScale(uint32_t largest) {
-    scale = __uint_as_float((268u - min(max(largest >> 23, 15u), 254u)) << 23);
+  __device__ __forceinline__ explicit RowScale(uint32_t largest, bool is_wide = false) {
+    const uint32_t exponent = 268u - min(max(largest >> 23, 15u), 254u);
+    scale = __uint_as_float(exponent << 23 | (is_wide ? 0x80000000u : 0u));
   }
+  __device__ __forceinline__ bool is_wide() const { return scale < 0; }
   __device__ __forceinline__ float inverse() const {
     return __uint_as_float((254u - exponent()) << 23);
   }

@@ -125,6 +125,46 @@ TEST(GramFactorsOnDevice, RowsMayLieAnywhereInFloat32) {
   }
 }
 
+// An element that meets zeros on the other side leaves the vectors as they are.
+TEST(GramFactorsOnDevice, HugeElementsThatCountNowhereHideNoOthers) {
+  for (const double size : {1e4, 1e6, 1e8, 1e13, 1e30}) {
+    for (const bool is_short : {false, true}) {
+      for (const bool in_value : {false, true}) {
+        for (const int64_t heads : {5, 20}) {
+          Tokens tokens{.H = heads, .G = heads, .is_short = is_short};
+          tokens.fill();
+          for (int64_t row = 0; row < tokens.D * tokens.H; row += in_value ? 1 : 3) {
+            float& x = tokens.projection[row * tokens.width + 3];
+            x = in_value ? 0 : tokens.rounded(static_cast<float>(size));
+          }
+          for (int64_t j = 0; j < tokens.S; ++j) {
+            for (int64_t g = 0; g < tokens.G; ++g) {
+              if (in_value && (j + g) % 3 != 0) continue;
+              tokens.value(g, j, 3) = in_value ? tokens.rounded(static_cast<float>(-size)) : 0;
+            }
+          }
+          tokens.run();
+          EXPECT_LE(tokens.error(), 1e-6) << size << is_short << in_value << heads;
+        }
+      }
+    }
+  }
+}
+
+TEST(GramFactorsOnDevice, BitsOfATokenDoNotDependOnOthersThatAreWide) {
+  Tokens sound{};
+  sound.fill();
+  sound.run();
+  Tokens tokens = sound;
+  tokens.value(1, 2, 3) = 1e12f;
+  tokens.run();
+  for (int64_t j = 0; j < tokens.S; ++j) {
+    for (int64_t entry = 0; entry < triangle(tokens.H); ++entry) {
+      if (j != 2) EXPECT_EQ(tokens.factor(j, entry), sound.factor(j, entry)) << j;
+    }
+  }
+}
+
 TEST(GramFactorsOnDevice, GroupedHeadsAndRowsOfManyColumns) {
   for (const int64_t heads : {8, 24}) {
     Tokens tokens{.H = heads, .G = heads / 4, .S = 35, .D = 30, .width = 80};
