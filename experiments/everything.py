@@ -149,10 +149,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of tables, plots and logs")
     parser.add_argument("--jobs", type=int, default=2, help="at a time, of a core each; default: 2")
     parser.add_argument("--quick", action="store_true", help="a few steps of each experiment")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these experiments alone")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
-    plan = QUICK if options.quick else PLAN
+    whole = QUICK if options.quick else PLAN
+    names = [run.name for run in whole]
+    for name in options.only or ():
+        if name not in names:
+            parser.error(f"--only: expected some of {', '.join(names)}; got {name}")
+    plan = [run for run in whole if run.name in (options.only or names)]
     try:  # before anything is computed
         for run in plan:
             command_of(run, options.data, options.out)

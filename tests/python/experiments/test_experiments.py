@@ -96,3 +96,22 @@ def test_everything_names_the_data_that_are_missing(source_tree: Path, tmp_path:
     assert result.returncode == 2
     assert f"{tmp_path} holds no train.lc.norm.tok.de" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_everything_runs_only_what_is_named(
+    tmp_path: Path,
+    everything: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = tuple(everything.Run(name, "regression", ()) for name in ("first", "second"))
+    monkeypatch.setattr(everything, "PLAN", runs)
+    monkeypatch.setattr(everything, "command_of", lambda *_: [sys.executable, "-c", ""])
+    arguments = ["everything.py", "--data", str(tmp_path / "data"), "--out", str(tmp_path)]
+    for name, status in (("second", 0), ("third", 2)):
+        monkeypatch.setattr("sys.argv", [*arguments, "--only", name])
+        with pytest.raises(SystemExit) as ended:
+            everything.main()
+        assert ended.value.code == status
+    assert [log.name for log in tmp_path.glob("*.log")] == ["second.log"]
+    assert "--only: expected some of first, second; got third" in capsys.readouterr().err
