@@ -25,6 +25,8 @@ __all__ = [
     "SumOfRows",
     "distance",
     "offs_of",
+    "share_of_sum",
+    "sum_tolerance",
 ]
 
 # How far off, over the largest number, a row may be that the model and we both compute, where each
@@ -151,11 +153,10 @@ class SumOfRows(Distance):
             torch.stack([getattr(each, name) for each in alike])
             for name in ("total", "before", "added")
         )
-        size = (before.abs() + added.abs()).amax(-1) + total.abs().amax(-1)
-        off = (total - before - added).abs().amax(-1)
-        off = off / size.clamp_min(torch.finfo(size.dtype).tiny)
-        one = torch.ones_like(off)  # rows of NaN are compared with nothing
-        return torch.stack([off, one, one + 0 * off], 1)
+        size = before.abs() + added.abs() + total.abs()
+        off = share_of_sum(total - before - added, size).amax(-1)
+        one = torch.ones_like(off)
+        return torch.stack([off, one, one], 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -172,15 +173,21 @@ class NearestRows(Distance):
     @staticmethod
     def together(alike: Sequence[NearestRows]) -> Tensor:
         n, k = len(alike), len(alike[0].candidates)
-        before = torch.stack([each.before for each in alike])
-        rest = torch.stack([each.total for each in alike]) - before
-        size = before.abs().amax((1, 2)) + rest.abs().amax((1, 2))  # NaN: not apart
-        off = size
+        before, total = (
+            torch.stack([getattr(each, name) for each in alike]).unsqueeze(1)
+            for name in ("before", "total")
+        )
+        one = before.new_ones(n, 1)
+        off = one
         if k:
             candidates = torch.stack([one for each in alike for one in each.candidates])
-            apart = rest.unsqueeze(1) - candidates.view(n, k, *rest.shape[1:])
-            off = apart.abs().amax((2, 3)).nan_to_num(torch.inf).amin(1)
-        return torch.stack([off, size, size], 1).unsqueeze(-1)
+            candidates = candidates.view(n, k, *before.shape[2:])
+            rest = (total - before - candidates).nan_to_num(
+                torch.inf
+            )  # NaN of a candidate: far off
+            share = share_of_sum(rest, before.abs() + total.abs())
+            off = share.amax((2, 3)).amin(1, True)
+        return torch.stack([off, one, one], 1)
 
 
 def distance(
@@ -204,6 +211,24 @@ def distance(
     if not at_once:
         return Rows(tolerance, zeros_count, found, expected)
     return Numbers(tolerance, zeros_count, _apart(found.unsqueeze(0), expected.unsqueeze(0))[0])
+
+
+def sum_tolerance(dtype: torch.dtype) -> float:
+    """The largest ``share_of_sum`` that rounding leaves of a sum in a type."""
+    return 2 * torch.finfo(dtype).eps
+
+
+def share_of_sum(rest: Tensor, size: Tensor) -> Tensor:
+    """How much of what was added is left over, number by number.
+
+    A large number beside others does not hide what these are. NaN is compared with nothing.
+
+    Args:
+        rest: A sum less all that should be in it.
+        size: The magnitudes of the sum and of what should be in it, added up.
+    """
+    share = rest.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+    return share.nan_to_num(0.0, posinf=torch.inf)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
+from ikattn.analysis._recorder.distances import sum_tolerance
 
 __all__ = [
     "Seen",
@@ -223,13 +224,9 @@ def _differs_nowhere(
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of rests [.., 2, D]: which are the rounding of numbers of a size; NaN does not count.
-
-    Number by number, so that a large one beside others does not hide what these are.
-    """
-    allowed = 2 * torch.finfo(dtype).eps * size
+    """Of rests [.., 2, D]: which are the rounding of sums of a size, not all of them NaN."""
     is_nan = rest.isnan()
-    fits = (rest.abs() <= allowed) | is_nan
+    fits = (rest.abs() <= sum_tolerance(dtype) * size) | is_nan  # by share_of_sum, with less to do
     return fits.flatten(-2).all(-1) & ~is_nan.flatten(-2).all(-1)
 
 

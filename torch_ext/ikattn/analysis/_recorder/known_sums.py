@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.distances import Distance, SumOfRows
+from ikattn.analysis._recorder.distances import Distance, SumOfRows, sum_tolerance
 from ikattn.analysis._recorder.flow import Seen
 
 __all__ = ["KnownSum", "forget", "known_sum", "remember", "sum_distance", "takes_waiting"]
@@ -66,4 +66,4 @@ def sum_distance(x: Seen, y: Tensor, residual: Seen, added: Tensor) -> Distance:
         added: Two rows ``[2, D]`` of y, or of what modules made of it.
     """
     before, rows = residual.rows.to(x.rows.dtype), added.to(x.rows.dtype)
-    return SumOfRows(8 * torch.finfo(y.dtype).eps, True, x.rows, before, rows)
+    return SumOfRows(sum_tolerance(y.dtype), True, x.rows, before, rows)

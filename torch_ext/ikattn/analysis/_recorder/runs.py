@@ -31,6 +31,7 @@ from ikattn.analysis._recorder.distances import (
     NormedRows,
     Numbers,
     distance,
+    sum_tolerance,
 )
 from ikattn.analysis._recorder.flow import (
     Seen,
@@ -293,7 +294,7 @@ class Run:
         """How far ``x`` is from the first norm's output plus a module's; None: nothing is known."""
         if self.norm_output is None or not self.variants:
             return None
-        tolerance = 8 * torch.finfo(x.tensor.dtype).eps
+        tolerance = sum_tolerance(x.tensor.dtype)
         return NearestRows(tolerance, True, x.rows, self.norm_output, tuple(self.others))
 
     def is_sum(
