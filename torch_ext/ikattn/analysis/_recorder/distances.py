@@ -180,11 +180,9 @@ class NearestRows(Distance):
         one = before.new_ones(n, 1)
         off = one
         if k:
-            candidates = torch.stack([one for each in alike for one in each.candidates])
+            candidates = torch.stack([row for each in alike for row in each.candidates])
             candidates = candidates.view(n, k, *before.shape[2:])
-            rest = (total - before - candidates).nan_to_num(
-                torch.inf
-            )  # NaN of a candidate: far off
+            rest = (total - before - candidates).nan_to_num(torch.inf)  # such candidates are far
             share = share_of_sum(rest, before.abs() + total.abs())
             off = share.amax((2, 3)).amin(1, True)
         return torch.stack([off, one, one], 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.distances import sum_tolerance
+from ikattn.analysis._recorder.distances import share_of_sum, sum_tolerance
 
 __all__ = [
     "Seen",
@@ -225,9 +225,8 @@ def _differs_nowhere(
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
     """Of rests [.., 2, D]: which are the rounding of sums of a size, not all of them NaN."""
-    is_nan = rest.isnan()
-    fits = (rest.abs() <= sum_tolerance(dtype) * size) | is_nan  # by share_of_sum, with less to do
-    return fits.flatten(-2).all(-1) & ~is_nan.flatten(-2).all(-1)
+    fits = share_of_sum(rest, size) <= sum_tolerance(dtype)
+    return fits.flatten(-2).all(-1) & ~rest.isnan().flatten(-2).all(-1)
 
 
 def _find_scaled(
