@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.distances import TOLERANCES, Distance
 from ikattn.analysis._recorder.flow import rows_of, same_rows, see
 from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
+from ikattn.analysis._recorder.modes import as_the_model_runs
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import (
     Projection,
@@ -103,8 +103,7 @@ class Follower:
                 run.out_proj, run.stage = None, "heads"  # dropout in evaluation, an identity
                 return
             if run.scales is None and self._checks_all:
-                with torch.no_grad(), without_autocast(x.device):
-                    call.claim(run.heads_claim())
+                call.claim(run.heads_claim())
             elif run.scales is None:
                 run.note_heads()
             projection = self._projection_of(call, run, module, run.heads, out)
@@ -178,7 +177,7 @@ class Follower:
         apart = None if known is None else self._apart(call, run, module, known, x, y)
         has_changed = run.is_probed and apart is not None and apart.is_too_far
         if known is None or has_changed:
-            with self._maker.grad_mode(), without_autocast(x.device):
+            with as_the_model_runs(gradients=not self._maker.detach):
                 known = effective_projection(module, x.size(-1), x)
             if self._maker.detach:
                 self._projections[module] = known
@@ -208,13 +207,12 @@ class Follower:
         """How far a projection of heads ``x`` is from ``y``; None where nothing is left to see."""
         if not x.numel():
             return None
-        with torch.no_grad(), without_autocast(x.device):
-            if not (self._checks_all or takes_waiting(x)):
-                tolerance = TOLERANCES.get(run.type_of_projection(x, y), 1e-1)
-                rows = rows_of(x), call.see(y).rows
-                if self._sketches.agrees(module, projection, *rows, tolerance):
-                    return None
-            return run.projected(projection, x, y, self._checks_all)
+        if not (self._checks_all or takes_waiting(x)):
+            tolerance = TOLERANCES.get(run.type_of_projection(x, y), 1e-1)
+            rows = rows_of(x), call.see(y).rows
+            if self._sketches.agrees(module, projection, *rows, tolerance):
+                return None
+        return run.projected(projection, x, y, self._checks_all)
 
     def projected(self, call: Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
@@ -289,8 +287,7 @@ class Follower:
                     given = as_batch(before, run, call.padded_length)
                 stats = NormStats.of(norm, given)
             if run.order is None:  # else the sum has told it in every row
-                with torch.no_grad(), without_autocast(x.device):
-                    call.claim(run.norm_claim(norm, stats, see(before), see(after)))
+                call.claim(run.norm_claim(norm, stats, see(before), see(after)))
             run.around.output_norm = stats
         if parts.block == "found":
             is_norm = module is not None and "Norm" in type(module).__name__
@@ -367,8 +364,7 @@ class Follower:
                 stats = NormStats.of(norm, rows_of(x).to(x.dtype).unsqueeze(0))
         run.norm_input = None
         if not x.is_nested and x.numel():
-            with torch.no_grad(), without_autocast(x.device):
-                call.claim(run.norm_claim(norm, stats, call.see(x), call.see(out)))
+            call.claim(run.norm_claim(norm, stats, call.see(x), call.see(out)))
         parts = run.plan.parts
         if stage == "norm":
             run.around.norm = stats
@@ -377,8 +373,7 @@ class Follower:
         else:
             run.around.second_norm = stats
             if not run.plan.module.training and not x.is_nested and x.numel():
-                with torch.no_grad():
-                    apart = run.second_half(call.see(x))
+                apart = run.second_half(call.see(x))
                 if apart is not None:
                     step = (
                         "what its block's second norm was given is not the output of the first "
@@ -432,8 +427,7 @@ class Follower:
         try:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
-            with torch.no_grad(), without_autocast(x.device):
-                claim = run.norm_claim(norm, stats, call.see(x), call.see(out))
+            claim = run.norm_claim(norm, stats, call.see(x), call.see(out))
             if is_known:
                 fault = partial(self._known_readers.discard, norm)
                 call.claim(claim._replace(at_fault=fault))

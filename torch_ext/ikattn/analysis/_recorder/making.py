@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._memory import memory_for
-from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.calls import Call, MadeLayer
 from ikattn.analysis._recorder.claims import Settlement
+from ikattn.analysis._recorder.modes import as_the_model_runs, model_has_gradients
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.room import check_room
 from ikattn.analysis._recorder.rows import RowsAsked
@@ -91,8 +93,7 @@ class Maker:
 
     def claim_heads(self, call: Call, run: Run) -> None:
         """Compares the row of heads that was kept with the weights that the maps were made of."""
-        with torch.no_grad(), without_autocast(run.attention.query.device):
-            call.claim(run.noted_heads_claim())
+        call.claim(run.noted_heads_claim())
 
     def settlement(self, call: Call) -> Settlement:
         """What is claimed of a call so far, on its way to the host."""
@@ -105,7 +106,8 @@ class Maker:
             made.arrival.wait()
             made.settlement.check()
             assert self._on_layer is not None
-            self._on_layer(call.index, made.layer, made.maps)
+            with as_the_model_runs(gradients=True):
+                self._on_layer(call.index, made.layer, made.maps)
 
     def make(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention
@@ -126,7 +128,7 @@ class Maker:
         assert run.projection is not None
         self._check_room(call, run, wanted)
         with memory_for("record", f"the maps of layer {run.name}"):
-            with self.grad_mode(), without_autocast(attention.query.device):
+            with self.grad_mode():
                 weight = run.projection.weight
                 if self._rows is None:
                     maps = make_maps(attention, weight, run.around, wanted)
@@ -158,8 +160,15 @@ class Maker:
     def to_cpu_later(self, x: Tensor) -> Tensor:
         return self.transfers.to_cpu(x, is_kept=self._on_layer is None)
 
-    def grad_mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach)
+    @contextlib.contextmanager
+    def grad_mode(self) -> Iterator[None]:
+        """Has maps their gradients, where the model has some and they are asked for."""
+        if self.detach or not model_has_gradients():
+            yield
+            return
+        # checkpoints count the tensors that are saved within them, and these are not the model's
+        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+            yield
 
 
 def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
@@ -195,3 +204,7 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
 def _is_on(module: nn.Module, device: torch.device) -> bool:
     """Whether a module's parameters are on a device; one without any may be."""
     return all(parameter.device == device for parameter in module.parameters())
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

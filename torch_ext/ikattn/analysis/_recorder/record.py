@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
+from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, OnRun, Recorder
 from ikattn.analysis._recorder.rows import Queries, RowsAsked, check_kinds, rows_asked
@@ -22,7 +23,7 @@ from ikattn.analysis.reduction import Reduction
 from ikattn.integrations.transformers._interface import Given
 from ikattn.nn.selection import Selection
 
-__all__ = ["as_written", "record", "recorded"]
+__all__ = ["record", "recorded"]
 
 
 @contextlib.contextmanager
@@ -178,7 +179,7 @@ def recorded(
         rows=rows,
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(as_written(model))
+        stack.enter_context(without_compiled_code())
         on_interface = {plan.module: plan for plan in plans if plan.seen_by == "interface"}
         if on_interface:
 
@@ -220,18 +221,3 @@ def _check_graphs(graphs: Iterable[str], rows: RowsAsked | None, on_layer: OnLay
                 f"record: on_layer is not called for layers that attend over a graph, such as "
                 f"{name or 'the model'}: leave them out by layers=, or take recording.graphs"
             )
-
-
-@contextlib.contextmanager
-def as_written(model: nn.Module) -> Iterator[None]:
-    """What torch.compile made runs as written: its graphs have no hooks and no modes."""
-    if not any(_is_compiled(module) for module in model.modules()):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    is_wrapper = type(module).__name__ == "OptimizedModule"  # its import is slow
-    return is_wrapper or getattr(module, "_compiled_call_impl", None) is not None

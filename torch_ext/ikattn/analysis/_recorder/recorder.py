@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
-from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.calls import Call, Entered, note_ids
 from ikattn.analysis._recorder.claims import Settlement
@@ -30,11 +29,10 @@ from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.following import Follower
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.making import Maker, OnLayer, OnRun
+from ikattn.analysis._recorder.modes import check_is_plain_call, in_own_modes
 from ikattn.analysis._recorder.padding import fill_padding, has_other_keys, mask_argument
 from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.projection import (
-    is_probing,
-)
+from ikattn.analysis._recorder.projection import describe, is_probing
 from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sdpa import sdpa_call
@@ -149,6 +147,7 @@ class Recorder:
             )
 
     def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
+        @in_own_modes
         def hook(spectral: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
             if self._call is not None:  # a regulariser may follow w1 and w2
                 self._call.frequencies[attention] = (output[0], output[1])
@@ -161,6 +160,7 @@ class Recorder:
     def _call(self) -> Call | None:
         return getattr(self._thread, "call", None)
 
+    @in_own_modes
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, is_watched = self._call, module in self._watched
         if isinstance(module, nn.Linear) and call is not None and call.running:
@@ -174,6 +174,7 @@ class Recorder:
             return  # a checkpointed layer that runs again; a module asked what it computes
         x = first_tensor(args, kwargs)
         if is_watched:
+            check_is_plain_call(describe(module))
             if goes_over_ranks(module):
                 raise RuntimeError(
                     f"record: {type(module).__name__} is in context_parallel, where no rank has "
@@ -188,7 +189,7 @@ class Recorder:
                         "host checks what the model computes; record a call outside the capture"
                     )
                 with self._lock:
-                    call = self._thread.call = Call(self._calls_begun, sys._getframe(2))
+                    call = self._thread.call = Call(self._calls_begun, sys._getframe(3))
                     self._calls_begun += 1
         if call is None:
             return
@@ -209,6 +210,7 @@ class Recorder:
         reports = call.reports.get(module, 0)
         call.running.append(Entered(module, given, args, kwargs, mask, reports))
 
+    @in_own_modes
     def _exit(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -270,6 +272,7 @@ class Recorder:
         if error is not None:
             raise error
 
+    @in_own_modes
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._call
         if call is None or not call.running or call.running[-1].module is not module:
@@ -326,8 +329,7 @@ class Recorder:
             self._follower.projected(call, run, y)
             return
         if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
-            with torch.no_grad(), without_autocast(y.device):
-                self._check_torch(call, run, module, y)
+            self._check_torch(call, run, module, y)
         self._follower.projected(call, run, y)
 
     def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
@@ -345,6 +347,7 @@ class Recorder:
         apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
         call.claim(run.claim(step, apart))
 
+    @in_own_modes
     def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
         """Takes up what a module passed to its attention function, and what that returned."""
         call = self._call
@@ -359,6 +362,7 @@ class Recorder:
         drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
         self._begin(call, plan, attention, merged, drops)
 
+    @in_own_modes
     def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """Takes up a call of ``F.scaled_dot_product_attention``."""
         call = self._call
@@ -367,6 +371,7 @@ class Recorder:
         plan = self._plans.get(call.running[-1].module)
         if plan is None or plan.seen_by != "sdpa":
             return
+        check_is_plain_call(plan.name)
         with self._maker.grad_mode():
             attention, dropout_p = sdpa_call(args, kwargs)
             attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ikattn._precision import widened, without_autocast
+from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall
 
 __all__ = ["calls_sdpa", "hearing_sdpa", "sdpa_call"]
@@ -129,18 +129,17 @@ def sdpa_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AttentionC
             f"record: {_NAME} must be called with [B, H, L, d] to be recorded, got "
             f"{list(query.shape) if not query.is_nested else 'nested tensors'}"
         )
-    with without_autocast(query.device):
-        if mask is not None:
-            mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
-            mask = mask if mask.dtype == torch.bool else widened(mask)
-        call = AttentionCall(
-            query=widened(query),
-            key=widened(key),
-            value=widened(value),
-            kind="self",
-            scaling=scale,
-            attn_mask=mask,
-            causal=0 if is_causal else None,
-            given_dtype=query.dtype if key.dtype == query.dtype else None,
-        )
+    if mask is not None:
+        mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+        mask = mask if mask.dtype == torch.bool else widened(mask)
+    call = AttentionCall(
+        query=widened(query),
+        key=widened(key),
+        value=widened(value),
+        kind="self",
+        scaling=scale,
+        attn_mask=mask,
+        causal=0 if is_causal else None,
+        given_dtype=query.dtype if key.dtype == query.dtype else None,
+    )
     return call, dropout_p

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn._precision import widened, without_autocast
+from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.analysis._recorder.modes import as_the_model_runs
 from ikattn.analysis._recorder.projection import FLOATS, Projection, describe
 from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn._projection import project
@@ -53,25 +54,25 @@ def torch_call(
         if masks.padding is not None:
             masks = masks._replace(padding=masks.padding.unsqueeze(0))
 
-    heads = project(module, query, key, value)
-    with without_autocast(query.device):
-        q, k, v = (widened(x) for x in heads)
-        masks = masks.four_axes(q, k)
-        extra = ExtraKeys(module.bias_k, module.bias_v, module.add_zero_attn)
-        k, v, masks = with_extra_keys(k, v, masks, extra)
-        k, v = select_away(k, v, masks.padding)
-        call = AttentionCall(
-            query=q,
-            key=k,
-            value=v,
-            kind="self" if kind == "self" else "cross",
-            kernel=getattr(module, "kernel", "dot"),
-            p=getattr(module, "p", 2.0),
-            frequencies=None if frequencies is None else _widened_pair(*frequencies),
-            attn_mask=None if masks.attention is None else as_visible(masks.attention),
-            key_bias=_key_bias(module, k, masks.padding),
-            softmax_heads=getattr(module, "softmax_heads", None),
-        )
+    with as_the_model_runs(gradients=torch.is_grad_enabled()):
+        heads = project(module, query, key, value)
+    q, k, v = (widened(x) for x in heads)
+    masks = masks.four_axes(q, k)
+    extra = ExtraKeys(module.bias_k, module.bias_v, module.add_zero_attn)
+    k, v, masks = with_extra_keys(k, v, masks, extra)
+    k, v = select_away(k, v, masks.padding)
+    call = AttentionCall(
+        query=q,
+        key=k,
+        value=v,
+        kind="self" if kind == "self" else "cross",
+        kernel=getattr(module, "kernel", "dot"),
+        p=getattr(module, "p", 2.0),
+        frequencies=None if frequencies is None else _widened_pair(*frequencies),
+        attn_mask=None if masks.attention is None else as_visible(masks.attention),
+        key_bias=_key_bias(module, k, masks.padding),
+        softmax_heads=getattr(module, "softmax_heads", None),
+    )
     if masks.padding is not None:
         call.key_padding = hidden(masks.padding).clone()  # the mask is the caller's
         if kind == "self":

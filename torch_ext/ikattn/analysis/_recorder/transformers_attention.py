@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ikattn._precision import widened, without_autocast
+from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.integrations.transformers._attention import scaled_query
 from ikattn.integrations.transformers._interface import (
@@ -99,21 +99,20 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
     sinks = given.options.get("s_aux")
     told = given.attention_mask is not None or given.options.get("position_bias") is not None
     causal = 0 if not told and is_causal(module, given) else None  # without a mask of all pairs
-    with without_autocast(given.query.device):
-        call = AttentionCall(
-            query=widened(given.query),
-            key=widened(given.key),
-            value=widened(given.value),
-            kind="cross" if kind == "cross" else "self",
-            scaling=None if scaling is None else float(scaling),
-            attn_mask=mask_of(module, given) if causal is None else None,
-            causal=causal,
-            softcap=None if softcap is None else float(softcap),
-            sinks=None if sinks is None else widened(sinks),
-            given_dtype=given.query.dtype if given.key.dtype == given.query.dtype else None,
-        )
-        if given.implementation == IMPLICIT:
-            _use_kernel(call, kernel_of(module))
+    call = AttentionCall(
+        query=widened(given.query),
+        key=widened(given.key),
+        value=widened(given.value),
+        kind="cross" if kind == "cross" else "self",
+        scaling=None if scaling is None else float(scaling),
+        attn_mask=mask_of(module, given) if causal is None else None,
+        causal=causal,
+        softcap=None if softcap is None else float(softcap),
+        sinks=None if sinks is None else widened(sinks),
+        given_dtype=given.query.dtype if given.key.dtype == given.query.dtype else None,
+    )
+    if given.implementation == IMPLICIT:
+        _use_kernel(call, kernel_of(module))
     return call
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.record import as_written, recorded
+from ikattn.analysis._recorder.modes import without_compiled_code
+from ikattn.analysis._recorder.record import recorded
 from ikattn.analysis.alti_plus import alti_plus
 from ikattn.analysis.attribution._alti_logit import Writings
 from ikattn.analysis.attribution._linear import (
@@ -155,7 +156,7 @@ def attribute(
         raise ValueError('attribute: each needs method="decompx"')
     if model.training:
         raise ValueError("attribute: model must be in eval mode, got one in training")
-    with alone, torch.inference_mode(False), as_written(model):
+    with alone, torch.inference_mode(False), without_compiled_code():
         if isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs):
             inputs, answer_begins = encoded(model, inputs, tokenizer, _CALLER)
             if target is None and predicts_next(model):

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.record import as_written
+from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis.attribution._linear import body_of, name_of
 from ikattn.analysis.attribution._model import Stack, alone, takes, the_stack_of
 from ikattn.analysis.summary import row_shares
@@ -77,7 +77,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     mask = inputs.get("attention_mask")
     found = []
-    with alone, as_written(model):
+    with alone, without_compiled_code():
         for b in range(tensors[0].size(0)):
             item = {n: x[b : b + 1] if isinstance(x, Tensor) else x for n, x in inputs.items()}
             maps = torch.stack([each.maps(together) for each in _runs(model, item, stack)])
