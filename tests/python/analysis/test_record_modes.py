@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ikattn
-from hand_written_blocks import PreNormBlock
+from hand_written_blocks import Block
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -25,7 +25,7 @@ def encoder() -> nn.Module:
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(PreNormBlock(), PreNormBlock()).eval()
+    return nn.Sequential(Block(), Block()).eval()
 
 
 class LowRank(nn.Module):
@@ -80,7 +80,7 @@ def test_autocast_gives_the_maps_of_its_type(dtype: torch.dtype, out: Any) -> No
     model = blocks()
     if out is not None:
         for block in model:
-            block.proj = out()
+            block.attn.proj = out()
     expected = summed(model, lambda: model(X))
     with torch.autocast("cpu", dtype):
         found = summed(model, lambda: model(X))
@@ -165,12 +165,12 @@ def test_compiled_code_is_off_until_the_last_of_overlapping_recordings_ends() ->
     def other() -> None:
         with ikattn.record(second):
             inside.set()
-            over.wait()
+            over.wait(20)
 
     thread = threading.Thread(target=other)
     with ikattn.record(first):
         thread.start()
-        inside.wait()
+        assert inside.wait(20)
     assert not compiled(X)
     over.set()
     thread.join()

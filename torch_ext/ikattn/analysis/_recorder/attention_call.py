@@ -50,6 +50,8 @@ class AttentionCall:
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
         streams: Whether weights are never held where no map needs them, however few they are.
+        gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies its heads with before
+            the out-projection; None: nothing. Maps of contributions count it, weights do not.
         given_dtype: The type that query and key were given in, where they are still the same
             numbers. Weights that are never held are made of them in it: kernels for 16 bits err as
             such a model does, and take less time.
@@ -73,6 +75,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     softmax_heads: Tensor | None = None
     streams: bool = False
+    gate: Tensor | None = None
     given_dtype: torch.dtype | None = None
 
     @property
@@ -87,7 +90,7 @@ class AttentionCall:
 
         Maps are then made of weights that are held.
         """
-        changes = (self.softcap, self.sinks, self.softmax_heads)
+        changes = (self.softcap, self.sinks, self.softmax_heads, self.gate)
         return any(change is not None for change in changes)
 
     @property
@@ -111,6 +114,11 @@ class AttentionCall:
         if self.softmax_heads is None:
             return weights
         return torch.where(self.softmax_heads[:, None, None], self._softmax_weights(), weights)
+
+    @property
+    def applied_weights(self) -> Tensor:
+        """The weights, multiplied with a gate that has one number a head."""
+        return self.weights if self.gate is None else self.weights * self.gate.to(self.weights)
 
     def _softmax_weights(self) -> Tensor:
         G = self.key.size(1)
@@ -180,6 +188,7 @@ class AttentionCall:
             key_bias=of_item(self.key_bias),
             query_padding=None,
             key_padding=None,
+            gate=None,
         )
         if not isinstance(place, Tensor):
             return item.narrow(place.start, place.stop)
@@ -202,6 +211,7 @@ class AttentionCall:
             causal=None if self.causal is None else self.causal + start,
             query_padding=None if padding is None else padding[:, start:end],
             diagonal=self.diagonal + start,
+            gate=None if self.gate is None else self.gate[:, :, start:end],
         )
 
     def without_later_keys(self) -> AttentionCall:
@@ -240,7 +250,10 @@ class AttentionCall:
         holds_weights = "per_head" in names or self.has_weights or self.has_own_softmax
         are_few = math.prod(self.sizes) <= MOST_WEIGHTS and not self.streams
         if holds_weights or are_few:
-            return contributions(self.weights, self.value, out_proj_weight, **block)
+            found = contributions(self.applied_weights, self.value, out_proj_weight, **block)
+            if self.gate is not None and found.per_head is not None:
+                found.per_head = found.per_head.abs()
+            return found
         w1, w2 = self.frequencies or (None, None)
         dtype = self.given_dtype or self.query.dtype
         return streamed_contributions(
@@ -324,6 +337,22 @@ def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
         softcap=first.softcap,
         sinks=first.sinks,
     )
+
+
+def with_values_of(calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls of the same queries and keys as one, whose heads have the values of all side by side.
+
+    Raises:
+        NotImplementedError: Queries or keys differ.
+    """
+    first = calls[0]
+    for call in calls[1:]:
+        if not (torch.equal(call.query, first.query) and torch.equal(call.key, first.key)):
+            raise NotImplementedError(
+                f"record: a module calls its attention function {len(calls)} times with other "
+                "queries or keys, and adds up what they return; it cannot be recorded"
+            )
+    return dataclasses.replace(first, value=torch.cat([call.value for call in calls], -1))
 
 
 def _weighted(weights: Tensor, value: Tensor) -> Tensor:

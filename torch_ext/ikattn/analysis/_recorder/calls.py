@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ikattn.analysis._recorder.claims import Claim, Settlement
 from ikattn.analysis._recorder.flow import Seen, see
+from ikattn.analysis._recorder.heads import FollowedHeads
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis.contributions import Contributions
@@ -41,6 +42,7 @@ class Entered:
     kwargs: dict[str, Any]
     mask: Any  # its attention_mask; ... where it has no such argument
     reports: int = 0  # of its attention, before it began
+    following: FollowedHeads | None = None  # of an attention module, while it runs
     # What linear modules were called with since its last attention, by address, which is kept from
     # others as long, and how many outputs they have made of it
     projected: dict[int, tuple[Tensor, int]] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.distances import TOLERANCES, Distance
 from ikattn.analysis._recorder.flow import rows_of, same_rows, see
 from ikattn.analysis._recorder.known_sums import takes_waiting
+from ikattn.analysis._recorder.heads import Product
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.modes import as_the_model_runs
 from ikattn.analysis._recorder.plan import Plan
@@ -52,6 +53,7 @@ class Follower:
         self._sketches = Sketches()
         self._scaling: dict[nn.Module, bool] = {}  # modules that mix no numbers of their input
         self._limits: dict[nn.Module, nn.Module | None] = {}
+        self.plainly_fed: set[nn.Module] = set()  # whose heads are projected as they are
         self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for
 
     def forget(self) -> None:
@@ -66,14 +68,17 @@ class Follower:
         if run.stage == "heads" and module is not run.plan.module:
             if run.out_proj is module:
                 run.join()
-                if not run.is_fed_to(x) and run.contexts[0] is not None:
+                if not self._is_fed(call, run, module, x) and run.contexts[0] is not None:
                     raise RuntimeError(
-                        f"record: {run.plan.name} does not add up: its out-projection was called "
-                        f"with {list(x.shape)}, which is not what the attention computed, "
-                        f"{list(run.contexts[0].shape)}: something stands in between"
+                        f"record: {run.plan.name} does not add up: its out-projection, a "
+                        f"{describe(module)}, was called with {list(x.shape)}, which are not its "
+                        f"heads, {list(run.contexts[0].shape)}, or a multiple{self._why(run)}"
                     )
-            elif run.out_proj is None and run.is_fed_to(x):
-                if any(module is each.module for each in call.running) or not _is_unary(module):
+            elif run.out_proj is None and self._is_fed(call, run, module, x):
+                if any(module is each.module for each in call.running):
+                    return
+                if not _is_unary(module):
+                    run.why_no_projection = f"a {describe(module)} takes them beside other inputs"
                     return
                 run.join()
                 run.out_proj = module
@@ -94,8 +99,47 @@ class Follower:
         elif run.stage == "reading norm":
             self._is_read(run, module, x)
 
+    def _is_fed(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> bool:
+        """Whether ``x`` is the heads of a run, or a multiple of them."""
+        if run.out_proj is None and module in self.norms:
+            return False
+        if run.is_fed_to(x):
+            self.plainly_fed.add(run.plan.module)
+            return True
+        return run.is_fed_gated(x, call.claims)
+
+    def _take_product(self, call: Call, run: Run, product: Product | None) -> None:
+        """Takes a linear map that an attention module has applied itself for its out-projection."""
+        if product is None or run.plan.parts.out_proj is not None:
+            return
+        if not (run.is_fed_to(product.x) or run.is_fed_gated(product.x, call.claims)):
+            return
+        run.join()
+        run.heads = product.x
+        if self._checks_all:
+            call.claim(run.heads_claim())
+        else:
+            run.note_heads()
+        run.projection = Projection(product.weight, product.bias)
+        apart = run.projected(run.projection, product.x, product.made, self._checks_all)
+        call.claim(run.claim("the product that it applies makes something else", apart))
+        if run.gate is not None:
+            run.projection = run.projection.of_columns(run.gate.columns)
+        self.projected(call, run, product.made)
+
+    @staticmethod
+    def _why(run: Run) -> str:
+        """What came in between heads and an out-projection, as far as it was seen."""
+        why = run.why_no_projection
+        if not why and run.following is not None and run.following.stop:
+            why = f"they went through {run.following.stop!r}, which is no multiplication"
+        return why and f": {why}"
+
     def flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """A module has made ``out`` of ``x``."""
+        if run.stage == "heads" and module is run.plan.module and run.following is not None:
+            self._take_product(call, run, run.following.product)
+            return
         if run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
             is_found = run.plan.parts.out_proj is None
@@ -109,6 +153,8 @@ class Follower:
             projection = self._projection_of(call, run, module, run.heads, out)
             if run.scales is not None:
                 projection = projection.after(run.scales)
+            if run.gate is not None:
+                projection = projection.of_columns(run.gate.columns)
             if is_found and run.is_probed and self._scales(module, projection):
                 run.scales, run.contexts = projection, [out]
                 run.out_proj, run.stage = None, "heads"  # the out-projection comes after it
@@ -444,15 +490,14 @@ class Follower:
 
     def nothing_follows(self, call: Call, run: Run) -> None:
         """The call is over, and a run still waits."""
-        if run.stage == "heads" and run.plan.parts.block == "found":
-            raise RuntimeError(
-                f"record: no module was called with the heads of {run.name}: its out-projection "
-                "must be a module"
-            )
         if run.stage == "heads":
+            known = run.plan.parts.out_proj
+            seen = "no module was called with its heads, or a multiple of them"
+            if known is not None:
+                seen = f"its out-projection, a {describe(known)}, did not run in this call"
             raise RuntimeError(
-                f"record: the out-projection of {run.name} did not run in this call; its resolver "
-                "must be wrong"
+                f"record: {run.name} cannot be recorded: {seen}{self._why(run)}. layers=... leaves "
+                "it out"
             )
         if run.plan.parts.block == "found" and run.stage == "sum":
             self._maker.finish(call, run, replace(run.plan.parts, block="none"))

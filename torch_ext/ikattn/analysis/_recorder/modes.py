@@ -43,8 +43,7 @@ _thread = _Thread()
 
 
 def in_own_modes(work: _F) -> _F:
-    """Wraps what a hook calls, so that it runs in the modes of a recording.
-    """
+    """Wraps what a hook calls, so that it runs in the modes of a recording."""
 
     @functools.wraps(work)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

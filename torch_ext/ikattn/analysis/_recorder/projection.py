@@ -44,6 +44,10 @@ class Projection(NamedTuple):
             bias = weight @ before.bias + (0 if bias is None else widened(bias))
         return Projection(weight * before.weight.diagonal(), bias)
 
+    def of_columns(self, columns: Tensor) -> Projection:
+        """What this makes of numbers that are in these of its columns."""
+        return Projection(self.weight[:, columns], self.bias)
+
 
 def is_probing() -> bool:
     """Whether this thread is calling a module to learn what it computes: no part of the model's."""

@@ -27,6 +27,7 @@ from ikattn.analysis._recorder.calls import Call, Entered, note_ids
 from ikattn.analysis._recorder.claims import Settlement
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.following import Follower
+from ikattn.analysis._recorder.heads import FollowedHeads
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.making import Maker, OnLayer, OnRun
 from ikattn.analysis._recorder.modes import check_is_plain_call, in_own_modes
@@ -208,7 +209,13 @@ class Recorder:
         if not call.running or call.batch.input_ids is None:
             note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)
         reports = call.reports.get(module, 0)
-        call.running.append(Entered(module, given, args, kwargs, mask, reports))
+        entered = Entered(module, given, args, kwargs, mask, reports)
+        call.running.append(entered)
+        plan = self._plans.get(module)
+        if plan is not None and plan.seen_by != "torch":
+            if module not in self._follower.plainly_fed:
+                entered.following = FollowedHeads()
+                entered.following.enter()
 
     @in_own_modes
     def _exit(
@@ -277,7 +284,9 @@ class Recorder:
         call = self._call
         if call is None or not call.running or call.running[-1].module is not module:
             return
-        call.running.pop()
+        following = call.running.pop().following
+        if following is not None:
+            following.leave()
         if not call.running:
             call.frame = None
             self._thread.call = None
@@ -360,7 +369,9 @@ class Recorder:
         context = output[0] if isinstance(output, tuple) else output
         merged = context.flatten(2) if context.dim() == 4 else context
         drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
-        self._begin(call, plan, attention, merged, drops)
+        run = self._begin(call, plan, attention, merged, drops)
+        if context.dim() == 4:
+            self._follow(call, run, context, _places(context))
 
     @in_own_modes
     def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -379,7 +390,18 @@ class Recorder:
                 entered.projected.clear()
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
-        self._begin(call, plan, attention, output.transpose(1, 2).flatten(2), dropout_p > 0)
+        merged = output.transpose(1, 2)
+        run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
+        self._follow(call, run, output, _places(merged).transpose(1, 2))
+
+    @staticmethod
+    def _follow(call: Call, run: Run, heads: Tensor, places: Tensor) -> None:
+        """Follows heads while their module runs; of several calls of it those of none."""
+        for entered in reversed(call.running):
+            if entered.module is run.plan.module and entered.following is not None:
+                run.following = entered.following
+                before = (len(run.calls) - 1) * heads.numel()
+                run.following.begin(heads, places + before, run.keep_heads)
 
     def _kind_of(self, call: Call, plan: Plan, query: Tensor, S: int) -> Literal["self", "cross"]:
         """Which of both a call of queries ``[B, H, L, d]`` and S keys is."""
@@ -485,3 +507,8 @@ def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> No
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _places(heads: Tensor) -> Tensor:
+    """The place of each number of ``[B, L, H, d_v]`` among the merged heads."""
+    return torch.arange(heads.numel(), device=heads.device).view(heads.shape)

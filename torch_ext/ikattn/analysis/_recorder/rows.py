@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.coordinates import in_own_coordinates, pays
 from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.run_maps import Surroundings, make_maps
+from ikattn.analysis._recorder.run_maps import Surroundings, make_maps, stacked
 from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.reduction import (
@@ -169,7 +169,7 @@ class RowsAsked:
             part = _widened(make_maps(block, projection, around.narrow(*ends), of_rows), S)
             came.update(name for name in states if getattr(part, name) is not None)
             parts.append(_without_rows(part, states, run))
-        found = _stacked(found, parts)
+        found = stacked(found, parts)
         # a map that a run turned out not to have has no rows
         found.reduced = {name: _kept(states[name], name, layer) for name in states if name in came}
         if runs[0].start != 0 or len(runs) > 1 or count != L:
@@ -222,23 +222,3 @@ def _without_rows(
             state.add(rows, queries)
             setattr(maps, name, None)
     return maps
-
-
-def _stacked(of_keys: Contributions, parts: Sequence[Contributions]) -> Contributions:
-    """``of_keys``, what keys have alone, with the maps of rows below each other."""
-
-    def stacked(tensors: Sequence[Tensor | None], axis: int) -> Tensor | None:
-        there = [x for x in tensors if x is not None]
-        if len(there) < len(tensors):
-            return None
-        return torch.cat(there, axis) if len(there) > 1 else there[0]
-
-    changes: dict[str, Any] = {
-        name: stacked([getattr(part, name) for part in parts], -2) for name in pair_maps(AXES)
-    }
-    changes["query_padding"] = stacked([part.query_padding for part in parts], 1)
-    changes["mixing_ratio"] = {
-        name: torch.cat([part.mixing_ratio[name] for part in parts], 1)
-        for name in parts[0].mixing_ratio
-    }
-    return dataclasses.replace(of_keys, **changes)

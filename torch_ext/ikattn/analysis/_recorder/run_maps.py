@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ikattn.analysis._alti import alti
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.parts import AttentionParts
+from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import MAPS, Contributions, NormStats
 from ikattn.ops.attention import similarity_and_magnitude
 
@@ -131,6 +132,8 @@ def make_maps(
         wanted: Names of maps, all defined for the layer.
     """
     projection = projection.to(call.value.dtype)
+    if call.gate is not None and call.gate.size(-1) > 1:
+        return _of_gated_heads(call, projection, around, wanted)
     norm, second_norm = _in_type_of(around.norm), _in_type_of(around.second_norm)
     names = set(wanted) & set(MAPS)
     ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
@@ -157,7 +160,7 @@ def make_maps(
         norm = None
     if "alti" in wanted and around.residual is not None and around.output is not None:
         maps.alti = alti(
-            call.weights,
+            call.applied_weights,
             call.value,
             projection if around.scale is None else _scaled(projection, around.scale),
             around.output,
@@ -169,6 +172,49 @@ def make_maps(
             diagonal=None if call.kind == "cross" else call.diagonal,
         )
     return dataclasses.replace(maps, **ledger)
+
+
+def _of_gated_heads(
+    call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Collection[str]
+) -> Contributions:
+    """Makes the maps of heads that are multiplied number by number, query by query.
+
+    A gate ``[d_v]`` of one query goes into the values that this query takes.
+    """
+    gate, plain = call.gate, dataclasses.replace(call, gate=None)
+    assert gate is not None
+    of_heads = {"value_norms", *LEDGER}
+    found = make_maps(plain, projection, Surroundings(), [n for n in wanted if n in of_heads])
+    of_rows = [name for name in wanted if name not in of_heads]
+    value = call.value.repeat_interleave(gate.size(1) // call.value.size(1), 1)
+    parts = []
+    for i in range(call.sizes[2]):
+        row = dataclasses.replace(
+            plain.narrow(i, i + 1), value=value * gate[:, :, i : i + 1].to(value), streams=False
+        )
+        parts.append(make_maps(row, projection, around.narrow(i, i + 1), of_rows))
+    return stacked(found, parts) if of_rows and parts else found
+
+
+def stacked(found: Contributions, parts: Sequence[Contributions]) -> Contributions:
+    """``found`` with the maps of rows that ``parts`` have, below each other."""
+
+    def below(tensors: Sequence[Tensor | None], axis: int) -> Tensor | None:
+        there = [x for x in tensors if x is not None]
+        if len(there) < len(tensors):
+            return None
+        return torch.cat(there, axis) if len(there) > 1 else there[0]
+
+    changes: dict[str, Any] = {}
+    for name, axes in AXES.items():
+        rows = below([getattr(part, name) for part in parts], -2) if "L" in axes else None
+        changes[name] = getattr(found, name) if rows is None else rows
+    changes["query_padding"] = below([part.query_padding for part in parts], 1)
+    changes["mixing_ratio"] = {
+        name: torch.cat([part.mixing_ratio[name] for part in parts], 1)
+        for name in parts[0].mixing_ratio
+    }
+    return dataclasses.replace(found, **changes)
 
 
 def _scaled(projection: Tensor, scale: float | Tensor) -> Tensor:

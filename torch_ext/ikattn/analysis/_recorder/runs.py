@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall, joined
+from ikattn.analysis._recorder.attention_call import AttentionCall, joined, with_values_of
 from ikattn.analysis._recorder.claims import Claim
 from ikattn.analysis._recorder.distances import (
     TOLERANCES,
@@ -45,6 +45,7 @@ from ikattn.analysis._recorder.flow import (
     same_rows,
     see,
 )
+from ikattn.analysis._recorder.heads import FollowedHeads, Gate
 from ikattn.analysis._recorder.known_sums import (
     KnownSum,
     forget,
@@ -127,6 +128,9 @@ class Run:
     stage: Stage = "heads"
     out_proj: nn.Module | None = None
     heads: Tensor | None = None  # what the out-projection was called with
+    following: FollowedHeads | None = None  # of what the model makes of the heads
+    gate: Gate | None = None  # what that was, where it is a multiple of the heads
+    why_no_projection: str = ""
     noted_heads: NotedHeads | None = None
     projection: Projection | None = None
     scales: Projection | None = None  # what multiplies each number of the heads before it
@@ -188,6 +192,43 @@ class Run:
             return True
         ends = rows_of(contexts[0])[0], rows_of(contexts[-1])[1]
         return same_rows(x, torch.stack(ends))
+
+    def keep_heads(self) -> None:
+        """Copies the heads, before the model writes into them."""
+        self.contexts = [None if x is None else x.clone() for x in self.contexts]
+
+    def is_fed_gated(self, x: Tensor, claims: list[Claim]) -> bool:
+        """Whether a tensor is a multiple of the heads, number by number; keeps which, or why not.
+
+        Args:
+            x: What a module is called with.
+            claims: Take that it is.
+        """
+        contexts = [context for context in self.contexts if context is not None]
+        if self.following is None or not contexts:
+            return False
+        width = contexts[0].size(-1)
+        rows = contexts[0].numel() // max(1, width)
+        gate = self.following.gate(x, (len(contexts), rows, width))
+        if gate is None or isinstance(gate, str):
+            self.why_no_projection = gate or self.why_no_projection
+            return False
+        of_calls = torch.cat([context.reshape(rows, width) for context in contexts], -1)
+        made = rows_of(of_calls).to(gate.factors.dtype) * gate.factors[[0, -1]]
+        expected = made.new_zeros(2, x.size(-1)).index_add_(1, gate.columns, made)
+        apart = distance(rows_of(x).to(expected.dtype), expected, x.dtype)
+        claims.append(self.claim("its heads times their gate are not what is projected", apart))
+        if len(contexts) > 1:
+            self.calls = [with_values_of(self.calls)]
+            gate = gate.of_one_call(len(contexts), self.attention.sizes[1])
+            parts = [context.unflatten(-1, (self.attention.sizes[1], -1)) for context in contexts]
+            self.contexts = [torch.cat(parts, -1).flatten(-2)]
+        B, H, L, _ = self.attention.sizes
+        factors = gate.factors.view(B, L, H, -1).transpose(1, 2)
+        is_by_head = bool((factors == factors[..., :1]).all())
+        self.attention.gate = factors[..., :1] if is_by_head else factors
+        self.gate = gate
+        return True
 
     def note_heads(self) -> None:
         """Keeps a row of the heads, to be compared when maps have been made of their weights."""

@@ -1,0 +1,288 @@
+"""Follows heads from the attention to the out-projection, operation by operation.
+
+Between both a model may rearrange heads, multiply them with a gate, divide them by a norm, or add
+pairs of them. Each of these is linear in the heads once the gate, or the divisor, is known.
+
+Sizes: B batch, H query heads, L queries, d_v head size of value, D model size; R = B L rows of
+merged heads, ``[R, H d_v]``; X columns of what the out-projection is called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ikattn._precision import widened
+
+__all__ = ["FollowedHeads", "Gate", "Product"]
+
+_MOVES = {
+    *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
+    *("chunk", "split", "unbind", "getitem", "narrow", "swapaxes", "movedim", "view_as", "select"),
+    *("swapdims", "moveaxis", "tensor_split", "reshape_as"),
+}
+_COPIES = {
+    *("contiguous", "clone", "to", "float", "half", "bfloat16", "double", "type", "type_as"),
+    *("detach", "alias"),
+}
+_PRODUCTS = {"mul", "multiply", "rmul", "imul"}
+_QUOTIENTS = {"div", "divide", "truediv", "itruediv", "true_divide"}
+_SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1, "subtract": -1}
+
+
+class Gate(NamedTuple):
+    """What an out-projection is called with, as a multiple of heads.
+
+    Attributes:
+        columns: ``[H d_v]``, the column of the input that each number of the heads is in; those
+            that are in none have a factor of 0.
+        factors: ``[R, H d_v]``, what each number of the heads is multiplied with.
+    """
+
+    columns: Tensor
+    factors: Tensor
+
+    def of_one_call(self, calls: int, H: int) -> Gate:
+        """Of calls with values of their own: as of one, whose values are theirs side by side."""
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (calls, H, -1)).transpose(-3, -2).flatten(-3)
+
+        return Gate(by_head(self.columns), by_head(self.factors))
+
+
+class Product(NamedTuple):
+    """A linear map that no module has applied: ``x W^T + b``."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    made: Tensor
+
+
+class _Term(NamedTuple):
+    """A part of a tensor that is made of heads.
+
+    Attributes:
+        index: The place among the merged heads of each number.
+        factor: What it is multiplied with; None: 1.
+    """
+
+    index: Tensor
+    factor: Tensor | None = None
+
+    def moved(self, move: Callable[[Tensor], Any]) -> _Term:
+        index, factor = self.index.contiguous(), self.factor
+        return _Term(move(index), None if factor is None else move(factor.contiguous()))
+
+    def part(self, number: int) -> _Term:
+        """One of several tensors that a move has made."""
+        return _Term(*(None if parts is None else parts[number] for parts in self))
+
+    def times(self, factor: Tensor, shape: torch.Size) -> _Term:
+        whole = factor if self.factor is None else self.factor * factor
+        return _Term(self.index.expand(shape), whole.expand(shape))
+
+
+class FollowedHeads(TorchFunctionMode):
+    """Follows the heads that a module has computed, while it is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[Tensor, list[_Term]]] = {}
+        self._keep: Callable[[], None] | None = None
+        self.stop = ""  # the name of the last operation that heads cannot be followed through
+        self.product: Product | None = None  # of what is made of heads
+        self.is_entered = False
+
+    def begin(self, heads: Tensor, place: Tensor, keep: Callable[[], None]) -> None:
+        """Follows ``heads``, beside those of calls before it in the same module.
+
+        Args:
+            heads: What the attention has returned.
+            place: int64, like it: the place of each number among the merged heads of all calls.
+            keep: Called before something is written into ``heads``.
+        """
+        self._known[id(heads)] = heads, [_Term(place)]
+        self._keep = keep
+        self.stop = ""
+
+    def enter(self) -> None:
+        self.__enter__()
+        self.is_entered = True
+
+    def leave(self) -> None:
+        """Lets go of all tensors; does nothing where it is not the innermost mode."""
+        self._known.clear()
+        self.product = None
+        if self.is_entered and torch.overrides._get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+        self.is_entered = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = [x for x in _tensors((args, kwargs)) if id(x) in self._known]
+        if not own:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        plain = name.strip("_")
+        writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        writes = writes or kwargs.get("out") is not None
+        if writes and self._keep is not None:
+            self._keep()
+            self._keep = None
+        terms = [self._known[id(x)][1] for x in own]
+        made = func(*args, **kwargs)
+        with torch.no_grad():
+            self._note(func, plain, args, kwargs, own, terms, made)
+        return made
+
+    def _note(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: list[Tensor],
+        terms: list[list[_Term]],
+        made: Any,
+    ) -> None:
+        """Notes what an operation has made of tensors that are followed."""
+        first = bool(args) and args[0] is own[0]
+        if len(own) == 1 and name in _MOVES and first:
+            moved = [term.moved(lambda x: func(x, *args[1:], **kwargs)) for term in terms[0]]
+            if isinstance(made, Tensor):
+                self._keep_terms(made, moved)
+                return
+            for number, each in enumerate(made):
+                self._keep_terms(each, [term.part(number) for term in moved])
+            return
+        if not isinstance(made, Tensor):
+            return
+        found: list[_Term] | None = None
+        if len(own) == 1 and (name in _COPIES or self._is_idle_dropout(name, args, kwargs)):
+            found = terms[0]
+        elif len(own) == 1 and name in (*_PRODUCTS, *_QUOTIENTS) and len(args) == 2:
+            other = args[1] if first else args[0]
+            if name in _PRODUCTS or first:
+                dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
+                factor = torch.as_tensor(other, dtype=dtype, device=made.device).detach()
+                factor = factor if name in _PRODUCTS else 1 / factor
+                found = [term.times(factor, made.shape) for term in terms[0]]
+        elif len(own) == 1 and name == "neg":
+            minus = torch.tensor(-1.0, device=made.device)
+            found = [term.times(minus, made.shape) for term in terms[0]]
+        elif len(own) == 2 and name in _SUMS and len(args) == 2 and own[0].shape == own[1].shape:
+            sign = torch.tensor(float(_SUMS[name]), device=made.device)
+            found = terms[0] + [term.times(sign, made.shape) for term in terms[1]]
+        elif len(own) == 1 and name == "rms_norm" and first:
+            found = self._normed(terms[0], made, *args, **kwargs)
+        elif name == "cat" and all(id(x) in self._known for x in args[0]):
+            found = self._joined(terms, args, kwargs)
+        if found is not None:
+            self._keep_terms(made, found)
+        elif len(own) == 1 and first and name == "linear":
+            self.product = Product(made=made, **_linear(*args, **kwargs))
+        elif len(own) == 1 and first and name == "matmul" and args[1].dim() == 2:
+            self.product = Product(args[0], args[1].mT, None, made)
+        elif made.is_floating_point() and made.numel() >= own[0].numel():
+            self.stop = name
+
+    def _keep_terms(self, made: Tensor, terms: list[_Term]) -> None:
+        self._known[id(made)] = (made, terms)
+
+    @staticmethod
+    def _is_idle_dropout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if name != "dropout":
+            return False
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        return p == 0 or not training
+
+    @staticmethod
+    def _normed(
+        terms: list[_Term],
+        made: Tensor,
+        x: Tensor,
+        shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> list[_Term]:
+        """Divides by the root mean square, which is taken for a number."""
+        rows = widened(x.detach())
+        axes = tuple(range(-len(shape), 0))
+        square = rows.square().mean(axes, keepdim=True)
+        factor = (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+        if weight is not None:
+            factor = factor * widened(weight.detach())
+        return [term.times(factor.expand(made.shape), made.shape) for term in terms]
+
+    @staticmethod
+    def _joined(
+        terms: list[list[_Term]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[_Term] | None:
+        if any(len(each) != 1 for each in terms):
+            return None
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        one = torch.ones((), device=terms[0][0].index.device)
+        parts = [each[0].times(one, each[0].index.shape) for each in terms]
+        factors = [part.factor for part in parts if part.factor is not None]
+        return [_Term(torch.cat([part.index for part in parts], axis), torch.cat(factors, axis))]
+
+    def gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
+        """What ``x`` is of the heads.
+
+        Args:
+            x: What a module is called with, ``[.., X]``.
+            sizes: The number of calls of the attention, R, and H d_v, of each call.
+
+        Returns:
+            None where it does not have R rows that are made of heads; a reason where it has, and
+            they are not the heads of their own token, each number multiplied with one number.
+        """
+        calls, rows, width = sizes
+        terms = self._known.get(id(x), (x, []))[1]
+        if not terms or x.numel() == 0 or x.numel() != rows * x.size(-1):
+            return None
+        columns = torch.zeros(calls * width, dtype=torch.int64, device=x.device)
+        taken = torch.zeros_like(columns)
+        factors = widened(x.new_zeros(rows, calls * width))
+        own_row = torch.arange(rows, device=x.device).unsqueeze(1)
+        for term in terms:
+            index = term.index.reshape(rows, -1)
+            call, rest = index // (rows * width), index % (rows * width)
+            places = call * width + rest % width
+            if not torch.equal(rest // width, own_row.expand_as(index)):
+                return "its tokens are in another order than those of its heads"
+            if not torch.equal(places, places[:1].expand_as(places)):
+                return "each token has its heads in an order of its own"
+            taken.index_add_(0, places[0], torch.ones_like(places[0]))
+            columns[places[0]] = torch.arange(x.size(-1), device=x.device)
+            own = 1.0 if term.factor is None else term.factor.reshape(rows, -1).to(factors.dtype)
+            factors[:, places[0]] = own
+        return (
+            "a head is in several of its columns"
+            if bool((taken > 1).any())
+            else Gate(columns, factors)
+        )
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Any]:
+    return {"x": input, "weight": weight, "bias": bias}
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for each in x:
+            yield from _tensors(each)
+    elif isinstance(x, dict):
+        for each in x.values():
+            yield from _tensors(each)
