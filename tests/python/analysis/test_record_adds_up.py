@@ -100,28 +100,6 @@ def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
 
 
 @torch.no_grad()
-def test_heads_that_are_changed_before_the_out_projection_are_refused() -> None:
-    class Gated(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.proj(self.heads(x) * x.sigmoid())  # type: ignore[no-any-return]
-
-    class Squashed(Attention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.RMSNorm(D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.proj(self.norm(self.heads(x)))  # type: ignore[no-any-return]
-
-    for attention, message in (
-        (Gated(), "no module was called with the heads"),
-        (Squashed(), r"0 does not add up: its out-projection, a torch.*RMSNorm"),
-    ):
-        model = nn.Sequential(attention)
-        with record(model), pytest.raises(RuntimeError, match=message):
-            model(torch.randn(B, L, D))
-
-
 def registered(monkeypatch: pytest.MonkeyPatch, block: str, norm: str | None) -> None:
     """A resolver that takes any block of this file for one of that form."""
 

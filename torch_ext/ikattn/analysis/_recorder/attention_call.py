@@ -50,7 +50,7 @@ class AttentionCall:
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
         streams: Whether weights are never held where no map needs them, however few they are.
-        gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies its heads with before
+        gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies heads with before
             the out-projection; None: nothing. Maps of contributions count it, weights do not.
         given_dtype: The type that query and key were given in, where they are still the same
             numbers. Weights that are never held are made of them in it: kernels for 16 bits err as

@@ -17,8 +17,8 @@ from ikattn.analysis._recorder.calls import Call
 from ikattn.analysis._recorder.claims import settle
 from ikattn.analysis._recorder.distances import TOLERANCES, Distance
 from ikattn.analysis._recorder.flow import rows_of, same_rows, see
-from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.heads import Product
+from ikattn.analysis._recorder.known_sums import takes_waiting
 from ikattn.analysis._recorder.making import Maker, as_batch
 from ikattn.analysis._recorder.modes import as_the_model_runs
 from ikattn.analysis._recorder.plan import Plan

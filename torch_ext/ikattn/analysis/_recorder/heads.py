@@ -50,7 +50,8 @@ class Gate(NamedTuple):
         """Of calls with values of their own: as of one, whose values are theirs side by side."""
 
         def by_head(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (calls, H, -1)).transpose(-3, -2).flatten(-3)
+            own: Tensor = x.unflatten(-1, (calls, H, -1))
+            return own.transpose(-3, -2).flatten(-3)
 
         return Gate(by_head(self.columns), by_head(self.factors))
 
@@ -68,24 +69,25 @@ class _Term(NamedTuple):
     """A part of a tensor that is made of heads.
 
     Attributes:
-        index: The place among the merged heads of each number.
+        places: The place among the merged heads of each number.
         factor: What it is multiplied with; None: 1.
     """
 
-    index: Tensor
+    places: Tensor
     factor: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Any]) -> _Term:
-        index, factor = self.index.contiguous(), self.factor
+        index, factor = self.places.contiguous(), self.factor
         return _Term(move(index), None if factor is None else move(factor.contiguous()))
 
     def part(self, number: int) -> _Term:
         """One of several tensors that a move has made."""
-        return _Term(*(None if parts is None else parts[number] for parts in self))
+        factor = None if self.factor is None else self.factor[number]
+        return _Term(self.places[number], factor)
 
     def times(self, factor: Tensor, shape: torch.Size) -> _Term:
         whole = factor if self.factor is None else self.factor * factor
-        return _Term(self.index.expand(shape), whole.expand(shape))
+        return _Term(self.places.expand(shape), whole.expand(shape))
 
 
 class FollowedHeads(TorchFunctionMode):
@@ -112,7 +114,7 @@ class FollowedHeads(TorchFunctionMode):
         self.stop = ""
 
     def enter(self) -> None:
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self.is_entered = True
 
     def leave(self) -> None:
@@ -230,10 +232,10 @@ class FollowedHeads(TorchFunctionMode):
         if any(len(each) != 1 for each in terms):
             return None
         axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        one = torch.ones((), device=terms[0][0].index.device)
-        parts = [each[0].times(one, each[0].index.shape) for each in terms]
+        one = torch.ones((), device=terms[0][0].places.device)
+        parts = [each[0].times(one, each[0].places.shape) for each in terms]
         factors = [part.factor for part in parts if part.factor is not None]
-        return [_Term(torch.cat([part.index for part in parts], axis), torch.cat(factors, axis))]
+        return [_Term(torch.cat([part.places for part in parts], axis), torch.cat(factors, axis))]
 
     def gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
         """What ``x`` is of the heads.
@@ -255,7 +257,7 @@ class FollowedHeads(TorchFunctionMode):
         factors = widened(x.new_zeros(rows, calls * width))
         own_row = torch.arange(rows, device=x.device).unsqueeze(1)
         for term in terms:
-            index = term.index.reshape(rows, -1)
+            index = term.places.reshape(rows, -1)
             call, rest = index // (rows * width), index % (rows * width)
             places = call * width + rest % width
             if not torch.equal(rest // width, own_row.expand_as(index)):

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers

@@ -212,10 +212,10 @@ class Recorder:
         entered = Entered(module, given, args, kwargs, mask, reports)
         call.running.append(entered)
         plan = self._plans.get(module)
-        if plan is not None and plan.seen_by != "torch":
-            if module not in self._follower.plainly_fed:
-                entered.following = FollowedHeads()
-                entered.following.enter()
+        is_known = module in self._follower.plainly_fed
+        if plan is not None and plan.seen_by != "torch" and not is_known:
+            entered.following = FollowedHeads()
+            entered.following.enter()
 
     @in_own_modes
     def _exit(
