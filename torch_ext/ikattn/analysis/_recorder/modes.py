@@ -20,6 +20,7 @@ __all__ = [
     "as_the_model_runs",
     "check_is_plain_call",
     "in_own_modes",
+    "model_has_autocast",
     "model_has_gradients",
     "without_compiled_code",
 ]
@@ -76,6 +77,11 @@ def _autocast() -> Iterator[tuple[str, torch.dtype]]:
 def model_has_gradients() -> bool:
     """Returns whether grad mode is on in the model that runs, or here where none does."""
     return torch.is_grad_enabled() if _thread.modes is None else _thread.modes.has_gradients
+
+
+def model_has_autocast() -> bool:
+    """Returns whether autocast is on in the model that runs."""
+    return _thread.modes is not None and bool(_thread.modes.autocast)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,12 @@ from ikattn.analysis._recorder.rows import RowsAsked
 from ikattn.analysis._recorder.runs import Run
 from ikattn.analysis._recorder.sdpa import sdpa_call
 from ikattn.analysis._recorder.token_order import TokenOrder
-from ikattn.analysis._recorder.torch_attention import inputs_of, out_projection_of, torch_call
+from ikattn.analysis._recorder.torch_attention import (
+    fused_layer_differs,
+    inputs_of,
+    out_projection_of,
+    torch_call,
+)
 from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis._recorder.transformers_attention import interface_call
 from ikattn.analysis.maps import Batch, Layer
@@ -89,6 +94,7 @@ class Recorder:
         self._plans: dict[nn.Module, Plan] = {}
         self._watched: set[nn.Module] = set()
         self._around_sdpa: set[nn.Module] = set()  # whose linear modules are noted
+        self._has_told_of_masks = False
         self._silent: dict[str, nn.Module] = {}  # that ran without a word, where it is no error
 
     # --- Hooks
@@ -198,12 +204,17 @@ class Recorder:
             for run in tuple(call.pending):
                 self._follower.flows_in(call, run, module, x)
         if x is not None and is_norm and not is_watched and x.numel():
-            call.norms.append((module, call.see(x)))
+            seen = call.see(x)
+            call.norms.append((module, seen))
+            if call.running:
+                call.running[-1].normed.append(seen)
         if not is_watched:
             return
         if x is not None and isinstance(module, nn.TransformerEncoder):
             is_padded = not x.is_nested and x.dim() == 3
             call.padded_length = x.size(1) if is_padded else call.padded_length
+        if isinstance(module, nn.TransformerEncoderLayer) and not self._has_told_of_masks:
+            self._tell_of_masks(module, args, kwargs)
         given = None if x is None or x.numel() == 0 else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
@@ -216,6 +227,20 @@ class Recorder:
         if plan is not None and plan.seen_by != "torch" and not is_known:
             entered.following = FollowedHeads()
             entered.following.enter()
+
+    def _tell_of_masks(
+        self, layer: nn.TransformerEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Warns where outputs in the block are not those outside."""
+        if fused_layer_differs(layer, args, kwargs):
+            self._has_told_of_masks = True
+            warnings.warn(
+                "record: outputs in the block differ from those outside. There torch runs its "
+                f"fused kernel of {describe(layer)}, which takes every number of a floating-point "
+                "mask but 0 for -inf; here its ordinary code adds the mask to the logits, as "
+                "torch.backends.mha.set_fastpath_enabled(False) has it outside, too",
+                stacklevel=2,
+            )
 
     @in_own_modes
     def _exit(
@@ -466,12 +491,14 @@ class Recorder:
             padding = call.query_padding.get(parts.side)
             if padding is not None and padding.shape == attention.sizes[::2]:
                 attention.query_padding = padding
-        given = next((each.given for each in call.running if each.module is module), None)
+        entered = next((each for each in call.running if each.module is module), None)
+        given = None if entered is None else entered.given
         around = [each.given for each in reversed(call.running) if each.module is not module]
         norms = [seen for _, seen in reversed(call.norms)]
         residuals = [seen for seen in (given, *norms, *around[:3]) if seen is not None]
         run = Run(plan, name, [attention], [context], residuals, given, drops)
         run.out_proj = parts.out_proj
+        run.normed = [] if entered is None else list(entered.normed)
         if parts.block != "found":
             run.around.residual = known = self._residual_of(call, run)
             run.residuals.sort(key=lambda seen: seen.tensor is not known)

@@ -127,6 +127,7 @@ class Run:
     drops: bool = False
     stage: Stage = "heads"
     out_proj: nn.Module | None = None
+    normed: list[Seen] = field(default_factory=list)  # inputs of norms that its module has called
     heads: Tensor | None = None  # what the out-projection was called with
     following: FollowedHeads | None = None  # of what the model makes of the heads
     gate: Gate | None = None  # what that was, where it is a multiple of the heads
@@ -488,13 +489,15 @@ class Run:
         )
 
     def is_post_norm(self) -> bool:
-        """Whether the residual is what the attention was called with."""
-        if self.given is None or self.residual is None:
-            return False
-        own, found = self.given.rows, self.residual.rows
-        if not bool(own.any()):
+        """Whether the residual is what the attention was called with, and calls no norm with."""
+        if self.given is None or self.residual is None or not bool(self.given.rows.any()):
             return False  # zeros are everybody's
-        return own.shape == found.shape and torch.equal(own.nan_to_num(0.0), found.nan_to_num(0.0))
+        found = self.residual.rows.nan_to_num(0.0)
+
+        def is_residual(seen: Seen) -> bool:
+            return seen.rows.shape == found.shape and torch.equal(seen.rows.nan_to_num(0.0), found)
+
+        return is_residual(self.given) and not any(map(is_residual, self.normed))
 
     # --- 4
 

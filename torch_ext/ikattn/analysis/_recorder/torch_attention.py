@@ -14,7 +14,12 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn._precision import widened
 from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.modes import as_the_model_runs
+from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.modes import (
+    as_the_model_runs,
+    model_has_autocast,
+    model_has_gradients,
+)
 from ikattn.analysis._recorder.projection import FLOATS, Projection, describe
 from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn._projection import project
@@ -22,6 +27,7 @@ from ikattn.nn._softmax import rbf_key_bias, select_away
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
 
 _signature = inspect.signature(StockMultiheadAttention.forward)
+_layer_signature = inspect.signature(nn.TransformerEncoderLayer.forward)
 
 
 def torch_call(
@@ -113,11 +119,56 @@ def _widened_pair(w1: Tensor, w2: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
+    """Whether both are one sequence: one tensor, or two with the same numbers."""
     if query is key:
         return True
-    if query.is_nested or query.shape != key.shape or query.stride() != key.stride():
+    if query.is_nested or key.is_nested or query.shape != key.shape or query.numel() == 0:
         return False
-    return query.numel() > 0 and query.data_ptr() == key.data_ptr()
+    return torch.equal(query.nan_to_num(0.0), key.nan_to_num(0.0))
+
+
+def fused_layer_differs(
+    layer: nn.TransformerEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether torch's fused kernel, which a recording replaces, would compute something else.
+
+    It takes every number of a floating-point mask but 0 for -inf.
+
+    Args:
+        layer: A stock layer that is called.
+        args, kwargs: What its forward is called with.
+    """
+    given = _layer_signature.bind(layer, *args, **kwargs).arguments
+    masks = [given.get(name) for name in ("src_mask", "src_key_padding_mask")]
+    if not any(mask is not None and mask.is_floating_point() for mask in masks):
+        return False
+    attention, src = layer.self_attn, given["src"]
+    parameters = [*attention.parameters(), *layer.parameters(), src]
+    is_fused = (
+        torch.backends.mha.get_fastpath_enabled()
+        and type(layer).forward is nn.TransformerEncoderLayer.forward
+        and not layer.training
+        and src.dim() == 3
+        and not src.is_nested
+        and attention.batch_first
+        and attention.in_proj_bias is not None
+        and attention._qkv_same_embed_dim
+        and attention.num_heads % 2 == 0
+        and bool(layer.activation_relu_or_gelu)
+        and layer.norm1.eps == layer.norm2.eps
+        and not model_has_autocast()
+        and not (model_has_gradients() and any(x.requires_grad for x in parameters))
+        and not any(
+            not isinstance(hook, Hook)
+            for module in layer.modules()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+    )
+    return is_fused and any(
+        bool(((mask != 0) & (mask != -torch.inf)).any())
+        for mask in masks
+        if mask is not None and mask.is_floating_point()
+    )
 
 
 def _padded(
