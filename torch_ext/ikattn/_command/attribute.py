@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, doing
+from ikattn._command.loading import hushed, load
 from ikattn._whole_files import whole_file
 from ikattn.analysis.attribution import Attribution, attribute
 from ikattn.analysis.attribution._texts import encoded, taken_by, target_of_text, with_first_token
-from ikattn.integrations.transformers import from_pretrained
-from ikattn.integrations.transformers._implicit import settings_of
+from ikattn.analysis.pictures import text_width
 
 __all__ = ["Question", "answer", "table"]
 
@@ -58,32 +56,39 @@ def answer(question: Question) -> Attribution:
     """Loads the model and attributes its answer, and writes the file that was asked for.
 
     Raises:
-        AnalyzeError: It cannot be done; the message says why.
+        AnalyzeError: It cannot be done; the message says why. Other exceptions are those of
+            :func:`ikattn.attribute`.
     """
-    if find_spec("transformers") is None:
-        raise AnalyzeError("this needs transformers: pip install 'ikattn[analyze]'")
+    for option in ("prompt", "pair", "target", "against"):
+        with doing(f"--{option} must be text in UTF-8"):
+            (getattr(question, option) or "").encode()
     if question.out is not None and question.out.suffix not in (".html", ".json"):
         raise AnalyzeError(f"--out must end in .html or .json, got {question.out}")
-    model, tokenizer = _load(question)
-    try:
+    with hushed():
+        model, tokenizer = _load(question)
         found = _ask(question, model, tokenizer)
-    except (ValueError, RuntimeError, NotImplementedError, IndexError) as error:
-        raise AnalyzeError(str(error).removeprefix("attribute: ")) from error
-    if question.out is not None:
-        try:
-            if question.out.suffix == ".html":
-                found.to_html(question.out)
-            else:
-                with whole_file(question.out) as file:
-                    file.write(json.dumps(_record(found)).encode())
-        except OSError as error:
-            raise AnalyzeError(str(error)) from error
+    if question.out is None:
+        return found
+    if question.out.suffix == ".html":
+        found.to_html(question.out)
+    else:
+        with whole_file(question.out) as file:
+            file.write(json.dumps(_record(found)).encode())
     return found
 
 
-def table(found: Attribution) -> str:
-    """Tokens and scores, one a line, a bar beside each."""
-    lines = []
+def table(found: Attribution, *, is_its_own: bool = False) -> str:
+    """Tokens and scores, one a line, a bar beside each.
+
+    Args:
+        found: What to show.
+        is_its_own: Whether the model gave the answer itself, which then stands above the scores.
+    """
+    target = [] if found.target_tokens is None else [_shown(x) for x in found.target_tokens[0]]
+    lines = [f"the model answers: {' '.join(target)}"] if is_its_own and target else []
+    read = found.tokens if found.prefix_tokens is None else found.prefix_tokens
+    answers = read is not None and found.target_tokens is not None
+    answers = answers and read[0][-len(target) :] == found.target_tokens[0]
     for names, scores in (
         (found.tokens, found.scores),
         (found.prefix_tokens, found.prefix_scores),
@@ -92,57 +97,58 @@ def table(found: Attribution) -> str:
             continue
         row = scores[0].detach().float().cpu()
         largest = max(float(row.abs().max()), 1e-30)
-        width = max(len(name) for name in names[0])
-        for name, score in zip(names[0], row.tolist(), strict=True):
+        shown = [_shown(name) for name in names[0]]
+        width = max(map(text_width, shown))
+        begins = len(shown) - len(target) if is_its_own and answers and names is read else None
+        for place, (name, score) in enumerate(zip(shown, row.tolist(), strict=True)):
+            if place == begins:
+                lines.append("of the answer, for its later tokens:")
             bar = ("+" if score > 0 else "-") * round(20 * abs(score) / largest)
-            lines.append(f"{name:{width}}  {score:9.4f}  {bar}".rstrip())
-    targets = "" if found.target_tokens is None else " of " + " ".join(found.target_tokens[0])
+            padding = " " * (width - text_width(name))
+            lines.append(f"{name}{padding}  {score:9.4f}  {bar}".rstrip())
     if not bool(found.bias.isnan().any()):
         lines.append(f"not of any token: {float(found.bias[0]):.4f}")
-    lines.append(f"value{targets}: {float(found.value[0]):.4f}")
+    of_target = f" of {' '.join(target)}" if target else ""
+    lines.append(f"value{of_target}: {float(found.value[0]):.4f}")
     return "\n".join(lines)
 
 
+def _shown(token: str) -> str:
+    """A token on one line of a terminal."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in token)
+
+
 def _load(question: Question) -> tuple[Any, Any]:
-    transformers = import_module("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"trust_remote_code": question.trust_remote_code}
+    about: dict[str, Any] = {"trust_remote_code": question.trust_remote_code}
+    options: dict[str, Any] = {}
     if question.revision is not None:
-        options["revision"] = question.revision
-    try:
-        config = transformers.AutoConfig.from_pretrained(question.model, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(question.model, **options)
-        kind = _kind_of(transformers, config)
-        if question.device_map is not None:
-            options["device_map"] = question.device_map
-        dtype = question.dtype
-        options["dtype"] = dtype if dtype == "auto" else getattr(torch, dtype)
-        load = kind.from_pretrained
-        if settings_of(config) is not None:  # use_implicit_attention gave it frequencies
-            model = from_pretrained(kind, question.model, **options)
-        else:
-            model = load(question.model, **options)
-        if question.device_map is None:
-            model = model.to(question.device)
-        return model.eval(), tokenizer
-    except Exception as error:  # of many libraries, and each of them means this
-        cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise AnalyzeError(f"cannot load the model {question.model}: {cause[0]}") from error
+        about["revision"] = question.revision
+    if question.device_map is not None:
+        options["device_map"] = question.device_map
+    dtype = question.dtype
+    options["dtype"] = dtype if dtype == "auto" else getattr(torch, dtype)
+    model, tokenizer = load(question.model, _kind_of, about, **options)
+    return model if question.device_map else model.to(question.device), tokenizer
 
 
 def _kind_of(transformers: Any, config: Any) -> Any:
-    """The class that loads the model with the head it was saved with."""
-    names = getattr(config, "architectures", None) or [""]
-    if config.is_encoder_decoder:
-        return transformers.AutoModelForSeq2SeqLM
-    if names[0].endswith("ForSequenceClassification"):
-        return transformers.AutoModelForSequenceClassification
-    if names[0] and not names[0].endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")):
-        raise ValueError(
-            f"a {names[0]} has no head to attribute: take a decoder, a classifier of texts, or an "
+    """The class that the model was saved as, which must give logits of text.
+
+    Raises:
+        AnalyzeError: It does not.
+    """
+    name = (getattr(config, "architectures", None) or [""])[0]
+    kind = getattr(transformers, name, None) if name else None
+    if kind is None:  # its code comes with it, or nobody says
+        is_pair = config.is_encoder_decoder
+        return transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
+    classifiers = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not kind.can_generate() and kind is not classifiers.get(type(config), None):
+        raise AnalyzeError(
+            f"a {name} has no head to attribute: take a decoder, a classifier of texts, or an "
             "encoder-decoder"
         )
-    return transformers.AutoModelForCausalLM
+    return kind
 
 
 def _ask(question: Question, model: Any, tokenizer: Any) -> Attribution:
@@ -164,13 +170,12 @@ def _ask(question: Question, model: Any, tokenizer: Any) -> Attribution:
 
 
 def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]:
-    if question.chat:
-        said = [{"role": "user", "content": question.prompt}]
-        return encoded(model, said, tokenizer, "attribute")[0]
-    made = tokenizer(question.prompt, question.pair, return_tensors="pt")
-    if made["input_ids"].numel() == 0:
-        raise AnalyzeError("the prompt must have a token, got none")
-    return {name: x.to(model.device) for name, x in taken_by(model, dict(made)).items()}
+    if question.pair is None:
+        chat = [{"role": "user", "content": question.prompt}]
+        given: Any = chat if question.chat else question.prompt
+        return encoded(model, given, tokenizer, "attribute")[0]
+    made = dict(tokenizer(question.prompt, question.pair, return_tensors="pt"))
+    return {name: x.to(model.device) for name, x in taken_by(model, made).items()}
 
 
 @torch.no_grad()

@@ -46,6 +46,7 @@ class Job:
         target_texts, target_file: What the decoder of a sequence-to-sequence model reads, line by
             line.
         maps: Names of maps and of GROUPS of them; each layer gives those of them that it has.
+        layers: Patterns of names of layers, or numbers as text; None: all.
         formats: Out of FORMATS.
         out: The directory that receives everything.
         batch_size: Lines in one forward call.
@@ -65,6 +66,7 @@ class Job:
     maps: tuple[str, ...]
     formats: tuple[str, ...]
     out: Path
+    layers: tuple[str, ...] | None = None
     batch_size: int = 8
     max_length: int | None = None
     device: str = "cpu"
