@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ikattn._command.errors import sentence
+from ikattn._command.errors import Notice, sentence
 from ikattn._command.tables import Table, is_table
 from ikattn._info import info
 from ikattn._library import cmake_prefix_path
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = warn
+            warnings.simplefilter("always", Notice)
             _parser().parse_args(arguments, parsed)
             status: int = parsed.run(parsed, say)
         sys.stdout.flush()
@@ -237,8 +238,7 @@ def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ikattn._command.attribute import Question, answer, table
 
     names = Question.__dataclass_fields__
-    found = answer(Question(**{name: getattr(parsed, name) for name in names}))
-    _print(table(found, is_its_own=parsed.target is None))
+    _print(table(*answer(Question(**{name: getattr(parsed, name) for name in names}))))
     return 0
 
 
@@ -340,7 +340,7 @@ def _directory(text: str) -> Path:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    return min(int(text), sys.maxsize)
 
 
 def _device(text: str) -> str:

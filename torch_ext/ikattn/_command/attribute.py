@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ikattn._command.errors import AnalyzeError, doing
-from ikattn._command.loading import hushed, load
+from ikattn._command.loading import Loaded, hushed, load, warn_of_missing
 from ikattn._whole_files import whole_file
 from ikattn.analysis.attribution import Attribution, attribute
 from ikattn.analysis.attribution._texts import encoded, taken_by, target_of_text, with_first_token
@@ -52,8 +52,12 @@ class Question:
     out: Path | None = None
 
 
-def answer(question: Question) -> Attribution:
+def answer(question: Question) -> tuple[Attribution, int | None]:
     """Loads the model and attributes its answer, and writes the file that was asked for.
+
+    Returns:
+        The scores, and how many of the last tokens the model answered itself: 0 where it chose a
+        class, None where there was a target.
 
     Raises:
         AnalyzeError: It cannot be done; the message says why. Other exceptions are those of
@@ -65,44 +69,44 @@ def answer(question: Question) -> Attribution:
     if question.out is not None and question.out.suffix not in (".html", ".json"):
         raise AnalyzeError(f"--out must end in .html or .json, got {question.out}")
     with hushed():
-        model, tokenizer = _load(question)
-        found = _ask(question, model, tokenizer)
+        loaded = _load(question)
+        warn_of_missing(question.model, loaded.missing)
+        found = _ask(question, loaded)
+    own = None
+    if question.target is None:
+        answered = found.target_tokens if loaded.model.can_generate() else None
+        own = len(answered[0]) if answered else 0
     if question.out is None:
-        return found
+        return found, own
     if question.out.suffix == ".html":
         found.to_html(question.out)
     else:
         with whole_file(question.out) as file:
             file.write(json.dumps(_record(found)).encode())
-    return found
+    return found, own
 
 
-def table(found: Attribution, *, is_its_own: bool = False) -> str:
+def table(found: Attribution, own: int | None = None) -> str:
     """Tokens and scores, one a line, a bar beside each.
 
     Args:
         found: What to show.
-        is_its_own: Whether the model gave the answer itself, which then stands above the scores.
+        own: How many of the last tokens the model answered itself, 0 where it chose a class; None:
+            it was asked for a target.
     """
     target = [] if found.target_tokens is None else [_shown(x) for x in found.target_tokens[0]]
-    lines = [f"the model answers: {' '.join(target)}"] if is_its_own and target else []
-    read = found.tokens if found.prefix_tokens is None else found.prefix_tokens
-    answers = read is not None and found.target_tokens is not None
-    answers = answers and read[0][-len(target) :] == found.target_tokens[0]
-    for names, scores in (
-        (found.tokens, found.scores),
-        (found.prefix_tokens, found.prefix_scores),
-    ):
-        if names is None or scores is None:
-            continue
-        row = scores[0].detach().float().cpu()
+    lines = [] if own is None else [f"the model answers: {' '.join(target) or 'see value'}"]
+    parts = [(found.tokens, found.scores), (found.prefix_tokens, found.prefix_scores)]
+    there = [(names[0], x[0]) for names, x in parts if names is not None and x is not None]
+    for part, (names, scores) in enumerate(there, start=1):
+        shown = [_shown(name) for name in names]
+        row = scores.detach().float().cpu()
         largest = max(float(row.abs().max()), 1e-30)
-        shown = [_shown(name) for name in names[0]]
         width = max(map(text_width, shown))
-        begins = len(shown) - len(target) if is_its_own and answers and names is read else None
+        begins = len(shown) - own if own and part == len(there) else None
         for place, (name, score) in enumerate(zip(shown, row.tolist(), strict=True)):
             if place == begins:
-                lines.append("of the answer, for its later tokens:")
+                lines.append("of the answer, for the tokens after each:")
             bar = ("+" if score > 0 else "-") * round(20 * abs(score) / largest)
             padding = " " * (width - text_width(name))
             lines.append(f"{name}{padding}  {score:9.4f}  {bar}".rstrip())
@@ -118,17 +122,15 @@ def _shown(token: str) -> str:
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in token)
 
 
-def _load(question: Question) -> tuple[Any, Any]:
+def _load(question: Question) -> Loaded:
     about: dict[str, Any] = {"trust_remote_code": question.trust_remote_code}
-    options: dict[str, Any] = {}
+    dtype = question.dtype
+    options = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if question.revision is not None:
         about["revision"] = question.revision
-    if question.device_map is not None:
-        options["device_map"] = question.device_map
-    dtype = question.dtype
-    options["dtype"] = dtype if dtype == "auto" else getattr(torch, dtype)
-    model, tokenizer = load(question.model, _kind_of, about, **options)
-    return model if question.device_map else model.to(question.device), tokenizer
+    if question.device_map is None:
+        return load(question.model, _kind_of, about, question.device, **options)
+    return load(question.model, _kind_of, about, None, device_map=question.device_map, **options)
 
 
 def _kind_of(transformers: Any, config: Any) -> Any:
@@ -145,28 +147,42 @@ def _kind_of(transformers: Any, config: Any) -> Any:
     classifiers = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not kind.can_generate() and kind is not classifiers.get(type(config), None):
         raise AnalyzeError(
-            f"a {name} has no head to attribute: take a decoder, a classifier of texts, or an "
-            "encoder-decoder"
+            f"a {name} gives neither a class of a text nor a next token to attribute: take a "
+            "decoder, a classifier of texts, or an encoder-decoder"
         )
     return kind
 
 
-def _ask(question: Question, model: Any, tokenizer: Any) -> Attribution:
+def _ask(question: Question, loaded: Loaded) -> Attribution:
+    model, tokenizer = loaded.model, loaded.tokenizer
     inputs = _inputs(question, model, tokenizer)
     against = None if question.against is None else _number(question.against, model, tokenizer)
     options: dict[str, Any] = {"method": question.method, "against": against}
+    options |= {"tokenizer": tokenizer}
+    loaded.check(inputs["input_ids"])
+    room = loaded.positions - inputs["input_ids"].size(1)
+    if room < 0:
+        raise AnalyzeError(
+            f"the prompt has {inputs['input_ids'].size(1)} tokens, and the model has positions for "
+            f"{loaded.positions}: give a shorter one"
+        )
     if not model.can_generate():
         target = None if question.target is None else _number(question.target, model, tokenizer)
-        return attribute(model, inputs, target, tokenizer=tokenizer, **options)
-    answer: Any = None
-    if question.target is not None:
-        inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
-    else:
-        answer = _generated(question, model, inputs)
-        if not answer:
-            raise AnalyzeError("the model answers nothing")
+        return attribute(model, inputs, target, **options)
+    if model.config.is_encoder_decoder:
+        room = loaded.positions
+    if question.target is None:
+        answer: Any = _generated(question, model, inputs, room)
         inputs = with_first_token(model, inputs)
-    return attribute(model, inputs, answer, tokenizer=tokenizer, **options)
+    else:
+        inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
+        loaded.check(torch.tensor(answer))
+    if not answer or len(answer) > room:
+        raise AnalyzeError(
+            f"the answer must have 1 to {room} tokens, for which the model has positions, got "
+            f"{len(answer)}"
+        )
+    return attribute(model, inputs, answer, **options)
 
 
 def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]:
@@ -179,9 +195,10 @@ def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def _generated(question: Question, model: Any, inputs: dict[str, Tensor]) -> list[int]:
+def _generated(question: Question, model: Any, inputs: dict[str, Tensor], room: int) -> list[int]:
     """What the model answers, greedily."""
-    made = model.generate(**inputs, max_new_tokens=question.new_tokens, do_sample=False)
+    count = min(question.new_tokens, room)
+    made = model.generate(**inputs, max_new_tokens=max(count, 1), do_sample=False)
     is_two_sided = bool(model.config.is_encoder_decoder)
     begins = 1 if is_two_sided else inputs["input_ids"].size(1)
     return [int(i) for i in made[0, begins:]]

@@ -6,11 +6,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["AnalyzeError", "doing", "sentence"]
+__all__ = ["AnalyzeError", "Notice", "doing", "sentence"]
 
 
 class AnalyzeError(Exception):
     """A run that cannot go on; its text is for the user."""
+
+
+class Notice(UserWarning):
+    """A warning that is always told, once."""
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from ikattn._command.errors import AnalyzeError, doing
+from ikattn._command.errors import AnalyzeError, Notice, doing
 from ikattn._command.job import GROUPS, Job, Line, single_maps
-from ikattn._command.loading import hushed, load
+from ikattn._command.loading import Loaded, hushed, load, warn_of_missing
 from ikattn.analysis._recorder.parts import AttentionParts
 from ikattn.analysis._recorder.plan import Asked
 from ikattn.analysis._recorder.record import recorded
+from ikattn.analysis._recorder.resolvers import find_attention
 from ikattn.analysis._recorder.run_maps import why_undefined
 from ikattn.analysis._sequences import batch_of_one, cut
 from ikattn.analysis.attribution._texts import taken_by
@@ -29,33 +29,30 @@ from ikattn.nn.selection import Selection, describe_unseen
 
 __all__ = ["AnalyzedModel"]
 
-_LONGEST = 1 << 20  # a tokenizer without a limit gives a far larger number
-_TRIED = 4  # tokens of the call by which a model is got to know
+_LONGEST = 1 << 20  # tokenizers without a limit give far larger numbers
 
 
 @dataclass
 class AnalyzedModel:
     """A model of Hugging Face transformers with its tokenizer."""
 
-    module: Any
-    tokenizer: Any
-    device: torch.device
+    loaded: Loaded
     start: int | None  # the first token a decoder reads; None: no sequence-to-sequence model
     maps: tuple[str, ...]  # each layer gives those that it has
-    max_length: int = _LONGEST
-    vocabulary: int = _LONGEST  # rows of the smallest table of tokens
+    max_length: int
     layers: frozenset[str] = frozenset()  # names of those to keep, ``name#2`` the second run's
-    modules: frozenset[str] = frozenset()  # names of theirs
 
     @staticmethod
     def load(job: Job, *, has_target: bool) -> AnalyzedModel:
+        """Loads the model, and gets to know its layers by a recording of a few tokens.
+
+        Raises:
+            AnalyzeError: It cannot be loaded, does not read text, or lacks the layers or maps.
+        """
+        about = {"trust_remote_code": False}
         with hushed():
-            module, tokenizer = load(
-                job.model,
-                lambda transformers, _: transformers.AutoModel,
-                {"trust_remote_code": False},
-            )
-        config = module.config
+            loaded = load(job.model, lambda library, _: library.AutoModel, about, job.device)
+        config, tokenizer = loaded.model.config, loaded.tokenizer
         two_sided = bool(config.is_encoder_decoder)
         if two_sided != has_target:
             wants = "needs" if two_sided else "has no decoder that reads"
@@ -67,45 +64,24 @@ class AnalyzedModel:
         if tokenizer.pad_token is None:  # any will do: padding is masked, and cut off
             others = (tokenizer.eos_token, tokenizer.unk_token)
             tokenizer.pad_token = next(filter(None, others), tokenizer.convert_ids_to_tokens(0))
-        start = None
-        if two_sided:
-            names = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
-            tokens = [getattr(config, name, None) for name in names]
-            start = next((token for token in tokens if token is not None), None)
-            if start is None:
-                raise AnalyzeError(
-                    f"the config of {job.model} must have one of {', '.join(names)}, with which "
-                    "its decoder begins"
-                )
-        device = torch.device(job.device)
-        model = AnalyzedModel(module.to(device), tokenizer, device, start, single_maps(job.maps))
-        model._get_to_know(job)
-        return model
-
-    def _get_to_know(self, job: Job) -> None:
-        """Finds the longest sequence, and the layers, by a call with a few tokens.
-
-        Raises:
-            AnalyzeError: The model has no such layers or maps, or does not read text alone.
-        """
-        padding = {self.tokenizer.pad_token_id, getattr(self.module.config, "pad_token_id", None)}
-        ids = [i for i in range(_TRIED + len(padding)) if i not in padding][_TRIED - 1 :: -1]
-        inputs = {"input_ids": torch.tensor([ids], device=self.device)}
-        if self.start is not None:
-            inputs["decoder_input_ids"] = inputs["input_ids"]
+        start = _first_token(job, config) if two_sided else None
+        length = _max_length(job, loaded)
+        model = AnalyzedModel(loaded, start, single_maps(job.maps), length)
+        sites = [site.name for site in find_attention(loaded.model)]
+        warn_of_missing(job.model, _before_the_last(sites, loaded))
         patterns = None if any(map(_is_number, job.layers or ())) else job.layers
-        with doing(f"{job.model}, called with {_TRIED} tokens"), _Tables(ids) as tables:
-            recording = self._recorded(inputs, patterns)
-        self.vocabulary = tables.tokens
-        self.max_length = _max_length(job, self.tokenizer, self.module.config, tables.positions)
-        self.layers = _chosen(recording.names, job.layers)
-        self.modules = frozenset(name.partition("#")[0] for name in self.layers)
-        _check_maps(job, recording, self.layers)
+        if patterns is not None:
+            _chosen(sites, patterns)
+        with doing(f"{job.model}, called with {loaded.trial['input_ids'].numel()} tokens"):
+            recording = model._recorded(loaded.trial, patterns)
+        model.layers = _chosen(recording.names, job.layers)
+        _check_maps(job, recording, model.layers)
+        return model
 
     @property
     def map_dtype(self) -> torch.dtype:
         """The type of maps in tables: float64 of a model that has it, else float32."""
-        dtypes = {parameter.dtype for parameter in self.module.parameters()}
+        dtypes = {parameter.dtype for parameter in self.loaded.model.parameters()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def has_tokens(self, line: Line) -> bool:
@@ -114,7 +90,7 @@ class AnalyzedModel:
         if self.start is not None and line.target is not None:
             texts["text_target"] = line.target
         return all(
-            len(self.tokenizer(**{name: [text]}, verbose=False)["input_ids"][0]) > 0
+            len(self.loaded.tokenizer(**{name: [text]}, verbose=False)["input_ids"][0]) > 0
             for name, text in texts.items()
         )
 
@@ -133,11 +109,9 @@ class AnalyzedModel:
             inputs["decoder_attention_mask"] = target_mask
             target_tokens = self._tokens(inputs["decoder_input_ids"], target_mask)
             lengths = [max(pair) for pair in zip(lengths, target_lengths, strict=True)]
-        on_device = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        recording = self._recorded(on_device, lambda name, _: name in self.modules)
-        recording.layers = {
-            name: layer for name, layer in recording.layers.items() if name in self.layers
-        }
+        modules = {name.partition("#")[0] for name in self.layers}
+        recording = self._recorded(inputs, lambda name, _: name in modules)
+        recording.layers = {n: x for n, x in recording.layers.items() if n in self.layers}
         layers = {
             name: _with_padding(layer, recording[name], inputs["attention_mask"], target_mask)
             for name, layer in recording.layers.items()
@@ -154,9 +128,11 @@ class AnalyzedModel:
 
     def _recorded(self, inputs: dict[str, Tensor], layers: Selection | None) -> Recording:
         """One forward call, recorded: each layer with the maps that it has."""
-        with torch.no_grad(), recorded(self.module, Asked((), self.maps), layers=layers) as found:
-            self.module(**taken_by(self.module, inputs))
-        return found
+        model = self.loaded.model
+        given = {n: x.to(model.device) for n, x in taken_by(model, inputs).items()}
+        with torch.no_grad(), recorded(model, Asked((), self.maps), layers=layers) as recording:
+            model(**given)
+        return recording
 
     def _encode(
         self, texts: list[str], argument: str = "text"
@@ -167,8 +143,8 @@ class AnalyzedModel:
             texts: B of them.
             argument: "text", or "text_target" for what a decoder writes.
         """
-        whole = self.tokenizer(**{argument: texts}, verbose=False)["input_ids"]
-        encoded = self.tokenizer(
+        whole = self.loaded.tokenizer(**{argument: texts}, verbose=False)["input_ids"]
+        encoded = self.loaded.tokenizer(
             **{argument: texts},
             padding=True,
             truncation=True,
@@ -178,45 +154,34 @@ class AnalyzedModel:
         )
         lengths = [len(ids) if len(ids) > self.max_length else 0 for ids in whole]
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
-        largest = int(ids.max())
-        if largest >= self.vocabulary:
-            raise AnalyzeError(
-                f"the tokenizer gives {self.tokenizer.convert_ids_to_tokens(largest)!r} the number "
-                f"{largest}, and the model has a table of {self.vocabulary} tokens: they are not "
-                "of one model"
-            )
+        self.loaded.check(ids)
         return dict(encoded), self._tokens(ids, mask), lengths
 
     def _tokens(self, ids: Tensor, mask: Tensor) -> list[list[str]]:
         return [
-            readable_tokens(self.tokenizer, row[kept.bool()].tolist())
+            readable_tokens(self.loaded.tokenizer, row[kept.bool()].tolist())
             for row, kept in zip(ids, mask, strict=True)
         ]
 
 
-class _Tables(TorchFunctionMode):
-    """Notes the tables that a call reads: of tokens, and of positions, which are consecutive.
+def _first_token(job: Job, config: Any) -> int:
+    """What the decoder reads before the target."""
+    names = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
+    for token in (getattr(config, name, None) for name in names):
+        if token is not None:
+            return int(token)
+    raise AnalyzeError(
+        f"the config of {job.model} must have one of {', '.join(names)}, with which its decoder "
+        "begins"
+    )
 
-    Attributes:
-        tokens: Rows of the smallest table of tokens.
-        positions: The longest sequence that the tables of positions have rows for; some have rows
-            before that of the first position, for padding.
-    """
 
-    def __init__(self, ids: list[int]) -> None:
-        super().__init__()
-        self.tokens = self.positions = _LONGEST
-        self._ids = ids
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.embedding and len(args) > 1:
-            read, table = args[:2]
-            rows = read.reshape(-1, read.size(-1)).unique(dim=0).tolist() if read.numel() else []
-            if rows == [self._ids]:
-                self.tokens = min(self.tokens, table.size(0))
-            elif len(rows) == 1 and rows[0] == [rows[0][0] + i for i in range(len(self._ids))]:
-                self.positions = min(self.positions, table.size(0) - rows[0][0])
-        return func(*args, **(kwargs or {}))
+def _before_the_last(sites: Sequence[str], loaded: Loaded) -> list[str]:
+    """Missing parameters but for those after the last attention, such as a pooler's."""
+    names = [name for name, _ in loaded.model.named_parameters()]
+    begins = tuple(f"{site}." for site in sites)
+    last = max((i for i, name in enumerate(names) if name.startswith(begins)), default=len(names))
+    return [name for name in loaded.missing if name in names[: last + 1]]
 
 
 def _is_number(text: str) -> bool:
@@ -264,13 +229,14 @@ def _check_maps(job: Job, recording: Recording, names: Iterable[str]) -> None:
         if len(lacking) == len(layers):
             raise AnalyzeError(f"no layer of {job.model} has the map {name!r}: {reason}")
         without = describe_unseen([x.name for x in lacking])
-        warnings.warn(f"{without} have no map {name!r}: {reason}", stacklevel=2)
+        warnings.warn(f"{without} gave no map {name!r}: {reason}", Notice, stacklevel=2)
 
 
-def _max_length(job: Job, tokenizer: Any, config: Any, positions: int) -> int:
+def _max_length(job: Job, loaded: Loaded) -> int:
     """Tokens a sequence may have: as asked for, and no more than the model has positions."""
-    limits = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
-    allowed = min(positions, *(limit for limit in limits if limit))
+    config = getattr(loaded.model.config, "max_position_embeddings", None)
+    limits = (loaded.positions, loaded.tokenizer.model_max_length, config)
+    allowed = min(_LONGEST, *(limit for limit in limits if limit and limit > 0))
     if job.max_length is None:
         return int(allowed)
     if job.max_length > allowed:
