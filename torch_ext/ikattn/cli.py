@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.debug:
             traceback.print_exc()
         if isinstance(error, KeyboardInterrupt):
-            say(f"\n{error or 'interrupted'}")
+            say(f"\n{str(error) or 'interrupted'}")
             return 130
         say(f"ikattn {parsed.command}: {sentence(error)}")
         return 1

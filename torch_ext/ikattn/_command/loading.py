@@ -126,7 +126,8 @@ def load(
     trial = {"input_ids": torch.tensor([ids], device=model.device)}
     if config.is_encoder_decoder:
         trial["decoder_input_ids"] = trial["input_ids"]
-    with doing(f"{name}, called with {_TRIED} tokens"), torch.no_grad(), _Tables(ids) as tables:
+    step = f"{name} ({config.model_type}), called with {_TRIED} token ids and nothing else"
+    with doing(step), torch.no_grad(), _Tables(ids) as tables:
         model(**trial)
     return Loaded(model, tokenizer, tables.tokens, tables.positions, missing, trial)
 

@@ -72,7 +72,7 @@ class AnalyzedModel:
         patterns = None if any(map(_is_number, job.layers or ())) else job.layers
         if patterns is not None:
             _chosen(sites, patterns)
-        with doing(f"{job.model}, called with {loaded.trial['input_ids'].numel()} tokens"):
+        with doing(f"{job.model}, recorded on {loaded.trial['input_ids'].numel()} tokens"):
             recording = model._recorded(loaded.trial, patterns)
         model.layers = _chosen(recording.names, job.layers)
         _check_maps(job, recording, model.layers)
