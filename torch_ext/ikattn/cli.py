@@ -127,13 +127,14 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--maps",
         default="usual",
         help=f"any of {', '.join(_known_maps())}, with commas; each layer gives those that it has; "
-        "usual: all but similarity, magnitude and per_head (default: %(default)s)",
+        "usual: all but similarity, magnitude and per_head (default: %(default)s); ledger: these "
+        "three, weights and value_norms",
     )
     add(
         "--layers",
         metavar="LAYERS",
-        help="patterns of names ('encoder.*') or numbers in the order in which layers run "
-        "(0,1,-1), with commas (default: all)",
+        help="patterns of names ('encoder.*') or numbers in the order in which layers run, from 0 "
+        "on, the last one -1, with commas (default: all)",
     )
     add(
         "--format",
@@ -207,7 +208,7 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="tell which tokens of a prompt made a model's answer",
         description="Runs a model of Hugging Face transformers on a prompt and prints what each "
         "token adds to the logits of the target: a text that continues the prompt, a translation, "
-        "or a class. Without a target it is what the model answers itself.",
+        "or a class. Without a target it is what the model answers itself, which is printed first.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="its directory, or name on the hub")

@@ -98,15 +98,15 @@ def table(found: Attribution, own: int | None = None) -> str:
     lines = [] if own is None else [f"the model answers: {' '.join(target) or 'see value'}"]
     parts = [(found.tokens, found.scores), (found.prefix_tokens, found.prefix_scores)]
     there = [(names[0], x[0]) for names, x in parts if names is not None and x is not None]
+    width = max((text_width(_shown(name)) for names, _ in there for name in names), default=0)
     for part, (names, scores) in enumerate(there, start=1):
         shown = [_shown(name) for name in names]
         row = scores.detach().float().cpu()
         largest = max(float(row.abs().max()), 1e-30)
-        width = max(map(text_width, shown))
         begins = len(shown) - own if own and part == len(there) else None
         for place, (name, score) in enumerate(zip(shown, row.tolist(), strict=True)):
             if place == begins:
-                lines.append("of the answer, for the tokens after each:")
+                lines.append("of the answer itself, for its later tokens:")
             bar = ("+" if score > 0 else "-") * round(20 * abs(score) / largest)
             padding = " " * (width - text_width(name))
             lines.append(f"{name}{padding}  {score:9.4f}  {bar}".rstrip())
