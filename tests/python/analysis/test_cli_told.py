@@ -291,5 +291,5 @@ def test_prompts_and_answers_are_as_long_as_there_are_positions(
     asked = ("attribute", "--model", decoder, "--prompt")
     assert "has 40 tokens, and the model has positions for 32" in told(capsys, *asked, "w1 " * 40)
     said = told(capsys, *asked, "w1 " * 30, "--target", "w1 w2 w3")
-    assert "must have 1 to 2 tokens, for which the model has positions, got 3" in said
+    assert "the answer has 3 tokens, and the model has positions for 2 after the prompt" in said
     assert cli.main([*map(str, asked), "w1 " * 30, "--new-tokens", "50"]) == 0

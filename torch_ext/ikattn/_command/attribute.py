@@ -95,7 +95,7 @@ def table(found: Attribution, own: int | None = None) -> str:
             it was asked for a target.
     """
     target = [] if found.target_tokens is None else [_shown(x) for x in found.target_tokens[0]]
-    lines = [] if own is None else [f"the model answers: {' '.join(target) or 'see value'}"]
+    lines = [] if own is None else [f"the model answers: {' '.join(target) or 'no known token'}"]
     parts = [(found.tokens, found.scores), (found.prefix_tokens, found.prefix_scores)]
     there = [(names[0], x[0]) for names, x in parts if names is not None and x is not None]
     width = max((text_width(_shown(name)) for names, _ in there for name in names), default=0)
@@ -177,10 +177,12 @@ def _ask(question: Question, loaded: Loaded) -> Attribution:
     else:
         inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
         loaded.check(torch.tensor(answer))
-    if not answer or len(answer) > room:
+    if not answer:
+        raise AnalyzeError("the model answers nothing")
+    if len(answer) > room:
         raise AnalyzeError(
-            f"the answer must have 1 to {room} tokens, for which the model has positions, got "
-            f"{len(answer)}"
+            f"the answer has {len(answer)} tokens, and the model has positions for {room} after "
+            "the prompt"
         )
     return attribute(model, inputs, answer, **options)
 
