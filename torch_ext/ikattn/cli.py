@@ -1,47 +1,121 @@
-"""The command line: python -m ikattn info | analyze | attribute | cmake-prefix-path."""
+"""Which token contributes how much to which: in every layer of attention, and to an answer."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ikattn._command.errors import Notice, sentence
 from ikattn._command.tables import Table, is_table
 from ikattn._info import info
 from ikattn._library import cmake_prefix_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit status: 0, 1 failed, 2 usage, 130 interrupted."""
+    """Runs one subcommand and returns the exit status: 0, 1 failed, 2 usage, 130 interrupted.
+
+    No exception leaves it but SystemExit, by which argparse ends a wrong usage: each becomes one
+    sentence on stderr, with ``--debug`` after its traceback, and each warning another.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+    parsed = argparse.Namespace(command="", debug=False)
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # stderr may be a closed pipe
+            print(text, file=sys.stderr, flush=True)
+
+    def warn(message: Warning | str, *_: object, **__: object) -> None:
+        text = str(message).strip().partition("\n")[0]
+        if text not in said:  # Python repeats itself where a library has changed its filters
+            said.add(text)
+            say(f"ikattn {parsed.command}: {text}")
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = warn
+            warnings.simplefilter("always", Notice)
+            _parser().parse_args(arguments, parsed)
+            status: int = parsed.run(parsed, say)
+        sys.stdout.flush()
+        return status
+    except SystemExit:
+        raise
+    except BaseException as error:  # panics of libraries in Rust are no Exception
+        if parsed.debug:
+            traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            say(f"\n{str(error) or 'interrupted'}")
+            return 130
+        say(f"ikattn {parsed.command}: {sentence(error)}")
+        return 1
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # nobody can read it; the interpreter would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(text: str) -> None:
+    """Prints on stdout, whose encoding may lack letters: they are written as escapes."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ikattn", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="print versions, instruction set and threads")
-    analyze = _add_analyze(commands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add(commands, "info", _info, help="print versions, instruction set and threads")
+    _add_analyze(commands)
     _add_attribute(commands)
-    commands.add_parser("cmake-prefix-path", help="print where CMake finds ikattn and its torch")
-    parsed = parser.parse_args(arguments)
-    if parsed.command == "info":
-        print(info())
-        return 0
-    if parsed.command == "cmake-prefix-path":
-        print(cmake_prefix_path(), torch.utils.cmake_prefix_path, sep=";")
-        return 0
-    if parsed.command == "attribute":
-        return _attribute(parsed)
-    return _analyze(analyze, parsed)
+    help_ = "print where CMake finds ikattn and its torch"
+    _add(commands, "cmake-prefix-path", _cmake_prefix_path, help=help_)
+    return parser
 
 
-def _add_analyze(
+def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace, Callable[[str], None]], int],
+    *,
+    help: str,
+    description: str | None = None,
 ) -> argparse.ArgumentParser:
+    """Adds a subcommand, which ``run`` does: it is given the options and how to tell of things."""
+    parser = commands.add_parser(name, help=help, description=description or help)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of what failed")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _info(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
+    _print(info())
+    return 0
+
+
+def _cmake_prefix_path(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
+    _print(f"{cmake_prefix_path()};{torch.utils.cmake_prefix_path}")
+    return 0
+
+
+def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from ikattn._command.job import FORMATS
 
-    parser = commands.add_parser(
+    parser = _add(
+        commands,
         "analyze",
+        _analyze,
         help="write the attention maps of a model for each line of a text",
         description="Runs a model of Hugging Face transformers over lines of text and writes the "
         "maps of each line. The same command goes on where an earlier one stopped.",
@@ -53,7 +127,14 @@ def _add_analyze(
         "--maps",
         default="usual",
         help=f"any of {', '.join(_known_maps())}, with commas; each layer gives those that it has; "
-        "usual: all but similarity, magnitude and per_head (default: %(default)s)",
+        "usual: all but similarity, magnitude and per_head (default: %(default)s); ledger: these "
+        "three, weights and value_norms",
+    )
+    add(
+        "--layers",
+        metavar="LAYERS",
+        help="patterns of names ('encoder.*') or numbers in the order in which layers run, from 0 "
+        "on, the last one -1, with commas (default: all)",
     )
     add(
         "--format",
@@ -67,7 +148,7 @@ def _add_analyze(
         required=True,
         type=_directory,
         metavar="DIR",
-        help="receives a file for each line",
+        help="receives a file for each line, and index.html",
     )
     add("--batch-size", type=_positive, default=8, metavar="N", help="default: %(default)s")
     add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")
@@ -86,7 +167,6 @@ def _add_analyze(
         help="lines in a file of parquet, arrow or sums (default: as many as make a thousand "
         "files, and 16 at least)",
     )
-    return parser
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -121,18 +201,23 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = _add(
+        commands,
         "attribute",
+        _attribute,
         help="tell which tokens of a prompt made a model's answer",
         description="Runs a model of Hugging Face transformers on a prompt and prints what each "
         "token adds to the logits of the target: a text that continues the prompt, a translation, "
-        "or a class. Without a target it is what the model answers itself.",
+        "or a class. Without a target it is what the model answers itself, which is printed first.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="its directory, or name on the hub")
     add("--prompt", required=True, metavar="T", help="what the model reads")
-    add("--pair", metavar="T", help="the second sentence, of a classifier of two")
-    add("--chat", action="store_true", help="the prompt is a user's turn in the chat template")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--pair", metavar="T", help="the second sentence, of a classifier of two")
+    kind.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's turn in the chat template"
+    )
     add("--target", metavar="T", help="the answer, or a class by number or label")
     add("--against", metavar="T", help="a token, or class, whose logit is taken off")
     add("--method", default="decompx", help="decompx, alti_logit, rollout:MAP (%(default)s)")
@@ -150,29 +235,23 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
 
 
-def _attribute(parsed: argparse.Namespace) -> int:
+def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ikattn._command.attribute import Question, answer, table
-    from ikattn._command.errors import AnalyzeError
 
-    options = {name: value for name, value in vars(parsed).items() if name != "command"}
-    try:
-        print(table(answer(Question(**options))))
-    except AnalyzeError as error:
-        print(f"ikattn attribute: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    names = Question.__dataclass_fields__
+    _print(table(*answer(Question(**{name: getattr(parsed, name) for name in names}))))
     return 0
 
 
-def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+def _analyze(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ikattn._command.analyze import analyze
-    from ikattn._command.errors import AnalyzeError
     from ikattn._command.job import FORMATS, LINE_FORMATS, Job, drawable_maps
     from ikattn._command.shards import Shard
 
+    parser = parsed.parser
     maps = _choices(parser, "--maps", parsed.maps, _known_maps())
     formats = _choices(parser, "--format", parsed.format, FORMATS)
+    layers = parsed.layers and _choices(parser, "--layers", parsed.layers, None)
     if {"html", "png"} & set(formats) and not drawable_maps(maps):
         parser.error("--format html and png need a map of queries and keys, for example summed")
     try:
@@ -191,6 +270,7 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
         target_texts=parsed.target_text and tuple(parsed.target_text),
         target_file=target_file,
         maps=maps,
+        layers=layers,
         formats=formats,
         out=parsed.out,
         batch_size=parsed.batch_size,
@@ -201,21 +281,9 @@ def _analyze(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
         part_lines=parsed.part_lines,
     )
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    try:
-        count = analyze(job, say)
-    except AnalyzeError as error:
-        say(f"ikattn analyze: {error}")
-        return 1
-    except KeyboardInterrupt as stopped:
-        say(
-            f"\ninterrupted after {str(stopped) or 'no'} lines; the same command goes on from there"
-        )
-        return 130
+    count = analyze(job, say)
     if shard.speaks:
-        print(f"{count} lines in {job.out}")
+        _print(f"{count} line{'' if count == 1 else 's'} in {job.out}")
     return 0
 
 
@@ -252,15 +320,15 @@ def _known_maps() -> tuple[str, ...]:
 
 
 def _choices(
-    parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]
+    parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Names with commas, each once and in the order given."""
+    """Names with commas, each once and in the order given; known=None: any."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
-        if name not in known:
+        if known is not None and name not in known:
             parser.error(f"{option} must be any of {', '.join(known)}, got {name!r}")
     if not names:
-        parser.error(f"{option} must name at least one of {', '.join(known)}")
+        parser.error(f"{option} must name at least one of {', '.join(known or ['the layers'])}")
     return names
 
 
@@ -273,7 +341,7 @@ def _directory(text: str) -> Path:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    return min(int(text), sys.maxsize)
 
 
 def _device(text: str) -> str:

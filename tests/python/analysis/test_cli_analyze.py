@@ -571,6 +571,80 @@ def test_map_that_the_model_has_not_is_said(
     )
 
 
+def test_maps_that_some_layers_lack_are_named_once(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ("--text", "water", "--target-text", "Tier") * 2
+    options = ("--maps", "with_residual,all", "--format", "npz", "--batch-size", 1)
+    assert analyze("--model", bart, *texts, *options, "--out", tmp_path / "out") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "gave no map" in line]
+    assert len(said) == 1
+    assert "decoder.layers.0.encoder_attn gave no map 'with_residual': its queries are" in said[0]
+    found = load_maps(tmp_path / "out" / "line-000001.npz")
+    assert [found[n].with_residual is None for n in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [
+        ("encoder.layer.1.*", [1]),
+        ("0", [0]),
+        ("-1", [1]),
+        ("*,1", [0, 1]),
+        ("-2,encoder.layer.1.attention.self", [0, 1]),
+    ],
+)
+def test_layers_are_chosen_by_patterns_and_numbers(
+    tmp_path: Path, bert: Path, layers: str, kept: list[int]
+) -> None:
+    options = ("--text", "water", f"--layers={layers}", "--format", "npz", "--maps", "summed")
+    assert analyze("--model", bert, *options, "--out", tmp_path / "out") == 0
+    found = load_maps(tmp_path / "out" / "line-000001.npz")
+    alone = recorded_alone(bert, "water", ("summed",))
+    assert found.names == [alone.names[number] for number in kept]
+    for name in found:
+        torch.testing.assert_close(found[name].summed, alone[name].summed)
+
+
+def test_runs_of_a_shared_layer_are_chosen_by_number(tmp_path: Path) -> None:
+    sizes = SIZES | {"num_hidden_layers": 4, "embedding_size": 8}
+    model = save_model(tmp_path / "albert", "Albert", **sizes)
+    options = ("--text", "water", "--layers", "1,-1", "--format", "npz")
+    assert analyze("--model", model, *options, "--out", tmp_path / "out") == 0
+    names = load_maps(tmp_path / "out" / "line-000001.npz").names
+    assert [name.partition("#")[2] for name in names] == ["2", "4"]
+
+
+@pytest.mark.parametrize("layers", ["decoder.*", "2", "-3", "encoder.*,layer"])
+def test_layers_that_are_not_there_are_told_with_those_that_are(
+    tmp_path: Path, bert: Path, layers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--text", "water", "--layers", layers, "--out", tmp_path / "out")
+    said = refused(capsys, "--model", bert, *arguments)
+    assert f"of encoder.layer.0.attention.self, {LAYER}, got '{layers.split(',')[-1]}'" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "length"),
+    [
+        ("Roberta", {}, 15),
+        ("XLMRobertaXL", {}, 15),
+        ("Data2VecText", {}, 15),
+        ("Esm", {"position_embedding_type": "absolute", "mask_token_id": 3}, 15),
+        ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 16}, 16),
+        ("BioGpt", {}, 16),
+        ("Bert", {}, 16),
+    ],
+)
+def test_a_long_line_is_cut_by_the_model_s_table_of_positions(
+    tmp_path: Path, family: str, options: dict[str, Any], length: int
+) -> None:
+    model = save_model(tmp_path / "model", family, **SIZES | options)
+    arguments = ("--text", "water " * 50, "--maps", "summed", "--format", "npz")
+    assert analyze("--model", model, *arguments, "--out", tmp_path / "out") == 0
+    assert len(entries_in(tmp_path / "out")[0]["tokens"]) == length
+
+
 @pytest.mark.parametrize(
     ("library", "command"),
     [("transformers", "'ikattn[analyze]'"), ("matplotlib", "'ikattn[viz]'")],

@@ -92,8 +92,12 @@ def test_what_the_model_says_itself_and_chat(
 ) -> None:
     common = ("--model", decoder, "--new-tokens", 3)
     assert attribute(*common, "--prompt", PROMPT, "--method", "alti_logit") == 0
-    plain = capsys.readouterr().out
-    assert "not of any token" in plain
+    plain = capsys.readouterr().out.splitlines()
+    assert plain[0].startswith("the model answers: ")
+    answer = plain[0].split()[3:]
+    assert plain[5] == "of the answer itself, for its later tokens:"
+    assert [line.split()[0] for line in plain[6 : 6 + len(answer)]] == answer
+    assert plain[-2].startswith("not of any token")
     assert attribute(*common, "--prompt", "animal did not", "--chat", "--against", "good") == 0
     assert capsys.readouterr().out.splitlines()[0].split()[0] == "the"
 
@@ -131,6 +135,47 @@ def test_what_cannot_be_is_told(
 ) -> None:
     assert attribute("--model", decoder, "--prompt", PROMPT, "--target", "good", *arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_model_of_text_and_images_answers_text_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    text = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
+    eye = {**SIZES, "intermediate_size": 32, "image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(
+        text_config={**text, "vocab_size": len(WORDS), "pad_token_id": 0}, vision_config=eye
+    )
+    model = save(tmp_path, transformers.Gemma3ForConditionalGeneration(config).eval())
+    assert attribute("--model", model, "--prompt", PROMPT, "--target", "cross") == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [words[0] for words in printed[:5]] == [*PROMPT.split(), "cross"]
+    loaded = transformers.Gemma3ForConditionalGeneration.from_pretrained(model).eval()
+    expected = ikattn.attribute(loaded, torch.tensor([[3, 4, 5, 6]]), [7]).scores[0].tolist()
+    assert [float(words[1]) for words in printed[:5]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_classifier_that_is_an_encoder_decoder_keeps_its_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32}
+    sizes |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(
+        **sizes, vocab_size=len(WORDS), pad_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+        id2label={0: "bad", 1: "good"},
+    )  # fmt: skip
+    model = save(tmp_path, transformers.BartForSequenceClassification(config).eval())
+    assert attribute("--model", model, "--prompt", f"{PROMPT} </s>") == 0
+    said = capsys.readouterr()
+    assert "random" not in said.err
+    loaded = transformers.BartForSequenceClassification.from_pretrained(model).eval()
+    with torch.no_grad():
+        logits = loaded(torch.tensor([[3, 4, 5, 6, 2]])).logits[0]
+    answer = config.id2label[int(logits.argmax())]
+    first, *_, last = said.out.splitlines()
+    assert first == f"the model answers: {answer}"
+    assert last == f"value of {answer}: {float(logits.max()):.4f}"
 
 
 def test_models_and_classes_that_are_not_there(

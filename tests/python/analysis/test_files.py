@@ -23,7 +23,9 @@ from torch import Tensor
 
 import ikattn
 from ikattn.analysis import Batch, MapFileError, MapWriter, Recording, files, load_maps, record
+from ikattn.analysis._sequences import sequences
 from recordings import encoder_recording, random_maps, translation_recording
+from tiny_texts import tiny_model, tiny_tokenizer
 
 SUFFIXES = (".safetensors", ".npz", ".json")
 every_format = pytest.mark.parametrize("suffix", SUFFIXES)
@@ -74,6 +76,65 @@ def test_recording_is_read_back_field_by_field(
     recording.save(tmp_path / f"maps{suffix}")
     assert_same(load_maps(tmp_path / f"maps{suffix}"), recording)
     assert names_in(tmp_path) == [f"maps{suffix}"]
+
+
+@every_format
+@pytest.mark.parametrize("maps", [("summed",), ("value_norms",)])
+def test_files_keep_tokens_and_ids(tmp_path: Path, suffix: str, maps: tuple[str, ...]) -> None:
+    """Saved with a tokenizer, or named by one after loading: tokens are known without more."""
+    pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
+    model, tokenizer = tiny_model("BertModel"), tiny_tokenizer()
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    with torch.no_grad(), record(model, maps) as recording:
+        model(input_ids=ids, attention_mask=(ids != 0).long())
+    names = [["w1", "w2", "w3", "w4"], ["w5", "w6"]]
+    recording.save(tmp_path / f"named{suffix}", tokenizer)
+    assert recording.batches[0].tokens is None
+    assert load_maps(tmp_path / f"named{suffix}").batches[0].tokens == names
+    recording.save(tmp_path / f"maps{suffix}")
+    loaded = load_maps(tmp_path / f"maps{suffix}")
+    assert loaded.batches[0].tokens is None
+    for name in ("input_ids", "input_mask"):
+        assert torch.equal(getattr(loaded.batches[0], name), getattr(recording.batches[0], name))
+    loaded.save(tmp_path / f"again{suffix}", tokenizer)
+    assert load_maps(tmp_path / f"again{suffix}").batches[0].tokens == names
+    if maps == ("summed",):
+        loaded.to_html(tmp_path / "page.html", tokenizer)
+        load_maps(tmp_path / f"named{suffix}").to_html(tmp_path / "named.html")
+        assert (tmp_path / "page.html").read_bytes() == (tmp_path / "named.html").read_bytes()
+
+
+@every_format
+def test_files_of_reduced_maps_and_of_a_decoder_s_steps_keep_tokens(
+    tmp_path: Path, suffix: str
+) -> None:
+    pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
+    model, tokenizer = tiny_model("GPT2LMHeadModel"), tiny_tokenizer()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad(), record(model, ("summed",), reduce="columns") as reduced:
+        model(ids)
+    reduced.save(tmp_path / f"reduced{suffix}", tokenizer)
+    assert load_maps(tmp_path / f"reduced{suffix}").batches[0].tokens == [["w1", "w2", "w3", "w4"]]
+    with torch.no_grad(), record(model, ("summed",)) as recording:
+        made = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    recording.save(tmp_path / f"steps{suffix}", tokenizer)
+    loaded = load_maps(tmp_path / f"steps{suffix}")
+    words = tokenizer.convert_ids_to_tokens(made[0].tolist())
+    assert [batch.tokens for batch in loaded.batches] == [[words[:n]] for n in (4, 5, 6)]
+    joined = loaded.joined()
+    assert [each.tokens for each in sequences(joined)] == [words[:6]]
+
+
+def test_layers_are_found_by_name_and_number(tmp_path: Path) -> None:
+    encoder_recording(layers=3).save(tmp_path / "maps.npz")
+    for recording in (encoder_recording(layers=3), load_maps(tmp_path / "maps.npz")):
+        assert list(recording) == recording.names
+        for number, name in enumerate(recording):
+            for found in (recording, recording.batches[0]):
+                assert found[name] is found[number] is found[number - 3]
+        with pytest.raises(KeyError, match=r"no layer 3 was recorded; .* numbers 0 to 2"):
+            recording[3]
+        assert 3 not in recording.batches[0]
 
 
 @every_format

@@ -75,6 +75,36 @@ def test_map_of_each_head_is_averaged_and_weights_may_stand_alone(tmp_path: Path
     assert texts.count("encoder.layer.0.attention.self") == 1
 
 
+@pytest.mark.parametrize(
+    ("recorded", "drawn"),
+    [
+        (("alti",), "ALTI"),
+        (("weights",), "attention weight"),
+        (("weights", "encoder"), "N through the whole block"),
+        (("summed", "encoder"), "N, heads summed"),
+    ],
+)
+def test_the_only_map_there_is_need_not_be_named(
+    tmp_path: Path, recorded: tuple[str, ...], drawn: str
+) -> None:
+    layer = Layer("layer", "self", "encoder", 1, "none", "torch")
+    axes = {"weights": (1, 2, 3, 3)}
+    maps = ikattn.Contributions(
+        **{name: torch.rand(axes.get(name, (1, 3, 3))) for name in recorded}
+    )
+    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps})])
+    recording.plot(tmp_path / "one.svg")
+    assert any(text.startswith(drawn) for text in texts_of(tmp_path / "one.svg"))
+
+
+def test_one_of_several_maps_must_be_named(tmp_path: Path) -> None:
+    layer = Layer("layer", "self", "encoder", 1, "none", "torch")
+    maps = ikattn.Contributions(encoder=torch.rand(1, 3, 3), alti=torch.rand(1, 3, 3))
+    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps})])
+    with pytest.raises(ValueError, match=r"which map to draw; there are alti, encoder"):
+        recording.plot(tmp_path / "one.svg")
+
+
 def test_cross_attention_has_both_texts(tmp_path: Path) -> None:
     translation_recording().plot(tmp_path / "cross.svg", layer="cross")
     texts = texts_of(tmp_path / "cross.svg")

@@ -30,7 +30,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, doing
 from ikattn._command.index import overview, write_index
 from ikattn._command.job import Job, Line, Source, drawable_maps, read_lines
 from ikattn._command.ledger import Ledger
@@ -61,7 +61,7 @@ def analyze(job: Job, say: Callable[[str], None]) -> int:
 
     Raises:
         AnalyzeError: The job cannot be done, or not be finished; the message says why.
-        KeyboardInterrupt: With the number of finished lines; what is finished stays.
+        KeyboardInterrupt: With a sentence on the finished lines, which stay.
     """
     _check_libraries(job)
     source = Source.of("--text", job.texts, job.file)
@@ -133,7 +133,10 @@ def _run(
                 ledger.follow()
                 advance(0)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{ledger.count} of {source.count}") from None
+        raise KeyboardInterrupt(
+            f"interrupted after {ledger.count} of {source.count} lines; the same command goes on "
+            "from there"
+        ) from None
 
 
 def _do_lines(
@@ -216,12 +219,9 @@ def _maps_of(
     job: Job, model: AnalyzedModel, chunk: Sequence[Line], note: Callable[[str], Any]
 ) -> Iterator[tuple[Line, Recording, bool]]:
     """Each line's own recording, and whether it had to be cut, which is told."""
-    full = [line for line in chunk if not line.empty and model.has_tokens(line)]
-    try:
+    with doing(f"lines {chunk[0].number} to {chunk[-1].number}"):
+        full = [line for line in chunk if not line.empty and model.has_tokens(line)]
         found = iter(model.record(full) if full else ())
-    except (ValueError, NotImplementedError, RuntimeError, TypeError, IndexError) as error:
-        numbers = f"lines {full[0].number} to {full[-1].number}"
-        raise AnalyzeError(f"{numbers}: {error}") from error
     numbers_of_full = {line.number for line in full}
     for line in chunk:
         if line.number not in numbers_of_full:
@@ -244,7 +244,7 @@ def _write_line(job: Job, line: Line, recording: Recording) -> list[str]:
         if kind == "html":
             recording.to_html(path, title=line.text.strip()[:120])
         elif kind == "png":
-            recording.plot(path, map=_pictured(job.maps))
+            recording.plot(path, map=_pictured(job, recording))
         else:
             recording.save(path)
         names.append(path.name)
@@ -269,10 +269,12 @@ def _entry(
     }
 
 
-def _pictured(maps: Sequence[str]) -> str:
-    """What a picture shows beside the weights."""
-    names = [name for name in drawable_maps(maps) if name not in ("weights", "similarity")]
-    return next((name for name in ("summed", *names) if name in names), "weights")
+def _pictured(job: Job, recording: Recording) -> str | None:
+    """What a picture shows beside the weights: the sum, or the first map there is."""
+    names = [name for name in drawable_maps(job.maps) if name not in ("weights", "similarity")]
+    layers = recording.batches[0].values()
+    there = [x for x in ("summed", *names) if any(getattr(maps, x) is not None for maps in layers)]
+    return next(iter(there), None)
 
 
 def _check_libraries(job: Job) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, doing
+from ikattn._command.loading import Loaded, hushed, load, warn_of_missing
 from ikattn._whole_files import whole_file
 from ikattn.analysis.attribution import Attribution, attribute
 from ikattn.analysis.attribution._texts import encoded, taken_by, target_of_text, with_first_token
-from ikattn.integrations.transformers import from_pretrained
-from ikattn.integrations.transformers._implicit import settings_of
+from ikattn.analysis.pictures import text_width
 
 __all__ = ["Question", "answer", "table"]
 
@@ -54,129 +52,155 @@ class Question:
     out: Path | None = None
 
 
-def answer(question: Question) -> Attribution:
+def answer(question: Question) -> tuple[Attribution, int | None]:
     """Loads the model and attributes its answer, and writes the file that was asked for.
 
+    Returns:
+        The scores, and how many of the last tokens the model answered itself: 0 where it chose a
+        class, None where there was a target.
+
     Raises:
-        AnalyzeError: It cannot be done; the message says why.
+        AnalyzeError: It cannot be done; the message says why. Other exceptions are those of
+            :func:`ikattn.attribute`.
     """
-    if find_spec("transformers") is None:
-        raise AnalyzeError("this needs transformers: pip install 'ikattn[analyze]'")
+    for option in ("prompt", "pair", "target", "against"):
+        with doing(f"--{option} must be text in UTF-8"):
+            (getattr(question, option) or "").encode()
     if question.out is not None and question.out.suffix not in (".html", ".json"):
         raise AnalyzeError(f"--out must end in .html or .json, got {question.out}")
-    model, tokenizer = _load(question)
-    try:
-        found = _ask(question, model, tokenizer)
-    except (ValueError, RuntimeError, NotImplementedError, IndexError) as error:
-        raise AnalyzeError(str(error).removeprefix("attribute: ")) from error
-    if question.out is not None:
-        try:
-            if question.out.suffix == ".html":
-                found.to_html(question.out)
-            else:
-                with whole_file(question.out) as file:
-                    file.write(json.dumps(_record(found)).encode())
-        except OSError as error:
-            raise AnalyzeError(str(error)) from error
-    return found
+    with hushed():
+        loaded = _load(question)
+        warn_of_missing(question.model, loaded.missing)
+        found = _ask(question, loaded)
+    own = None
+    if question.target is None:
+        answered = found.target_tokens if loaded.model.can_generate() else None
+        own = len(answered[0]) if answered else 0
+    if question.out is None:
+        return found, own
+    if question.out.suffix == ".html":
+        found.to_html(question.out)
+    else:
+        with whole_file(question.out) as file:
+            file.write(json.dumps(_record(found)).encode())
+    return found, own
 
 
-def table(found: Attribution) -> str:
-    """Tokens and scores, one a line, a bar beside each."""
-    lines = []
-    for names, scores in (
-        (found.tokens, found.scores),
-        (found.prefix_tokens, found.prefix_scores),
-    ):
-        if names is None or scores is None:
-            continue
-        row = scores[0].detach().float().cpu()
+def table(found: Attribution, own: int | None = None) -> str:
+    """Tokens and scores, one a line, a bar beside each.
+
+    Args:
+        found: What to show.
+        own: How many of the last tokens the model answered itself, 0 where it chose a class; None:
+            it was asked for a target.
+    """
+    target = [] if found.target_tokens is None else [_shown(x) for x in found.target_tokens[0]]
+    lines = [] if own is None else [f"the model answers: {' '.join(target) or 'no known token'}"]
+    parts = [(found.tokens, found.scores), (found.prefix_tokens, found.prefix_scores)]
+    there = [(names[0], x[0]) for names, x in parts if names is not None and x is not None]
+    width = max((text_width(_shown(name)) for names, _ in there for name in names), default=0)
+    for part, (names, scores) in enumerate(there, start=1):
+        shown = [_shown(name) for name in names]
+        row = scores.detach().float().cpu()
         largest = max(float(row.abs().max()), 1e-30)
-        width = max(len(name) for name in names[0])
-        for name, score in zip(names[0], row.tolist(), strict=True):
+        begins = len(shown) - own if own and part == len(there) else None
+        for place, (name, score) in enumerate(zip(shown, row.tolist(), strict=True)):
+            if place == begins:
+                lines.append("of the answer itself, for its later tokens:")
             bar = ("+" if score > 0 else "-") * round(20 * abs(score) / largest)
-            lines.append(f"{name:{width}}  {score:9.4f}  {bar}".rstrip())
-    targets = "" if found.target_tokens is None else " of " + " ".join(found.target_tokens[0])
+            padding = " " * (width - text_width(name))
+            lines.append(f"{name}{padding}  {score:9.4f}  {bar}".rstrip())
     if not bool(found.bias.isnan().any()):
         lines.append(f"not of any token: {float(found.bias[0]):.4f}")
-    lines.append(f"value{targets}: {float(found.value[0]):.4f}")
+    of_target = f" of {' '.join(target)}" if target else ""
+    lines.append(f"value{of_target}: {float(found.value[0]):.4f}")
     return "\n".join(lines)
 
 
-def _load(question: Question) -> tuple[Any, Any]:
-    transformers = import_module("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"trust_remote_code": question.trust_remote_code}
+def _shown(token: str) -> str:
+    """A token on one line of a terminal."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in token)
+
+
+def _load(question: Question) -> Loaded:
+    about: dict[str, Any] = {"trust_remote_code": question.trust_remote_code}
+    dtype = question.dtype
+    options = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if question.revision is not None:
-        options["revision"] = question.revision
-    try:
-        config = transformers.AutoConfig.from_pretrained(question.model, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(question.model, **options)
-        kind = _kind_of(transformers, config)
-        if question.device_map is not None:
-            options["device_map"] = question.device_map
-        dtype = question.dtype
-        options["dtype"] = dtype if dtype == "auto" else getattr(torch, dtype)
-        load = kind.from_pretrained
-        if settings_of(config) is not None:  # use_implicit_attention gave it frequencies
-            model = from_pretrained(kind, question.model, **options)
-        else:
-            model = load(question.model, **options)
-        if question.device_map is None:
-            model = model.to(question.device)
-        return model.eval(), tokenizer
-    except Exception as error:  # of many libraries, and each of them means this
-        cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise AnalyzeError(f"cannot load the model {question.model}: {cause[0]}") from error
+        about["revision"] = question.revision
+    if question.device_map is None:
+        return load(question.model, _kind_of, about, question.device, **options)
+    return load(question.model, _kind_of, about, None, device_map=question.device_map, **options)
 
 
 def _kind_of(transformers: Any, config: Any) -> Any:
-    """The class that loads the model with the head it was saved with."""
-    names = getattr(config, "architectures", None) or [""]
-    if config.is_encoder_decoder:
-        return transformers.AutoModelForSeq2SeqLM
-    if names[0].endswith("ForSequenceClassification"):
-        return transformers.AutoModelForSequenceClassification
-    if names[0] and not names[0].endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")):
-        raise ValueError(
-            f"a {names[0]} has no head to attribute: take a decoder, a classifier of texts, or an "
-            "encoder-decoder"
+    """The class that the model was saved as, which must give logits of text.
+
+    Raises:
+        AnalyzeError: It does not.
+    """
+    name = (getattr(config, "architectures", None) or [""])[0]
+    kind = getattr(transformers, name, None) if name else None
+    if kind is None:  # its code comes with it, or nobody says
+        is_pair = config.is_encoder_decoder
+        return transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
+    classifiers = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not kind.can_generate() and kind is not classifiers.get(type(config), None):
+        raise AnalyzeError(
+            f"a {name} gives neither a class of a text nor a next token to attribute: take a "
+            "decoder, a classifier of texts, or an encoder-decoder"
         )
-    return transformers.AutoModelForCausalLM
+    return kind
 
 
-def _ask(question: Question, model: Any, tokenizer: Any) -> Attribution:
+def _ask(question: Question, loaded: Loaded) -> Attribution:
+    model, tokenizer = loaded.model, loaded.tokenizer
     inputs = _inputs(question, model, tokenizer)
     against = None if question.against is None else _number(question.against, model, tokenizer)
     options: dict[str, Any] = {"method": question.method, "against": against}
+    options |= {"tokenizer": tokenizer}
+    loaded.check(inputs["input_ids"])
+    room = loaded.positions - inputs["input_ids"].size(1)
+    if room < 0:
+        raise AnalyzeError(
+            f"the prompt has {inputs['input_ids'].size(1)} tokens, and the model has positions for "
+            f"{loaded.positions}: give a shorter one"
+        )
     if not model.can_generate():
         target = None if question.target is None else _number(question.target, model, tokenizer)
-        return attribute(model, inputs, target, tokenizer=tokenizer, **options)
-    answer: Any = None
-    if question.target is not None:
-        inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
-    else:
-        answer = _generated(question, model, inputs)
-        if not answer:
-            raise AnalyzeError("the model answers nothing")
+        return attribute(model, inputs, target, **options)
+    if model.config.is_encoder_decoder:
+        room = loaded.positions
+    if question.target is None:
+        answer: Any = _generated(question, model, inputs, room)
         inputs = with_first_token(model, inputs)
-    return attribute(model, inputs, answer, tokenizer=tokenizer, **options)
+    else:
+        inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
+        loaded.check(torch.tensor(answer))
+    if not answer:
+        raise AnalyzeError("the model answers nothing")
+    if len(answer) > room:
+        raise AnalyzeError(
+            f"the answer has {len(answer)} tokens, and the model has positions for {room} after "
+            "the prompt"
+        )
+    return attribute(model, inputs, answer, **options)
 
 
 def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]:
-    if question.chat:
-        said = [{"role": "user", "content": question.prompt}]
-        return encoded(model, said, tokenizer, "attribute")[0]
-    made = tokenizer(question.prompt, question.pair, return_tensors="pt")
-    if made["input_ids"].numel() == 0:
-        raise AnalyzeError("the prompt must have a token, got none")
-    return {name: x.to(model.device) for name, x in taken_by(model, dict(made)).items()}
+    if question.pair is None:
+        chat = [{"role": "user", "content": question.prompt}]
+        given: Any = chat if question.chat else question.prompt
+        return encoded(model, given, tokenizer, "attribute")[0]
+    made = dict(tokenizer(question.prompt, question.pair, return_tensors="pt"))
+    return {name: x.to(model.device) for name, x in taken_by(model, made).items()}
 
 
 @torch.no_grad()
-def _generated(question: Question, model: Any, inputs: dict[str, Tensor]) -> list[int]:
+def _generated(question: Question, model: Any, inputs: dict[str, Tensor], room: int) -> list[int]:
     """What the model answers, greedily."""
-    made = model.generate(**inputs, max_new_tokens=question.new_tokens, do_sample=False)
+    count = min(question.new_tokens, room)
+    made = model.generate(**inputs, max_new_tokens=max(count, 1), do_sample=False)
     is_two_sided = bool(model.config.is_encoder_decoder)
     begins = 1 if is_two_sided else inputs["input_ids"].size(1)
     return [int(i) for i in made[0, begins:]]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, sentence
 from ikattn._command.shards import Shard
 from ikattn._command.tables import Table
 from ikattn.analysis._recorder.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
@@ -46,6 +46,7 @@ class Job:
         target_texts, target_file: What the decoder of a sequence-to-sequence model reads, line by
             line.
         maps: Names of maps and of GROUPS of them; each layer gives those of them that it has.
+        layers: Patterns of names of layers, or numbers as text; None: all.
         formats: Out of FORMATS.
         out: The directory that receives everything.
         batch_size: Lines in one forward call.
@@ -65,6 +66,7 @@ class Job:
     maps: tuple[str, ...]
     formats: tuple[str, ...]
     out: Path
+    layers: tuple[str, ...] | None = None
     batch_size: int = 8
     max_length: int | None = None
     device: str = "cpu"
@@ -130,12 +132,13 @@ class Source:
             for text in Source(texts, file, 0, ""):
                 digest.update(text.encode() + b"\n")
                 count += 1
-        except OSError as error:
-            raise AnalyzeError(f"cannot read {file}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise AnalyzeError(f"{file}, line {count + 1}: must be UTF-8; {error}") from error
         except UnicodeEncodeError as error:
             raise AnalyzeError(f"{option}, line {count + 1}: must be text; {error}") from error
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "strerror", None) or sentence(error)
+            raise AnalyzeError(f"cannot read {file}: {cause}") from error
         if count == 0:
             raise AnalyzeError(f"{file or option} holds no line")
         return Source(texts, file, count, digest.hexdigest())

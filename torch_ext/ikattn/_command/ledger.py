@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ikattn._command.errors import doing
 from ikattn._command.shards import Shard
 
 __all__ = ["Ledger", "lines_of", "read_entry"]
@@ -70,8 +71,9 @@ class Ledger:
             text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in new).encode()
             if self._ends_within_an_entry():
                 text = b"\n" + text
-            while text:  # past the buffer, which would write once more what a full disk refused
-                text = text[os.write(self._file.fileno(), text) :]
+            with doing(f"cannot write {self.path}"):
+                while text:  # past the buffer, which would write again what a full disk refused
+                    text = text[os.write(self._file.fileno(), text) :]
             self.follow()
             self.is_last = self.count == self.total
         os.fsync(self._file.fileno())

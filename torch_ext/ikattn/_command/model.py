@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError
-from ikattn._command.job import Job, Line, single_maps
-from ikattn.analysis._recorder.record import record
+from ikattn._command.errors import AnalyzeError, Notice, doing
+from ikattn._command.job import GROUPS, Job, Line, single_maps
+from ikattn._command.loading import Loaded, hushed, load, warn_of_missing
+from ikattn.analysis._recorder.parts import AttentionParts
+from ikattn.analysis._recorder.plan import Asked
+from ikattn.analysis._recorder.record import recorded
 from ikattn.analysis._recorder.resolvers import find_attention
 from ikattn.analysis._recorder.run_maps import why_undefined
 from ikattn.analysis._sequences import batch_of_one, cut
+from ikattn.analysis.attribution._texts import taken_by
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer
 from ikattn.analysis.recording import Recording
 from ikattn.analysis.tokens import readable_tokens
-from ikattn.integrations.transformers import from_pretrained
-from ikattn.integrations.transformers._implicit import settings_of
+from ikattn.nn.selection import Selection, describe_unseen
 
 __all__ = ["AnalyzedModel"]
 
-_LONGEST = 1 << 20  # a tokenizer without a limit gives a far larger number
+_LONGEST = 1 << 20  # tokenizers without a limit give far larger numbers
 
 
 @dataclass
 class AnalyzedModel:
     """A model of Hugging Face transformers with its tokenizer."""
 
-    module: Any
-    tokenizer: Any
-    max_length: int
-    device: torch.device
+    loaded: Loaded
     start: int | None  # the first token a decoder reads; None: no sequence-to-sequence model
-    layers_of: dict[tuple[str, ...], list[str]]  # maps, and the layers that give them
-    order: list[str]  # of the layers
+    maps: tuple[str, ...]  # each layer gives those that it has
+    max_length: int
+    layers: frozenset[str] = frozenset()  # names of those to keep, ``name#2`` the second run's
 
     @staticmethod
     def load(job: Job, *, has_target: bool) -> AnalyzedModel:
-        transformers = import_module("transformers")
-        transformers.utils.logging.disable_progress_bar()
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
-            module = _load_module(transformers, job.model).eval().to(job.device)
-        except Exception as error:  # of many libraries, and each of them means this
-            cause = str(error).strip().splitlines() or [type(error).__name__]
-            raise AnalyzeError(f"cannot load the model {job.model}: {cause[0]}") from error
-        config = module.config
+        """Loads the model, and gets to know its layers by a recording of a few tokens.
+
+        Raises:
+            AnalyzeError: It cannot be loaded, does not read text, or lacks the layers or maps.
+        """
+        about = {"trust_remote_code": False}
+        with hushed():
+            loaded = load(job.model, lambda library, _: library.AutoModel, about, job.device)
+        config, tokenizer = loaded.model.config, loaded.tokenizer
         two_sided = bool(config.is_encoder_decoder)
         if two_sided != has_target:
             wants = "needs" if two_sided else "has no decoder that reads"
@@ -60,23 +61,27 @@ class AnalyzedModel:
                 f"{'give' if two_sided else 'leave out'} --target-text or --target-file"
             )
         tokenizer.padding_side = "right"  # so that positions count from the first token
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-        start = None
-        if two_sided:
-            start = config.decoder_start_token_id
-            if start is None:
-                start = config.pad_token_id
-        length = _max_length(job, tokenizer, config)
-        layers_of = _maps_by_layer(job, module)
-        order = [site.name for site in find_attention(module)]
-        device = torch.device(job.device)
-        return AnalyzedModel(module, tokenizer, length, device, start, layers_of, order)
+        if tokenizer.pad_token is None:  # any will do: padding is masked, and cut off
+            others = (tokenizer.eos_token, tokenizer.unk_token)
+            tokenizer.pad_token = next(filter(None, others), tokenizer.convert_ids_to_tokens(0))
+        start = _first_token(job, config) if two_sided else None
+        length = _max_length(job, loaded)
+        model = AnalyzedModel(loaded, start, single_maps(job.maps), length)
+        sites = [site.name for site in find_attention(loaded.model)]
+        warn_of_missing(job.model, _before_the_last(sites, loaded))
+        patterns = None if any(map(_is_number, job.layers or ())) else job.layers
+        if patterns is not None:
+            _chosen(sites, patterns)
+        with doing(f"{job.model}, recorded on {loaded.trial['input_ids'].numel()} tokens"):
+            recording = model._recorded(loaded.trial, patterns)
+        model.layers = _chosen(recording.names, job.layers)
+        _check_maps(job, recording, model.layers)
+        return model
 
     @property
     def map_dtype(self) -> torch.dtype:
         """The type of maps in tables: float64 of a model that has it, else float32."""
-        dtypes = {parameter.dtype for parameter in self.module.parameters()}
+        dtypes = {parameter.dtype for parameter in self.loaded.model.parameters()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def has_tokens(self, line: Line) -> bool:
@@ -85,7 +90,7 @@ class AnalyzedModel:
         if self.start is not None and line.target is not None:
             texts["text_target"] = line.target
         return all(
-            len(self.tokenizer(**{name: [text]}, verbose=False)["input_ids"][0]) > 0
+            len(self.loaded.tokenizer(**{name: [text]}, verbose=False)["input_ids"][0]) > 0
             for name, text in texts.items()
         )
 
@@ -104,13 +109,12 @@ class AnalyzedModel:
             inputs["decoder_attention_mask"] = target_mask
             target_tokens = self._tokens(inputs["decoder_input_ids"], target_mask)
             lengths = [max(pair) for pair in zip(lengths, target_lengths, strict=True)]
-        on_device = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        recording = self._run(on_device)
+        modules = {name.partition("#")[0] for name in self.layers}
+        recording = self._recorded(inputs, lambda name, _: name in modules)
+        recording.layers = {n: x for n, x in recording.layers.items() if n in self.layers}
         layers = {
-            name: _with_padding(
-                recording.layers[name], maps_of_layer, inputs["attention_mask"], target_mask
-            )
-            for name, maps_of_layer in recording.batches[0].items()
+            name: _with_padding(layer, recording[name], inputs["attention_mask"], target_mask)
+            for name, layer in recording.layers.items()
         }
         found = []
         for i in range(len(lines)):
@@ -122,26 +126,13 @@ class AnalyzedModel:
             found.append((replace(recording, batches=[batch]), lengths[i]))
         return found
 
-    def _run(self, inputs: dict[str, Tensor]) -> Recording:
+    def _recorded(self, inputs: dict[str, Tensor], layers: Selection | None) -> Recording:
         """One forward call, recorded: each layer with the maps that it has."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            parts = [
-                stack.enter_context(
-                    record(self.module, maps, layers=lambda name, _, chosen=names: name in chosen)
-                )
-                for maps, names in self.layers_of.items()
-            ]
-            self.module(**inputs)
-        layers = {name: layer for part in parts for name, layer in part.layers.items()}
-        maps = {name: maps for part in parts for name, maps in part.batches[0].items()}
-        order = sorted(layers, key=lambda name: self.order.index(name.partition("#")[0]))
-        return Recording(
-            parts[0].model,
-            tuple(dict.fromkeys(name for part in parts for name in part.maps)),
-            {name: layers[name] for name in order},
-            [Batch({name: maps[name] for name in order})],
-        )
+        model = self.loaded.model
+        given = {n: x.to(model.device) for n, x in taken_by(model, inputs).items()}
+        with torch.no_grad(), recorded(model, Asked((), self.maps), layers=layers) as recording:
+            model(**given)
+        return recording
 
     def _encode(
         self, texts: list[str], argument: str = "text"
@@ -152,8 +143,8 @@ class AnalyzedModel:
             texts: B of them.
             argument: "text", or "text_target" for what a decoder writes.
         """
-        whole = self.tokenizer(**{argument: texts}, verbose=False)["input_ids"]
-        encoded = self.tokenizer(
+        whole = self.loaded.tokenizer(**{argument: texts}, verbose=False)["input_ids"]
+        encoded = self.loaded.tokenizer(
             **{argument: texts},
             padding=True,
             truncation=True,
@@ -162,57 +153,90 @@ class AnalyzedModel:
             return_attention_mask=True,
         )
         lengths = [len(ids) if len(ids) > self.max_length else 0 for ids in whole]
-        return (
-            dict(encoded),
-            self._tokens(encoded["input_ids"], encoded["attention_mask"]),
-            lengths,
-        )
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        self.loaded.check(ids)
+        return dict(encoded), self._tokens(ids, mask), lengths
 
     def _tokens(self, ids: Tensor, mask: Tensor) -> list[list[str]]:
         return [
-            readable_tokens(self.tokenizer, row[kept.bool()].tolist())
+            readable_tokens(self.loaded.tokenizer, row[kept.bool()].tolist())
             for row, kept in zip(ids, mask, strict=True)
         ]
 
 
-def _maps_by_layer(job: Job, module: Any) -> dict[tuple[str, ...], list[str]]:
-    """Which maps to take of which layers.
+def _first_token(job: Job, config: Any) -> int:
+    """What the decoder reads before the target."""
+    names = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
+    for token in (getattr(config, name, None) for name in names):
+        if token is not None:
+            return int(token)
+    raise AnalyzeError(
+        f"the config of {job.model} must have one of {', '.join(names)}, with which its decoder "
+        "begins"
+    )
+
+
+def _before_the_last(sites: Sequence[str], loaded: Loaded) -> list[str]:
+    """Missing parameters but for those after the last attention, such as a pooler's."""
+    names = [name for name, _ in loaded.model.named_parameters()]
+    begins = tuple(f"{site}." for site in sites)
+    last = max((i for i, name in enumerate(names) if name.startswith(begins)), default=len(names))
+    return [name for name in loaded.missing if name in names[: last + 1]]
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _chosen(names: Sequence[str], asked: Sequence[str] | None) -> frozenset[str]:
+    """The layers that patterns and numbers name; None: all.
 
     Raises:
-        AnalyzeError: A map was named that no layer has.
+        AnalyzeError: One of them names none.
     """
-    wanted = single_maps(job.maps)
-    missing: dict[str, str] = {}
-    layers_of: dict[tuple[str, ...], list[str]] = {}
-    for site in find_attention(module):
-        reasons: dict[str, str | None] = {}
-        if not isinstance(site.parts, str):  # else record will say why not
-            kind = site.parts.kind
-            reasons = {name: why_undefined(name, site.parts, kind) for name in wanted}
-        missing |= {name: reason for name, reason in reasons.items() if reason is not None}
-        having = tuple(name for name in wanted if reasons.get(name) is None)
-        if having:
-            layers_of.setdefault(having, []).append(site.name)
+    kept = set(names if asked is None else ())
+    for one in asked or ():
+        if _is_number(one):
+            found = names[int(one) :][:1] if -len(names) <= int(one) else ()
+        else:
+            found = [
+                n for n in names if fnmatchcase(n, one) or fnmatchcase(n.partition("#")[0], one)
+            ]
+        if not found:
+            raise AnalyzeError(
+                f"--layers must be numbers below {len(names)} or patterns of "
+                f"{describe_unseen(names)}, got {one!r}"
+            )
+        kept.update(found)
+    return frozenset(kept)
+
+
+def _check_maps(job: Job, recording: Recording, names: Iterable[str]) -> None:
+    """Warns of maps that were asked for by name, and that some layers lack.
+
+    Raises:
+        AnalyzeError: No layer has one of them.
+    """
+    layers = [recording.layers[name] for name in recording.names if name in names]
     for name in job.maps:
-        if name in missing and not any(name in having for having in layers_of):
-            raise AnalyzeError(f"no layer of {job.model} has the map {name!r}: {missing[name]}")
-    return layers_of or {wanted: []}  # record will say that there is no attention
+        if name in GROUPS:
+            continue
+        lacking = [x for x in layers if getattr(recording[x.name], name) in (None, {})]
+        if not lacking:
+            continue
+        parts = AttentionParts(lacking[0].family, None, lacking[0].block)
+        reason = why_undefined(name, parts, lacking[0].kind, has_run=True)
+        if len(lacking) == len(layers):
+            raise AnalyzeError(f"no layer of {job.model} has the map {name!r}: {reason}")
+        without = describe_unseen([x.name for x in lacking])
+        warnings.warn(f"{without} gave no map {name!r}: {reason}", Notice, stacklevel=2)
 
 
-def _load_module(transformers: Any, name: str) -> Any:
-    """The model, with the frequencies that ``use_implicit_attention`` gave it, if it did."""
-    config = transformers.AutoConfig.from_pretrained(name)
-    if settings_of(config) is None:
-        return transformers.AutoModel.from_pretrained(name)
-    return from_pretrained(transformers.AutoModel, name)
-
-
-def _max_length(job: Job, tokenizer: Any, config: Any) -> int:
+def _max_length(job: Job, loaded: Loaded) -> int:
     """Tokens a sequence may have: as asked for, and no more than the model has positions."""
-    positions = getattr(config, "max_position_embeddings", None) or _LONGEST
-    if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer"):
-        positions -= config.pad_token_id + 1  # theirs begin after that of padding
-    allowed = min(tokenizer.model_max_length, positions, _LONGEST)
+    config = getattr(loaded.model.config, "max_position_embeddings", None)
+    limits = (loaded.positions, loaded.tokenizer.model_max_length, config)
+    allowed = min(_LONGEST, *(limit for limit in limits if limit and limit > 0))
     if job.max_length is None:
         return int(allowed)
     if job.max_length > allowed:

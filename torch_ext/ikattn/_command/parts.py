@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, doing
 from ikattn._command.job import Job, Line, single_maps
 from ikattn._library import version
 from ikattn._optional import optional
@@ -29,7 +29,7 @@ from ikattn._whole_files import whole_file
 from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import SUMMED_MAPS, Contributions
 from ikattn.analysis.corpus import CorpusSums
-from ikattn.analysis.files import DEFINITIONS, MapFileError
+from ikattn.analysis.files import DEFINITIONS
 from ikattn.analysis.recording import Recording
 from ikattn.analysis.summary import full_precision
 
@@ -56,10 +56,8 @@ class PartWriter:
     def add(self, line: Line, recording: Recording, truncated: bool) -> None:
         """Adds one line's maps."""
         if self.sums is not None and recording.layers:
-            try:
+            with doing(f"line {line.number}"):
                 self.sums.add(recording)
-            except ValueError as error:
-                raise AnalyzeError(f"line {line.number}: {error}") from error
         for table in self.tables:
             table.add(line, recording, truncated)
 
@@ -103,14 +101,8 @@ def merge_sums(out: Path, parts: int) -> None:
         found = CorpusSums()
         for part in range(parts):
             path = out / _name_of_sums(part)
-            try:
+            with doing(f"remove {path}, and the same command does its lines again"):
                 found += CorpusSums.load(path)
-            except FileNotFoundError as error:
-                raise AnalyzeError(f"{error}: the same command does its lines again") from error
-            except MapFileError as error:
-                raise AnalyzeError(
-                    f"{error}; remove {path}, and the same command does its lines again"
-                ) from error
         found.save(total)
     for path in out.glob("sums-*.npz"):
         path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, doing
 from ikattn._command.job import LINE_FORMATS, Job, Source
 from ikattn._command.ledger import Ledger, lines_of, read_entry
 from ikattn._command.parts import SUMS
@@ -34,22 +34,17 @@ def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Le
             the results of another job.
     """
     with ExitStack() as held:
-        try:
+        with doing(f"cannot write to {job.out}"):
             job.out.mkdir(parents=True, exist_ok=True)
             run = held.enter_context((job.out / _LOCK).open("w+"))
-        except OSError as error:
-            raise AnalyzeError(f"cannot write to {job.out}: {error.strerror}") from error
-        try:
-            if job.shard.count == 1:
-                _take(run, fcntl.LOCK_EX, f"another run is writing to {job.out}")
-                _put_in_order(job, source, target)
-            else:
-                _enter_with_others(job, source, target, run, held)
-            path = job.out / "lines.jsonl"
-            file = held.enter_context(path.open("a+b"))
-            yield Ledger(path, file, source.count)
-        except OSError as error:
-            raise AnalyzeError(error.strerror or str(error)) from error
+        if job.shard.count == 1:
+            _take(run, fcntl.LOCK_EX, f"another run is writing to {job.out}")
+            _put_in_order(job, source, target)
+        else:
+            _enter_with_others(job, source, target, run, held)
+        path = job.out / "lines.jsonl"
+        file = held.enter_context(path.open("a+b"))
+        yield Ledger(path, file, source.count)
 
 
 @contextmanager
@@ -160,7 +155,7 @@ def _compare_manifest(job: Job, source: Source, target: Source | None, *, is_alo
 
     def write() -> None:
         with whole_file(path) as file:
-            file.write(json.dumps(wishes, indent=2, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(wishes, indent=2).encode() + b"\n")
 
     if not path.exists():
         write()
@@ -189,6 +184,7 @@ def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
         "text": {"lines": source.count, "sha256": source.digest},
         "target text": target and {"lines": target.count, "sha256": target.digest},
         "maps": list(job.maps),
+        "layers": job.layers and list(job.layers),
         "formats": list(job.formats),
         "lines in a part": job.lines_in_a_part(source.count) if job.part_formats else None,
         "max-length": job.max_length,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ikattn._command.errors import AnalyzeError
+from ikattn._command.errors import AnalyzeError, doing
 from ikattn._optional import optional
 
 __all__ = ["Table", "is_table"]
@@ -41,15 +41,10 @@ class Table:
         """The rows; one that is null is empty.
 
         Raises:
-            AnalyzeError: A library is missing, or there is no such column of text.
+            AnalyzeError: There is no such column of text, or no whole table.
+            ModuleNotFoundError: A library is missing.
             OSError: A file cannot be read.
         """
-        try:
-            yield from self._rows()
-        except ModuleNotFoundError as error:
-            raise AnalyzeError(str(error)) from error
-
-    def _rows(self) -> Iterator[str]:
         arrow = optional("pyarrow", "a table", _INSTALL)
         try:
             for found in self._batches(arrow):
@@ -80,11 +75,8 @@ class Table:
     def _of_hub(self) -> Iterator[Any]:
         datasets = optional("datasets", "--dataset", "datasets")
         name, _, configuration = str(self.place).partition(":")
-        try:
+        with doing(f"cannot load the dataset {self.place}"):
             found = datasets.load_dataset(name, configuration or None, split=self.split)
-        except Exception as error:  # of many libraries, and each of them means this
-            cause = str(error).strip().splitlines() or [type(error).__name__]
-            raise AnalyzeError(f"cannot load the dataset {self.place}: {cause[0]}") from error
         self._check(found.column_names)
         yield from found.select_columns([self.column]).with_format("arrow").iter(_ROWS)
 
@@ -108,7 +100,8 @@ def _files_of(place: Path) -> list[Path]:
     if state.is_file():  # of Dataset.save_to_disk
         try:
             files = [
-                place / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]
+                place / entry["filename"]
+                for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]
             ]
         except (ValueError, KeyError, TypeError) as error:
             raise AnalyzeError(f"{state} is no state of a saved dataset") from error

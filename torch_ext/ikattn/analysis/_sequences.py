@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,15 @@ from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Layer, RecordedMaps, check_whole
 from ikattn.analysis.tokens import Tokens, tokens_of_batch
 
-__all__ = ["AXES", "SequenceMaps", "batch_of_one", "cut", "sequence_count", "sequences"]
+__all__ = [
+    "AXES",
+    "SequenceMaps",
+    "batch_of_one",
+    "cut",
+    "sequence_count",
+    "sequences",
+    "tokens_by_call",
+]
 
 # The axes of each map after the batch: H heads, L queries, S keys.
 AXES = {
@@ -102,7 +111,29 @@ def sequences(
     for batch in recording.batches:
         for name, maps in batch.items():
             check_whole(maps, name, "pages, pictures and sums over sequences need whole maps")
-    total = sum(sequence_count(list(batch.values())) for batch in recording.batches)
+    named = tokens_by_call(recording, tokens, target_tokens)
+    for b, (batch, (own, of_target)) in enumerate(zip(recording.batches, named, strict=True)):
+        for i in range(sequence_count(list(batch.values()))):
+            yield SequenceMaps(
+                b,
+                i,
+                _listed(own, i, b),
+                _listed(of_target, i, b),
+                {name: cut(maps, i) for name, maps in batch.items()},
+            )
+
+
+def tokens_by_call(
+    recording: RecordedMaps,
+    tokens: Tokens | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+) -> list[tuple[Sequence[Sequence[str]] | None, Sequence[Sequence[str]] | None]]:
+    """The tokens of every call's sequences and of their targets, as :func:`sequences` has them.
+
+    Raises:
+        ValueError: Likewise.
+    """
+    counts = [sequence_count(list(batch.values())) for batch in recording.batches]
     if hasattr(tokens, "convert_ids_to_tokens"):
         decoded = [tokens_of_batch(tokens, batch) for batch in recording.batches]
         if any(ids is None for ids, _ in decoded):
@@ -114,25 +145,25 @@ def sequences(
         tokens = _in_turn(recording, [ids or [] for ids, _ in decoded])
         if target_tokens is None and all(one is not None for one in decoded_target):
             target_tokens = _in_turn(recording, [one or [] for one in decoded_target])
-    given = _per_sequence("tokens", tokens, recording, total)
-    given_target = _per_sequence("target_tokens", target_tokens, recording, total)
-    number = 0
-    for b, batch in enumerate(recording.batches):
-        for i in range(sequence_count(list(batch.values()))):
-            yield SequenceMaps(
-                b,
-                i,
-                given[number] if given else _listed(batch.tokens, i, b),
-                given_target[number] if given_target else _listed(batch.target_tokens, i, b),
-                {name: cut(maps, i) for name, maps in batch.items()},
+    given = _per_sequence("tokens", tokens, recording, sum(counts))
+    given_target = _per_sequence("target_tokens", target_tokens, recording, sum(counts))
+    found = []
+    for batch, count, end in zip(recording.batches, counts, accumulate(counts), strict=True):
+        own = slice(end - count, end)
+        found.append(
+            (
+                batch.tokens if given is None else given[own],
+                batch.target_tokens if given_target is None else given_target[own],
             )
-            number += 1
+        )
+    return found
 
 
 def sequence_count(layers: Sequence[Contributions]) -> int:
     """B of a batch's maps; 0 where there are none."""
     for maps in layers:
-        for tensor in _tensors(maps).values():
+        for found in (*_tensors(maps).values(), *maps.reduced.values()):
+            tensor = found if isinstance(found, Tensor) else found[0]
             return tensor.shape[0]
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikattn.analysis.contributions import Contributions
 
-__all__ = ["Batch", "Layer", "RecordedMaps", "check_whole"]
+__all__ = ["Batch", "Layer", "RecordedMaps", "check_whole", "name_of_layer"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass
 class Batch(Mapping[str, Contributions]):
-    """The maps of one forward call, by layer name in the order the layers ran.
+    """The maps of one forward call, by layer name in the order the layers ran, or by number.
 
     Attributes:
         layers: The maps.
@@ -45,7 +45,7 @@ class Batch(Mapping[str, Contributions]):
             that a decoder reads are in target_tokens.
         target_tokens: Likewise for the decoder of a sequence-to-sequence model.
         input_ids, input_mask: What the call was made with, ``[B, S]``, and where it is no padding;
-            None where it was made without. Files do not keep them.
+            None where it was made without.
         target_ids, target_mask: Likewise, of the decoder.
     """
 
@@ -57,14 +57,30 @@ class Batch(Mapping[str, Contributions]):
     target_ids: Tensor | None = field(default=None, compare=False, repr=False)
     target_mask: Tensor | None = field(default=None, compare=False, repr=False)
 
-    def __getitem__(self, name: str) -> Contributions:
-        return self.layers[name]
+    def __getitem__(self, name: str | int) -> Contributions:
+        """The maps of a layer, by its name, or its number in the order in which layers ran."""
+        return self.layers[name_of_layer(self.layers, name)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+def name_of_layer(names: Collection[str], layer: str | int) -> str:
+    """The name of a layer that is given by name or number, the last one by -1.
+
+    Raises:
+        KeyError: There is no such layer; the message says which there are.
+    """
+    if isinstance(layer, int) and -len(names) <= layer < len(names):
+        return list(names)[layer]
+    if layer not in names:
+        numbers = f", numbers 0 to {len(names) - 1}" if names else ""
+        known = ", ".join(names) or "none"
+        raise KeyError(f"no layer {layer!r} was recorded; there are {known}{numbers}")
+    return str(layer)
 
 
 def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool = True) -> None:
@@ -157,15 +173,19 @@ class RecordedMaps:
         """The layers of attention, in the order they ran."""
         return list(self.layers)
 
-    def __getitem__(self, name: str) -> Contributions:
-        """The maps of one layer, where one forward call was recorded.
+    def __iter__(self) -> Iterator[str]:
+        """Goes over the names of layers, in the order they ran."""
+        return iter(self.layers)
+
+    def __getitem__(self, name: str | int) -> Contributions:
+        """The maps of one layer, by name or number, where one forward call was recorded.
 
         Raises:
             KeyError: No such layer; the message names those there are.
             LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
         """
-        if self.layers and name not in self.layers:
-            raise KeyError(f"no layer {name!r} was recorded; there are {', '.join(self.names)}")
+        if self.layers:
+            name = name_of_layer(self.layers, name)
         self.check_recorded()
         if len(self.batches) != 1:
             raise LookupError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +16,10 @@ from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
 from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Layer, RecordedMaps
+from ikattn.analysis.maps import Layer, RecordedMaps, name_of_layer
 from ikattn.analysis.tokens import Tokens
 
-__all__ = ["draw"]
+__all__ = ["draw", "text_width"]
 
 _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 # The same two scales as on the page: lightness falls all the way, so they read without colours too.
@@ -43,7 +43,7 @@ def draw(
     recording: RecordedMaps,
     path: str | os.PathLike[str],
     layer: str | int | None = None,
-    map: str = "summed",
+    map: str | None = None,
     batch: int = 0,
     sequence: int = 0,
     tokens: Tokens | None = None,
@@ -70,16 +70,13 @@ def draw(
     suffix = Path(path).suffix.lower()
     if suffix not in _FORMATS:
         raise ValueError(f"plot: path must end in {', '.join(_FORMATS)}, got {Path(path).name!r}")
-    if map not in _TITLES:
+    if map is not None and map not in _TITLES:
         raise ValueError(f"plot: map must be one of {', '.join(_TITLES)}, got {map!r}")
     shown = _chosen_sequence(recording, batch, sequence, tokens, target_tokens)
     layers = [one for one in _chosen_layers(recording, layer) if one.name in shown.layers]
-    panels = [_panels(one, shown.layers[one.name], map) for one in layers]
-    if not any(panels):
-        there = sorted({name for maps in shown.layers.values() for name in _square_maps(maps)})
-        raise ValueError(
-            f"plot: the map {map!r} was not recorded; there are {', '.join(there) or 'none'}"
-        )
+    there = {name for one in layers for name in _square_maps(shown.layers[one.name])}
+    chosen = _chosen_map(map, there)
+    panels = [_panels(one, shown.layers[one.name], chosen) for one in layers]
     figure = _figure(shown, layers, panels, single=layer is not None)
     with whole_file(path) as file:
         figure.savefig(file, format=_FORMATS[suffix], dpi=dpi)
@@ -122,17 +119,32 @@ def _of_one(tokens: Any) -> Sequence[str]:
 
 
 def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Layer]:
-    names = recording.names
     if layer is None:
         return list(recording.layers.values())
-    if isinstance(layer, int) and -len(names) <= layer < len(names):
-        return [recording.layers[names[layer]]]
-    if isinstance(layer, str) and layer in recording.layers:
-        return [recording.layers[layer]]
-    raise ValueError(
-        f"plot: layer must be a number below {len(names)} or one of {', '.join(names)}, "
-        f"got {layer!r}"
-    )
+    try:
+        return [recording.layers[name_of_layer(recording.layers, layer)]]
+    except KeyError:
+        raise ValueError(
+            f"plot: layer must be a number below {len(recording.layers)} or one of "
+            f"{', '.join(recording.layers)}, got {layer!r}"
+        ) from None
+
+
+def _chosen_map(map: str | None, there: Collection[str]) -> str:
+    """The map asked for; else "summed", or the only one there is but for the weights beside it.
+
+    Raises:
+        ValueError: It is not there, or there are several and none was asked for.
+    """
+    known = ", ".join(sorted(there)) or "none"
+    if map is not None:
+        if map not in there:
+            raise ValueError(f"plot: the map {map!r} was not recorded; there are {known}")
+        return map
+    for names in ({"summed"} & set(there), set(there) - {"weights"}, set(there)):
+        if len(names) == 1:
+            return names.pop()
+    raise ValueError(f"plot: map must say which map to draw; there are {known}")
 
 
 def _square_maps(maps: Contributions) -> list[str]:
@@ -249,10 +261,11 @@ def _font_size(panel: _Panel, side: float) -> float:
 
 def _longest(tokens: Sequence[str], size: float) -> float:
     """The room that tokens take, in inches."""
-    return 0.08 + 0.0085 * size * max((_width(token) for token in tokens), default=0)
+    return 0.08 + 0.0085 * size * max((text_width(token) for token in tokens), default=0)
 
 
-def _width(token: str) -> int:
+def text_width(token: str) -> int:
+    """The columns that a token takes in type of one width."""
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in token)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ikattn.analysis import files, page, pictures
 from ikattn.analysis._beams import followed_beams
 from ikattn.analysis._joined import groups_of_calls, joined_calls, with_encoders
-from ikattn.analysis._sequences import sequence_count
+from ikattn.analysis._sequences import sequence_count, tokens_by_call
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.maps import RecordedMaps, check_whole
 from ikattn.analysis.page.notebook import notebook_view
@@ -93,21 +93,35 @@ class Recording(RecordedMaps):
         batches = with_encoders(self.layers, batches)
         return Recording(self.model, self.maps, self.layers, batches, self.left_out)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        tokens: Tokens | None = None,
+        target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    ) -> None:
         """Writes the maps to a file, which appears whole or not at all.
+
+        The file keeps tokens, and the ids that calls were made with: a recording that is loaded
+        names its tokens, or lets a tokenizer name them.
 
         Args:
             path: Ends in .safetensors, .npz (needs NumPy) or .json. Read it back with
                 :func:`ikattn.load_maps`. To write while a model runs, take
                 :class:`ikattn.analysis.MapWriter`.
+            tokens, target_tokens: As in :meth:`to_html`: lists, or a tokenizer.
 
         Raises:
-            ValueError: Another ending.
+            ValueError: Another ending, or tokens that do not match the maps.
             LookupError: Nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
         """
         self.check_recorded()
-        files.save(self, path)
+        named = tokens_by_call(self, tokens, target_tokens)
+        batches = [
+            replace(batch, tokens=own, target_tokens=of_target)
+            for batch, (own, of_target) in zip(self.batches, named, strict=True)
+        ]
+        files.save(replace(self, batches=batches), path)
 
     def to_html(
         self,
@@ -146,7 +160,7 @@ class Recording(RecordedMaps):
         self,
         path: str | os.PathLike[str],
         layer: str | int | None = None,
-        map: str = "summed",
+        map: str | None = None,
         batch: int = 0,
         sequence: int = 0,
         tokens: Tokens | None = None,
@@ -159,8 +173,9 @@ class Recording(RecordedMaps):
         Args:
             path: Ends in .png, .svg or .pdf.
             layer: A layer's name or number for one large pair of heat maps; None: every layer.
-            map: A map of queries and keys, for example "summed"; "weights" alone stands alone.
-                Those of each head are averaged over the heads.
+            map: A map of queries and keys, for example "alti"; "weights" alone stands alone.
+                Those of each head are averaged over the heads. None: "summed", or the only one
+                that was recorded beside the weights.
             batch, sequence: Which sequence.
             tokens: Its tokens without padding, or a list of one such list. None: as recorded, or
                 numbers.

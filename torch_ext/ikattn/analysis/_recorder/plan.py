@@ -142,7 +142,7 @@ def left_out(model: nn.Module, sites: Iterable[Site]) -> list[str]:
     return unseen_attention(model, (site.module for site in sites))
 
 
-def asked_maps(maps: Iterable[str] | None) -> Asked:
+def asked_maps(maps: Iterable[str] | Asked | None) -> Asked:
     """What ``maps`` stands for.
 
     Raises:
@@ -150,6 +150,8 @@ def asked_maps(maps: Iterable[str] | None) -> Asked:
     """
     if maps is None:
         return Asked((), USUAL_MAPS)
+    if isinstance(maps, Asked):
+        return maps
     names = [maps] if isinstance(maps, str) else list(maps)
     for name in names:
         if name not in (*ALL_MAPS, *_GROUPS, "all"):

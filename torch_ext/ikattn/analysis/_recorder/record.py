@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
 from ikattn.analysis._recorder.modes import without_compiled_code
-from ikattn.analysis._recorder.plan import asked_maps, describe, plan_layers
+from ikattn.analysis._recorder.plan import Asked, asked_maps, describe, plan_layers
 from ikattn.analysis._recorder.recorder import OnLayer, OnRun, Recorder
 from ikattn.analysis._recorder.rows import Queries, RowsAsked, check_kinds, rows_asked
 from ikattn.analysis._recorder.run_maps import ALL_MAPS
@@ -142,7 +142,7 @@ def record(
 @contextlib.contextmanager
 def recorded(
     model: nn.Module,
-    maps: Iterable[str] | None,
+    maps: Iterable[str] | Asked | None,
     *,
     layers: Selection | None = None,
     to_cpu: bool = True,

@@ -5,7 +5,8 @@ Every format holds one array for each batch, layer and map, under the name
     0/encoder.layer.3.attention.self/summed      batch / layer / map
 
 and one JSON document, the metadata: the format and its version, the version of ikattn, the model,
-what is known of each layer, the tokens of each sequence, and what each map means in words.
+what is known of each layer, the tokens of each sequence and their ids, and what each map means in
+words.
 
 ==============  ==================================  ==============================================
 file            opened by anything that reads       and
@@ -29,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from ikattn._library import version
@@ -53,6 +55,8 @@ __all__ = [
 
 FORMAT = "ikattn maps"
 VERSION = 1  # raised when an older ikattn could no longer read what this one writes
+
+_IDS = ("input_ids", "input_mask", "target_ids", "target_mask")  # fields of Batch
 
 # What every file says of its maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
 DEFINITIONS = {
@@ -172,7 +176,7 @@ class MapWriter:
         batches[batch].tokens, batches[batch].target_tokens = tokens, target_tokens
 
     def describe(self, recording: RecordedMaps) -> None:
-        """Notes a recording's model, maps asked for, layers, and the tokens of its batches."""
+        """Notes a recording's model, maps asked for, layers, and its batches' tokens and ids."""
         known = self._recording
         known.model, known.maps = recording.model, tuple(recording.maps)
         known.left_out = tuple(recording.left_out)
@@ -180,6 +184,8 @@ class MapWriter:
             known.layers.setdefault(name, layer)
         for index, batch in enumerate(recording.batches):
             self.name_tokens(index, batch.tokens, batch.target_tokens)
+            for name in _IDS:
+                setattr(known.batches[index], name, getattr(batch, name))
 
 
 def save(recording: RecordedMaps, path: str | os.PathLike[str]) -> None:
@@ -280,6 +286,7 @@ def _metadata(recording: RecordedMaps) -> dict[str, Any]:
                 "layers": list(batch),
                 "tokens": _lists(batch.tokens),
                 "target_tokens": _lists(batch.target_tokens),
+                **{name: _numbers(getattr(batch, name)) for name in _IDS},
             }
             for batch in recording.batches
         ],
@@ -288,6 +295,11 @@ def _metadata(recording: RecordedMaps) -> dict[str, Any]:
 
 def _lists(tokens: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
     return None if tokens is None else [list(sequence) for sequence in tokens]
+
+
+def _numbers(ids: Tensor | None) -> list[list[int]] | None:
+    """Token ids, or a mask, as JSON has them."""
+    return None if ids is None else ids.long().tolist()
 
 
 def _checked_metadata(
@@ -322,6 +334,11 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
             {name: Contributions() for name in entry["layers"]},
             _lists(entry["tokens"]),
             _lists(entry["target_tokens"]),
+            **{
+                name: torch.tensor(ids, device="cpu")
+                for name in _IDS
+                if (ids := entry.get(name)) is not None
+            },
         )
         for entry in metadata["batches"]
     ]
