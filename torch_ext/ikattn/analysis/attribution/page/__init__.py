@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis.attribution.page.text import is_special, text_span, texts_of
+from ikattn.analysis.attribution.page.text import text_span, texts_of
+from ikattn.analysis.tokens import is_special
 from ikattn.analysis.files._common import raw_bytes
 from ikattn.analysis.page.template import json_in_script, template
 
