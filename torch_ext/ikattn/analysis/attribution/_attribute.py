@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from ikattn.analysis.attribution._model import (
     Stack,
     alone,
     attention_of,
-    called_linear,
     checkpointed,
     frozen_parameters,
     last_hidden,
@@ -37,6 +37,7 @@ from ikattn.analysis.attribution._model import (
     stacks_of,
     takes,
 )
+from ikattn.analysis.attribution._places import places_of_tokens
 from ikattn.analysis.attribution._targets import (
     Choice,
     Target,
@@ -172,6 +173,7 @@ def attribute(
             found = _decompose(task, each, activation)
         else:
             found = _alti_logit(task) if kind == "alti_logit" else _roll_out(task, map_)
+        found = _of_given_tokens(found, task)
     found.method = method
     are_tokens = predicts_next(model)
     found.label(tokenizer, task.source_ids(), task.choice.ids if are_tokens else [])
@@ -231,8 +233,8 @@ class _Task(NamedTuple):
         choice = choose(target, against, logits, tokens, mask, is_next)
         return _Task(model, named, choice, is_seq2seq, given[0] if given else None)
 
-    def values(self) -> Tensor:
-        """The numbers chosen, ``[n, B]``, of a call of the model."""
+    def values(self, linear: LinearModel | None = None) -> Tensor:
+        """The numbers chosen, ``[n, B]``, of a call of the model, or of its linear map."""
         options, kept = dict(self.inputs), None
         positions = sorted({i for own in self.choice.positions for i in own})
         if positions and self.choice.function is None and takes(self.model, "logits_to_keep"):
@@ -240,11 +242,28 @@ class _Task(NamedTuple):
             options["logits_to_keep"] = torch.tensor(kept)
         if takes(self.model, "use_cache"):
             options.setdefault("use_cache", False)
-        return self.choice.values(self.model(**options), kept, _CALLER)
+        with nullcontext() if linear is None else linear:
+            output = self.model(**options)
+        return self.choice.values(output, kept, _CALLER, linear)
 
     def source_ids(self) -> list[Tensor | None]:
         names = ["input_ids", "decoder_input_ids"] if self.is_seq2seq else ["input_ids"]
         return [self.inputs.get(name) for name in names]
+
+
+def _of_given_tokens(found: Attribution, task: _Task) -> Attribution:
+    """The scores of the tokens that were given; the part of all other vectors is in ``bias``."""
+    kept, rest = [found.scores, found.prefix_scores], found.bias
+    for n, (ids, scores) in enumerate(zip(task.source_ids(), kept, strict=False)):
+        if ids is None or scores is None or ids.size(-1) == scores.size(-1):
+            continue
+        stacks, W = stacks_of(task.model, _CALLER), scores.size(-1)
+        places = places_of_tokens(task.model, stacks, ids, W, task.values)
+        if places is not None:
+            own = scores[..., places.to(scores.device)]
+            kept[n], rest = own, rest + scores.sum(-1) - own.sum(-1)
+    assert kept[0] is not None
+    return replace(found, scores=kept[0], prefix_scores=kept[1], bias=rest)
 
 
 def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -282,34 +301,40 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     model = task.model
     with torch.no_grad():
         is_known = task.plain is not None
-        expected = task.choice.values(task.plain, None, _CALLER) if is_known else task.values()
+        expected = task.choice.values(task.plain, None, _CALLER, None) if is_known else task.values()
     expected = expected.double()  # [n, B]
     if not bool(expected.isfinite().all()):
         raise ValueError(f"attribute: the value must be finite, got {expected.sum(0).tolist()}")
-    stacks = stacks_of(model, _CALLER)
-    linear = LinearModel(activation)
+    B, stacks, linear = expected.size(1), stacks_of(model, _CALLER), LinearModel(activation)
     with ExitStack() as opened:
-        order: list[Stack] = []  # as they run
+        entered: list[tuple[Stack, torch.Size]] = []  # as they run
         for stack in stacks:
-            opened.enter_context(replaced(stack, partial(_entering, order, stack)))
+            make = partial(_entering, entered, B, len(stacks) == 1, stack)
+            opened.enter_context(replaced(stack, make))
         if activation_bytes(stacks, task.inputs) > MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(frozen_parameters(model))
         opened.enter_context(activations_as_one(model, linear))
         opened.enter_context(torch.enable_grad())
-        with linear:
-            values = task.values()
-        if not values.requires_grad:
-            raise RuntimeError("attribute: what is attributed does not depend on the tokens")
+        values = task.values(linear)
+        order = [stack for stack, _ in entered]
         ran = order if task.is_seq2seq else [stack for stack in stacks if stack in order]
-        sources = [stack.source for stack in ran if stack.source is not None]
-        if not sources or values.size(1) != sources[0].size(0):
-            wanted = sources[0].size(0) if sources else 0
+        read = [stack.source for stack in ran]
+        sources = [x for x in read if x is not None and x.is_leaf and x.requires_grad]
+        if not sources:
+            shapes = ", ".join(f"{stack.name or 'it'} with {list(x)}" for stack, x in entered)
             raise ValueError(
-                f"attribute: target must give [B] = [{wanted}] numbers, one a sequence, "
-                f"got {values.size(1)}"
+                f"attribute: target must give one number for each sequence, got {B} numbers; "
+                f"called were, of {type(model).__name__}, {shapes or 'no blocks'}"
             )
+        if not values.requires_grad:
+            raise RuntimeError(
+                "attribute: the value does not depend on the vectors of tokens by operations that "
+                f"have gradients: something after {ran[-1].name or type(model).__name__} detaches "
+                "or rounds numbers"
+            )
+        turned = [_has_tokens_first(x, values) for x in sources]
         asked = list(values.sum(1)) if each else [values.sum()]
         rows: list[list[Tensor]] = []
         for row, value in enumerate(asked):
@@ -317,22 +342,48 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
             gradients = torch.autograd.grad(
                 value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
             )
-            rows.append(_parts(gradients, sources))
-            _check_sum(rows[-1], float(value.detach()), linear, sources[0])
+            parts = _parts(gradients, sources)
+            _check_sum(parts, float(value.detach()), linear, sources[0], model)
+            pairs = zip(parts, turned, strict=True)
+            rows.append([part.mT if is_turned else part for part, is_turned in pairs])
     values = values.detach().double()
     if not each:
         values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
-    found = _found(rows, values.T, expected.T, sources[0])
+    found = _found(rows, values.T, expected.T, sources[0], task)
     return found if each else _alone(found)
 
 
-def _entering(order: list[Stack], stack: Stack, x: Tensor) -> Tensor:
-    order.append(stack)
+def _entering(
+    entered: list[tuple[Stack, torch.Size]], B: int, is_only: bool, stack: Stack, x: Tensor
+) -> Tensor:
+    """What a stack is called with: a leaf, where it reads the vectors of B sequences.
+
+    What other stacks read, such as the patches of all pictures in a row, is taken as it is: it
+    enters the vectors of tokens.
+    """
+    entered.append((stack, x.shape))
+    is_of_tokens = x.dim() > 2 and B in x.shape[:2]
+    if not is_of_tokens and not (is_only and B == 1 and x.dim() == 2):
+        return x
     return x.detach().requires_grad_()
 
 
+def _has_tokens_first(x: Tensor, values: Tensor) -> bool:
+    """Whether blocks read ``[S, B, D]``: told by what the first sequence's number depends on."""
+    B = values.size(1)
+    if x.dim() != 3 or B == 1 or x.size(0) != x.size(1):
+        return x.dim() == 3 and x.size(0) != B
+    number = values[:, 0].sum()
+    (gradient,) = torch.autograd.grad(number, x, retain_graph=True, allow_unused=True)
+    return gradient is not None and bool((gradient[1:] != 0).any())
+
+
 def _found(
-    rows: Sequence[Sequence[Tensor]], values: Tensor, expected: Tensor, source: Tensor
+    rows: Sequence[Sequence[Tensor]],
+    values: Tensor,
+    expected: Tensor,
+    source: Tensor,
+    task: _Task,
 ) -> Attribution:
     """Of n targets.
 
@@ -341,22 +392,28 @@ def _found(
         values: ``[B, n]``, those of the linear map.
         expected: ``[B, n]``, those of the model.
         source: A vector that enters the model.
+        task: What was asked.
 
     Raises:
         RuntimeError: The values are not the same.
     """
     parts = [torch.stack(own, 1) for own in zip(*rows, strict=True)]  # [B, n, S] each
     used = parts  # what an encoder adds may be nothing
-    if len(parts) > 2:
+    if len(parts) > 2 or not task.is_seq2seq:
         used = [part for part in parts if bool((part != 0).any())] or parts[:1]
+    name = type(task.model).__name__
     if len(used) > 2:
-        raise RuntimeError(f"attribute: {len(used)} stacks of blocks read tokens, two at most can")
+        raise RuntimeError(
+            f"attribute: the value depends on what enters {len(used)} stacks of blocks of {name}; "
+            "of two at most there are scores"
+        )
     size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
     off = float(((values - expected).abs() / size.clamp_min(1e-30)).max())
     if not off <= _tolerance(source):
         raise RuntimeError(
-            f"attribute: the linear map gives another value than the model, {off:.2g} of its parts "
-            "off: the model computes something that is not understood"
+            f"attribute: the linear map of {name} gives {values.sum():.6g} where the model gave "
+            f"{expected.sum():.6g}, {off:.2g} of its parts off: a function of torch's that it "
+            "calls is replaced by another, or two calls of it differ"
         )
     bias = values - torch.stack([part.sum(-1) for part in used]).sum(0)
     scores, prefix = used[0], used[1] if len(used) > 1 else None
@@ -384,31 +441,37 @@ def _parts(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
     """What each source token adds, ``[B, S]`` for each stack, in float64."""
     parts = []
     for gradient, x in zip(gradients, sources, strict=True):
+        x = x if x.dim() > 2 else x.unsqueeze(0)
         if gradient is None:
             parts.append(x.new_zeros(x.shape[:-1], dtype=torch.float64).flatten(1))
             continue
-        products = gradient.detach().double() * x.detach().double()
+        gradient = gradient.detach().double().view(x.shape)
+        products = gradient * x.detach().double()
         # what nothing reads may hold NaN
         parts.append(products.masked_fill(gradient == 0, 0).sum(-1).flatten(1))
     return parts
 
 
-def _check_sum(parts: Sequence[Tensor], value: float, linear: LinearModel, source: Tensor) -> None:
+def _check_sum(
+    parts: Sequence[Tensor], value: float, linear: LinearModel, source: Tensor, model: nn.Module
+) -> None:
     """Raises RuntimeError where tokens and constants do not add up to the value."""
     total = sum(float(part.sum()) for part in parts)
     constants, lost = linear.constants, linear.lost
     size = sum(float(part.abs().sum()) for part in parts) + abs(constants) + abs(value)
     allowed = _tolerance(source) * max(size, 1e-30)
+    name = type(model).__name__
     if not abs(lost) <= allowed:
         raise RuntimeError(
             f"attribute: {lost:.4g} of the value {value:.4g} comes from numbers that depend on the "
-            "tokens but are added as biases are: the model computes something "
-            "that is not understood"
+            f"tokens but are added as biases are: {name} adds what {linear.adds_results_of} gave, "
+            'of which there is no linear map; "rollout:MAP" needs none'
         )
     if not abs(total + constants - value) <= allowed:
         raise RuntimeError(
             f"attribute: parts do not add up: tokens {total:.6g} and biases {constants:.6g} are "
-            f"not the value {value:.6g}: the model computes something that is not understood"
+            f"not the value {value:.6g}: {name} calls a function that is not linear in the vectors "
+            'of tokens and has no rule here; "rollout:MAP" needs no linear map'
         )
 
 
@@ -479,15 +542,23 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
     Raises:
         RuntimeError: What follows the last block does not add up to the values.
     """
-    stacks, linear = stacks_of(task.model, _CALLER), LinearModel()
-    with last_hidden(stacks) as made, called_linear(task.model, linear):
-        values = task.values()
-        if not values.requires_grad:
-            raise RuntimeError("attribute: what is attributed does not depend on the last block")
+    model, linear = task.model, LinearModel()
+    with ExitStack() as opened:
+        made = opened.enter_context(last_hidden(stacks_of(model, _CALLER)))
+        opened.enter_context(frozen_parameters(model))
+        opened.enter_context(activations_as_one(model, linear))
+        opened.enter_context(torch.enable_grad())
+        values = task.values(linear)
         leaves = [leaf for _, leaf in made]
-        gradients = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
-        _check_sum(_parts(gradients, leaves), float(values.detach().sum()), linear, leaves[-1])
-    gradient = gradients[-1]
-    if gradient is None:
-        raise RuntimeError("attribute: what is attributed does not depend on the last block")
+        gradients: Sequence[Tensor | None] = [None]
+        if values.requires_grad:
+            gradients = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        gradient = gradients[-1]
+        if gradient is None:
+            raise RuntimeError(
+                "attribute: the value does not depend on what the last block of "
+                f"{made[-1][0].name or type(model).__name__} makes by operations with gradients"
+            )
+        value = float(values.detach().sum())
+        _check_sum(_parts(gradients, leaves), value, linear, leaves[-1], model)
     return made[-1][0], gradient, values.detach().sum(0)

@@ -114,8 +114,9 @@ class LinearModel(TorchFunctionMode):
         self.activation = activation
         self._constants: list[Tensor] = []
         self._lost: list[Tensor] = []
-        # Fixed numbers that depend on the tokens, and what is made of them alone.
+        # Fixed numbers that depend on the tokens, and what is made of them alone: by which function.
         self._fixed: Any = WeakTensorKeyDictionary()
+        self._added: dict[str, None] = {}
 
     @property
     def constants(self) -> float:
@@ -127,8 +128,13 @@ class LinearModel(TorchFunctionMode):
         """What fixed numbers have added since ``clear`` that are no constants."""
         return _sum_of(self._lost)
 
+    @property
+    def adds_results_of(self) -> str:
+        """The functions whose results are the fixed numbers that were added."""
+        return ", ".join(self._added)
+
     def clear(self) -> None:
-        """Before another backward pass."""
+        """Forgets what a backward pass has added, before another one."""
         self._constants.clear()
         self._lost.clear()
 
@@ -203,15 +209,16 @@ class LinearModel(TorchFunctionMode):
         if name.startswith("new") or name.endswith("like"):  # which take a size and a type
             return
         outputs = [x for x in _tensors_in(result) if not x.requires_grad and x.is_floating_point()]
-        if outputs and any(
-            x.requires_grad or x in self._fixed for x in _tensors_in((args, kwargs))
-        ):
-            for x in outputs:
-                self._fixed[x] = True
+        if not outputs:
+            return
+        for given in _tensors_in((args, kwargs)):
+            if given.requires_grad or given in self._fixed:
+                self._as_fixed(outputs, self._fixed.get(given, name))
+                return
 
-    def _as_fixed(self, x: Any) -> Any:
+    def _as_fixed(self, x: Any, name: str) -> Any:
         for each in _tensors_in(x):
-            self._fixed[each] = True
+            self._fixed[each] = name
         return x
 
     def _depends(self, x: Any) -> bool:
@@ -243,7 +250,7 @@ class LinearModel(TorchFunctionMode):
         if not any(self._depends(x) for x in _tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         args, kwargs = detached(args), detached(kwargs)
-        return self._as_fixed(self._keep(lambda: func(*args, **kwargs)))
+        return self._as_fixed(self._keep(lambda: func(*args, **kwargs)), name_of(func))
 
     def _product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         where = [i for i, x in enumerate(args) if self._depends(x)]
@@ -267,7 +274,7 @@ class LinearModel(TorchFunctionMode):
         if len(own) > 1 and self._depends(own[divisor]):
             own[divisor] = self._keep(lambda: args[divisor].detach())
             result = func(*own, **kwargs)
-            return result if self._depends(args[1 - divisor]) else self._as_fixed(result)
+            return result if self._depends(args[1 - divisor]) else self._as_fixed(result, name)
         return func(*args, **kwargs)
 
     def _sum(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,6 +293,8 @@ class LinearModel(TorchFunctionMode):
         moving, constant = parts if own else parts[::-1]
         other_part = y if own else x
         is_fixed = isinstance(other_part, Tensor) and other_part in self._fixed
+        if is_fixed:
+            self._added[self._fixed[other_part]] = None
         return self._with_constant(moving, constant, is_fixed=is_fixed)
 
     def _linear(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -429,6 +438,10 @@ class LinearModel(TorchFunctionMode):
         if training and p > 0:
             raise ValueError("attribute: the model must be in eval mode, without dropout")
         return x
+
+    def plus_constant(self, x: Tensor, constant: Tensor) -> Tensor:
+        """``x`` plus what is to count as a bias, outside of the linear map."""
+        return _WithConstant.apply(x, constant, self._constants)  # type: ignore[no-any-return, no-untyped-call]
 
     def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
         """``x`` plus a constant, a tensor or a number."""
