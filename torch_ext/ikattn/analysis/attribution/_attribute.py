@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.record import as_written, recorded
+from ikattn.analysis._recorder.record import recorded
 from ikattn.analysis.alti_plus import alti_plus
 from ikattn.analysis.attribution._alti_logit import Writings
 from ikattn.analysis.attribution._linear import (
-    TOLERANCES,
     Activation,
     LinearModel,
     activations_as_one,
+    tolerance_of,
 )
 from ikattn.analysis.attribution._model import (
     Stack,
@@ -154,9 +154,7 @@ def attribute(
         raise ValueError(f'attribute: activation must be "slope" or "tangent", got {activation!r}')
     if each and kind != "decompx":
         raise ValueError('attribute: each needs method="decompx"')
-    if model.training:
-        raise ValueError("attribute: model must be in eval mode, got one in training")
-    with alone, torch.inference_mode(False), as_written(model):
+    with alone(model, _CALLER):
         if isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs):
             inputs, answer_begins = encoded(model, inputs, tokenizer, _CALLER)
             if target is None and predicts_next(model):
@@ -278,6 +276,8 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
     for name, x in named.items():
         if isinstance(x, Tensor) and x.numel() == 0:
             raise ValueError(f"attribute: inputs[{name!r}] must hold a token, got {list(x.shape)}")
+        if isinstance(x, Tensor) and x.is_inference():
+            named[name] = x.clone()
     return named
 
 
@@ -409,7 +409,7 @@ def _found(
         )
     size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
     off = float(((values - expected).abs() / size.clamp_min(1e-30)).max())
-    if not off <= _tolerance(source):
+    if not off <= tolerance_of(source):
         raise RuntimeError(
             f"attribute: the linear map of {name} gives {values.sum():.6g} where the model gave "
             f"{expected.sum():.6g}, {off:.2g} of its parts off: a function of torch's that it "
@@ -459,7 +459,7 @@ def _check_sum(
     total = sum(float(part.sum()) for part in parts)
     constants, lost = linear.constants, linear.lost
     size = sum(float(part.abs().sum()) for part in parts) + abs(constants) + abs(value)
-    allowed = _tolerance(source) * max(size, 1e-30)
+    allowed = tolerance_of(source) * max(size, 1e-30)
     name = type(model).__name__
     if not abs(lost) <= allowed:
         raise RuntimeError(
@@ -473,14 +473,6 @@ def _check_sum(
             f"not the value {value:.6g}: {name} calls a function that is not linear in the vectors "
             'of tokens and has no rule here; "rollout:MAP" needs no linear map'
         )
-
-
-def _tolerance(source: Tensor) -> float:
-    """How far parts may be from adding up in the type in which the model computes."""
-    device = source.device.type
-    under_autocast = torch.is_autocast_enabled(device) and source.dtype == torch.float32
-    dtype = torch.get_autocast_dtype(device) if under_autocast else source.dtype
-    return TOLERANCES.get(dtype, 5e-2)
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

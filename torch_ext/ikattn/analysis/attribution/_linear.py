@@ -27,13 +27,13 @@ from ikattn.analysis._recorder.hooks import Hook
 
 __all__ = [
     "SUMS",
-    "TOLERANCES",
     "Activation",
     "LinearModel",
     "activations_as_one",
     "body_of",
     "detached",
     "name_of",
+    "tolerance_of",
 ]
 
 Activation: TypeAlias = Literal["slope", "tangent"]
@@ -73,6 +73,14 @@ _QUOTIENTS = _names(
 )
 SUMS = frozenset(["add", "radd", "sub", "subtract", "rsub"])
 _IN_PLACE = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ipow", "imatmul"])
+
+
+def tolerance_of(x: Tensor) -> float:
+    """How far parts of ``x`` may be from adding up in the type in which the model computes."""
+    device = x.device.type
+    under_autocast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+    dtype = torch.get_autocast_dtype(device) if under_autocast else x.dtype
+    return TOLERANCES.get(dtype, 5e-2)
 
 
 class _WithConstant(torch.autograd.Function):

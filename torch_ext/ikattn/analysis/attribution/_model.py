@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.record import as_written
 from ikattn.analysis._recorder.resolvers import find_attention
 from ikattn.analysis.attribution._linear import LinearModel, activations_as_one
 
@@ -29,6 +31,7 @@ __all__ = [
     "called_linear",
     "checkpointed",
     "frozen_parameters",
+    "is_of_batch",
     "last_hidden",
     "logits_of",
     "replaced",
@@ -37,9 +40,35 @@ __all__ = [
     "the_stack_of",
 ]
 
-# Of what changes a model for a while: two threads would meet each other's hooks.
-alone = threading.RLock()
+_LOCK = threading.RLock()  # two threads would meet each other's hooks
 _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
+
+
+@contextmanager
+def alone(model: nn.Module, caller: str) -> Iterator[None]:
+    """Calls of the model in this context are those of one thread, and of the model as written.
+
+    There is no inference mode, whose tensors have no gradients, no graph of torch.compile, none of
+    torch's fused layers, which hide their parts, and no weight that autocast has kept.
+
+    Raises:
+        ValueError: The model is in training, or was made in inference mode.
+    """
+    if model.training:
+        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_inference():
+            raise ValueError(
+                f"{caller}: {name} was made in torch.inference_mode, and has no gradients outside "
+                "of it: load the model, or convert it by .to, outside of inference_mode"
+            )
+    is_cached = torch.is_autocast_cache_enabled()
+    with _LOCK, torch.inference_mode(False), as_written(model), BaseTorchFunctionMode():
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(is_cached)
 
 
 @dataclass
@@ -79,28 +108,48 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
     if len(stacks) > 1:
         stacks.pop(model, None)  # an attention beside the lists, such as one that pools
     if not stacks:
-        raise ValueError(f"{caller}: model must have attention, got {type(model).__name__}")
+        raise ValueError(
+            f"{caller}: model must have attention, nn.MultiheadAttention or a module that calls "
+            f"transformers' interface or scaled_dot_product_attention, got {type(model).__name__}"
+        )
     return list(stacks.values())
 
 
 def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> Stack:
-    """The only list of blocks of a model in eval mode that is called with tensors of one batch.
+    """The only list of blocks of a model that is called with tensors of one batch.
 
     Raises:
         ValueError: It is not so.
     """
     if not isinstance(inputs, Mapping):
         raise ValueError(f"{caller}: inputs must be arguments by name, got {type(inputs).__name__}")
-    if model.training:
-        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
     stacks = stacks_of(model, caller)
     if len(stacks) != 1:
         names = ", ".join(stack.name for stack in stacks)
-        raise ValueError(f"{caller}: model must be one stack of blocks, got {names}")
-    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    if not tensors or any(x.dim() == 0 or x.size(0) != tensors[0].size(0) for x in tensors):
-        raise ValueError(f"{caller}: inputs must be tensors of one batch")
+        raise ValueError(
+            f"{caller}: model must be one stack of blocks, got {names}: take one, such as "
+            "model.get_encoder(), with inputs of its own"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+            raise ValueError(
+                f"{caller}: model must take [B, S, D], and {name or 'it'} has batch_first=False, "
+                "[S, B, D]: make the model with batch_first=True, which has the same parameters"
+            )
+    shapes = {name: list(x.shape) for name, x in inputs.items() if is_of_batch(name, x)}
+    if not shapes or any(not x or x[0] != next(iter(shapes.values()))[0] for x in shapes.values()):
+        raise ValueError(
+            f"{caller}: inputs must be tensors whose first axis is the batch, got {shapes}"
+        )
+    if any(0 in x for x in shapes.values()):
+        raise ValueError(f"{caller}: inputs must hold a token, got {shapes}")
     return stacks[0]
+
+
+def is_of_batch(name: str, x: Any) -> bool:
+    """Whether an argument is a tensor of each sequence, not one mask of pairs for all."""
+    is_of_pairs = name in ("mask", "src_mask", "attn_mask") and getattr(x, "ndim", 0) == 2
+    return isinstance(x, Tensor) and not is_of_pairs
 
 
 def _mixers(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.record import as_written
 from ikattn.analysis.attribution._linear import Activation
 from ikattn.analysis.attribution._model import (
     Stack,
@@ -93,7 +92,7 @@ def decomposed_norms(
     stack = the_stack_of(model, inputs, _CALLER)
     items = []
     for item in sequences_of(inputs):
-        with alone, torch.inference_mode(False), as_written(model):
+        with alone(model, _CALLER):
             items.append(_of_sequence(model, item, stack, biases, activation, sources))
     return torch.stack(items, 1)
 
