@@ -126,18 +126,20 @@ class Replay(LinearModel):
             return {name: self._with_waiting(each) for name, each in x.items()}
         return x
 
-    def _linear(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not self._depends(x):
-            return super()._linear(func, x, weight, bias)
+    def _linear(
+        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        if not self._depends(input):
+            return super()._linear(func, input, weight, bias)
         is_out = self._last_was("attention")
         self._note("linear")
         is_shared = self._next is not None and self._biases == "absdot" and not self._is_whole
         if not is_shared or bias is None or self._own is not None:
-            return super()._linear(func, x, weight, bias)
-        made: Tensor = func(x, weight)
+            return super()._linear(func, input, weight, bias)
+        made: Tensor = func(input, weight)
         if self._next_is("attention"):  # weights add up to 1: it comes through as it is
-            last = torch.arange(x.size(0), device=x.device) == x.size(0) - 1
-            return made + bias * last.view(-1, *(1,) * (x.dim() - 1))
+            last = torch.arange(made.size(0), device=made.device) == made.size(0) - 1
+            return made + bias * last.view(-1, *(1,) * (made.dim() - 1))
         if not is_out:
             return self._shared(made, bias)
         self._waiting[made] = bias.detach()
