@@ -504,7 +504,7 @@ def test_the_model_is_left_as_it_was() -> None:
         (classifier, {"method": "rollout"}, r"method must be"),
         (classifier, {"activation": "zo"}, r"activation must be"),
         (classifier, {"method": "alti_logit"}, r"residual stream .* take \"decompx\""),
-        (seq2seq, {"method": "alti_logit", "target": 3}, r"encoder-decoder"),
+        (seq2seq, {"method": "alti_logit", "target": 3}, r"is_encoder_decoder of T5"),
         (lambda: nn.Linear(5, 5).eval(), {}, r"must have attention|must give logits"),
     ],
 )

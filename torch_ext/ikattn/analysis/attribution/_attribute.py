@@ -37,7 +37,7 @@ from ikattn.analysis.attribution._model import (
     stacks_of,
     takes,
 )
-from ikattn.analysis.attribution._places import places_of_tokens
+from ikattn.analysis.attribution._places import places_of_tokens, readers_of
 from ikattn.analysis.attribution._targets import (
     Choice,
     Target,
@@ -55,6 +55,7 @@ from ikattn.analysis.attribution._texts import (
 from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import MUCH, activation_bytes
 from ikattn.analysis.attribution.zeroing import value_zeroing
+from ikattn.analysis.maps import RecordedMaps
 from ikattn.analysis.summary import row_shares
 from ikattn.analysis.through_layers import rollout
 
@@ -233,16 +234,26 @@ class _Task(NamedTuple):
 
     def values(self, linear: LinearModel | None = None) -> Tensor:
         """The numbers chosen, ``[n, B]``, of a call of the model, or of its linear map."""
-        options, kept = dict(self.inputs), None
+        options: dict[str, Any] = {}
+        kept = None
         positions = sorted({i for own in self.choice.positions for i in own})
         if positions and self.choice.function is None and takes(self.model, "logits_to_keep"):
             kept = positions
             options["logits_to_keep"] = torch.tensor(kept)
-        if takes(self.model, "use_cache"):
-            options.setdefault("use_cache", False)
+        if takes(self.model, "use_cache") and "use_cache" not in self.inputs:
+            options["use_cache"] = False
         with nullcontext() if linear is None else linear:
-            output = self.model(**options)
+            output = self.output(**options)
         return self.choice.values(output, kept, _CALLER, linear)
+
+    def is_unnamed(self, stack: Stack) -> bool:
+        """Whether a stack read something else than a vector for each id that was given."""
+        ids = self.source_ids()[0]
+        return ids is None or stack.source is None or stack.source.shape[:2] != ids.shape
+
+    def output(self, **options: Any) -> Any:
+        """What the model gives with other arguments in place of some."""
+        return self.model(**{**self.inputs, **options})
 
     def source_ids(self) -> list[Tensor | None]:
         names = ["input_ids", "decoder_input_ids"] if self.is_seq2seq else ["input_ids"]
@@ -308,18 +319,23 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     B, stacks, linear = expected.size(1), stacks_of(model, _CALLER), LinearModel(activation)
     with ExitStack() as opened:
         entered: list[tuple[Stack, torch.Size]] = []  # as they run
-        for stack in stacks:
-            make = partial(_entering, entered, B, len(stacks) == 1, stack)
-            opened.enter_context(replaced(stack, make))
         if activation_bytes(stacks, task.inputs) > MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(frozen_parameters(model))
+        readers = stacks
+        if len(stacks) > 1 and not task.is_seq2seq:
+            readers = readers_of(model, stacks, task.inputs, task.output)
+        make = partial(_entering, entered, B, readers, len(stacks) == 1)
+        for stack in stacks:
+            opened.enter_context(replaced(stack, partial(make, stack)))
         opened.enter_context(activations_as_one(model, linear))
         opened.enter_context(torch.enable_grad())
         values = task.values(linear)
         order = [stack for stack, _ in entered]
-        ran = order if task.is_seq2seq else [stack for stack in stacks if stack in order]
+        ran = order
+        if not task.is_seq2seq:  # first the stack of which tokens are known
+            ran = sorted((stack for stack in stacks if stack in order), key=task.is_unnamed)
         read = [stack.source for stack in ran]
         sources = [x for x in read if x is not None and x.is_leaf and x.requires_grad]
         if not sources:
@@ -331,8 +347,8 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
         if not values.requires_grad:
             raise RuntimeError(
                 "attribute: the value does not depend on the vectors of tokens by operations that "
-                f"have gradients: something after {ran[-1].name or type(model).__name__} detaches "
-                "or rounds numbers"
+                f"have gradients: a module from {ran[-1].name or type(model).__name__} on detaches "
+                "or rounds numbers, or computes in an autograd function of its own"
             )
         turned = [_has_tokens_first(x, values) for x in sources]
         asked = list(values.sum(1)) if each else [values.sum()]
@@ -354,14 +370,21 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
 
 
 def _entering(
-    entered: list[tuple[Stack, torch.Size]], B: int, is_only: bool, stack: Stack, x: Tensor
+    entered: list[tuple[Stack, torch.Size]],
+    B: int,
+    readers: Sequence[Stack],
+    is_only: bool,
+    stack: Stack,
+    x: Tensor,
 ) -> Tensor:
     """What a stack is called with: a leaf, where it reads the vectors of B sequences.
 
-    What other stacks read, such as the patches of all pictures in a row, is taken as it is: it
-    enters the vectors of tokens.
+    What other stacks read is taken as it is: what an earlier one made, or the patches of all
+    pictures in a row, which enter the vectors of tokens.
     """
     entered.append((stack, x.shape))
+    if stack not in readers and x.requires_grad:
+        return x
     is_of_tokens = x.dim() > 2 and B in x.shape[:2]
     if not is_of_tokens and not (is_only and B == 1 and x.dim() == 2):
         return x
@@ -485,7 +508,8 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _alti_logit(task: _Task) -> Attribution:
     if task.is_seq2seq:
         raise ValueError(
-            'attribute: "alti_logit" is of decoders, not of an encoder-decoder: take "decompx"'
+            'attribute: "alti_logit" is of decoders alone, and config.is_encoder_decoder of '
+            f'{type(task.model).__name__} is set: take "decompx"'
         )
     stack, gradient, values = _hidden_gradients(task)
     writings, layers = Writings(gradient), attention_of(task.model, stack)
@@ -500,28 +524,31 @@ def _roll_out(task: _Task, map_: str) -> Attribution:
     stack, gradient, values = _hidden_gradients(task)
     share = row_shares(gradient.norm(dim=-1))  # of each token, [B, L]
     nothing = values.new_full(values.shape, float("nan"))
-    if task.is_seq2seq:
-        if map_ != "alti":
-            raise ValueError(
-                'attribute: of an encoder-decoder "rollout:alti" is the only rollout, got '
-                f'"rollout:{map_}"'
-            )
-        with torch.no_grad(), recorded(task.model, ("alti",)) as recording:
-            task.values()
-        pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(recording))
-        scores, prefix = (x[:, 0] for x in pair)
-        return Attribution(scores, values, nothing, prefix_scores=prefix)
-    if map_ == "value_zeroing":
+    if map_ == "value_zeroing" and not task.is_seq2seq:
         flow = rollout(value_zeroing(task.model, task.inputs))
-    else:
-        own = attention_of(task.model, stack)
-        with torch.no_grad(), recorded(task.model, (map_,), layers=own) as recording:
+        return Attribution((share.to(flow).unsqueeze(1) @ flow)[:, 0], values, nothing)
+
+    def record_of(layers: list[str] | None) -> RecordedMaps:
+        with torch.no_grad(), recorded(task.model, (map_,), layers=layers) as recording:
             task.values()
-        layers = [name for name, layer in recording.layers.items() if layer.kind == "self"]
+        return recording
+
+    recording = None if task.is_seq2seq else record_of(attention_of(task.model, stack))
+    layers = {} if recording is None else recording.layers
+    crossing = [name for name, layer in layers.items() if layer.kind == "cross"]
+    if recording is not None and not crossing:
         residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
-        flow = rollout(recording, map=map_, layers=layers, residual=residual)
-    scores = (share.to(flow).unsqueeze(1) @ flow)[:, 0]
-    return Attribution(scores, values, nothing)
+        flow = rollout(recording, map=map_, layers=list(layers), residual=residual)
+        return Attribution((share.to(flow).unsqueeze(1) @ flow)[:, 0], values, nothing)
+    if map_ != "alti":
+        raise ValueError(
+            f"attribute: {type(task.model).__name__} has cross-attention"
+            f"{', ' + crossing[0] if crossing else ''}, through which only \"rollout:alti\" goes, "
+            f'got "rollout:{map_}"'
+        )
+    pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(record_of(None)))
+    scores, prefix = (x[:, 0] for x in pair)
+    return Attribution(scores, values, nothing, prefix_scores=prefix)
 
 
 def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
@@ -542,15 +569,33 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
         opened.enter_context(torch.enable_grad())
         values = task.values(linear)
         leaves = [leaf for _, leaf in made]
+        if not leaves:
+            names = ", ".join(stack.name for stack in stacks_of(model, _CALLER))
+            raise RuntimeError(
+                f"attribute: the last block of {names or 'the model'} gave no tensor, or did not run"
+            )
+        last = made[-1][0]
+        if len(made) > 1 and not task.is_seq2seq:
+            if last not in readers_of(model, [stack for stack, _ in made], task.inputs, task.output):
+                raise ValueError(
+                    f"attribute: rollouts and ALTI-Logit follow one stack of blocks, and {last.name} "
+                    f'reads what {made[-2][0].name} made: take "decompx"'
+                )
         gradients: Sequence[Tensor | None] = [None]
         if values.requires_grad:
-            gradients = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+            gradients = torch.autograd.grad(
+                values.sum(), leaves, retain_graph=True, allow_unused=True
+            )
         gradient = gradients[-1]
         if gradient is None:
             raise RuntimeError(
                 "attribute: the value does not depend on what the last block of "
-                f"{made[-1][0].name or type(model).__name__} makes by operations with gradients"
+                f"{last.name or type(model).__name__} makes by operations with gradients"
             )
         value = float(values.detach().sum())
         _check_sum(_parts(gradients, leaves), value, linear, leaves[-1], model)
-    return made[-1][0], gradient, values.detach().sum(0)
+        if gradient.dim() == 2 and values.size(1) == 1:
+            gradient = gradient.unsqueeze(0)
+        elif _has_tokens_first(leaves[-1], values):
+            gradient = gradient.transpose(0, 1)
+    return last, gradient, values.detach().sum(0)

@@ -602,6 +602,8 @@ def detached(x: Any) -> Any:
         return x.detach()
     if type(x) in (tuple, list):
         return type(x)(detached(each) for each in x)
+    if hasattr(x, "_fields"):
+        return type(x)(*(detached(each) for each in x))
     if type(x) is dict:
         return {name: detached(each) for name, each in x.items()}
     return x

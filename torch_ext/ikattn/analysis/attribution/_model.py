@@ -102,9 +102,11 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
             lists = [i for i, module in enumerate(path) if isinstance(module, nn.Sequential)][:1]
         at = lists[-1] if lists and lists[-1] > 0 else len(path)
         holder = path[at] if at < len(path) else model
+        # of lists in a list, which nobody calls, the blocks
+        block = next(module for module in path[:at][::-1] if not isinstance(module, nn.ModuleList))
         stack = stacks.setdefault(holder, Stack([], names.get(holder, "")))
-        if path[at - 1] not in stack.blocks:
-            stack.blocks.append(path[at - 1])
+        if block not in stack.blocks:
+            stack.blocks.append(block)
     if len(stacks) > 1:
         stacks.pop(model, None)  # an attention beside the lists, such as one that pools
     if not stacks:
@@ -207,6 +209,8 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
             return None
         leaf = x.detach().requires_grad_()
         found.append((stack, leaf))
+        if hasattr(output, "_fields"):
+            return output._replace(**{output._fields[0]: leaf})
         return (leaf, *output[1:]) if isinstance(output, (tuple, list)) else leaf
 
     handles = [

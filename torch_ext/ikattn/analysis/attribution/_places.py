@@ -1,13 +1,15 @@
-"""Where the tokens that a model was given stand among the vectors that enter its first block.
+"""Where what a model was given enters its blocks: which stacks, and at which places.
 
-A model may pad what it is given, or set vectors of its own before it. Sizes: B batch, S tokens
-given, W vectors that enter the first block, D model size.
+A model may pad what it is given, or set vectors of its own before it, and a stack of blocks may
+read nothing but what another one made. Sizes: B batch, S tokens given, W vectors that enter the
+first block, D model size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,66 @@ from torch import Tensor, nn
 
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis.attribution._linear import detached
 from ikattn.analysis.attribution._model import Stack
 
-__all__ = ["places_of_tokens"]
+__all__ = ["places_of_tokens", "readers_of"]
+
+
+def readers_of(
+    model: nn.Module, stacks: Sequence[Stack], inputs: Mapping[str, Any], call: Callable[..., Any]
+) -> list[Stack]:
+    """The stacks that what the model is given enters otherwise than through another stack.
+
+    Args:
+        model: It has hooks meanwhile.
+        stacks: Its blocks.
+        inputs: Its arguments.
+        call: Calls the model with arguments in place of these.
+    """
+    found: list[Stack] = []
+    whole = {n: x for n, x in inputs.items() if isinstance(x, Tensor) and x.dtype == torch.int64}
+    named = [x for name, x in whole.items() if name.endswith("input_ids")]
+    ids = named or list(whole.values())
+
+    def looked_up(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        asked = args[0] if args else None
+        if not isinstance(asked, Tensor):
+            return None
+        # models put another id in the place of a picture's
+        if not any(asked.shape == x.shape and bool((asked == x).any()) for x in ids):
+            return None
+        return output.detach().requires_grad_().clone()
+
+    def entering(
+        stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        x = first_tensor(args, kwargs)
+        if x is not None and x.requires_grad and stack not in found:
+            found.append(stack)
+
+    def made(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return detached(output)
+
+    with ExitStack() as opened:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                opened.callback(module.register_forward_hook(Hook(looked_up)).remove)
+        for stack in stacks:
+            for block in stack.blocks:
+                before = block.register_forward_pre_hook(
+                    Hook(partial(entering, stack)), with_kwargs=True
+                )
+                opened.callback(before.remove)
+                opened.callback(block.register_forward_hook(Hook(made)).remove)
+        opened.enter_context(torch.enable_grad())
+        leaves = {
+            name: x.detach().requires_grad_().clone()
+            for name, x in inputs.items()
+            if isinstance(x, Tensor) and x.is_floating_point()
+        }
+        call(**leaves)
+    return found
 
 
 def places_of_tokens(

@@ -122,7 +122,10 @@ class Attribution:
 
     def _names(self, function: str) -> list[list[str]]:
         if self.tokens is None:
-            raise ValueError(f"{function}: the tokens must have names: attribute with tokenizer=")
+            raise ValueError(
+                f"{function}: tokens must have names, got None for found.tokens: pass tokenizer= "
+                "to attribute, or set them, a list for each sequence"
+            )
         return self.tokens
 
     def _summed(self, words: Sequence[Sequence[int | None]], *, are_texts: bool) -> Attribution:
@@ -170,13 +173,41 @@ class Attribution:
         Raises:
             ValueError: Targets are apart, or no tokenizer named the tokens.
         """
-        if self.scores.dim() != 2 or self.tokens is None:
-            raise ValueError("ranked: scores must be [B, S], and their tokens known")
+        if self.scores.dim() != 2:
+            raise ValueError(
+                f"ranked: scores must be [B, S], got {list(self.scores.shape)} of targets apart: "
+                "attribute without each=True"
+            )
         ranked = []
-        for row, names in zip(self.scores, self.tokens, strict=True):
+        for row, names in zip(self.scores, self._names("ranked"), strict=True):
             order = row.abs().argsort(descending=True, stable=True)[:top]
             ranked.append([RankedToken(names[i], float(row[i]), i) for i in order.tolist()])
         return ranked
+
+    def __str__(self) -> str:
+        """A table of the scores of each token, with what they and the bias add up to."""
+        parts = [("", self.scores, self.tokens)]
+        if self.prefix_scores is not None:
+            parts.append(("prefix ", self.prefix_scores, self.prefix_tokens))
+        lines: list[tuple[str, ...]] = []
+        for b in range(self.scores.size(0)):
+            titles = ["score"]
+            if self.scores.dim() == 3:
+                names = None if self.target_tokens is None else self.target_tokens[b]
+                own = list(map(str, range(self.scores.size(1)))) if names is None else names
+                titles = [*own, *[""] * (self.scores.size(1) - len(own))]
+            lines.append((f"sequence {b}", *titles))
+            for kind, scores, names in parts:
+                for j, row in enumerate(scores[b].reshape(-1, scores.size(-1)).mT.tolist()):
+                    name = f"{j}" if names is None else f"{j} {names[b][j]}"
+                    lines.append((kind + name, *(f"{x:.4f}" for x in row)))
+            for kind, x in (("bias", self.bias), ("value", self.value)):
+                lines.append((kind, *(f"{one:.4f}" for one in x[b].reshape(-1).tolist())))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+            for line in lines
+        )
 
     def to_html(self, path: str | os.PathLike[str], *, title: str | None = None) -> int:
         """Writes one page that shows the text coloured by its scores, and loads nothing.
