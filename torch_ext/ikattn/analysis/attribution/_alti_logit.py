@@ -37,9 +37,9 @@ class Writings:
         block = run.plan.parts.block
         if run.attention.kind != "self" or block != "pre":
             raise ValueError(
-                'attribute: "alti_logit" needs self-attention whose block adds to a residual stream '
-                f"(pre-norm), got {run.name}, {run.attention.kind}-attention whose block is "
-                f'{block!r}: take "decompx"'
+                'attribute: "alti_logit" needs self-attention whose block adds to a residual '
+                f"stream (pre-norm), got {run.name}, {run.attention.kind}-attention whose block "
+                f'is {block!r}: take "decompx"'
             )
         assert run.projection is not None
         assert run.maps is not None
@@ -73,6 +73,6 @@ class Writings:
 
     @staticmethod
     def _of_tokens(written: Tensor, map_: Tensor) -> Tensor:
-        """What the layer's own tokens wrote, without keys that stand before them, as prefixes do."""
+        """What the layer's tokens wrote, without keys that stand before them, such as a prefix."""
         L, S = map_.shape[-2:]
         return written[:, S - L :]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.record import recorded
@@ -300,9 +301,7 @@ def _with_answer(named: dict[str, Any], ids: Sequence[int], name: str) -> Any:
         raise ValueError(
             "attribute: with token ids as target, sequences must be padded on the left, not right"
         )
-    before = named[name].size(1) if mask is None else None
-    changed = with_answer(named, ids, name)
-    return changed, slice(-len(ids), None) if before is None else slice(before, None)
+    return with_answer(named, ids, name), slice(-len(ids), None)
 
 
 # --- DecompX
@@ -312,7 +311,9 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     model = task.model
     with torch.no_grad():
         is_known = task.plain is not None
-        expected = task.choice.values(task.plain, None, _CALLER, None) if is_known else task.values()
+        expected = (
+            task.choice.values(task.plain, None, _CALLER, None) if is_known else task.values()
+        )
     expected = expected.double()  # [n, B]
     if not bool(expected.isfinite().all()):
         raise ValueError(f"attribute: the value must be finite, got {expected.sum(0).tolist()}")
@@ -355,9 +356,16 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
         rows: list[list[Tensor]] = []
         for row, value in enumerate(asked):
             linear.clear()
-            gradients = torch.autograd.grad(
-                value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
-            )
+            try:
+                gradients = torch.autograd.grad(
+                    value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
+                )
+            except CheckpointError as error:
+                raise RuntimeError(
+                    f"attribute: {type(model).__name__} runs blocks in torch.utils.checkpoint, "
+                    "which runs them once more in the backward pass, where they are no linear map: "
+                    "call the model without it, by model.gradient_checkpointing_disable()"
+                ) from error
             parts = _parts(gradients, sources)
             _check_sum(parts, float(value.detach()), linear, sources[0], model)
             pairs = zip(parts, turned, strict=True)
@@ -543,7 +551,7 @@ def _roll_out(task: _Task, map_: str) -> Attribution:
     if map_ != "alti":
         raise ValueError(
             f"attribute: {type(task.model).__name__} has cross-attention"
-            f"{', ' + crossing[0] if crossing else ''}, through which only \"rollout:alti\" goes, "
+            f'{", " + crossing[0] if crossing else ""}, through which only "rollout:alti" goes, '
             f'got "rollout:{map_}"'
         )
     pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(record_of(None)))
@@ -572,15 +580,17 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
         if not leaves:
             names = ", ".join(stack.name for stack in stacks_of(model, _CALLER))
             raise RuntimeError(
-                f"attribute: the last block of {names or 'the model'} gave no tensor, or did not run"
+                f"attribute: the last block of {names or 'the model'} made no tensor"
             )
         last = made[-1][0]
-        if len(made) > 1 and not task.is_seq2seq:
-            if last not in readers_of(model, [stack for stack, _ in made], task.inputs, task.output):
-                raise ValueError(
-                    f"attribute: rollouts and ALTI-Logit follow one stack of blocks, and {last.name} "
-                    f'reads what {made[-2][0].name} made: take "decompx"'
-                )
+        ran, readers = [stack for stack, _ in made], [last]
+        if len(ran) > 1 and not task.is_seq2seq:
+            readers = readers_of(model, ran, task.inputs, task.output)
+        if last not in readers:
+            raise ValueError(
+                f"attribute: rollouts and ALTI-Logit follow one stack of blocks, and {last.name} "
+                f'reads what {ran[-2].name} made: take "decompx"'
+            )
         gradients: Sequence[Tensor | None] = [None]
         if values.requires_grad:
             gradients = torch.autograd.grad(

@@ -128,9 +128,9 @@ class LinearModel(TorchFunctionMode):
         self.activation = activation
         self._constants: list[Tensor] = []
         self._lost: list[Tensor] = []
-        # Fixed numbers that depend on the tokens, and what is made of them alone: by which function.
+        # Fixed numbers that depend on the tokens, and what is made of them, by which function.
         self._fixed: Any = WeakTensorKeyDictionary()
-        self._added: dict[str, None] = {}
+        self._functions_added: dict[str, None] = {}
 
     @property
     def constants(self) -> float:
@@ -145,7 +145,7 @@ class LinearModel(TorchFunctionMode):
     @property
     def adds_results_of(self) -> str:
         """The functions whose results are the fixed numbers that were added."""
-        return ", ".join(self._added)
+        return ", ".join(self._functions_added)
 
     def clear(self) -> None:
         """Forgets what a backward pass has added, before another one."""
@@ -251,6 +251,7 @@ class LinearModel(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.activation == "tangent":
             return self._tangent(lambda y: func(y, *rest, **kwargs), x)
+
         def at_point() -> tuple[Tensor, Tensor | None]:
             y = func(x.detach(), *rest, **kwargs)
             is_zero = name_of(func) not in _NOT_ZERO_AT_ZERO
@@ -310,13 +311,13 @@ class LinearModel(TorchFunctionMode):
             return func(*args, **kwargs)
         name, alpha = name_of(func), kwargs.get("alpha", 1)
         factors = {"sub": (1, -alpha), "subtract": (1, -alpha), "rsub": (-alpha, 1)}
-        pairs = zip((x, y), factors.get(name, (1, alpha)), strict=True)
-        parts = [part if factor == 1 else part * factor for part, factor in pairs]
+        a, b = factors.get(name, (1, alpha))
+        parts = (x if a == 1 else x * a, y if b == 1 else y * b)
         moving, constant = parts if own else parts[::-1]
         other_part = y if own else x
         is_fixed = isinstance(other_part, Tensor) and other_part in self._fixed
         if is_fixed:
-            self._added[self._fixed[other_part]] = None
+            self._functions_added[self._fixed[other_part]] = None
         return self._with_constant(moving, constant, is_fixed=is_fixed)
 
     def _join(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -331,7 +332,10 @@ class LinearModel(TorchFunctionMode):
 
         result = alone(moving)
         for is_fixed in (False, True):
-            own = [not m and (x in self._fixed) == is_fixed for x, m in zip(tensors, moving, strict=True)]
+            own = [
+                not m and (x in self._fixed) == is_fixed
+                for x, m in zip(tensors, moving, strict=True)
+            ]
             if any(own):
                 result = self._with_constant(result, alone(own), is_fixed=is_fixed)
         return result
@@ -441,7 +445,7 @@ class LinearModel(TorchFunctionMode):
                 "attribute: batch_norm must run in eval mode, with running_mean and running_var: "
                 "its statistics are those of the batch, which mix sequences"
             )
-        own = {name: given.get(name) for name in ("weight", "bias")} | {"eps": given.get("eps", 1e-5)}
+        own: dict[str, Any] = {n: given[n] for n in ("weight", "bias", "eps") if n in given}
         with torch.no_grad():
             zero = F.batch_norm(torch.zeros_like(x[:1]), mean, variance, **own)
         y = F.batch_norm(x, torch.zeros_like(mean), variance, **own | {"bias": None})

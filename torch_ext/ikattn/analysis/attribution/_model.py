@@ -6,9 +6,10 @@ Sizes: B batch, S source tokens, L tokens that logits belong to, D model size, V
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,7 +54,15 @@ def alone(model: nn.Module, caller: str) -> Iterator[None]:
 
     Raises:
         ValueError: The model is in training, or was made in inference mode.
+        RuntimeError: A transform of torch.func, or a compiled function, calls it.
     """
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    if is_transformed or torch.compiler.is_compiling():
+        within = "a transform of torch.func" if is_transformed else "a function of torch.compile"
+        raise RuntimeError(
+            f"{caller}: it takes gradients of its own, and was called inside {within}, which does "
+            "not let it: call it outside"
+        )
     if model.training:
         raise ValueError(f"{caller}: model must be in eval mode, got one in training")
     for name, x in (*model.named_parameters(), *model.named_buffers()):
@@ -63,12 +72,25 @@ def alone(model: nn.Module, caller: str) -> Iterator[None]:
                 "of it: load the model, or convert it by .to, outside of inference_mode"
             )
     is_cached = torch.is_autocast_cache_enabled()
-    with _LOCK, torch.inference_mode(False), as_written(model), BaseTorchFunctionMode():
+    with ExitStack() as opened:
+        for context in (_LOCK, torch.inference_mode(False), as_written(model)):
+            opened.enter_context(context)
+        if "torch._dynamo" in sys.modules:  # what is compiled may be a forward alone
+            opened.enter_context(torch.compiler.set_stance("force_eager"))
+        opened.enter_context(BaseTorchFunctionMode())
+        opened.callback(torch.set_autocast_cache_enabled, is_cached)
         torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(is_cached)
+        yield
+
+
+def check_graph(module: nn.Module) -> None:
+    """Raises RuntimeError where a module that is to have a graph runs without one."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"attribution: {type(module).__name__} runs in torch.no_grad, of the model's own or of "
+            "torch.utils.checkpoint with use_reentrant=True, and has no gradients: call the model "
+            "without it"
+        )
 
 
 @dataclass
@@ -182,6 +204,7 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
         x = first_tensor(args, kwargs)
         if stack.source is not None or x is None:
             return None
+        check_graph(module)
         y = stack.source = make(x)
         changed = tuple(y if each is x else each for each in args)
         return changed, {name: y if each is x else each for name, each in kwargs.items()}
@@ -207,6 +230,7 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
         x = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(x, Tensor):
             return None
+        check_graph(module)
         leaf = x.detach().requires_grad_()
         found.append((stack, leaf))
         if hasattr(output, "_fields"):

@@ -138,7 +138,8 @@ def _places(x: Tensor, vectors: Tensor) -> Tensor | None:
         chosen = (x * directions)[:, part].sum()
         (found,) = torch.autograd.grad(chosen, vectors, retain_graph=True, allow_unused=True)
         found = vectors.new_zeros(vectors.shape) if found is None else found
-        return found.double().norm(dim=-1).amax(0)  # [S]
+        sizes: Tensor = found.double().norm(dim=-1).amax(0)  # [S]
+        return sizes
 
     whole = gradient(torch.ones_like(numbers, dtype=torch.bool))
     places = torch.zeros_like(whole, dtype=torch.int64)

@@ -31,8 +31,12 @@ __all__ = [
 def sequences_of(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The arguments of each sequence of the batch."""
     count = next(x for name, x in inputs.items() if is_of_batch(name, x)).size(0)
+    with torch.inference_mode(False):
+        own = {
+            n: x.clone() if is_of_batch(n, x) and x.is_inference() else x for n, x in inputs.items()
+        }
     return [
-        {name: x[b : b + 1] if is_of_batch(name, x) else x for name, x in inputs.items()}
+        {name: x[b : b + 1] if is_of_batch(name, x) else x for name, x in own.items()}
         for b in range(count)
     ]
 

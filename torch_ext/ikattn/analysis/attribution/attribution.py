@@ -193,9 +193,10 @@ class Attribution:
         for b in range(self.scores.size(0)):
             titles = ["score"]
             if self.scores.dim() == 3:
-                names = None if self.target_tokens is None else self.target_tokens[b]
-                own = list(map(str, range(self.scores.size(1)))) if names is None else names
-                titles = [*own, *[""] * (self.scores.size(1) - len(own))]
+                n = self.scores.size(1)
+                known = self.target_tokens
+                titles = [str(i) for i in range(n)] if known is None else known[b]
+                titles = [*titles, *[""] * (n - len(titles))]
             lines.append((f"sequence {b}", *titles))
             for kind, scores, names in parts:
                 for j, row in enumerate(scores[b].reshape(-1, scores.size(-1)).mT.tolist()):
