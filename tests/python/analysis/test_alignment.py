@@ -135,6 +135,13 @@ def test_the_token_of_unknown_words_is_a_word() -> None:
     assert token_types(["[CLS]", "a", "[UNK]", "</s>"]) == ["special", "word", "word", "special"]
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 3), (2, 3, 0), (0, 3, 3), (2, 1, 3)])
+def test_empty_maps_have_no_links(shape: tuple[int, int, int]) -> None:
+    words = [[None] * shape[1]] * shape[0]
+    found = word_alignment(torch.zeros(shape), [[]] * shape[0], words, setting="AWI")
+    assert found == [set()] * shape[0]
+
+
 def test_source_subwords_are_summed() -> None:
     """Word 0 has two columns of 0.3, word 1 one of 0.4: a mean or a maximum would choose word 1."""
     map = torch.tensor([[[0.3, 0.3, 0.4, 0.0]]])

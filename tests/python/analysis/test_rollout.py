@@ -335,6 +335,12 @@ def test_importance_without_self_is_that_of_the_others() -> None:
         token_importance([torch.rand(1, 2, 3)], 0, layer=0, without_self=True)
 
 
+def test_importance_of_no_sequence_is_empty() -> None:
+    assert token_importance(torch.zeros(2, 0, 0, 0), -1).shape == (0, 0)
+    with pytest.raises(ValueError, match=r"position must be in \[0, 0\) in sequence 0"):
+        token_importance(torch.zeros(2, 1, 0, 0), -1)
+
+
 def test_single_layer_importance_through_cross_attention() -> None:
     cross = torch.rand(2, 3, 5, dtype=torch.float64)
     keys = PADDING[:2]

@@ -332,6 +332,8 @@ def word_alignment(
         raise ValueError(f'word_alignment: setting must be "AWO" or "AWI", got {setting!r}')
     B, L, S = map.shape
     shift = 1 if setting == "AWI" else 0
+    if map.numel() == 0 or shift == L:
+        return [set() for _ in range(B)]
     of_keys = _word_numbers(source_words, "source_words", B, S, "S", map.device)
     of_rows = _word_numbers(target_words, "target_words", B, L - shift, "the rows", map.device)
     if key_padding is not None:

@@ -474,6 +474,8 @@ def token_index(
             f"token_importance: position must be in [{-int(lengths[b])}, {int(lengths[b])}) in "
             f"sequence {b}, which has {int(lengths[b])} tokens, got {int(wanted[b])}"
         )
+    if B == 0:
+        return wanted
     count = torch.where(wanted < 0, wanted + lengths, wanted) + 1
     reached = (~padding).cumsum(-1) >= count.unsqueeze(-1)
     return reached.int().argmax(-1)

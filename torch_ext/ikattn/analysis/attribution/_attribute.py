@@ -89,7 +89,7 @@ def attribute(
     g is the gradient of that linear map, so that one backward pass gives every token's part: no
     vector of a pair of tokens is ever made. It works with any model whose attention can be found,
     and with encoder-decoders, whose two inputs both have parts. Parts that do not add up to the
-    logit, because the model computes something that is not understood, are an error.
+    logit, because the model calls a function that is not linear and has no rule, are an error.
 
     ``"alti_logit"`` (Ferrando et al., ACL 2023), for models whose blocks add to a residual stream:
     what the attention of each layer writes into the logit directly, token by token, followed back

@@ -318,7 +318,8 @@ def logits_of(output: Any, caller: str) -> Tensor:
     if found is None and isinstance(output, Tensor):
         found = output
     if not isinstance(found, Tensor) or found.dim() not in (2, 3):
-        kind = type(output).__name__
+        is_tensor = isinstance(found, Tensor)
+        kind = f"logits {list(found.shape)}" if is_tensor else type(output).__name__
         raise ValueError(
             f"{caller}: the model must give logits [B, V] or [B, L, V], got {kind}: take one with "
             "a head, or a function of its output as target"

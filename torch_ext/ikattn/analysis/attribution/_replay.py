@@ -106,7 +106,11 @@ class Replay(LinearModel):
             return self._kept[-1]
         assert self._next is not None
         if self._next >= len(self._kept):
-            raise RuntimeError(f"{self._caller}: the model computes otherwise when called again")
+            raise RuntimeError(
+                f"{self._caller}: the model fixed {len(self._kept)} numbers in its first call and "
+                "asks for more in a second one with the same inputs: it does not compute the same "
+                "in each call"
+            )
         self._next += 1
         return self._kept[self._next - 1]
 
@@ -183,7 +187,8 @@ class Replay(LinearModel):
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"{self._caller}: the attention {name_of(func)} does not tell its weights"
+                f"{self._caller}: the model calls {name_of(func)}, of which there are no weights to "
+                "fix: scaled_dot_product_attention, or a softmax, has them"
             )
 
         def weights() -> Tensor:
@@ -201,7 +206,8 @@ class Replay(LinearModel):
             return x
         if is_fixed:
             raise NotImplementedError(
-                f"{self._caller}: a number that depends on the tokens is added as biases are"
+                f"{self._caller}: the model adds what {self.adds_results_of or 'a function'} made "
+                "of the tokens, of which there is no linear map"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
         if self._is_whole:

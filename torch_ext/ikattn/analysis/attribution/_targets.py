@@ -211,7 +211,7 @@ def _span(
     if tokens is None or not is_next:
         raise ValueError(
             "attribute: a span of tokens as target needs a model that predicts the next token and "
-            "is given token ids"
+            f"is given token ids, got {'no ids' if tokens is None else 'another model'}"
         )
     if span.step not in (None, 1):
         raise ValueError(f"attribute: target must be a span without a step, got {span}")

@@ -199,7 +199,8 @@ class Attribution:
                 titles = [*titles, *[""] * (n - len(titles))]
             lines.append((f"sequence {b}", *titles))
             for kind, scores, names in parts:
-                for j, row in enumerate(scores[b].reshape(-1, scores.size(-1)).mT.tolist()):
+                rows = scores[b] if scores.dim() == 3 else scores[b : b + 1]
+                for j, row in enumerate(rows.mT.tolist()):
                     name = f"{j}" if names is None else f"{j} {names[b][j]}"
                     lines.append((kind + name, *(f"{x:.4f}" for x in row)))
             for kind, x in (("bias", self.bias), ("value", self.value)):

@@ -75,7 +75,7 @@ def decomposed_norms(
     Raises:
         ValueError: Unknown names, several stacks of blocks, a model in training.
         RuntimeError: The vectors do not add up to what the model computed.
-        NotImplementedError: The model mixes tokens in a way that cannot be fixed.
+        NotImplementedError: The model calls attention that has no weights to fix.
 
     Example:
         >>> import torch
