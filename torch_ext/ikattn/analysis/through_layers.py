@@ -186,7 +186,7 @@ def token_importance(
         row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
     else:
         index = token_index(position, of_queries, B, L, device)
-        share = torch.nn.functional.one_hot(index, L)
+        share = torch.arange(L, device=index.device) == index.unsqueeze(-1)
         row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)
     for step in reversed(steps[:-1]):
         row = row @ step

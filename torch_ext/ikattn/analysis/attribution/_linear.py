@@ -312,9 +312,9 @@ class LinearModel(TorchFunctionMode):
         name, alpha = name_of(func), kwargs.get("alpha", 1)
         factors = {"sub": (1, -alpha), "subtract": (1, -alpha), "rsub": (-alpha, 1)}
         a, b = factors.get(name, (1, alpha))
-        parts = (x if a == 1 else x * a, y if b == 1 else y * b)
-        moving, constant = parts if own else parts[::-1]
         other_part = y if own else x
+        x, y = x if a == 1 else x * a, y if b == 1 else y * b
+        moving, constant = (x, y) if own else (y, x)
         is_fixed = isinstance(other_part, Tensor) and other_part in self._fixed
         if is_fixed:
             self._functions_added[self._fixed[other_part]] = None

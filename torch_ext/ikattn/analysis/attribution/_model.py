@@ -318,8 +318,9 @@ def logits_of(output: Any, caller: str) -> Tensor:
     if found is None and isinstance(output, Tensor):
         found = output
     if not isinstance(found, Tensor) or found.dim() not in (2, 3):
-        is_tensor = isinstance(found, Tensor)
-        kind = f"logits {list(found.shape)}" if is_tensor else type(output).__name__
+        kind = type(output).__name__
+        if isinstance(found, Tensor):
+            kind = f"logits {list(found.shape)}"
         raise ValueError(
             f"{caller}: the model must give logits [B, V] or [B, L, V], got {kind}: take one with "
             "a head, or a function of its output as target"

@@ -187,8 +187,8 @@ class Replay(LinearModel):
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"{self._caller}: the model calls {name_of(func)}, of which there are no weights to "
-                "fix: scaled_dot_product_attention, or a softmax, has them"
+                f"{self._caller}: the model calls {name_of(func)}, which gives no weights to fix; "
+                "scaled_dot_product_attention, or a softmax, does"
             )
 
         def weights() -> Tensor:

@@ -117,7 +117,7 @@ class Attribution:
         for names in self._names("by_lines"):
             texts = texts_of(names, byte_level=self.byte_level)
             before = accumulate((text.count("\n") for text in texts[:-1]), initial=0)
-            lines.append(list(before))
+            lines.append(list(before)[: len(names)])
         return self._summed(lines, are_texts=True)
 
     def _names(self, function: str) -> list[list[str]]:

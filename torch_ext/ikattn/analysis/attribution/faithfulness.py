@@ -206,8 +206,8 @@ class _Asked:
             if again.shape != logits.shape or float((again - logits).abs().max() / size) > 1e-2:
                 raise ValueError(
                     f"{_CALLER}: {type(self.model).__name__} gives other logits for the vectors of "
-                    'its input embeddings, as inputs_embeds, than for input_ids: take replace="mask"'
-                    ' or "drop"'
+                    "its input embeddings, as inputs_embeds, than for input_ids: take "
+                    'replace="mask" or "drop"'
                 )
             return again
         return logits
