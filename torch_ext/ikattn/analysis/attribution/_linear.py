@@ -356,7 +356,8 @@ class LinearModel(TorchFunctionMode):
         alpha: float = 1,
         **named: Any,
     ) -> Tensor:
-        x, y = [*factors, *(named[name] for name in _FACTORS if name in named)]
+        both = [*factors, *(named[name] for name in _FACTORS if name in named)]
+        x, y = both[0], both[1]
         product = self._product(torch.matmul, x, y)
         product = product if alpha == 1 else product * alpha
         bias = bias if beta == 1 else bias * beta
