@@ -98,7 +98,7 @@ def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any, caller: str
     if not made.requires_grad:
         raise ValueError(
             f"{caller}: target gives numbers without a gradient in the model's output: it detaches "
-            "or rounds them, or does not read floating-point tensors of the output"
+            "or rounds them, or reads numbers of the output that have none"
         )
     points = [leaf for _, leaf in leaves.values()]
     rest = made.detach().double().clone()
