@@ -114,7 +114,8 @@ def attribute(
             input; an int, a token that may come next; None, the one that it predicts. Of other
             logits ``[B, L, V]``: ``(position, class)``, class None: the predicted one. With a
             tokenizer: another text than "answer", which is the continuation or a class's label.
-            Otherwise a function of the model's output that gives ``[B]``.
+            Otherwise a function of the model's output that gives ``[B]``, taken by its tangent:
+            what that leaves of the value is in ``bias``. Positions count without padding.
         method: See above.
         against: A class or token whose logit is taken off: why this one rather than that. With a
             tokenizer also as text.
@@ -131,7 +132,8 @@ def attribute(
         TypeError: model is no module.
         ValueError: A target that the model has not, a model in training, unknown names, a value
             that is not finite.
-        RuntimeError: Parts that do not add up; the message says how far off they are.
+        RuntimeError: Parts that do not add up; the message says how far off they are. A call inside
+            torch.func, torch.compile or a checkpointed block.
 
     Example:
         >>> import pytest, torch, ikattn

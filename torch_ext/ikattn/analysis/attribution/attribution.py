@@ -22,11 +22,14 @@ __all__ = ["Attribution"]
 class Attribution:
     """The part that each token of the input has in a number that the model gave.
 
+    ``print`` shows it as a table.
+
     Attributes:
         scores: ``[B, S]``, or ``[B, n, S]`` for n targets apart. Padding has 0, unless
             the target reads it.
         value: ``[B]`` or ``[B, n]``, what was attributed: the sum of the targets' logits.
-        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add; with
+        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add, and
+            vectors that the model puts beside the tokens it was given; with
             "alti_logit" what feed-forward parts, the token's own vector and biases add. NaN where
             scores are shares that add up to 1 ("rollout").
         prefix_scores: Of an encoder-decoder those of the decoder's tokens, ``[B, L]``.
