@@ -375,8 +375,7 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     values = values.detach().double()
     if not each:
         values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
-    found = _found(rows, values.T, expected.T, sources[0], task)
-    return found if each else _alone(found)
+    return _found(rows, values.T, expected.T, sources[0], task, each)
 
 
 def _entering(
@@ -417,6 +416,7 @@ def _found(
     expected: Tensor,
     source: Tensor,
     task: _Task,
+    each: bool,
 ) -> Attribution:
     """Of n targets.
 
@@ -426,6 +426,7 @@ def _found(
         expected: ``[B, n]``, those of the model.
         source: A vector that enters the model.
         task: What was asked.
+        each: Whether targets stay apart; otherwise there is one.
 
     Raises:
         RuntimeError: The values are not the same.
@@ -449,25 +450,13 @@ def _found(
             "calls is replaced by another, or two calls of it differ"
         )
     bias = values - torch.stack([part.sum(-1) for part in used]).sum(0)
-    scores, prefix = used[0], used[1] if len(used) > 1 else None
-    kept = [
-        None if x is None else _narrowed(x, source.dtype) for x in (scores, values, bias, prefix)
-    ]
-    assert kept[0] is not None
-    assert kept[1] is not None
-    assert kept[2] is not None
-    return Attribution(kept[0], kept[1], kept[2], prefix_scores=kept[3])
 
+    def asked(x: Tensor) -> Tensor:
+        x = x if each else x[:, 0]
+        return x if source.dtype == torch.float64 else x.float()
 
-def _alone(found: Attribution) -> Attribution:
-    """Of the only target."""
-    prefix = found.prefix_scores
-    return Attribution(
-        found.scores[:, 0],
-        found.value[:, 0],
-        found.bias[:, 0],
-        prefix_scores=None if prefix is None else prefix[:, 0],
-    )
+    prefix = asked(used[1]) if len(used) > 1 else None
+    return Attribution(asked(used[0]), asked(values), asked(bias), prefix_scores=prefix)
 
 
 def _parts(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
@@ -506,10 +495,6 @@ def _check_sum(
             f"not the value {value:.6g}: {name} calls a function that is not linear in the vectors "
             'of tokens and has no rule here; "rollout:MAP" needs no linear map'
         )
-
-
-def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if dtype == torch.float64 else x.float()
 
 
 # --- ALTI-Logit and rollout
